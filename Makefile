@@ -27,7 +27,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-INSTALL = $(BIN)/python deploy/machine/install.py --vllm '$(VLLM)' --torch-index '$(TORCH_INDEX)' --record $(VENV)/.vllm
+INSTALL = $(BIN)/python scripts/install.py --vllm '$(VLLM)' --torch-index '$(TORCH_INDEX)' --record $(VENV)/.vllm
 .PHONY: help setup dev demo check test unit system sglang environments chaos soak lint types docs pins clean
 
 help: ## List the targets
@@ -38,7 +38,7 @@ setup: $(STAMP) ## Set up .venv with all that a run needs, once; make demo does 
 
 dev: $(DEV) ## Add the tools of development to .venv, once; make test, lint and docs do it by themselves
 
-$(STAMP): pyproject.toml deploy/machine/install.py
+$(STAMP): pyproject.toml scripts/install.py
 	@test -n '$(PYTHON)' || { echo 'Tidemill needs Python 3.11 or 3.12, none was found: install one, or give it: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	@$(PYTHON) -c '$(SUPPORTED)' || { echo 'Tidemill needs Python 3.11 or 3.12, $(PYTHON) is another version or does not run' >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo '$(PYTHON) cannot make virtual environments: install its venv module (Debian: python3-venv)' >&2; exit 1; }
@@ -72,10 +72,10 @@ environments: $(STAMP) ## Fetch verifiers, OpenEnv and TextArena for the tests o
 	@tests/support/environments/install.sh
 
 chaos: $(DEV) ## Break a running system in every way for MINUTES (default 3), with SEED (default 1), and count what was lost
-	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+	$(BIN)/python -m tools.chaos --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 soak: $(DEV) ## Train without an end for MINUTES, 60 are fair (default 3), and name whatever grows
-	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
+	$(BIN)/python -m tools.soak --minutes $(MINUTES) $(ARGS)
 
 lint: $(DEV) types ## Check style, types and the direction of imports
 	$(BIN)/ruff check .
@@ -89,7 +89,7 @@ docs: $(DEV) ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 pins: $(DEV) ## Write down the versions of .venv, which images are built with
-	$(BIN)/python -m deploy.machine.pins >deploy/constraints.txt.new && mv deploy/constraints.txt.new deploy/constraints.txt
+	$(BIN)/python -m scripts.pins >deploy/constraints.txt.new && mv deploy/constraints.txt.new deploy/constraints.txt
 
 clean: ## Remove .venv and everything that was built; runs/ stays
 	rm -rf $(VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -25,8 +25,8 @@ from deploy.offline.warm_start import make_model
 from producers.datasets.mixture import build_mixture
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
-from producers.rendering.tokenizer import HfTokenizer, Tokenizer
 from producers.tasks import make_task
+from producers.tokenizer import HfTokenizer, Tokenizer
 from producers.workflows.trajectory_builder import TrajectoryBuilder
 from schemas.config import TidemillConfig, parse_config
 from schemas.messages import FileSource, Task, Trajectory

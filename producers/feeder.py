@@ -15,13 +15,14 @@ from producers.datasets.base import Dataset
 from producers.datasets.curriculum import Curriculum, PromptStatistic
 from producers.datasets.loading import build_dataset
 from producers.datasets.mixture import Mixture, Place, build_mixture
-from producers.tasks import TaskLimits, image_settings, make_task, prepare_images
+from producers.images.settings import image_settings
+from producers.tasks import TaskLimits, make_task, prepare_images
 from schemas.codec import decode, encode
 from schemas.config import EvalConfig, SamplingConfig, TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, RunFailed, describe_error
-from schemas.lifecycle import StopFlag
 from schemas.messages import Event, Kind, Task
 from schemas.run_record import JoinedRun
+from schemas.system.lifecycle import StopFlag
 
 AT_ONCE = 16
 """Most groups admitted in one round trip."""

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from producers.datasets.base import Example
-from schemas.config import SamplingConfig, TidemillConfig
+from schemas.config import SamplingConfig
 from schemas.errors import DataError
-from schemas.images import ImageSettings, prepare_image, read_image_settings
+from schemas.images import ImageSettings, prepare_image
 from schemas.messages import Image, Kind, Sampling, Task
-from schemas.model_folder import resolve_folder
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,6 @@ class TaskLimits:
     max_bytes: int
     settings: ImageSettings | None = None
     images: dict[str, bytes] = field(default_factory=dict)
-
-
-def image_settings(config: TidemillConfig) -> ImageSettings | None:
-    """How the run's model wants its images; None for a model of text."""
-    if config.model.kind != "vision":
-        return None
-    return read_image_settings(resolve_folder(config.model.path), config.model.max_pixels)
 
 
 def prepare_images(files: Sequence[bytes], limits: TaskLimits) -> list[Image]:

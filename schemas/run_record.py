@@ -21,7 +21,7 @@ import structlog
 
 from schemas.config import TidemillConfig, TrainDataset
 from schemas.errors import ConfigError, DiskError, InfraError, TidemillError
-from schemas.files import atomic_write
+from schemas.system.files import atomic_write
 
 log = structlog.get_logger()
 

@@ -19,7 +19,7 @@ import setuptools  # noqa: F401  imported by two threads at once, as torch and v
 import structlog
 
 from broker.connection import connection
-from schemas.lifecycle import importing
+from schemas.system.lifecycle import importing
 
 # Before others take it over: a service that runs in a thread here ends when its blocking read does.
 connection.BLOCK_MS = 100

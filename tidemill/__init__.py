@@ -75,8 +75,8 @@ def run(config: TidemillConfig | Path | str, overrides: Sequence[str] = (), *, f
     Returns the command's exit code, 0 when all steps are done; ConfigError for a wrong configuration. Ends as the
     command does at SIGINT and SIGTERM, so it belongs into the main thread.
     """
+    from deploy.checks.names import check_names
     from deploy.launchers.factory import build_launcher
-    from deploy.run.names import check_names
     from schemas.config import load_config
 
     loaded = load_config(Path(config), list(overrides)) if isinstance(config, Path | str) else config

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from transformers import Qwen2ForCausalLM
 
 from benchmarks.gpu.shapes import SHAPES, make_model
+from benchmarks.harness.random_groups import GROUP, random_groups
 from consumers.trainer.metrics.throughput import device_name, peak_flops
 from consumers.trainer.model.packing import choose_kernel, pack, switch_to_packing
 from consumers.trainer.step.build import build_train_step
-from deploy.bench.random_groups import GROUP, random_groups
-from deploy.machine.memory import GB, model_size, trainer_need
+from deploy.doctor.gpu_memory import GB, model_size, trainer_need
 from schemas.config import parse_config
 
 PROMPT, SPREAD, LONGEST = 100, 0.8, 2048

@@ -23,7 +23,7 @@ Encoded: TypeAlias = tuple[list[int], list[int]]
 
 
 class PolicyTokenizer(Protocol):
-    """The generators' tokenizer, producers/rendering/tokenizer.py, as far as it is used here."""
+    """The generators' tokenizer, producers/tokenizer.py, as far as it is used here."""
 
     @property
     def eos_id(self) -> int:

@@ -21,9 +21,9 @@ from broker.queues.scores import ScoreQueue
 from consumers.reward.scorer import Scorer
 from schemas.config import RewardTerm, TidemillConfig
 from schemas.errors import TidemillError
-from schemas.lifecycle import StopFlag
 from schemas.messages import Score, Trajectory
 from schemas.run_record import JoinedRun
+from schemas.system.lifecycle import StopFlag
 
 BATCH = 256
 """Most trajectories that are taken and not scored, unless workers have places for more."""

@@ -15,8 +15,8 @@ from consumers.trainer.metrics.group_metrics import episode_metrics, term_metric
 from consumers.trainer.metrics.throughput import CountRate
 from consumers.trainer.pause import PauseFollower
 from schemas.errors import InfraError, RunFailed
-from schemas.lifecycle import StopFlag
 from schemas.messages import BatchRecord, GroupRef, Member
+from schemas.system.lifecycle import StopFlag
 
 QUIET_S = 2.0
 """Seconds between two examinations of the oldest group, and without an outcome after which others are looked after."""

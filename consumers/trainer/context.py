@@ -17,8 +17,8 @@ from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TidemillConfig
 from schemas.errors import DiskError
-from schemas.lifecycle import StopFlag
 from schemas.messages import Event
+from schemas.system.lifecycle import StopFlag
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
 

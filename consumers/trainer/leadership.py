@@ -25,10 +25,10 @@ from broker.flow.owner import Owner
 from broker.flow.progress import TakeoverRequest
 from broker.telemetry.streams import KEPT_EVALUATIONS
 from consumers.trainer.context import TrainerContext
-from consumers.trainer.metrics.evaluation_log import EvaluationLog
+from consumers.trainer.records.evaluations import EvaluationLog
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, DiskError, FencedError
-from schemas.files import atomic_write, make_folder
 from schemas.run_record import claim_folder, record_file
+from schemas.system.files import atomic_write, make_folder
 
 LOCK_S = 5.0
 """Seconds that a trainer waits for another one that is writing the file; it takes milliseconds."""

@@ -25,9 +25,9 @@ from consumers.trainer.step.train_step import TrainStep
 from consumers.trainer.step_log import StepLog
 from schemas.config import TidemillConfig
 from schemas.errors import BrokerLost, DiskError, RunFailed
-from schemas.files import commit_folder
-from schemas.lifecycle import StopFlag
 from schemas.messages import BatchRecord
+from schemas.system.files import commit_folder
+from schemas.system.lifecycle import StopFlag
 
 EVAL_DEADLINE_S = 300.0
 MOST_SKIPPED = 10

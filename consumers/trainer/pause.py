@@ -17,8 +17,8 @@ from broker.connection.connection import BLOCK_MS
 from broker.flow.run_control import ControlState
 from consumers.trainer.context import TrainerContext
 from schemas.errors import BrokerLost, DiskError
-from schemas.files import atomic_write
-from schemas.lifecycle import PauseReasons, StopFlag
+from schemas.system.files import atomic_write
+from schemas.system.lifecycle import PauseReasons, StopFlag
 
 FILE = "PAUSE"
 

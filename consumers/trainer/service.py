@@ -9,11 +9,11 @@ from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.loop import Trainer
-from consumers.trainer.metrics.trackers import check_trackers
 from consumers.trainer.rank_group import RankGroup
+from consumers.trainer.records.trackers import check_trackers
 from consumers.trainer.step.build import build_train_step
 from schemas.config import TidemillConfig
-from schemas.lifecycle import StopFlag
+from schemas.system.lifecycle import StopFlag
 
 
 def run_trainer(config: TidemillConfig, name: str) -> None:

@@ -18,16 +18,16 @@ from typing import Any
 from broker.telemetry.streams import EvalResult, MendedSamples
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.microbatches import Batch
-from consumers.trainer.metrics.environment import write_environment
-from consumers.trainer.metrics.eval_sample_log import EvalSampleLog
-from consumers.trainer.metrics.evaluation_log import EvaluationLog
-from consumers.trainer.metrics.sample_log import SampleLog, Terms
 from consumers.trainer.metrics.throughput import compute_metrics, device_name, memory_metrics
-from consumers.trainer.metrics.trackers import Trackers
+from consumers.trainer.records.evaluation_samples import EvalSampleLog
+from consumers.trainer.records.evaluations import EvaluationLog
+from consumers.trainer.records.machine import write_environment
+from consumers.trainer.records.samples import SampleLog, Terms
+from consumers.trainer.records.trackers import Trackers
 from consumers.trainer.step.train_step import StepResult
 from schemas.errors import BrokerDamaged, DiskError
-from schemas.files import LineFile
 from schemas.messages import Trajectory
+from schemas.system.files import LineFile
 
 LOOK_S = 30.0
 """Seconds between two looks for parts of evaluations that the broker has lost."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from deploy.bench.cli.app import app as bench
 from deploy.cli.control import app as control_commands
 from deploy.cli.files import app as file_commands
 from deploy.cli.inspect import app as inspect_commands
@@ -59,7 +60,10 @@ app.add_typer(file_commands)
 app.add_typer(run_commands)
 app.add_typer(offline_commands)
 app.add_typer(service_commands)
-app.add_typer(bench, name="bench", rich_help_panel=BENCHMARKS)
+for _command in entry_points(group="tidemill.commands"):
+    # Container images leave the benchmarks out.
+    if find_spec(_command.module.partition(".")[0]):
+        app.add_typer(_command.load(), name=_command.name, rich_help_panel=BENCHMARKS)
 
 
 def _version(wanted: bool) -> None:
@@ -92,7 +96,7 @@ def doctor(
     ] = None,
 ) -> None:
     """Check this machine, and the configuration if one is given; exit code 2 when something is wrong."""
-    from deploy.machine.doctor import look_at, print_findings
+    from deploy.doctor.doctor import look_at, print_findings
 
     findings = look_at(config, overrides or [], step_s)
     print_findings(findings, as_json)

@@ -71,7 +71,7 @@ def up(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False, as
     With --json what happens goes to stderr, and one JSON object at the end to stdout: how it ended, in figures.
     """
     loaded = load(config, overrides)
-    from deploy.run.names import check_names
+    from deploy.checks.names import check_names
 
     # Before what takes a second to import.
     check_names(loaded)

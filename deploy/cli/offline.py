@@ -160,8 +160,8 @@ def evaluate(
     loaded = load(config, overrides)
     if loaded.eval is None:
         raise ConfigError("the configuration has no eval section, there are no held-out prompts")
+    from deploy.checks.model_files import check_made
     from deploy.offline.evaluate import evaluate_model
-    from deploy.run.model_files import check_made
 
     if model is None:
         check_made(loaded)

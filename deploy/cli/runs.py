@@ -34,7 +34,7 @@ def ui(
     """Show the dashboard over runs on disk, finished or running, without a broker: compare them, read samples."""
     if not folder.is_dir():
         raise ConfigError(f"no folder {folder}: give the one with the folders of runs, or that of a run")
-    from broker.api.server import run_files
+    from deploy.control_plane.server import run_files
 
     run_files(folder, host, port, lambda url: print(f"the runs in {folder} are at {url}", flush=True))
 

@@ -71,7 +71,7 @@ def control(
 def prepare(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Check the configuration and its model, and make that of warm_start if there is one: before services start."""
     loaded = load(config, overrides)
-    from deploy.run.preflight import check_model
+    from deploy.checks.preflight import check_model
 
     made: dict[str, Any] | None = {"model": loaded.model.path, "made": False}
     with result_alone(as_json):

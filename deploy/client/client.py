@@ -16,9 +16,9 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 from urllib.request import ProxyHandler, Request, build_opener
 
-from broker.api.address import address_of, read_token
 from deploy.client import find
 from deploy.client.find import whoami
+from deploy.control_plane.address import address_of, read_token
 from deploy.run_files import RUNS, named_config
 from schemas.control_api import (
     Accepted,

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from broker.api.routes import views
-from broker.api.routes.views import Search
-from broker.api.status.collector import Collector, PlannedRun
-from broker.api.web.paging import Page
-from broker.api.web.refusal import Refusal
 from broker.client import Broker
 from deploy.client.find import whoami
+from deploy.control_plane.routes import views
+from deploy.control_plane.routes.views import Search
+from deploy.control_plane.status.collector import Collector, PlannedRun
+from deploy.control_plane.web.paging import Page
+from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api import (
     Accepted,
     DeadLetters,

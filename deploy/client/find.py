@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from broker.api.files.run_folder import RunFolder
+from deploy.control_plane.files.run_folder import RunFolder
 from deploy.run_files import RUNS, named_config
 from schemas.control_api.run_folders import RunHead
 from schemas.errors import ConfigError, RefusedError
@@ -198,7 +198,7 @@ def show_runs(url: str | None, as_json: bool) -> None:
 
 def purge(broker: Broker, run: str, yes: bool, force: bool = False, as_json: bool = False) -> None:
     """Delete a run after asking; RefusedError while its services are alive, unless ``force`` is given."""
-    from broker.api.status.run_state import LIVE_S
+    from deploy.control_plane.status.run_state import LIVE_S
 
     alive = broker.heartbeats.list_heard(LIVE_S)
     if alive and not force:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from broker.api.files.evaluations import read_evaluations
-from broker.api.files.lines import last_object
-from broker.api.files.logs import list_logs, read_log
-from broker.api.files.run_folder import METRICS, RunFolder, flatten, mask_tree
+from deploy.control_plane.files.evaluations import read_evaluations
+from deploy.control_plane.files.lines import last_object
+from deploy.control_plane.files.logs import list_logs, read_log
+from deploy.control_plane.files.run_folder import METRICS, RunFolder, flatten, mask_tree
 from deploy.run_files import RUNS, config_of, named_config
 from schemas.errors import ConfigError
 

@@ -11,7 +11,7 @@ from broker.connection import acl
 from broker.connection.keys import Keys
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
-from schemas.files import atomic_write
+from schemas.system.files import atomic_write
 
 URL_FILE = "redis_url"
 SERVER = "server"

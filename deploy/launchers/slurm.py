@@ -15,9 +15,9 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from deploy.checks.preflight import check
 from deploy.launchers.gpus import Auto, ask, check_count, engine_width
 from deploy.run.folder import settle_configuration
-from deploy.run.preflight import check
 from deploy.run_files import CONFIG
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, ConfigError

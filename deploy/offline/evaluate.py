@@ -23,9 +23,10 @@ from deploy.logs import configure_logging
 from producers.datasets.loading import build_dataset
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import engine_name, make_engine
-from producers.rendering.images import ImagePlaces
-from producers.rendering.tokenizer import HfTokenizer
-from producers.tasks import TaskLimits, image_settings, make_task, prepare_images
+from producers.images.placeholders import ImagePlaces
+from producers.images.settings import image_settings
+from producers.tasks import TaskLimits, make_task, prepare_images
+from producers.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, find_workflow, running
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import EvalConfig, RewardTerm, TidemillConfig

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from broker.api.files.evaluations import read_evaluations
-from broker.api.files.run_folder import RunFolder, mask_tree
+from deploy.control_plane.files.evaluations import read_evaluations
+from deploy.control_plane.files.run_folder import RunFolder, mask_tree
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, InfraError
 from schemas.model_folder import split_revision

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.logs import configure_logging
 from producers.datasets.loading import build_dataset
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.config import DatasetConfig, DpoConfig, RewardModelConfig, TidemillConfig
 from schemas.errors import ConfigError
 

@@ -67,7 +67,7 @@ def up_to_date(config: TidemillConfig, settings: WarmStartConfig) -> bool:
 def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> SftResult:
     from consumers.offline.sft import SftProgress, train_sft
     from consumers.offline.step import MemoryLimits
-    from producers.rendering.tokenizer import HfTokenizer
+    from producers.tokenizer import HfTokenizer
 
     folder = Path(config.model.path)
     source = load(settings.model, "warm_start.model", config.base)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.launchers.gpus import engine_width
-from deploy.planning.measured import Known, of_run, sampling_at, stated
+from deploy.planning.run_rates import Known, of_run, sampling_at, stated
 from deploy.planning.search import Plan, best
 from schemas.config import TidemillConfig
 

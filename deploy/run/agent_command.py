@@ -8,9 +8,9 @@ import sys
 import time
 from typing import Any
 
+from deploy.checks.agent_episode import play_elsewhere, play_trial
+from deploy.checks.model_files import check_made
 from deploy.logs import configure_logging
-from deploy.run.agent_trial import play_elsewhere, play_trial
-from deploy.run.model_files import check_made
 from producers.workflows.base import FailedSample
 from schemas.config import TidemillConfig
 from schemas.errors import ERROR_EXIT

@@ -22,8 +22,8 @@ from broker.connection.embedded import EmbeddedServer, find_server
 from deploy.supervisor.process import Process
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, ConfigError, InfraError
-from schemas.files import atomic_write
-from schemas.lifecycle import StopFlag
+from schemas.system.files import atomic_write
+from schemas.system.lifecycle import StopFlag
 
 START_DEADLINE_S = 300.0
 """How long it may read what it wrote before."""

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from broker.api.files.run_folder import flatten, mask
-from broker.api.status.run_state import LIVE_S
 from broker.client import Broker
 from broker.connection.connection import check_server_now, find_url
 from broker.flow.owner import Owner
+from deploy.control_plane.files.run_folder import flatten, mask
+from deploy.control_plane.status.run_state import LIVE_S
 from deploy.run_files import CONFIG, LOCK, SUMMARY, is_run_folder, is_run_name
 from schemas.config import TidemillConfig, load_config, save_config
 from schemas.errors import ConfigError

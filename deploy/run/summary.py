@@ -20,7 +20,7 @@ from rich.table import Table
 
 from broker.client import Broker
 from broker.telemetry.streams import EvalResult
-from consumers.trainer.metrics.evaluation_log import read_evaluations
+from consumers.trainer.records.evaluations import read_evaluations
 from deploy.run_files import SUMMARY
 from deploy.supervisor.supervisor import RunOutcome
 from deploy.terminal.live import clock

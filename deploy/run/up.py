@@ -19,20 +19,20 @@ from pathlib import Path
 import redis
 from rich.console import Console
 
-from broker.api.address import ADDRESS, address_of
-from broker.api.status.poller import REWARDS, StatusPoller, unreachable
-from broker.api.watch.run_watch import RunWatch
-from broker.api.web.sse import timeline_event
 from broker.client import Broker
 from broker.connection.connection import check_server_now, find_url, open_client
 from broker.connection.embedded import EmbeddedServer
 from broker.flow.owner import Owner
 from broker.heartbeat import HeartbeatThread
 from broker.telemetry.streams import StoredEvent
+from deploy.checks.preflight import check
+from deploy.control_plane.address import ADDRESS, address_of
+from deploy.control_plane.alerts.run_watch import RunWatch
+from deploy.control_plane.status.poller import REWARDS, StatusPoller, unreachable
+from deploy.control_plane.web.sse import timeline_event
 from deploy.logs import configure_logging
 from deploy.offline.warm_start import is_current
 from deploy.run.folder import claim_name, forget_run, is_finished, refuse_foreign, settle_configuration, sole_user
-from deploy.run.preflight import check
 from deploy.run.summary import METRICS, Ending, finish, note_failed_start
 from deploy.run_files import CONFIG
 from deploy.services.main import command

@@ -21,8 +21,8 @@ from deploy.services.allocator import keep_freed_memory
 from deploy.services.finished_run import FinishedRunWatch
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
-from schemas.lifecycle import importing
 from schemas.run_record import claim_folder
+from schemas.system.lifecycle import importing
 
 FRESH_S = 15.0
 DEADLINE_S = 5.0
@@ -41,7 +41,7 @@ def problem(config: TidemillConfig, name: str) -> str | None:
 
 
 ROLES = {
-    "control": "broker.api.server:run_control",
+    "control": "deploy.control_plane.server:run_control",
     "feeder": "producers.feeder:run_feeder",
     "generator": "producers.generator.service:run_generator",
     "reward": "consumers.reward.service:run_reward",

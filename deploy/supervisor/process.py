@@ -1,6 +1,6 @@
 """Guarded child processes: nothing that this process starts is left behind.
 
-Three nets: a guardian per child (schemas/guard.py) that kills everything below it when the
+Three nets: a guardian per child (schemas/system/guard.py) that kills everything below it when the
 child ends or this process dies; the kernel's parent-death signal should the guardian itself
 be killed; and ``Strays.sweep``, with which this process then finds the grandchildren. ``Processes`` is the starter
 made of such processes, for services on this machine.
@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deploy.supervisor.services import Exit, Scaler
-from schemas import guard
 from schemas.control_api import RunStatus
 from schemas.errors import InfraError
+from schemas.system import guard
 
 MARK = "TIDEMILL_SUPERVISOR"
 """Environment variable that tells this supervisor's processes, at any depth, from all others."""

@@ -33,5 +33,5 @@ def build(folder: Path, seed: int, hidden: int = 192, initializer_range: float =
 
 
 def build_small(folder: Path, seed: int) -> None:
-    """The same with half the width, for examples/minimal_loop.py and benchmarks/staleness.yaml."""
+    """The same with half the width, for examples/minimal_loop.py and benchmarks/learning/staleness.yaml."""
     build(folder, seed, hidden=96, initializer_range=0.08)

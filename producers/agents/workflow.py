@@ -19,9 +19,9 @@ from producers.agents.workers.check import check_agent
 from producers.agents.workers.pool import AgentWorkers
 from producers.conversation.images import ImageLimits
 from producers.conversation.parsing.factory import make_parser
-from producers.conversation.self_check import open_template
+from producers.conversation.template_check import open_template
 from producers.engines.factory import engine_name
-from producers.verifiers import AGENT
+from producers.episodes.environments.verifiers import AGENT
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, play_each
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import AgentsConfig

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from producers.conversation.messages import Message, arguments_value, content_text, part_text, reasoning_text
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.errors import DataError
 
 MARK = "Qz7MarkOfTheJoin7zQ"

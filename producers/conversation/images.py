@@ -14,8 +14,8 @@ from typing import Any
 
 from producers.conversation.messages import Message, image_digests
 from producers.engines.base import PromptImage
-from producers.rendering.images import ImagePlaces
-from producers.row_images import is_pillow_image, make_data_url, png_file, read_data_url
+from producers.images.placeholders import ImagePlaces
+from producers.images.prepare import is_pillow_image, make_data_url, png_file, read_data_url
 from producers.workflows.base import RolloutContext
 from schemas.config import TidemillConfig
 from schemas.digests import digest

@@ -10,6 +10,6 @@ DATASETS = Registry(
         "hf": "producers.datasets.hf:HuggingFace",
         "jsonl": "producers.datasets.jsonl:Jsonl",
         "reasoning_gym": "producers.datasets.reasoning_gym:ReasoningGym",
-        "verifiers": "producers.verifiers.dataset:VerifiersTasks",
+        "verifiers": "producers.episodes.environments.verifiers.dataset:VerifiersTasks",
     },
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from producers.datasets.base import Example
-from producers.row_images import load_image, place_images
+from producers.images.prepare import load_image, place_images
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, ContentPart
 

@@ -17,8 +17,8 @@ from producers.engines.base import Completion
 from producers.generator.rollout import GeneratorContext
 from schemas.codec import Array
 from schemas.errors import DataError, InfraError
-from schemas.lifecycle import StopFlag, until_stopped
 from schemas.messages import Question, QuestionAnswer, Reply, Task, versions_of
+from schemas.system.lifecycle import StopFlag, until_stopped
 
 log = structlog.get_logger()
 

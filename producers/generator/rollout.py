@@ -19,19 +19,19 @@ from broker.queues.consumer_group import Delivery
 from broker.queues.partials import Partials
 from broker.queues.tasks import TaskQueue
 from producers.engines.base import Engine
+from producers.generator.orders import PauseFollower
 from producers.generator.outbox import Outbox, PartialSaver
-from producers.generator.pause import PauseFollower
 from producers.generator.weight_updates import WeightUpdater
-from producers.rendering.images import ImagePlaces
-from producers.rendering.tokenizer import HfTokenizer
+from producers.images.placeholders import ImagePlaces
+from producers.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, RolloutContext, Workflow, find_workflow, is_service_error
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.config import TidemillConfig
 from schemas.errors import DataError, TidemillError, describe_error, printable
-from schemas.lifecycle import StopFlag
 from schemas.messages import Call, Event, Partial, Span, Task, Trajectory
 from schemas.run_record import JoinedRun
+from schemas.system.lifecycle import StopFlag
 
 P = TypeVar("P", Partial, Call)
 KEPT_TIMES = 3

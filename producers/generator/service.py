@@ -17,17 +17,18 @@ from producers.engines.base import Ability, Engine, EngineSettings
 from producers.engines.factory import check_abilities, make_engine, prepare_engine
 from producers.engines.sampling import check_sampling
 from producers.generator.hang_watchdog import HangWatchdog, end_hung_process, end_process
-from producers.generator.pause import PauseFollower
+from producers.generator.orders import PauseFollower
 from producers.generator.question_answering import QuestionAnswering
 from producers.generator.rollout import GeneratorContext
 from producers.generator.task_loop import TaskLoop
 from producers.generator.weight_updates import WeightUpdater
-from producers.tasks import image_settings, make_sampling
+from producers.images.settings import image_settings
+from producers.tasks import make_sampling
 from producers.workflows.base import WorkflowServices, running
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT
-from schemas.lifecycle import StopFlag, until_stopped
 from schemas.run_record import JoinedRun
+from schemas.system.lifecycle import StopFlag, until_stopped
 
 RATE_S = 5.0
 """Seconds over which the heartbeat's rate of tokens is taken."""

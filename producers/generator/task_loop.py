@@ -15,8 +15,8 @@ from producers.engines.base import KvCacheUsage
 from producers.generator.eval_versions import still_at
 from producers.generator.rollout import GeneratorContext, Rollout
 from schemas.errors import TidemillError
-from schemas.lifecycle import StopFlag, until_stopped
 from schemas.messages import Task, Trajectory
+from schemas.system.lifecycle import StopFlag, until_stopped
 
 ABORT_AGAIN_S = 0.2
 """A rollout may come to the engine after everything in it was aborted: then it is aborted again."""

@@ -20,15 +20,15 @@ from broker.client import Broker
 from broker.weights.local_copy import LocalWeights
 from producers.engines.base import Engine, PromptImage
 from producers.generator.eval_versions import EvaluationState, next_version
-from producers.generator.pause import PauseFollower
-from producers.tasks import image_settings
+from producers.generator.orders import PauseFollower
+from producers.images.settings import image_settings
 from schemas.config import TidemillConfig
 from schemas.digests import base_digest
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.images import probe_image
-from schemas.lifecycle import StopFlag, until_stopped
 from schemas.messages import Adapter, Event, FileSource, Manifest, Span, WeightSource
 from schemas.model_folder import resolve_folder
+from schemas.system.lifecycle import StopFlag, until_stopped
 
 
 class ServedModel:

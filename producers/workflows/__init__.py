@@ -6,8 +6,8 @@ WORKFLOWS = Registry(
     "workflow",
     {
         "agent": "producers.agents.workflow:AgentWorkflow",
-        "environment": "producers.loops.environment:EnvironmentLoop",
+        "environment": "producers.episodes.environments.environment:EnvironmentLoop",
         "single_turn": "producers.workflows.single_turn:SingleTurn",
-        "tools": "producers.loops.tools:Tools",
+        "tools": "producers.episodes.tools.tools:Tools",
     },
 )

@@ -16,15 +16,15 @@ from typing import Any, Protocol
 import structlog
 
 from producers.engines.base import Completion, Engine, PromptImage
-from producers.rendering.images import ImagePlaces
-from producers.rendering.tokenizer import HfTokenizer, Tokenizer
+from producers.images.placeholders import ImagePlaces
+from producers.tokenizer import HfTokenizer, Tokenizer
 from producers.workflows import WORKFLOWS
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, describe_error
-from schemas.lifecycle import leaving_aside
 from schemas.messages import Partial, PlacedImage, Sampling, Task
 from schemas.plugins import check_arguments, check_method, fit_arguments
+from schemas.system.lifecycle import leaving_aside
 
 log = structlog.get_logger()
 

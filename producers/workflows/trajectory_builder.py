@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from producers.engines.base import Completion
 from producers.engines.routed_experts import RoutedExpertsArray
-from producers.rendering.tokenizer import Tokenizer
+from producers.tokenizer import Tokenizer
 from schemas.codec import Array
 from schemas.messages import (
     Call,

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from schemas.config.root import TidemillConfig
 from schemas.errors import ConfigError
-from schemas.files import atomic_write
+from schemas.system.files import atomic_write
 from schemas.urls import hide_password
 
 ENV_PREFIX = "TIDEMILL_"

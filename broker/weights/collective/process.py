@@ -29,7 +29,7 @@ from broker.weights.collective.roll import Roll, Seat
 from broker.weights.peers.wire import receive, send
 from schemas.config.publish import NcclConfig
 from schemas.errors import ConfigError, InfraError
-from schemas.guarded_process import GuardedProcess, environment
+from schemas.system.guarded_process import GuardedProcess, environment
 
 SLOWEST = 20_000_000
 """Bytes a second below which a broadcast is given up: peers do better."""

@@ -1,8 +1,8 @@
 """Killable worker processes for reward functions that may block, hang or crash.
 
 A worker whose call is past its deadline is killed with everything it started, and replaced; calls that wait are neither
-failed nor charged for it. schemas/guarded_process.py says what a worker takes with it, and what it sees. Nothing is
-pickled.
+failed nor charged for it. schemas/system/guarded_process.py says what a worker takes with it, and what it sees.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from consumers.reward.rewards.terms import TermResult
 from consumers.reward.workers.worker import PREFIX, Answer, Call, Ready, Setup, packed
 from schemas.config import RewardTerm
 from schemas.errors import InfraError
-from schemas.guarded_process import CLOSE_TIMEOUT_S, GuardedProcess, environment
+from schemas.system.guarded_process import CLOSE_TIMEOUT_S, GuardedProcess, environment
 
 T = TypeVar("T")
 START_TIMEOUT_S = 60.0

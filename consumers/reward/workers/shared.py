@@ -25,7 +25,7 @@ from consumers.reward.workers.pool import MOST_BYTES, START_TIMEOUT_S, Job, Work
 from consumers.reward.workers.worker import PREFIX, Answer, Call, Setup, packed
 from schemas.config import RewardTerm
 from schemas.errors import InfraError
-from schemas.guarded_process import CLOSE_TIMEOUT_S
+from schemas.system.guarded_process import CLOSE_TIMEOUT_S
 
 T = TypeVar("T")
 _ANSWER = msgspec.msgpack.Decoder(Answer)

@@ -3,7 +3,7 @@
 Calls come in on stdin and results go out on stdout, as length-prefixed MessagePack; what functions print goes to
 stderr. Most workers do one call at a time. The worker of a term with a concurrency has many in flight, in one event
 loop for life, and says each second that it is alive; that of a function of lists collects them. The process ends at the
-end of stdin, and with its guardian (schemas/guard.py).
+end of stdin, and with its guardian (schemas/system/guard.py).
 """
 
 from __future__ import annotations

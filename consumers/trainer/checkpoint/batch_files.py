@@ -18,8 +18,8 @@ import zstandard
 from consumers.trainer.checkpoint.files import refuse_older_names
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import ConfigError, DiskError
-from schemas.files import atomic_write
 from schemas.messages import RecordedGroup, StepRecord, Trajectory
+from schemas.system.files import atomic_write
 
 if TYPE_CHECKING:
     from consumers.trainer.data.microbatches import Group

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import ConfigError
-from schemas.files import atomic_folder, commit_folder
+from schemas.system.files import atomic_folder, commit_folder
 
 MARKER = "COMPLETE"
 _OLDER = re.compile(r"step-\d{8,}-e\d{4,}(\.msgpack\.zst)?|EPOCH")

@@ -33,7 +33,7 @@ from consumers.trainer.model.lora import check_same, describe
 from consumers.trainer.step.loss_scale import LossScale
 from consumers.trainer.step.train_step import TrainStep
 from schemas.errors import ConfigError, InfraError
-from schemas.files import make_folder
+from schemas.system.files import make_folder
 
 _STATE = "state.json"
 _FORMAT = 1

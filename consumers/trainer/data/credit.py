@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from consumers.trainer.algorithms.advantages import Advantage
-from consumers.trainer.data.calls import Calls, find_calls
+from consumers.trainer.data.model_calls import Calls, find_calls
 from consumers.trainer.data.rows import CutRow
 from schemas.codec import Array
 from schemas.errors import DataError

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from consumers.trainer.algorithms.aggregation import Aggregation, Totals
 from consumers.trainer.data.credit import AnyAdvantage, Samples, give_credit, one_each
-from consumers.trainer.data.images import ImageBatch, ImageFiles
 from consumers.trainer.data.load_balancing import Cost, shares, shares_of_families, work
+from consumers.trainer.data.patches import ImageBatch, ImageFiles
 from consumers.trainer.data.row_families import count_shared, find_families
 from consumers.trainer.data.rows import TrainRow, cut_rows, loss_tokens
 from schemas.errors import DataError

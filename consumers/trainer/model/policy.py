@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from consumers.trainer.data.images import ImageBatch
 from consumers.trainer.data.load_balancing import Cost
+from consumers.trainer.data.patches import ImageBatch
 from consumers.trainer.distributed.parts import ParallelModule, local_part
 from consumers.trainer.model.dropout import train_without_dropout
 from consumers.trainer.model.head import score

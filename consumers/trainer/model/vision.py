@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from consumers.trainer.data.images import ImageBatch, probe_batch
+from consumers.trainer.data.patches import ImageBatch, probe_batch
 from schemas.config import ModelConfig
 from schemas.errors import ConfigError
 from schemas.images import ImageSettings, read_image_settings

@@ -14,8 +14,8 @@ from producers.agents.workers.protocol import SAID, Ready, Refused
 from producers.agents.workers.start import start_runner
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
-from schemas.guarded_process import environment
-from schemas.sandbox.jail import choose
+from schemas.system.guarded_process import environment
+from schemas.system.sandbox.jail import choose
 
 CHECK_TIMEOUT_S = 20.0
 

@@ -24,7 +24,7 @@ from producers.agents.workers.process import CANCEL_S, LATE_S
 from producers.agents.workers.protocol import AgentJob, AgentResult, Kind
 from producers.agents.workers.runner import RefusedError, read_outcome
 from schemas.config import AgentsConfig
-from schemas.guarded_process import GuardedProcess, environment
+from schemas.system.guarded_process import GuardedProcess, environment
 
 _TAIL = 4096
 """Bytes of stderr that are kept for the reason of a failure."""

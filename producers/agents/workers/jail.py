@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 from producers.agents.workers import jail_relay
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
-from schemas.sandbox.bubblewrap import UID, bwrap_command
-from schemas.sandbox.jail import choose
-from schemas.sandbox.limits import Limits, Mount, find_interpreter
+from schemas.system.sandbox.bubblewrap import UID, bwrap_command
+from schemas.system.sandbox.jail import choose
+from schemas.system.sandbox.limits import Limits, Mount, find_interpreter
 
 _RELAY = Path(jail_relay.__file__).read_bytes()
 _NO_LIMIT_S = 1e6

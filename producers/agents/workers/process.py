@@ -40,7 +40,7 @@ from producers.agents.workers.protocol import (
 from producers.agents.workers.start import start_runner
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.guarded_process import GuardedProcess
+from schemas.system.guarded_process import GuardedProcess
 
 log = structlog.get_logger()
 START_TIMEOUT_S = 60.0

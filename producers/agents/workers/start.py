@@ -14,7 +14,7 @@ from producers.agents.workers import runner
 from producers.agents.workers.protocol import Setup
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
-from schemas.guarded_process import GuardedProcess, environment
+from schemas.system.guarded_process import GuardedProcess, environment
 
 _OURS = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
 """What another interpreter must not see of our environment."""

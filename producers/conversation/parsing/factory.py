@@ -10,7 +10,7 @@ from typing import Any
 from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer, ToolCall, call_id
 from producers.conversation.parsing.own import THINK, read_tool_calls, split_reasoning
 from producers.conversation.parsing.vllm_parsers import VllmParsers, vllm_names
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.errors import ConfigError
 
 OWN = {"tool_parser": ["hermes"], "reasoning_parser": ["qwen3"]}

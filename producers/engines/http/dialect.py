@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from producers.engines.base import Ability, EngineSettings
 from producers.engines.http.client import Body, ServerClient
-from producers.engines.http.growing import GrowingSample
+from producers.engines.http.streamed_sample import GrowingSample
 from schemas.errors import ConfigError
 from schemas.messages import Sampling
 

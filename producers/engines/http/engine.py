@@ -23,9 +23,9 @@ import structlog
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from producers.engines.http.client import Body, Refused, ServerClient, read_key
 from producers.engines.http.dialect import Dialect
-from producers.engines.http.growing import GrowingSample
 from producers.engines.http.openai import OpenAiEngine
 from producers.engines.http.server import HOST, LaunchedServer, free_port
+from producers.engines.http.streamed_sample import GrowingSample
 from producers.engines.request_gate import RequestGate
 from producers.engines.sampling import check_vocabulary, max_new_tokens
 from producers.engines.weight_files import Shapes, check_fits, read_shapes

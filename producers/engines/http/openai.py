@@ -16,7 +16,7 @@ import numpy.typing as npt
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.sampling import max_new_tokens
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.config import HttpEngineConfig
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, Span, WeightSource

@@ -1,6 +1,6 @@
 """A server that this generator launches: in a process group of its own, and gone when the generator is.
 
-A guardian (schemas/guard.py) stands between the two, so that nothing of the server outlives this process, however that
+A guardian (schemas/system/guard.py) stands between the two: nothing of the server outlives this process, however that
 ends. Its output is passed on to stderr; the last lines are kept, to say why it ended.
 """
 
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from schemas.errors import ConfigError
-from schemas.guarded_process import GuardedProcess
+from schemas.system.guarded_process import GuardedProcess
 
 HOST = "127.0.0.1"
 _TAIL = 12

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from producers.engines.base import Ability, EngineSettings
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.http.dialect import has_gpu, options
-from producers.engines.http.growing import UNREADABLE, GrowingSample
+from producers.engines.http.streamed_sample import UNREADABLE, GrowingSample
 from producers.engines.routed_experts import mixture_sizes
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Sampling

@@ -16,7 +16,7 @@ from typing import Any
 from producers.engines.base import Ability, EngineSettings
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.http.dialect import has_gpu, options
-from producers.engines.http.growing import UNREADABLE, GrowingSample
+from producers.engines.http.streamed_sample import UNREADABLE, GrowingSample
 from producers.engines.vllm.plugin import BACKEND
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Sampling

@@ -29,7 +29,7 @@ from producers.engines.transformers.requests import News, Request, completion_of
 from producers.engines.transformers.routed_experts import RoutedExpertsRecorder
 from producers.engines.transformers.weights import PeftAdapter, map_tensors
 from producers.engines.weight_files import check_fits, read_shapes
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import Sampling, WeightSource
 from schemas.model_folder import resolve_folder

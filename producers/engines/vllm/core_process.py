@@ -25,7 +25,7 @@ from typing import Any
 import structlog
 
 from producers.engines.vllm.before_import import is_cpu_build, set_environment, stand_in_for_torchvision
-from schemas.lifecycle import importing
+from schemas.system.lifecycle import importing
 
 CHOSEN_BY_USER = "VLLM_WORKER_MULTIPROC_METHOD"
 """Variable by which a user says how vLLM starts processes; then it is left to vLLM."""

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from playwright.sync_api import Browser, expect
 
 from broker.client import Broker
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.codec import Array
 from schemas.digests import digest
 from schemas.images import ImageSettings, probe_image

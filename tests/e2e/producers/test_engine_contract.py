@@ -19,7 +19,7 @@ import pytest
 from producers.engines.base import ABILITIES, Completion, EngineSettings
 from producers.engines.factory import make_engine
 from producers.engines.http.engine import HttpEngine, build_engine
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.config import HttpEngineConfig
 from schemas.errors import DataError, InfraError
 from schemas.messages import FileSource, Sampling, Span

@@ -17,8 +17,8 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from producers.loops.environments import ENVIRONMENTS
-from producers.loops.environments.worker import EnvironmentWorker, RemoteEnvironment
+from producers.episodes.environments import ENVIRONMENTS
+from producers.episodes.environments.worker import EnvironmentWorker, RemoteEnvironment
 from schemas.config import load_config
 from schemas.plugins import load
 from tests.support.runs.programs import environment_python

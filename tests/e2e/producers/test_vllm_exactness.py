@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from producers.conversation.self_check import check_bridge
+from producers.conversation.template_check import check_bridge
 from producers.engines.vllm.engine import VllmEngine
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.messages import FileSource
 from tests.support.models.chat_templates import SOURCES, StoppingTemplate
 from tests.support.models.tiny_model import EOS

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.timeout(60 * MINUTES + REST_S + 20)
 def test_nothing_is_lost_skipped_made_up_or_trained_twice_under_any_fault(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
-    command = [sys.executable, "-m", "tests.chaos", "--minutes", str(MINUTES), "--seed", "1"]
+    command = [sys.executable, "-m", "tools.chaos", "--minutes", str(MINUTES), "--seed", "1"]
     process = subprocess.run(
         [*command, "--folder", str(tmp_path / "chaos"), "--json", str(result)],
         cwd=ROOT,

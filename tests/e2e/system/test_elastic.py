@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.pipelines.tidemill import reference
 from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
 from broker.flow.trainer_session import TrainerSession
 from consumers.trainer.group_buffer import GroupBuffer
-from deploy.bench.pipelines.tidemill import reference
 from schemas.messages import BatchRecord, Sampling, Score, Task, Trajectory
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.changing_weights import ChangingWeights

@@ -144,7 +144,7 @@ def test_a_run_whose_services_fell_silent_is_purged(
     broker = make_broker()
     broker.owner.claim(Owner("ours", "/runs/a", "here"))
     beat(broker)
-    monkeypatch.setattr("broker.api.status.run_state.LIVE_S", 0.0)
+    monkeypatch.setattr("deploy.control_plane.status.run_state.LIVE_S", 0.0)
     assert run_tidemill("purge", broker.connection.keys.run, "--url", broker.connection.url, "--yes").returncode == 0
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.api.status.poller import StatusPoller
 from broker.client import Broker
 from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
+from deploy.control_plane.status.poller import StatusPoller
 from deploy.run.folder import settle_configuration
 from deploy.run.up import _Run, latest
 from deploy.supervisor.commands import CommandFollower

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.api.files.run_folder import RunFolder
 from broker.connection.embedded import EmbeddedServer
+from deploy.control_plane.files.run_folder import RunFolder
 from deploy.services.main import command
 from schemas.errors import CONFIG_EXIT
 

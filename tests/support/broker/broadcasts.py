@@ -30,11 +30,11 @@ from broker.weights.collective.roll import Roll, Seat
 from broker.weights.local_copy import LocalWeights
 from broker.weights.peers.node import PeerNode
 from broker.weights.transports import NcclOrigin, NcclReader
-from schemas import guard
 from schemas.config import BrokerConfig
 from schemas.config.publish import NcclConfig, PublishConfig
 from schemas.digests import CHUNK_BYTES, chunk_digests, state_digest
 from schemas.errors import InfraError
+from schemas.system import guard
 from tests.support.broker.trainer_sessions import take_over
 
 BYTES = 24 * CHUNK_BYTES - 17

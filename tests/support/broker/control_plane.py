@@ -13,13 +13,13 @@ from urllib.request import Request, urlopen
 
 import uvicorn
 
-from broker.api.address import listen
-from broker.api.app import make_app
-from broker.api.routes.context import Context
-from broker.api.status.kubernetes import Deployments
-from broker.api.status.poller import StatusPoller
-from broker.api.web.sse import Hub
 from broker.client import Broker
+from deploy.control_plane.address import listen
+from deploy.control_plane.app import make_app
+from deploy.control_plane.routes.context import Context
+from deploy.control_plane.status.kubernetes import Deployments
+from deploy.control_plane.status.poller import StatusPoller
+from deploy.control_plane.web.sse import Hub
 from schemas.config import parse_config
 
 DEADLINE_S = 20.0

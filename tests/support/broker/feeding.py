@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from producers.feeder import Feeder
 from schemas.errors import InfraError
-from schemas.lifecycle import StopFlag
+from schemas.system.lifecycle import StopFlag
 
 
 def feed_until(

@@ -11,9 +11,9 @@ from broker.flow.progress import Progress
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.context import DiskRetry, LiveSettings, TrainerContext
 from consumers.trainer.leadership import Leadership
-from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.rank_group import RankGroup
+from consumers.trainer.records.evaluations import EvaluationLog
 from schemas.config import TidemillConfig, parse_config
 from schemas.messages import Event
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from broker.api.status.collector import Collector, PlannedRun
 from broker.flow.ledger import LedgerState
 from broker.telemetry.stream_lag import StreamLag
+from deploy.control_plane.status.collector import Collector, PlannedRun
 from schemas.control_api import RunStatus
 
 LEDGER = LedgerState(

@@ -10,7 +10,7 @@ import numpy as np
 
 from producers.conversation.chat_template import ChatTemplate
 from producers.engines.base import Completion
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.messages import FinishReason, Span
 
 _TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from PIL import Image as Pillow
 
-from producers.rendering.images import ImagePlaces
-from producers.rendering.tokenizer import HfTokenizer
+from producers.images.placeholders import ImagePlaces
+from producers.tokenizer import HfTokenizer
 from schemas.images import ImageSettings
 
 PAD = 6

@@ -6,7 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from tests.support.models.chat_templates import StoppingTemplate, write_tokenizer
 
 STOPS = {

@@ -19,8 +19,8 @@ from producers.generator.service import Generator
 from schemas.codec import Array, decode
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import DataError
-from schemas.lifecycle import StopFlag
 from schemas.messages import Probe, Sampling, Task, Trajectory, WeightSource
+from schemas.system.lifecycle import StopFlag
 from tests.support.broker.trainer_sessions import take_over
 
 END_S = 30.0

@@ -32,10 +32,10 @@ from producers.agents.sessions import Sessions
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation, History
 from producers.conversation.parsing.answers import ParsedAnswer, ToolCall, call_id
-from producers.conversation.self_check import check_bridge
+from producers.conversation.template_check import check_bridge
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.vllm.engine import VllmEngine
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.codec import decode, encode
 from schemas.config import AgentsConfig
 from schemas.messages import FileSource, Sampling, Task, Trajectory

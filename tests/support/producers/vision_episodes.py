@@ -19,10 +19,10 @@ from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
 from producers.conversation.images import EpisodeImages, ImageLimits
 from producers.conversation.parsing.answers import ParsedAnswer
-from producers.conversation.self_check import check_bridge
+from producers.conversation.template_check import check_bridge
 from producers.engines.base import Engine
-from producers.rendering.images import ImagePlaces
-from producers.rendering.tokenizer import HfTokenizer
+from producers.images.placeholders import ImagePlaces
+from producers.tokenizer import HfTokenizer
 from schemas.codec import encode
 from schemas.config import AgentsConfig
 from schemas.images import ImageSettings, prepare_image

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from msgspec.structs import replace
 
-from broker.api.address import address_of
+from deploy.control_plane.address import address_of
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from schemas.codec import decode, encode

@@ -13,8 +13,8 @@ from typing import IO
 
 from deploy.cli import app
 from deploy.services import finished_run
-from schemas import guard
-from tests.chaos.service import ByteTokenizer
+from schemas.system import guard
+from tools.chaos.service import ByteTokenizer
 
 SETTLED = "SETTLED_S"
 

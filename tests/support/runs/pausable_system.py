@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from broker.api.status.run_state import pause_status
+from deploy.control_plane.status.run_state import pause_status
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
 from broker.telemetry.stream_lag import read_stream_lags
@@ -22,7 +22,7 @@ from producers.engines.scripted import ScriptedEngine
 from producers.feeder import Feeder
 from producers.generator.service import Generator
 from schemas.config import TidemillConfig
-from schemas.lifecycle import StopFlag
+from schemas.system.lifecycle import StopFlag
 from schemas.messages import Score
 
 

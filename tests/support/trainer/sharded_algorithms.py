@@ -17,7 +17,7 @@ from consumers.offline.preference import PairwiseProgress, train_dpo, train_rewa
 from consumers.offline.sft import SftProgress, train_sft
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.step.build import build_train_step
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.config import DpoConfig, ModelConfig, ParallelConfig, RewardModelConfig, WarmStartConfig, parse_config
 from tests.support.trainer.trajectories import make_groups
 

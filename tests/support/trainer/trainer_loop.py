@@ -17,7 +17,7 @@ from consumers.trainer.step.build import build_train_step
 from deploy.run.summary import read_lines, surviving_lines
 from schemas.config import DatasetConfig, EvalConfig, parse_config
 from schemas.errors import FencedError
-from schemas.lifecycle import StopFlag
+from schemas.system.lifecycle import StopFlag
 from tests.support.trainer.deterministic_run import Pipeline
 from tests.support.trainer.trajectories import make_trajectory
 

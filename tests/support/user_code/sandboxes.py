@@ -7,8 +7,8 @@ import secrets
 import psutil
 
 from schemas.errors import ConfigError
-from schemas.sandbox.jail import Sandbox, choose
-from schemas.sandbox.limits import Limits, Outcome, find_interpreter
+from schemas.system.sandbox.jail import Sandbox, choose
+from schemas.system.sandbox.limits import Limits, Outcome, find_interpreter
 from tests.support.runs.programs import find_program, skip_or_fail
 
 LIMITS = Limits(wall_s=20.0, cpu_s=3.0, memory_mb=256, processes=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from broker.weights.transports.nccl import warn_unencrypted
+from broker.weights.transports.broadcast import warn_unencrypted
 
 
 @pytest.mark.parametrize(("url", "lines"), [("rediss://broker:6379/0", 1), ("redis://broker:6379/0", 0)])

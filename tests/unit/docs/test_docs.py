@@ -19,8 +19,8 @@ from markdown.extensions.toc import slugify
 from pydantic import BaseModel
 
 import tidemill
+from deploy.checks.names import check_names
 from deploy.cli.app import app
-from deploy.run.names import check_names
 from schemas.config import TidemillConfig, load_config, parse_config
 from schemas.metric_names import METRICS, describe
 

@@ -23,17 +23,17 @@ from producers.conversation.images import EpisodeImages, ImageLimits
 from producers.conversation.parsing.factory import make_parser
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
-from producers.loops.environment import read_turn
-from producers.loops.tool_functions import load_tools
-from producers.loops.tool_sources import ToolBox
-from producers.loops.tools import Tools
+from producers.episodes.environments.environment import read_turn
+from producers.episodes.tools.functions import load_tools
+from producers.episodes.tools.sources import ToolBox
+from producers.episodes.tools.tools import Tools
 from producers.workflows.base import RolloutContext, find_workflow
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import AgentsConfig
 from schemas.messages import Sampling, Task, Trajectory
 from schemas.plugins import load
 from tests.support.models.pictures import PLACES, picture, user, vision_tokenizer
-from tests.support.producers.loops import SpeakingEngine, chat_task, loop_config, play
+from tests.support.producers.played_episodes import SpeakingEngine, chat_task, loop_config, play
 from tests.support.user_code.docs_code import ROOT, write_code, yaml_of
 from tests.support.user_code.sandboxes import sandbox
 

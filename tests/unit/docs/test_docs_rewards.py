@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.rewards.server import FlakyJudge
 from consumers.reward.rewards.terms import RewardInput, resolve
 from consumers.reward.scorer import check_reward
-from deploy.bench.rewards.server import FlakyJudge
 from producers.datasets.loading import build_dataset
 from schemas.config import RewardConfig, RewardTerm, parse_config
 from schemas.plugins import load

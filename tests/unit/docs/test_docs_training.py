@@ -33,7 +33,7 @@ def test_a_run_from_python(snippets: Path, monkeypatch: pytest.MonkeyPatch, tmp_
         launched.append(config)
         return next(exits)
 
-    monkeypatch.setattr("deploy.run.names.check_names", lambda config: None)
+    monkeypatch.setattr("deploy.checks.names.check_names", lambda config: None)
     monkeypatch.setattr("deploy.launchers.factory.build_launcher", lambda config: SimpleNamespace(launch=launch))
     train = load("from_python.py:train", "snippet", snippets)
     assert train(str(file)) == launched[0].folder / "model"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas import files
-from schemas.files import LineFile, atomic_folder, atomic_write, commit_folder
+from schemas.system import files
+from schemas.system.files import LineFile, atomic_folder, atomic_write, commit_folder
 
 
 @pytest.mark.parametrize("durable", [False, True])

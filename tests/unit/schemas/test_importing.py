@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from schemas.lifecycle import importing
+from schemas.system.lifecycle import importing
 
 
 def test_imports_are_left_out_of_later_rounds_and_the_collector_goes_on() -> None:

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from schemas.lifecycle import PauseReasons, StopFlag, until_stopped
+from schemas.system.lifecycle import PauseReasons, StopFlag, until_stopped
 
 
 def test_what_is_waited_for_comes_through_until_the_end_and_is_left_alone_then() -> None:

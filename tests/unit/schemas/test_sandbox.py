@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from schemas.errors import ConfigError, InfraError
-from schemas.sandbox import bubblewrap, others
-from schemas.sandbox.jail import Sandbox, choose, why_not
-from schemas.sandbox.limits import Limits, Mount, find_interpreter
-from schemas.sandbox.probe import probe
+from schemas.system.sandbox import bubblewrap, others
+from schemas.system.sandbox.jail import Sandbox, choose, why_not
+from schemas.system.sandbox.limits import Limits, Mount, find_interpreter
+from schemas.system.sandbox.probe import probe
 from tests.support.user_code.sandboxes import LIMITS, left_with, mark, processes_with, run_python, sandbox
 
 SPINNING = "import os, sys\nprint('begun', flush=True)\nwhile True: pass"
@@ -122,7 +122,7 @@ def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path) -> None
     sandbox()
     word = mark()
     code = f"""
-        from schemas.sandbox.jail import Sandbox
+        from schemas.system.sandbox.jail import Sandbox
         running = Sandbox("bwrap").start(["/bin/sh", "-c", "echo begun; exec sleep 1000", "{word}"])
         print(running.stdout.read(6), flush=True)
         input()

@@ -17,8 +17,8 @@ from typing import Any
 
 from consumers.reward.rewards.programs import harness
 from schemas.errors import ConfigError
-from schemas.sandbox.jail import choose
-from schemas.sandbox.limits import Interpreter, Limits, Outcome, find_interpreter
+from schemas.system.sandbox.jail import choose
+from schemas.system.sandbox.limits import Interpreter, Limits, Outcome, find_interpreter
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _TOLERANCE = 1e-6

@@ -23,12 +23,12 @@ from producers.datasets.arithmetic import Arithmetic
 from producers.datasets.mixture import Mixture, Part
 from producers.engines.base import Engine
 from producers.feeder import Feeder
-from producers.generator.pause import PauseFollower
+from producers.generator.orders import PauseFollower
 from schemas.config import RewardTerm, TidemillConfig
 from schemas.errors import ConfigError, InfraError
-from schemas.lifecycle import StopFlag
 from schemas.messages import Score
 from schemas.run_record import JoinedRun, claim_folder
+from schemas.system.lifecycle import StopFlag
 from tests.support.broker.leadership import configuration_in, leadership_in
 from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task, make_trajectory
 from tests.support.broker.trainer_sessions import FIRST, change_request, take_over_as

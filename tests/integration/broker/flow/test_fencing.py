@@ -13,8 +13,8 @@ from broker.flow.fencing import term_number
 from broker.weights.transports import make_transport
 from consumers.trainer import leadership
 from consumers.trainer.leadership import LeaderRecord
-from schemas import files
 from schemas.errors import BrokerLost, FencedError
+from schemas.system import files
 from tests.support.broker.leadership import leadership_in
 from tests.support.broker.one_group import fetch_weights, publish_weights
 from tests.support.broker.trainer_sessions import take_over

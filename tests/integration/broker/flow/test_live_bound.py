@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak import length_bounds
 from broker.client import Broker
 from broker.flow.pipeline import ScoredSample
 from broker.queues.tasks import eval_task_id
@@ -14,6 +13,7 @@ from broker.telemetry import streams
 from schemas.messages import BatchRecord, Score
 from tests.support.broker.prompt_groups import make_batch_record, make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
+from tools.soak import length_bounds
 
 pytestmark = pytest.mark.integration
 

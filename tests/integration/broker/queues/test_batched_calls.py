@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.workload import PipelineShape, TrajectoryPool, begin
 from broker.client import Broker
 from broker.connection.scripts import Script
 from broker.queues.consumer_group import AT_ONCE
 from broker.queues.scores import outcomes_in
-from deploy.bench.workload import PipelineShape, TrajectoryPool, begin
 from schemas.codec import encode
 from schemas.messages import Score, Trajectory
 

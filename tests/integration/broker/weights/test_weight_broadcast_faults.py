@@ -20,7 +20,7 @@ from broker.weights.collective.roll import Roll, Seat
 from broker.weights.local_copy import LocalWeights
 from broker.weights.peers.node import PeerNode
 from broker.weights.transports import NcclOrigin, NcclReader
-from broker.weights.transports.nccl import MOST_FAILURES, PAUSE
+from broker.weights.transports.broadcast import MOST_FAILURES, PAUSE
 from schemas.config.publish import NcclConfig, PublishConfig
 from schemas.digests import CHUNK_BYTES
 from schemas.errors import ConfigError, InfraError

@@ -24,7 +24,7 @@ from deploy.offline.checkpoints import replay_steps
 from schemas.codec import Array
 from schemas.config import BrokerConfig, TidemillConfig, parse_config, save_config
 from schemas.errors import ConfigError
-from schemas.lifecycle import StopFlag
+from schemas.system.lifecycle import StopFlag
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
 from tests.support.trainer.deterministic_run import EVERY, STEPS, Pipeline, make_config

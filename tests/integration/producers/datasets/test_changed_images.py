@@ -14,7 +14,7 @@ import torch
 
 from broker.client import Broker
 from broker.weights.transports import make_transport
-from consumers.trainer.data.images import ImageFiles
+from consumers.trainer.data.patches import ImageFiles
 from consumers.trainer.model.hf_weights import reference_logprobs
 from consumers.trainer.model.lora import load_policy
 from consumers.trainer.model.policy import Policy

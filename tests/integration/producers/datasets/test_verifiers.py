@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from producers.datasets.base import Example
-from producers.verifiers.dataset import VerifiersTasks
+from producers.episodes.environments.verifiers.dataset import VerifiersTasks
 from producers.workflows.base import FailedSample
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError
 from schemas.messages import ChatMessage, Sampling, Task
-from tests.support.producers.loops import SpeakingEngine, chat_tokenizer, loop_config, play
+from tests.support.producers.played_episodes import SpeakingEngine, chat_tokenizer, loop_config, play
 
 ASK = """
 import asyncio, json, urllib.request

@@ -14,18 +14,18 @@ import torch
 from broker.client import Broker
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.leadership import Leadership
-from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from consumers.trainer.publishing import WeightPublisher
+from consumers.trainer.records.evaluations import EvaluationLog
 from consumers.trainer.step.build import build_train_step
 from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
-from producers.generator.pause import PauseFollower
+from producers.generator.orders import PauseFollower
 from producers.generator.weight_updates import WeightUpdater
 from schemas.config import LoraConfig, TidemillConfig, parse_config
 from schemas.digests import base_digest
 from schemas.errors import DataError
-from schemas.lifecycle import StopFlag
 from schemas.messages import FileSource, Sampling
+from schemas.system.lifecycle import StopFlag
 from tests.support.models.adapters import ALPHA, RANK, compute_logprobs, merge_adapter, write_adapter
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.trajectories import make_groups

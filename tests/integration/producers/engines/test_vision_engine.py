@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from consumers.trainer.data.images import ImageFiles, probe_batch
 from consumers.trainer.data.microbatches import Group, MicroBatch, collate
+from consumers.trainer.data.patches import ImageFiles, probe_batch
 from consumers.trainer.data.rows import TrainRow
 from consumers.trainer.model.hf_weights import wire_weights
 from consumers.trainer.model.policy import Policy, load_model

@@ -13,7 +13,7 @@ from producers.conversation.parsing import factory
 from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
 from producers.conversation.parsing.factory import make_parser
 from producers.conversation.parsing.vllm_parsers import vllm_names
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.errors import ConfigError
 from tests.support.models.parsers import make_tool_tokenizer, tool
 

@@ -17,12 +17,12 @@ from consumers.trainer.model.hf_weights import reference_logprobs
 from consumers.trainer.model.policy import Policy, load_model
 from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
-from producers.generator.pause import PauseFollower
+from producers.generator.orders import PauseFollower
 from producers.generator.weight_updates import WeightUpdater
 from schemas.codec import Array
 from schemas.config import TidemillConfig, parse_config
-from schemas.lifecycle import StopFlag
 from schemas.messages import Manifest, Probe
+from schemas.system.lifecycle import StopFlag
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.models.weight_files import write_weights

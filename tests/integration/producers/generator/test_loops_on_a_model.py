@@ -12,11 +12,11 @@ import pytest
 
 from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from producers.workflows.trajectory_builder import SampledCompletion
 from tests.support.models.chat_templates import SOURCES
 from tests.support.models.tiny_model import make_tiny_model
-from tests.support.producers.loops import chat_task, loop_config, play
+from tests.support.producers.played_episodes import chat_task, loop_config, play
 
 pytestmark = pytest.mark.integration
 ECHO = """

@@ -13,14 +13,14 @@ from broker.client import Broker
 from broker.flow.trainer_session import TrainerSession
 from producers.engines.base import Engine
 from producers.generator import weight_updates as updates_module
-from producers.generator.pause import PauseFollower
+from producers.generator.orders import PauseFollower
 from producers.generator.weight_updates import WeightUpdater
 from schemas.codec import decode
 from schemas.config import TidemillConfig, parse_config
 from schemas.digests import base_digest
 from schemas.errors import InfraError
-from schemas.lifecycle import StopFlag
 from schemas.messages import Adapter, Event, WeightSource
+from schemas.system.lifecycle import StopFlag
 from tests.support.broker.one_group import publish_weights
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.tiny_model import make_tiny_model

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.run.names import check_names
+from deploy.checks.names import check_names
 from schemas.config import parse_config
 from schemas.errors import ConfigError
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.cli.app import app
-from deploy.planning.measured import of_run, sampling_at, stated
+from deploy.planning.run_rates import of_run, sampling_at, stated
 
 CONFIG = """
 run: {{name: planned, folder: {folder}}}

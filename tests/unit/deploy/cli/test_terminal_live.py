@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from broker.api.status.poller import StatusPoller, unreachable
+from deploy.control_plane.status.poller import StatusPoller, unreachable
 from deploy.run.up import QUIET_S, latest, with_processes
 from deploy.supervisor.restart_policy import State
 from deploy.supervisor.supervisor import ServiceView

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from consumers.trainer.metrics.evaluation_log import EvaluationLog
+from consumers.trainer.records.evaluations import EvaluationLog
 from deploy.run import summary
 from deploy.run.summary import (
     Ending,

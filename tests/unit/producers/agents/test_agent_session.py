@@ -17,11 +17,11 @@ from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
 from producers.conversation.images import EpisodeImages, ImageLimits
 from producers.conversation.parsing.factory import make_parser
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from producers.workflows.base import Kept
 from schemas.messages import Partial, Sampling
 from tests.support.models.pictures import PLACES, picture, user, vision_tokenizer
-from tests.support.producers.loops import SpeakingEngine, chat_tokenizer
+from tests.support.producers.played_episodes import SpeakingEngine, chat_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from producers.conversation.chat_template import ChatTemplate
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "agents" / "calculator"
 

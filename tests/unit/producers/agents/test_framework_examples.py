@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from producers.conversation.chat_template import ChatTemplate
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "agents" / "frameworks"
 MULTIPLY = {"type": "function", "function": {"name": "multiply"}}

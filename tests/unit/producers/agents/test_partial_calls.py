@@ -14,8 +14,8 @@ from broker.queues.consumer_group import Delivery
 from producers.generator.rollout import NotFinite, Rollout, check_finite, head, longest, with_earlier
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
-from schemas.lifecycle import StopFlag
 from schemas.messages import Call, FinishReason, Partial, Span, Task
+from schemas.system.lifecycle import StopFlag
 from tests.support.broker.prompt_groups import make_task
 
 

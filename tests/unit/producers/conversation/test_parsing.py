@@ -15,7 +15,7 @@ from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
 from producers.conversation.parsing.factory import check_parsers, make_parser
 from producers.conversation.parsing.own import read_tool_calls, split_reasoning
 from producers.conversation.parsing.vllm_parsers import read_parser_names
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.errors import ConfigError
 from tests.support.models.parsers import make_tool_tokenizer, tool
 

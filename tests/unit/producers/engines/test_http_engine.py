@@ -23,8 +23,8 @@ from producers.engines.base import EngineSettings
 from producers.engines.factory import check_abilities
 from producers.engines.http.dialect import options
 from producers.engines.http.engine import HttpEngine, build_engine
-from producers.engines.http.growing import GrowingSample, parse_spans
 from producers.engines.http.sglang import SglangDialect
+from producers.engines.http.streamed_sample import GrowingSample, parse_spans
 from producers.engines.http.vllm import VllmDialect
 from schemas.config import HttpEngineConfig, parse_config
 from schemas.errors import ConfigError, DataError, InfraError

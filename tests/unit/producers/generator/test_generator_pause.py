@@ -11,9 +11,9 @@ import pytest
 from broker.client import Broker
 from broker.flow.run_control import ControlState
 from producers.engines.base import Engine
-from producers.generator import pause as pause_module
-from producers.generator.pause import PauseFollower
-from schemas.lifecycle import PauseReasons, StopFlag
+from producers.generator import orders
+from producers.generator.orders import PauseFollower
+from schemas.system.lifecycle import PauseReasons, StopFlag
 
 
 class RecordingEngine:
@@ -83,7 +83,7 @@ def test_a_freeze_pauses_the_engine_and_the_next_order_resumes_it() -> None:
 
 
 def test_a_silent_broker_pauses_and_its_answer_ends_that_reason_alone(monkeypatch) -> None:
-    monkeypatch.setattr(pause_module, "FENCE_S", 0.01)
+    monkeypatch.setattr(orders, "FENCE_S", 0.01)
 
     async def scenario() -> None:
         broker, engine, stop = SilentBroker(), RecordingEngine(), StopFlag()
@@ -112,7 +112,7 @@ def test_a_silent_broker_pauses_and_its_answer_ends_that_reason_alone(monkeypatc
 
 def test_the_clock_of_deadlines_stands_still_while_nothing_may_be_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(pause_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(orders.time, "monotonic", lambda: now)
 
     async def scenario() -> None:
         nonlocal now

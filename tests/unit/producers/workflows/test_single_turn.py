@@ -13,7 +13,7 @@ import pytest
 
 from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
-from producers.rendering.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer
 from producers.workflows.base import RolloutContext
 from producers.workflows.single_turn import SingleTurn
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -21,7 +21,7 @@ from schemas.codec import Array
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, Partial, Sampling, Span, Task, Trajectory
 from tests.support.models.tiny_model import EOS, make_tiny_model
-from tests.support.producers.loops import keep_in
+from tests.support.producers.played_episodes import keep_in
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_a_generic_tokenizer_is_used_as_its_file_says(tmp_path: Path):
 
 def test_a_generic_tokenizer_is_loaded_without_pytorch(folder: Path):
     code = (
-        "import sys; from producers.rendering.tokenizer import HfTokenizer;"
+        "import sys; from producers.tokenizer import HfTokenizer;"
         " print(HfTokenizer(sys.argv[1]).decode([5]) != '', 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(folder)]

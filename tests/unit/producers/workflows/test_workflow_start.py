@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from producers.workflows.base import running
-from schemas import lifecycle
-from schemas.lifecycle import importing
+from schemas.system import lifecycle
+from schemas.system.lifecycle import importing
 
 
 class Starting:

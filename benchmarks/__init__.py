@@ -1,0 +1,1 @@
+"""What Tidemill costs and how well it learns, measured: ``tidemill bench`` and ``python -m benchmarks.NAME``."""

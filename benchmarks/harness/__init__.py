@@ -1,0 +1,1 @@
+"""Processes, random work and tables that the benchmarks share."""

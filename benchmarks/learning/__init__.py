@@ -1,0 +1,1 @@
+"""Training runs whose curves are compared: staleness, curricula, rewards of turns, routing."""

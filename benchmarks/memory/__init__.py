@@ -1,0 +1,1 @@
+"""Peak memory of loading a model and of offline training."""

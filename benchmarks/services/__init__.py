@@ -1,0 +1,1 @@
+"""Each service measured by itself: transport, generator, trainer, control plane, scaling."""

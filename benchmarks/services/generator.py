@@ -1,0 +1,295 @@
+"""``tidemill bench generator``: tokens a second through our generator service, beside its engine driven bare.
+
+One engine serves both, in turns, with the same prompts and sampling and as many requests at once; so a busy machine
+slows both. Ours is everything that a run has: tasks from a real server, workflow, version spans, publication,
+leases and heartbeats. Bare is a loop over vLLM's ``AsyncLLM.generate``, or with the engine http a client of the same
+server that posts requests and counts the tokens of the answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.harness.processes import describe, serving
+from benchmarks.harness.workload import ENDLESS
+from broker.client import Broker
+from broker.weights.transports import make_transport
+from producers.engines.base import EngineSettings
+from producers.engines.factory import make_engine
+from producers.engines.weight_files import read_shapes
+from producers.generator.service import Generator
+from schemas.config import parse_config
+from schemas.errors import ConfigError, InfraError
+from schemas.messages import Sampling, Task
+from schemas.system.lifecycle import StopFlag
+
+if TYPE_CHECKING:
+    from broker.flow.trainer_session import TrainerSession
+
+PROMPT = 16
+"""Tokens of a prompt."""
+DEADLINE_S = 600.0
+"""One round may take this long."""
+LOOK_S = 0.05
+"""How often the end of a round is looked for, with one small command: looking is paid by the service."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """The figures of one round. cpu_us: processor time of this process for a token, without engine core and server."""
+
+    per_s: float
+    cpu_us: float
+
+
+Advance = Callable[[int], None]
+"""Told how many rounds were finished since the last call."""
+Ask = Callable[[int, str], Awaitable[int]]
+"""Has the prompt of an index completed, under a name, and returns how many tokens came."""
+
+
+def build(folder: Path, max_length: int) -> None:
+    """Write a random Qwen2 with a byte tokenizer to ``folder``."""
+    from transformers.utils import logging
+
+    from deploy.offline.tiny_model import byte_tokenizer, write_tiny_model
+
+    logging.disable_progress_bar()
+    tokenizer = byte_tokenizer(["<pad>", "<eos>"], pad_token="<pad>", eos_token="<eos>")
+    write_tiny_model(folder, tokenizer, 0, hidden=128, intermediate=512, layers=4, heads=4, max_length=max_length)
+
+
+def measure(
+    concurrency: int,
+    samples: int,
+    group: int,
+    tokens: int,
+    rounds: int,
+    advance: Advance,
+    url: str | None,
+    engine: str,
+    command: list[str] | None,
+    model: Path | None,
+    dtype: str,
+) -> dict[str, Any]:
+    """Measure one row: medians over ``rounds`` of both, in turns, after one round of each that does not count.
+
+    samples: of one round, in groups of ``group``, each of up to ``tokens`` generated tokens. engine: vllm, or the
+    dialect of a server that is launched, http-vllm or http-sglang, with ``command`` if that is given. model: a folder
+    with a Qwen2, by default a random one of a million parameters.
+    """
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError("bench generator --engine vllm measures vLLM, which is not installed")
+    dialect = engine.partition("-")[2]
+    setting = {"engine": "http", "http": {"dialect": dialect, "command": command}} if dialect else {"engine": engine}
+    with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name, serving(url, "everysec") as server:
+        folder = Path(name)
+        if model is None:
+            build(model := folder / "model", max_length=PROMPT + tokens + 1)
+        bench = Bench(folder, server, concurrency, group, tokens, setting, model, dtype)
+        pairs = asyncio.run(bench.run(samples // group, rounds, advance))
+        ratios = sorted(ours.per_s / bare.per_s for bare, ours in pairs)
+        return {
+            "concurrency": concurrency,
+            "samples": samples // group * group,
+            "group": group,
+            "tokens": tokens,
+            "parameters": sum(math.prod(shape) for shape in read_shapes(model).values()),
+            "dtype": dtype,
+            "rounds": rounds,
+            "bare_tokens_per_s": median(bare.per_s for bare, _ in pairs),
+            "tokens_per_s": median(ours.per_s for _, ours in pairs),
+            "bare_cpu_us_per_token": median(bare.cpu_us for bare, _ in pairs),
+            "cpu_us_per_token": median(ours.cpu_us for _, ours in pairs),
+            "ratio": median(ratios),
+            "ratio_range": [ratios[0], ratios[-1]],
+            "server": describe(server),
+            "engine": engine,
+            "release": bench.release,
+        }
+
+
+class Bench:
+    """A run with one generator and nobody else. setting: of ``generator``, which engine."""
+
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        concurrency: int,
+        group: int,
+        tokens: int,
+        setting: dict[str, Any],
+        model: Path,
+        dtype: str,
+    ) -> None:
+        self._folder = folder
+        self._model = model
+        self._dtype = dtype
+        self._concurrency = concurrency
+        self._group = group
+        self._sampling = Sampling(max_tokens=tokens)
+        self._config = parse_config(self._settings(url, tokens, setting))
+        self._broker = Broker.connect(self._config)
+        length, generator = self._config.model.max_length, self._config.generator
+        settings = EngineSettings(str(model), dtype, length, concurrency, http=generator.http)
+        self._engine: Any = make_engine(generator.engine, settings, folder)
+        self._next = 0
+        self.release = ""
+
+    def _settings(self, url: str, tokens: int, setting: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "run": {"name": f"bench-generator-{time.time_ns()}", "folder": str(self._folder / "run")},
+            "model": {"path": str(self._model), "dtype": self._dtype, "max_length": PROMPT + tokens + 1},
+            "train": {"name": "arithmetic"},
+            "sampling": {"n": self._group, "max_tokens": tokens},
+            "reward": {"terms": [{"name": "exact"}]},
+            "trainer": {"advantage": {"name": "raw"}},
+            "generator": {**setting, "max_samples": self._concurrency},
+            "broker": {"url": url},
+        }
+
+    async def run(self, groups: int, rounds: int, advance: Advance) -> list[tuple[Round, Round]]:
+        """Both in each round, bare and ours."""
+        try:
+            self._begin(groups * (rounds + 1))
+            stop = StopFlag()
+            service = asyncio.create_task(Generator(self._config, "generator-0", self._broker, self._engine).run(stop))
+            try:
+                await self._until(service, lambda: any(beat.version == 0 for beat in self._broker.heartbeats.list()))
+                pairs = []
+                for _ in range(rounds + 1):
+                    first, self._next = self._next, self._next + groups
+                    pairs.append((await self._bare(first, groups), await self._ours(service, first, groups)))
+                    advance(1)
+                return pairs[1:]
+            finally:
+                stop.set()
+                await service
+        finally:
+            self._broker.purge()
+
+    def _begin(self, groups: int) -> None:
+        """A trainer that has published version 0 and has room for all groups."""
+        from broker.flow.progress import TakeoverRequest
+
+        training: TrainerSession = self._broker.trainer_session()
+        leader_term = training.take_over(
+            TakeoverRequest(batch=groups, staleness=0, window=1, steps=ENDLESS, max_uncommitted=1)
+        ).leader_term
+        file = self._folder / "weights.safetensors"
+        shutil.copyfile(self._model / "model.safetensors", file)
+        self._broker.weights.publish(
+            make_transport(self._broker.connection, "file", self._folder / "weights"),
+            file,
+            version=0,
+            step=0,
+            leader_term=leader_term,
+            tensors=[],
+            probe=None,
+            keep=2,
+        )
+
+    async def _ours(self, service: asyncio.Task[None], first: int, groups: int) -> Round:
+        ledger = self._broker.ledger
+        before = await asyncio.to_thread(ledger.read_state)
+        tasks = [
+            Task(task_id=i, kind="train", n=self._group, sampling=self._sampling, token_ids=prompt(i))
+            for i in range(first, first + groups)
+        ]
+        started, cpu = time.perf_counter(), time.process_time()
+        await asyncio.to_thread(ledger.admit_all, tasks)
+        wanted = before.samples_published + groups * self._group
+        await self._until(service, lambda: self._published() >= wanted)
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        tokens = (await asyncio.to_thread(ledger.read_state)).tokens_generated - before.tokens_generated
+        return Round(tokens / seconds, cpu * 1e6 / tokens)
+
+    def _published(self) -> int:
+        connection = self._broker.connection
+        found: Any = connection.run("counting samples", lambda client: client.hget(connection.keys.counts, "published"))
+        return int(found or 0)
+
+    async def _until(self, service: asyncio.Task[None], condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not await asyncio.to_thread(condition):
+            if service.done():
+                await service
+                raise InfraError("the generator service ended in the middle of the benchmark")
+            if time.monotonic() > deadline:
+                raise InfraError(f"the generator service did not finish its samples within {DEADLINE_S:.0f} s")
+            await asyncio.sleep(LOOK_S)
+
+    async def _bare(self, first: int, groups: int) -> Round:
+        """As many workers as requests at once, each over the next request of the list."""
+        requests = [(i, f"bare-{i}-{k}.") for i in range(first, first + groups) for k in range(self._group)]
+        ask = self._ask_vllm() if self._config.generator.http is None else self._ask_server()
+        started, cpu = time.perf_counter(), time.process_time()
+        generated = await count_tokens(ask, requests, self._concurrency)
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        return Round(generated / seconds, cpu * 1e6 / generated)
+
+    def _ask_vllm(self) -> Ask:
+        import vllm
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        self.release = f"vLLM {vllm.__version__}"
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=self._sampling.max_tokens,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+        async def ask(index: int, name: str) -> int:
+            generated = 0
+            async for output in self._engine.llm.generate(tokens_input(prompt(index)), params, name):
+                generated += len(output.outputs[0].token_ids)
+            return generated
+
+        return ask
+
+    def _ask_server(self) -> Ask:
+        """Post, wait for the whole answer, and count its tokens."""
+        client, dialect = self._engine.client, self._engine.dialect
+        self.release = self._engine.release
+
+        async def ask(index: int, name: str) -> int:
+            tokens = self._sampling.max_tokens
+            body = dialect.request(name, prompt(index), self._sampling, 0, tokens, tokens, "bare")
+            answer = await client.post(dialect.path, {**body, "stream": False}, DEADLINE_S)
+            if "meta_info" in answer:
+                # Of SGLang's ids the answer may hold the last part only, where streams bring only what is new.
+                return int(answer["meta_info"]["completion_tokens"])
+            return len(answer["choices"][0]["token_ids"])
+
+        return ask
+
+
+async def count_tokens(ask: Ask, requests: Sequence[tuple[int, str]], concurrency: int) -> int:
+    """Ask all requests, so many at once, and return how many tokens came."""
+    left = iter(requests)
+
+    async def work() -> int:
+        # Each adds up its own: a common sum would be read before the wait, while others add to it.
+        return sum([await ask(index, name) for index, name in left])
+
+    return sum(await asyncio.gather(*(work() for _ in range(concurrency))))
+
+
+def prompt(index: int) -> list[int]:
+    """Tokens that differ from task to task from the first one on, and leave out the special ones."""
+    return [2 + (index * 31 + 7 * position * (index % 13 + 1)) % 250 for position in range(PROMPT)]

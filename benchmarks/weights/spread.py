@@ -1,0 +1,241 @@
+"""``tidemill bench weights --generators``: one version to many generators at once, each a process of its own.
+
+The trainer publishes, all generators fetch; taken is the time until the last one has it, checked, and what left the
+trainer, or the broker, over the size of the version. Then one more generator joins. With ``peer`` also: one generator
+has a version that the others fetch from it, and is killed while two or more of them read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness.processes import ServerUsage, describe, serving
+from benchmarks.harness.workload import PipelineShape, begin, open_broker
+from broker.weights.collective.process import BroadcastProcess
+from broker.weights.local_copy import LocalWeights
+from broker.weights.peers.node import PeerNode
+from broker.weights.transports import NcclOrigin, NcclReader, PeerOrigin, PeerReader, make_transport
+from schemas.config.publish import PeerConfig, PublishConfig
+from schemas.errors import InfraError
+
+DEADLINE_S = 300.0
+
+
+class Reader:
+    """A generator's weights in a process of its own, without an engine."""
+
+    def __init__(self, url: str, run: str, name: str, kind: str, folder: Path) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self.name = name
+        self.process = spawn.Process(target=_read, args=(theirs, url, run, name, kind, folder), name=name, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def order(self, version: int, dies: bool = False) -> None:
+        """Have it fetch this version when it comes. dies: it kills itself once two others read from it."""
+        self._pipe.send((version, dies))
+
+    def answer(self) -> Any:
+        """What it has to say next. InfraError after the deadline, or if it has died."""
+        try:
+            if self._pipe.poll(DEADLINE_S):
+                return self._pipe.recv()
+        except EOFError as error:
+            raise InfraError(f"the benchmark's {self.name} ended without a word") from error
+        raise InfraError(f"the benchmark's {self.name} was not done within {DEADLINE_S:.0f} s")
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(5)
+
+
+def _read(pipe: Connection, url: str, run: str, name: str, kind: str, folder: Path) -> None:
+    """A reader's process: says that it is there, then of each version when it came, its seconds, if by broadcast."""
+    broker = open_broker(url, run)
+    with contextlib.ExitStack() as stack:
+        node = PeerNode(broker.connection, name, PeerConfig()) if kind in ("peer", "nccl") else None
+        nccl: NcclReader | None = None
+        if kind == "nccl" and node is not None:
+            nccl = stack.enter_context(contextlib.closing(NcclReader(broker.connection, node, PublishConfig())))
+            _wait_backend(nccl.process)
+            broker.weights.serve(nccl)
+        elif node is not None:
+            broker.weights.serve(stack.enter_context(contextlib.closing(PeerReader(broker.connection, node))))
+        copy = LocalWeights(broker.weights, folder)
+        pipe.send(None)
+        with contextlib.suppress(EOFError):
+            while True:
+                version, dies = pipe.recv()
+                while (manifest := broker.weights.wait_newer(version - 1)) is None:
+                    continue
+                started, cpu, received = time.monotonic(), time.process_time(), nccl.received if nccl else 0
+                copy.fetch(manifest)
+                ended, used = time.monotonic(), time.process_time() - cpu
+                pipe.send((ended, ended - started, used, nccl is not None and nccl.received > received))
+                if dies and node is not None:
+                    while node.sent_bytes < manifest.state.size // 10 or node.connections <= node.streams:
+                        time.sleep(0.0005)
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Publisher:
+    """The trainer's end: versions of random bytes."""
+
+    def __init__(self, url: str, run: str, kind: str, folder: Path, size: int) -> None:
+        self.broker = open_broker(url, run)
+        self._term = self.broker.trainer_session()
+        begin(self._term, PipelineShape())
+        folder.mkdir()
+        self._folder = folder
+        self._size = size
+        self.transport = make_transport(self.broker.connection, kind, folder)
+        if isinstance(self.transport, PeerOrigin):
+            self.broker.weights.serve(self.transport)
+        if isinstance(self.transport, NcclOrigin):
+            _wait_backend(self.transport.process)
+        self.version = 0
+
+    def prepare(self) -> None:
+        """Write what is published next."""
+        self.version += 1
+        (self._folder / "part").write_bytes(np.random.default_rng(self.version).bytes(self._size))
+
+    def publish(self) -> None:
+        """Publish it, digests and manifest included."""
+        self.broker.weights.publish(
+            self.transport,
+            self._folder / "part",
+            version=self.version,
+            step=self.version,
+            leader_term=self._term.leader_term,
+            tensors=[],
+            probe=None,
+            keep=2,
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        """What left the trainer for readers so far, with ``peer``; by ``nccl`` it is for those alone who missed it."""
+        return self.transport.node.sent_bytes if isinstance(self.transport, PeerOrigin) else 0
+
+
+def measure(
+    kind: str, generators: int, megabytes: int, rounds: int, url: str | None, folder: Path | None
+) -> dict[str, Any]:
+    """Measure one row of the result: ``rounds`` versions of so many megabytes to so many generators."""
+    size = megabytes * 1_000_000
+    with (
+        serving(url, "everysec") as address,
+        tempfile.TemporaryDirectory(prefix="tidemill-bench-", dir=folder) as made,
+        contextlib.ExitStack() as stack,
+    ):
+        place, run = Path(made), f"bench-{secrets.token_hex(4)}"
+        publisher = Publisher(address, run, kind, place / "out", size)
+        stack.callback(publisher.broker.purge)
+        stack.callback(publisher.transport.close)
+        join = partial(_join, stack, address, run, kind, place)
+        readers = [join(f"generator-{index}") for index in range(generators)]
+        if kind == "nccl":
+            _meet(publisher, readers, address, size)
+        spread = [_spread(publisher, readers, address, size) for _ in range(rounds)]
+        seconds, egress, processor, broadcast = zip(*spread, strict=True)
+        joiner = join("generator-late")
+        joiner.order(publisher.version)
+        _, joined_s, joined_cpu, _ = joiner.answer()
+        killed = _kill_one(publisher, readers, joiner, address, size) if kind == "peer" and generators > 2 else {}
+        server = describe(address)
+    return {
+        "transport": kind,
+        "generators": generators,
+        "bytes": size,
+        "rounds": rounds,
+        "seconds": round(median(seconds), 3),
+        "seconds_range": [round(min(seconds), 3), round(max(seconds), 3)],
+        "egress": round(max(egress), 3),
+        "broadcast": round(sum(broadcast) / rounds, 3),
+        "reader_cpu_s": round(median(processor), 3),
+        "joiner_s": round(joined_s, 3),
+        "joiner_cpu_s": round(joined_cpu, 3),
+        **killed,
+        "server": server,
+    }
+
+
+def _join(stack: contextlib.ExitStack, url: str, run: str, kind: str, place: Path, name: str) -> Reader:
+    reader = Reader(url, run, name, kind, place / name)
+    stack.callback(reader.close)
+    reader.answer()
+    return reader
+
+
+def _wait_backend(process: BroadcastProcess) -> None:
+    if not process.backends(DEADLINE_S):
+        raise InfraError("the process that broadcasts weights does not start")
+
+
+def _meet(publisher: Publisher, readers: Sequence[Reader], url: str, size: int) -> None:
+    """Publish until all readers take part in broadcasts: the first ones find out who there is."""
+    for _ in range(10):
+        if _spread(publisher, readers, url, size)[3] == 1.0:
+            return
+    raise InfraError("not all generators of the benchmark take part in broadcasts")
+
+
+def _spread(publisher: Publisher, readers: Sequence[Reader], url: str, size: int) -> tuple[float, float, float, float]:
+    """Seconds until the last reader has a new version, and processor seconds of a reader, their mean.
+
+    Between them what left the trainer or the broker, over the size of the version; last the share of the readers that
+    have it by broadcast, whose processor time is in part another process's.
+    """
+    publisher.prepare()
+    for reader in readers:
+        reader.order(publisher.version)
+    sent, before = publisher.sent_bytes, ServerUsage.of(url).wire
+    started = time.monotonic()
+    publisher.publish()
+    answers = [reader.answer() for reader in readers]
+    ended = max(one[0] for one in answers)
+    # What goes into the server is of this size once, through redis; all the rest leaves it.
+    through = max(0, ServerUsage.of(url).wire - before - size)
+    peer = isinstance(publisher.transport, PeerOrigin)
+    left = (publisher.sent_bytes - sent) if peer else through
+    cpu, broadcast = (sum(one[index] for one in answers) / len(answers) for index in (2, 3))
+    return ended - started, left / size, cpu, broadcast
+
+
+def _kill_one(publisher: Publisher, readers: Sequence[Reader], joiner: Reader, url: str, size: int) -> dict[str, Any]:
+    """The joiner gets a version first, alone; it is killed while the others read from it."""
+    publisher.prepare()
+    joiner.order(publisher.version, dies=True)
+    publisher.publish()
+    joiner.answer()
+    sent, started = publisher.sent_bytes, time.monotonic()
+    for reader in readers:
+        reader.order(publisher.version)
+    answers = [reader.answer() for reader in readers]
+    joiner.process.join(5)
+    return {
+        "killed_s": round(max(ended for ended, *_ in answers) - started, 3),
+        "killed_arrived": len(answers),
+        "killed_by": joiner.process.exitcode,
+        "killed_egress": round((publisher.sent_bytes - sent) / size, 3),
+    }

@@ -1,0 +1,52 @@
+"""The complete evaluations of a run in its file evaluations.jsonl, which outlives the broker's memory of them.
+
+A line is flushed to the disk before the next one is written, and a weight version has one line for ever: what a version
+scored never changes, and trainers that go on with a run read first what is there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import DiskError
+from schemas.system.files import LineFile
+
+
+class EvaluationLog:
+    """evaluations.jsonl in a run's folder. lines: what it holds, by version.
+
+    A line has version, n (samples), scored, failed, off_version, mean (reward of the scored samples, null without any),
+    length (mean of their loss tokens, null where it is not known), time (of the last score, Unix seconds), wall_s
+    (time since the run began) and datasets: the same by label, with accuracy and pass@k, and ``prompts``: how many
+    samples of a prompt were scored, how many of them are correct, and how many prompts there are of that kind.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "evaluations.jsonl"
+        self.lines = read_evaluations(self.file)
+        self._lines = LineFile(self.file, durable=True)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Write the line of a version, durably, unless it has one. DiskError when the disk is full."""
+        if line["version"] in self.lines:
+            return
+        try:
+            self._lines.append(json.dumps(dict(line)))
+        except OSError as error:
+            raise DiskError(f"cannot write {self.file}: {error}") from error
+        self.lines[line["version"]] = dict(line)
+
+
+def read_evaluations(file: Path) -> dict[int, dict[str, Any]]:
+    """The lines of evaluations.jsonl by version, in order; of a version the first, and nothing that was cut off."""
+    found: dict[int, dict[str, Any]] = {}
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
+        try:
+            line = json.loads(text)
+            found.setdefault(int(line["version"]), line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return dict(sorted(found.items()))

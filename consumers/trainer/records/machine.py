@@ -1,0 +1,94 @@
+"""environment.json in the run's folder: with what the trainer ran, to find the difference between two runs.
+
+Versions of packages, the machine, and the git commit of the folder in which the user's code is. It is written by each
+trainer that starts; those of earlier ones are kept in ``before``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from schemas.system.files import atomic_write
+
+FILE = "environment.json"
+PACKAGES = (
+    *("tidemill", "torch", "transformers", "vllm", "accelerate", "peft", "redis", "numpy", "datasets"),
+    *("safetensors", "tokenizers", "flash-attn", "triton"),
+)
+GIT_S = 5.0
+EARLIER = 20
+"""Earlier trainers of which it is kept."""
+
+log = structlog.get_logger()
+
+
+def write_environment(folder: Path, base: Path, ranks: int) -> None:
+    """Write the file; what can't be written is only logged. base: folder of the user's code. ranks: of the trainer."""
+    file = folder / FILE
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = None
+    earlier = [*before.pop("before", []), before][-EARLIER:] if isinstance(before, dict) else []
+    found = describe_environment(base, ranks) | {"before": earlier}
+    try:
+        atomic_write(file, json.dumps(found, indent=2) + "\n")
+    except OSError as error:
+        log.warning("the environment is not written", file=str(file), error=str(error))
+
+
+def describe_environment(base: Path, ranks: int) -> dict[str, Any]:
+    """What this process runs with, as JSON."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": sys.version.split()[0],
+        "cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+        "ranks": ranks,
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "git": _git(base),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _git(folder: Path) -> dict[str, Any] | None:
+    """Commit of the repository that ``folder`` is in, and whether it was changed since; None outside of one."""
+    commit = _ask_git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    return {
+        "commit": commit,
+        "branch": _ask_git(folder, "rev-parse", "--abbrev-ref", "HEAD"),
+        "changed": bool(_ask_git(folder, "status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def _ask_git(folder: Path, *words: str) -> str:
+    try:
+        found = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=GIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""

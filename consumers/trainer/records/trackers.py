@@ -1,0 +1,231 @@
+"""Metrics to TensorBoard, Weights & Biases and whatever else accelerate can log to, beside metrics.jsonl.
+
+Each step is sent once: one that is trained again after a crash is not, so no step has two values. A tracker that fails
+while the run goes on, whatever it raises, or hangs is given up with a warning; the file has everything. Steps do not
+wait for trackers.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import structlog
+
+from consumers.trainer.records.tracker_thread import LONG_DEADLINE_S, TrackerThread
+from schemas.errors import ConfigError
+from schemas.messages import Trajectory
+from schemas.plugins import load
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
+
+    from consumers.trainer.records.samples import Terms
+    from schemas.config import TidemillConfig
+
+MODULES = {
+    "aim": ["aim"],
+    "clearml": ["clearml"],
+    "comet_ml": ["comet_ml"],
+    "dvclive": ["dvclive"],
+    "mlflow": ["mlflow"],
+    "swanlab": ["swanlab"],
+    "tensorboard": ["tensorboard", "tensorboardX"],
+    "trackio": ["trackio"],
+    "wandb": ["wandb"],
+}
+"""accelerate's trackers, and what each can be imported from; the first is also what pip calls it."""
+
+COLUMNS = ["step", "prompt", "completion", "reward", "terms", "tokens", "finish"]
+"""Of the table of completions; the terms of the reward are one JSON object."""
+SETTING = "trainer.trackers"
+FOLDER = "trackers"
+ERROR_DEADLINE_S = 5.0
+"""For all that is left where the trainer ends by an error: whoever restarts it waits."""
+
+Notify: TypeAlias = Callable[[str, Literal["info", "warning", "error"], str], None]
+
+log = structlog.get_logger()
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError for a tracker that is unknown or not installed. Imports none of them."""
+    for name in names:
+        if ":" in name:
+            continue
+        if name not in MODULES:
+            close = difflib.get_close_matches(name, MODULES, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ConfigError(
+                f"unknown {SETTING} {name!r}{hint}: one of {', '.join(MODULES)}, or your own as module:name"
+            )
+        if not any(find_spec(module) for module in MODULES[name]):
+            raise ConfigError(f"{SETTING} {name!r} is not installed: pip install {MODULES[name][0]}")
+
+
+class Trackers:
+    """The trackers of a run, started anew by every trainer process that goes on with it. Rank 0 has them."""
+
+    def __init__(self, config: TidemillConfig, accelerator: Accelerator, notify: Notify) -> None:
+        """Start the trackers. notify: tells people of one that failed.
+
+        ConfigError if a tracker of a new run cannot start: its settings are wrong. Later the same is an outage of its
+        server, and costs the run that tracker only.
+        """
+        self._notify = notify
+        self._sent = 0
+        self._trackers: list[tuple[GeneralTracker, TrackerThread]] = []
+        names = list(dict.fromkeys(config.trainer.trackers))
+        if not names:
+            return
+        check_trackers(names)
+        own = {name: load(name, SETTING, config.base) for name in names if ":" in name}
+        self._sent = _last_step(config.folder / "metrics.jsonl")
+        for name in names:
+            thread = TrackerThread(name)
+            started: list[GeneralTracker] = []
+
+            def start(name: str = name, started: list[GeneralTracker] = started) -> None:
+                started += _start(config, copy.copy(accelerator), name, own.get(name), resumed=self._sent > 0)
+
+            thread.put(start)
+            thread.wait(LONG_DEADLINE_S)
+            if reason := thread.problem:
+                thread.end()
+                if not self._sent:
+                    raise ConfigError(f"{SETTING} cannot start: {reason}") from thread.error
+                self._give_up(name, "did not start", reason)
+            else:
+                self._trackers += [(tracker, thread) for tracker in started]
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """The figures of a finished step, a line of metrics.jsonl; a histogram becomes a figure for each entry."""
+        step = int(line["step"])
+        if step <= self._sent:
+            return
+        self._sent = step
+        figures = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        for name, entries in line.items():
+            if isinstance(entries, Mapping):
+                figures |= {f"{name}/{entry}": value for entry, value in entries.items()}
+        self._each(lambda tracker: tracker.log(dict(figures), step=step))
+
+    def log_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
+        """The figures of an evaluation that became complete after ``step``; each is given here once."""
+        given, at = dict(figures), max(step, self._sent)
+        self._each(lambda tracker: tracker.log(dict(given), step=at))
+
+    def log_completions(self, step: int, samples: Sequence[tuple[Trajectory, float]], terms: Terms) -> None:
+        """Show samples with their rewards, and the terms of these, as a table, in trackers that have tables."""
+        rows = []
+        for sample, reward in samples:
+            parts = json.dumps(dict(terms.get((sample.task_id, sample.sample), {})))
+            tokens = int(sample.loss_mask.numpy().sum())
+            rows.append([step, sample.prompt, sample.completion, reward, parts, tokens, sample.finish])
+        at = max(step, self._sent)
+
+        def show(tracker: Any) -> None:
+            if callable(getattr(tracker, "log_table", None)):
+                tracker.log_table("completions", columns=COLUMNS, data=rows, step=at)
+
+        self._each(show)
+
+    def _each(self, send: Callable[[GeneralTracker], None]) -> None:
+        for tracker, thread in self._trackers:
+            if not thread.problem:
+                thread.put(functools.partial(send, tracker))
+        self._drop_failed("failed")
+
+    def _drop_failed(self, what: str) -> None:
+        for tracker, thread in [*self._trackers]:
+            if reason := thread.problem:
+                thread.end()
+                self._trackers.remove((tracker, thread))
+                self._give_up(tracker.name, what, reason)
+
+    def flush(self) -> None:
+        """Wait a moment until all that was logged is sent, where an error ends the process; nothing after ``close``."""
+        self._wait(ERROR_DEADLINE_S)
+        self._drop_failed("failed")
+
+    def close(self) -> None:
+        """Send what is left, but not by accelerate's own call, which also takes the ranks apart."""
+        self._drop_failed("failed")
+        for tracker, thread in self._trackers:
+            thread.put(tracker.finish)
+        self._wait(LONG_DEADLINE_S)
+        self._drop_failed("did not send its last figures")
+        for _, thread in self._trackers:
+            thread.end()
+        self._trackers.clear()
+
+    def _wait(self, deadline_s: float) -> None:
+        end = time.monotonic() + deadline_s
+        for _, thread in self._trackers:
+            thread.wait(max(0.0, end - time.monotonic()))
+
+    def _give_up(self, name: str, what: str, reason: str) -> None:
+        log.warning("a tracker is given up", tracker=name, what=what, error=reason)
+        self._notify("tracker", "warning", f"tracker {name} {what} and gets nothing more: {reason}")
+
+
+def _start(
+    config: TidemillConfig, accelerator: Accelerator, name: str, own: Any, *, resumed: bool
+) -> list[GeneralTracker]:
+    """Start one tracker through accelerate, a copy of ours. own: class of a user's tracker, None for a known one."""
+    folder = config.folder / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    accelerator.project_configuration.set_directories(str(folder))
+    accelerator.trackers = []
+    accelerator.log_with = [own(config.run.name, str(folder)) if own is not None else name]
+    accelerator.init_trackers(
+        config.run.name,
+        config=None if resumed else _flat(config.model_dump(mode="json")),
+        init_kwargs={"wandb": {"id": _identity(folder), "resume": "allow", "dir": str(folder)}},
+    )
+    return list(accelerator.trackers)
+
+
+def _last_step(file: Path) -> int:
+    """The highest step with a line in metrics.jsonl: steps up to there were sent before."""
+    last = 0
+    if file.is_file():
+        with file.open(encoding="utf-8") as lines:
+            for text in lines:
+                try:
+                    last = max(last, int(json.loads(text)["step"]))
+                except (ValueError, KeyError, TypeError):
+                    # Cut off by a crash.
+                    continue
+    return last
+
+
+def _identity(folder: Path) -> str:
+    """Arguments that name this run to a service that can go on with a run; a new run has a new folder."""
+    file = folder / "id"
+    if not file.is_file():
+        file.write_text(secrets.token_hex(8), encoding="utf-8")
+    return file.read_text(encoding="utf-8")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, bool | str | int | float]:
+    """``{"trainer.steps": 5, ...}``; the broker's address is left out, it may hold a password."""
+    flat: dict[str, bool | str | int | float] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name == "broker.url":
+            continue
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{name}.")
+        else:
+            flat[name] = value if isinstance(value, bool | str | int | float) else json.dumps(value)
+    return flat

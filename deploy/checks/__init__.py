@@ -1,0 +1,1 @@
+"""Checks of a configuration before a run starts: names, files, data, user code, model."""

@@ -1,0 +1,162 @@
+"""What only ``tidemill doctor`` looks at, since it takes seconds or needs a figure of the run.
+
+The model without its weights, the lengths of prompts, how turns of episodes are joined, and whether their times fit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from broker.queues.dead_letters import UnusableTask
+from deploy.checks.finding import Finding
+from deploy.checks.model_files import find_unmade
+from producers.datasets.loading import build_dataset
+from producers.images.settings import image_settings
+from producers.tasks import TaskLimits
+from schemas.config import TidemillConfig
+from schemas.errors import ConfigError, DataError
+from schemas.model_folder import resolve_folder
+
+GB = 1024**3
+LOOKED_AT = 256
+"""Prompts of each dataset that are measured."""
+STATE_BYTES = 16
+"""Of one trained parameter: itself, its gradient and two moments, float32."""
+
+
+def measure_model(config: TidemillConfig) -> Finding | str:
+    """Build the model from its configuration alone, on the meta device, where tensors have shapes and no memory."""
+    path, trust = config.model.path, config.model.trust_remote_code
+    if unmade := find_unmade(config):
+        return unmade
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from consumers.trainer.model.lora import targets
+    from producers.images.placeholders import ImagePlaces
+    from producers.tokenizer import HfTokenizer
+
+    try:
+        settings = AutoConfig.from_pretrained(resolve_folder(path, weights=False), trust_remote_code=trust)
+        with torch.device("meta"):
+            kind: Any = AutoModelForImageTextToText if config.model.kind == "vision" else AutoModelForCausalLM
+            model = kind.from_config(settings, trust_remote_code=trust)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {path}: {error}") from error
+    if Path(path).expanduser().is_dir():
+        HfTokenizer(path, trust)
+        ImagePlaces.of(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    text = f"{count / 1e6:,.1f}M parameters{', reads images' if config.model.kind == 'vision' else ''}"
+    if config.trainer.lora is not None:
+        return f"{text}, an adapter of {', '.join(targets(model, config.trainer.lora.targets))}"
+    state = count * STATE_BYTES / GB
+    return f"{text}; weights, gradients and optimizer of the trainer take {state:,.1f} GB over all ranks"
+
+
+def measure_prompts(config: TidemillConfig) -> Finding | str:
+    """Whether the first prompts fit into model.max_length, in tokens as generators make them; of images their marks."""
+    if unmade := find_unmade(config):
+        return unmade
+    from producers.feeder import task_of
+    from producers.tokenizer import HfTokenizer
+
+    tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
+    limits, room = TaskLimits(config.broker.max_message_bytes, image_settings(config)), config.model.max_length
+    lengths: list[int] = []
+    wrong: list[str] = []
+    count = 0
+    for dataset in (level for train in config.train for level in train.at_levels()):
+        examples = build_dataset(dataset, config.base)
+        for index in range(min(len(examples), LOOKED_AT)):
+            count += 1
+            task = task_of(examples, dataset.label, index, index, "train", config.sampling, limits)
+            try:
+                if isinstance(task, UnusableTask):
+                    raise DataError(task.reason)
+                length = len(tokenizer.prompt_ids(task))
+                if length >= room:
+                    raise DataError(f"example {index} of dataset {dataset.label!r} has {length} tokens")
+            except DataError as error:
+                wrong.append(str(error))
+            else:
+                lengths.append(length)
+    if wrong:
+        text = f"{len(wrong)} of the first {count} prompts can't be answered with model.max_length {room}: {wrong[0]}"
+        advice = "a larger model.max_length, or data without them: each ends as a failed prompt group"
+        return Finding("prompts", "warn" if lengths else "fail", text, advice)
+    text = f"up to {max(lengths)} tokens in the first {count}, of model.max_length {room}"
+    cut = sum(length + config.sampling.max_tokens > room for length in lengths)
+    if cut:
+        problem = f"{text}; {cut} leave less than sampling.max_tokens {config.sampling.max_tokens}"
+        return Finding("prompts", "warn", problem, "a larger model.max_length, or answers are cut off sooner")
+    return text
+
+
+def try_bridge(config: TidemillConfig) -> Finding | str:
+    """Join turns on the model's own chat template, as generators do when they start."""
+    if unmade := find_unmade(config):
+        return unmade
+    from producers.conversation.chat_template import ChatTemplate
+    from producers.conversation.template_check import check_bridge
+    from producers.tokenizer import HfTokenizer
+
+    template = ChatTemplate(HfTokenizer(config.model.path, config.model.trust_remote_code))
+    if problem := check_bridge(template):
+        return Finding(
+            "joined turns",
+            "warn",
+            f"each model call becomes a row of its own: {problem}",
+            "training is exact but takes more tokens; a chat template whose turns end with a token that ends generation"
+            " lets them be joined",
+        )
+    return "an episode's calls are joined to one row, as the model's own chat template writes them"
+
+
+def compare_times(config: TidemillConfig, step_s: float | None) -> Finding | str:
+    """Tell whether episodes may take longer than the steps and evaluations that wait for them.
+
+    step_s: seconds of a step; None takes what the run's last steps took, waiting left out, if there are any.
+    """
+    deadline_s, held = config.generator.agents.deadline_s, config.flow.staleness + 1
+    text = f"episodes take up to {deadline_s:g} s, the trainer gives up after {config.trainer.batch_timeout_s:g} s"
+    problems, advice = [], []
+    if config.eval is not None and config.eval.hold_s < deadline_s:
+        problems.append(f"an evaluation holds new weights back for {config.eval.hold_s:g} s, longer ones are of others")
+        advice.append(f"eval.hold_s {deadline_s:g}")
+    measured = step_s is None
+    step_s = step_s or _measured_step_s(config.folder / "metrics.jsonl")
+    if step_s is None:
+        text += f"; with the time of a step, --step-s, it is told whether {held} steps are enough for them"
+    elif deadline_s > held * step_s:
+        source = "measured" if measured else "given"
+        problems.append(
+            f"the trainer waits for those that take over {held * step_s:g} s: flow.staleness {config.flow.staleness}"
+            f" allows {held} steps of {step_s:g} s ({source}) in the meantime"
+        )
+        enough = -int(-deadline_s // step_s) - 1
+        advice.append(f"flow.staleness {enough}, or a flow.window, or generator.agents.deadline_s {held * step_s:g}")
+    else:
+        text += f", and {held} steps of {step_s:g} s are enough for all"
+    if not problems:
+        return text
+    fit = "; leave it if few episodes take so long" if len(advice) == len(problems) else ""
+    return Finding("episode times", "warn", "; ".join([text, *problems]), "set " + ", and ".join(advice) + fit)
+
+
+def _measured_step_s(file: Path) -> float | None:
+    """Median time of the last steps of a run, without waiting; None if there are none."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            last = [json.loads(line) for line in deque(lines, 50)]
+    except (OSError, ValueError):
+        return None
+    waited = ("time/wait_s", "time/paused_s")
+    seconds = [
+        line["time/total_s"] - sum(line.get(name, 0.0) for name in waited) for line in last if "time/total_s" in line
+    ]
+    return round(median(seconds), 3) if seconds else None

@@ -1,0 +1,110 @@
+"""Where a run's control plane listens, and the token that it asks for. Loads no web server: commands and the
+supervisor read it."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from schemas.errors import ConfigError
+from schemas.system.files import atomic_write
+
+ADDRESS = "control.json"
+"""File in the run's folder that says where, for those on the same machine."""
+TOKEN = "TIDEMILL_CONTROL_TOKEN"
+READ_TOKEN = "TIDEMILL_CONTROL_READ_TOKEN"
+"""Variable with a second token, for those who may read and order nothing."""
+MIN_TOKEN = 16
+
+
+def announce(folder: Path, url: str) -> None:
+    """Write the URL into the run's folder; a folder that can't be written is only logged."""
+    file = folder / ADDRESS
+    try:
+        atomic_write(file, json.dumps({"url": url, "pid": os.getpid()}))
+    except OSError as error:
+        # Imported here: those who only look for the address load no logging.
+        import structlog
+
+        structlog.get_logger().warning("cannot say where the control plane listens", file=str(file), error=str(error))
+
+
+def address_of(folder: Path) -> str | None:
+    """Return the URL of the run's control plane, with a slash at its end; None when none is written."""
+    try:
+        found = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))
+        return str(found["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def withdraw(folder: Path, url: str) -> None:
+    """Remove this control plane's address; another one's stays."""
+    if address_of(folder) == url:
+        (folder / ADDRESS).unlink(missing_ok=True)
+
+
+def read_token(file: Path | None, environment: Mapping[str, str], variable: str = TOKEN) -> str | None:
+    """Read the token from ``file`` or TIDEMILL_CONTROL_TOKEN(_FILE), None if unset; ConfigError: too short.
+
+    variable: another one than that, such as READ_TOKEN.
+    """
+    source = file or (Path(environment[f"{variable}_FILE"]) if environment.get(f"{variable}_FILE") else None)
+    if source is not None:
+        try:
+            token = source.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(f"cannot read the control plane's token from {source}: {error.strerror}") from error
+    else:
+        token = environment.get(variable, "").strip()
+    if not token and source is None:
+        return None
+    if len(token) < MIN_TOKEN or not token.isascii() or any(character.isspace() for character in token):
+        raise ConfigError(
+            f"the control plane's token must be {MIN_TOKEN} or more ASCII characters without spaces:"
+            " make one with `openssl rand -hex 24`"
+        )
+    return token
+
+
+def listen(host: str, port: int, token: str | None) -> socket.socket:
+    """A listening socket; ConfigError when the address can't be used, or is not safe without a token.
+
+    On loopback a port that is taken is replaced by a free one.
+    """
+    if token is None and not is_loopback(host):
+        raise ConfigError(
+            f"control.host {host} is reachable from other machines, so a token is needed: set {TOKEN},"
+            f" {TOKEN}_FILE or control.token_file, or listen on 127.0.0.1"
+        )
+    try:
+        return _bind(host, port)
+    except OSError as error:
+        if port and is_loopback(host):
+            return _bind(host, 0)
+        raise ConfigError(f"the control plane cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(256)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,123 @@
+"""Watches a run for those who look later: use of machines, queue lengths and alerts go into files of its folder.
+
+The supervisor watches what it has started; a control plane that sees no supervisor watches itself. A folder that cannot
+be written is logged once: the run is worth more than what is told of it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import structlog
+
+from deploy.control_plane.alerts.alerts import STUCK, Alert, AlertChange, AlertRules
+from deploy.control_plane.alerts.notify import Notice, Notifier
+from deploy.control_plane.files.resources import ALERTS, RESOURCES, open_alerts
+from schemas.config import TidemillConfig
+from schemas.config.deploy import Occasion
+from schemas.control_api import RunStatus
+
+EVERY_S = 10.0
+"""Seconds between two lines of the resources' file."""
+USED = ("cpu", "memory_bytes", "gpu_memory_bytes")
+ENDS: tuple[Occasion, ...] = ("finished", "failed", "stopped")
+
+log = structlog.get_logger()
+Tell = Callable[[str, Literal["info", "warning", "error"]], None]
+
+
+class RunWatch:
+    """Feed it the newest status now and then, by one thread.
+
+    tell: adds a line to the timeline. ends: whether it tells that the run has ended from its status; the supervisor
+    knows that better, and says so with ``ended``.
+    """
+
+    def __init__(self, config: TidemillConfig, tell: Tell, ends: bool = True) -> None:
+        self._folder, self._tell, self._ends = config.folder, tell, ends
+        before = {name: Alert(name, level, text) for name, level, text in open_alerts(config.folder)}
+        self._rules = AlertRules(config.notify.stuck_s, before)
+        self._notifier = Notifier(config.notify, config.base, lambda text: tell(text, "warning"))
+        self._run = config.run.name
+        self._due = 0.0
+        self._state = ""
+        self._broken = False
+        self._last: RunStatus | None = None
+
+    def observe(self, status: RunStatus) -> None:
+        """Look at a status; returns soon."""
+        now = time.time()
+        for change in self._rules.observe(status, now):
+            self._note(change)
+            if change.fired:
+                occasion: Occasion = "stuck" if change.alert.name == STUCK else "alert"
+                self._send(occasion, f"{change.alert.text}", status)
+        if self._ends and status.state in ENDS and self._state not in ("", *ENDS):
+            for end in ENDS:
+                if status.state == end:
+                    self.ended(end, status.cause, status)
+        if status.state != "unreachable":
+            self._state, self._last = status.state, status
+            if time.monotonic() >= self._due:
+                self._due = time.monotonic() + EVERY_S
+                self._append(RESOURCES, resource_line(status, now))
+
+    def ended(self, how: Occasion, cause: str, status: RunStatus | None = None) -> None:
+        """Tell people how the run ended."""
+        self._send(how, f"{how}: {cause}" if cause else how, status or self._last)
+
+    def close(self) -> None:
+        """Wait a moment for what is under way."""
+        self._notifier.wait()
+
+    def _note(self, change: AlertChange) -> None:
+        alert = change.alert
+        line = {"time": change.time, "name": alert.name, "fired": change.fired, "level": alert.level}
+        self._append(ALERTS, {**line, "text": alert.text})
+        if change.fired:
+            self._tell(f"alert {alert.name}: {alert.text}", alert.level)
+        else:
+            self._tell(f"alert {alert.name} is over", "info")
+
+    def _send(self, event: Occasion, text: str, status: RunStatus | None) -> None:
+        where = "" if status is None else f" at step {status.step} of {status.steps}"
+        self._notifier.tell(
+            Notice(
+                run=self._run,
+                event=event,
+                text=f"Tidemill run {self._run}{where}: {text}",
+                step=status.step if status else 0,
+                steps=status.steps if status else 0,
+                reward=status.reward if status else None,
+                accuracy=status.evaluation.mean if status and status.evaluation else None,
+                time=time.time(),
+            )
+        )
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        try:
+            with (self._folder / name).open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(line) + "\n")
+        except OSError as error:
+            if not self._broken:
+                log.warning("what is watched is not written", file=str(Path(self._folder) / name), error=str(error))
+            self._broken = True
+
+
+def resource_line(status: RunStatus, now: float) -> dict[str, Any]:
+    """What services use and how long the queues are, as one line of the file."""
+    services = {
+        service.name: {name: round(service.figures[name], 3) for name in USED if name in service.figures}
+        for service in status.services
+        if service.live
+    }
+    # What the trainer has taken stays there until a checkpoint covers it: that is no queue.
+    queues = {
+        stream.name: stream.waiting + (0 if stream.name == "scored" else stream.pending) for stream in status.streams
+    }
+    line: dict[str, Any] = {"time": round(now, 1), "services": {name: used for name, used in services.items() if used}}
+    return {**line, "queues": queues, "slots": status.ledger.active, "broker_bytes": status.memory_bytes}

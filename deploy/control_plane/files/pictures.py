@@ -1,0 +1,44 @@
+"""Pictures that the policy was shown, for people: those of a run's folder, and how they are handed out.
+
+They come from agents, tools and environments, so a browser is told that they are PNG files and nothing else, and gets
+none that does not begin as one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Path as InPath
+from fastapi.responses import Response
+
+from deploy.control_plane.web.refusal import Refusal
+from schemas.digests import DIGEST
+from schemas.errors import DataError
+from schemas.images import image_size
+
+FOLDER = "samples/images"
+KIND = "image/png"
+ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {KIND: {"schema": {"type": "string", "format": "binary"}}}}}
+"""The answer as the API's description has it."""
+
+Digest = Annotated[str, InPath(pattern=f"^{DIGEST}$", description="Of the picture, from a trajectory or a group.")]
+
+
+def kept_picture(folder: Path, digest: str) -> bytes | None:
+    """The picture that a trainer has kept in its run's folder; None if it has not, or has it no more."""
+    try:
+        return (folder / FOLDER / f"{digest}.png").read_bytes()
+    except OSError:
+        return None
+
+
+def picture_answer(digest: str, body: bytes | None) -> Response:
+    """The answer with a picture. Refusal when there is none, or the bytes are none."""
+    if body is None:
+        raise Refusal(404, f"the image {digest} is not in the pipeline, and not among those that are kept")
+    try:
+        image_size(body)
+    except DataError as error:
+        raise Refusal(404, f"{digest}: {error}") from error
+    return Response(body, media_type=KIND)

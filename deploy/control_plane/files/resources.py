@@ -1,0 +1,86 @@
+"""Use of machines over time, and alerts, as a run's folder has them: resources.jsonl and alerts.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deploy.control_plane.files.lines import GrowingFile, parse, read_objects
+from schemas.control_api.run_folders import AlertRecord, Alerts, Resources
+
+RESOURCES, ALERTS = "resources.jsonl", "alerts.jsonl"
+
+
+class ResourceFile:
+    """Columns of what was written so far, read on as the file grows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = GrowingFile(folder / RESOURCES)
+        self._lines: list[dict[str, Any]] = []
+
+    def read(self, after: float, points: int) -> Resources:
+        """What came after a time, as columns of at most ``points`` moments: of more, one in so many."""
+        for begin, text in self._file.read():
+            if begin < 0:
+                self._lines = []
+            elif (line := parse(text)) is not None and isinstance(line.get("time"), int | float):
+                self._lines.append(line)
+        found = [line for line in self._lines if line["time"] > after]
+        every = -(-len(found) // points) if found else 1
+        # The newest always, and from there back.
+        kept = found[::-1][::every][::-1]
+        names = sorted({name for line in kept for name in _part(line, "services")})
+        queues = sorted({name for line in kept for name in _part(line, "queues")})
+
+        def column(service: str, figure: str) -> list[float | None]:
+            return [_number(_part(_part(line, "services"), service).get(figure)) for line in kept]
+
+        return Resources(
+            time=[float(line["time"]) for line in kept],
+            cpu={name: column(name, "cpu") for name in names},
+            memory_bytes={name: column(name, "memory_bytes") for name in names}
+            | _only({"broker data": [_number(line.get("broker_bytes")) for line in kept]}),
+            gpu_memory_bytes=_only({name: column(name, "gpu_memory_bytes") for name in names}),
+            queues={name: [_number(_part(line, "queues").get(name)) for line in kept] for name in queues},
+        )
+
+
+def read_alerts(folder: Path) -> Alerts:
+    """The alerts that fired, the newest first."""
+    found: list[AlertRecord] = []
+    for line in read_objects(folder / ALERTS):
+        name, time = line.get("name"), line.get("time")
+        if not isinstance(name, str) or not isinstance(time, int | float):
+            continue
+        if line.get("fired"):
+            level = "error" if line.get("level") == "error" else "warning"
+            record = AlertRecord(name=name, level=level, text=str(line.get("text", "")), fired=time, over=None)
+            found.append(record)
+            continue
+        for record in reversed(found):
+            if record.name == name and record.over is None:
+                record.over = time
+                break
+    return Alerts(alerts=found[::-1])
+
+
+def open_alerts(folder: Path) -> Iterator[tuple[str, Any, str]]:
+    """Name, level and text of the alerts that have fired and are not over."""
+    for record in read_alerts(folder).alerts:
+        if record.over is None:
+            yield record.name, record.level, record.text
+
+
+def _part(line: dict[str, Any], name: str) -> dict[str, Any]:
+    found = line.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _only(columns: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
+    """Those that have a value at all."""
+    return {name: values for name, values in columns.items() if any(value is not None for value in values)}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,222 @@
+"""A run as its folder shows it: where it stands, its configuration, its metrics, its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deploy.control_plane.address import address_of
+from deploy.control_plane.files.evaluations import FILE as EVALUATIONS
+from deploy.control_plane.files.evaluations import read_evaluations
+from deploy.control_plane.files.groups import GroupFiles
+from deploy.control_plane.files.lines import GrowingFile, last_object, parse, read_object
+from deploy.control_plane.files.resources import ResourceFile
+from deploy.control_plane.status.series import MetricsSeries
+from schemas.control_api.run_folders import CheckpointHead, Checkpoints, RunConfig, RunHead, RunMetrics
+from schemas.errors import ConfigError
+from schemas.metric_names import describe
+from schemas.urls import hide_password
+
+SUMMARY, METRICS, CONFIG, LOCK, ENVIRONMENT = (
+    *("summary.json", "metrics.jsonl", "config.yaml", "up.lock", "environment.json"),
+)
+LATELY_S = 120.0
+"""A run whose newest file is younger is taken to go on, where its process is not of this machine."""
+MASK = "***"
+_SECRET = re.compile(
+    r"(^|[._-])(token|secret|password|passwd|(api|access)[._-]?key|credentials?|webhook)$",
+    re.IGNORECASE,
+)
+_CHECKPOINT = re.compile(r"step-(\d{8,})-t\d{4,}")
+_HOLDER = re.compile(r"process (\d+) on (\S+)")
+
+
+class RunFolder:
+    """A run's folder; metrics and groups that were read are kept. Used by one thread at a time."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        """name: that of the folder by default."""
+        self.path = path
+        self.name = name or path.name
+        self.groups = GroupFiles(path)
+        self.resources = ResourceFile(path)
+        self._series = MetricsSeries()
+        self._metrics = GrowingFile(path / METRICS)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What summary.json holds; {} without one."""
+        return read_object(self.path / SUMMARY)
+
+    def head(self) -> RunHead | None:
+        """Where the run stands; None when no run has been here."""
+        updated = [time_of(self.path / name) for name in (SUMMARY, METRICS, CONFIG, EVALUATIONS)]
+        if not any(updated[:3]):
+            return None
+        summary, last = self.summary, last_object(self.path / METRICS, "step")
+        settings = _raw_settings(self.path / CONFIG)
+        state, cause = run_state(self.path, summary, max(updated))
+        means = [(one.version, one.mean) for one in read_evaluations(self.path) if one.mean is not None]
+        newest_version, newest = means[-1] if means else (None, None)
+        return RunHead(
+            name=self.name,
+            folder=str(self.path),
+            state=state,
+            cause=cause,
+            step=max(_whole(summary.get("steps")), _whole(last.get("step"))),
+            steps=settings.get("trainer.steps") if isinstance(settings.get("trainer.steps"), int) else None,
+            reward=_number(last.get("reward/mean")),
+            accuracy_before=means[0][1] if means and means[0][0] == 0 else _number(summary.get("accuracy_before")),
+            accuracy=newest if means else _number(summary.get("accuracy_after")),
+            accuracy_version=newest_version,
+            wall_s=_number(last.get("wall_s")),
+            updated=max(updated),
+            model=settings.get("model.path"),
+            live=address_of(self.path),
+        )
+
+    def config(self) -> RunConfig:
+        """Settings in effect, secrets masked, and what the trainer ran with."""
+        # Imported here: it takes long, and whoever asks where a run stands needs no settings.
+        from schemas.config import load_config
+
+        file = self.path / CONFIG
+        changed: list[str] = []
+        try:
+            found = load_config(file, environment={})
+            settings = flatten(found.model_dump(mode="json"))
+            changed = sorted(flatten(found.model_dump(mode="json", exclude_defaults=True)))
+        except ConfigError:
+            # Of another version of Tidemill: as it is written.
+            settings = _raw_settings(file)
+        masked = {name: mask(name, value) for name, value in settings.items()}
+        return RunConfig(settings=masked, changed=changed, environment=read_object(self.path / ENVIRONMENT))
+
+    def metrics(self, cursor: int | None, limit: int, names: set[str] | None, newest: bool = False) -> RunMetrics:
+        """Figures of a page of steps: after the step ``cursor``, or, from the newest back, before it."""
+        self._follow()
+        found = self._series.history(cursor, limit, newest, names)
+        return RunMetrics(
+            step=found.step,
+            series=found.series,
+            names=found.names,
+            about={name: text for name in found.names if (text := describe(name))},
+            next=found.next,
+        )
+
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints, oldest first; whether one is whole is looked at when it is loaded."""
+        found = []
+        for path in (self.path / "checkpoints").glob("step-*"):
+            named = _CHECKPOINT.fullmatch(path.name)
+            if named and path.is_dir():
+                try:
+                    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+                except FileNotFoundError:
+                    # Its trainer, which keeps the newest, deletes it now.
+                    continue
+                found.append(CheckpointHead(name=path.name, step=int(named[1]), bytes=size, time=time_of(path)))
+        return Checkpoints(checkpoints=sorted(found, key=lambda one: (one.step, one.name)))
+
+    def _follow(self) -> None:
+        for begin, line in self._metrics.read():
+            if begin < 0:
+                self._series = MetricsSeries()
+            elif (found := parse(line)) is not None:
+                self._series.add(found)
+
+
+def run_state(folder: Path, summary: dict[str, Any], updated: float) -> tuple[str, str]:
+    """State of a run and why it has it, by its files. updated: when the newest of them changed, Unix seconds."""
+    holder = _HOLDER.match(_text(folder / LOCK))
+    ours = holder is not None and holder[2] == socket.gethostname()
+    if not summary and holder is not None and ours and _lives(int(holder[1])):
+        return "running", ""
+    if summary:
+        state, _, cause = str(summary.get("exit_reason", "unknown")).partition(": ")
+        return state, cause
+    if not ours and time.time() - updated < LATELY_S:
+        return "running", ""
+    return "unknown", "it has no summary.json: it was not ended in order, or runs elsewhere"
+
+
+def mask(name: str, value: Any) -> Any:
+    """A setting's value as people may see it: no secret, no password in an address."""
+    if _SECRET.search(name) and value is not None:
+        return MASK
+    if isinstance(value, str) and "://" in value:
+        return hide_password(value)
+    if isinstance(value, list):
+        return [mask(name, each) for each in value]
+    if isinstance(value, dict):
+        return {key: mask(str(key), each) for key, each in value.items()}
+    return value
+
+
+def mask_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings in their sections as people may see them, each masked by its dotted name."""
+    return {
+        key: mask_tree(value, f"{prefix}{key}.") if isinstance(value, dict) else mask(f"{prefix}{key}", value)
+        for key, value in tree.items()
+    }
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted name; an empty section is a setting of its own."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def time_of(path: Path) -> float:
+    """When a file changed, Unix seconds; 0 if there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _raw_settings(file: Path) -> dict[str, Any]:
+    """Settings as the file has them, by dotted name; {} if it is none."""
+    # Imported here: it takes long, and most who ask about a run need no settings.
+    import yaml
+
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return flatten(found) if isinstance(found, dict) else {}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,76 @@
+"""State that all routes share: the broker, the status poller, the open pages, and the name of the asking user."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from fastapi import Depends, Request
+
+from broker.client import Broker
+from deploy.control_plane.routes import views
+from deploy.control_plane.routes.views import Decode, load_decoder
+from deploy.control_plane.status.kubernetes import Deployments
+from deploy.control_plane.status.poller import StatusPoller
+from deploy.control_plane.web.sse import Hub
+from schemas.config import TidemillConfig
+from schemas.control_api import RunStatus
+from schemas.errors import InfraError
+
+BY_HEADER = "x-tidemill-by"
+LOOK_S = 0.1
+"""While somebody waits for an order, the run is looked at this often."""
+
+
+@dataclass
+class Context:
+    """State of a control plane. deployments: those that it scales, on Kubernetes."""
+
+    config: TidemillConfig
+    name: str
+    broker: Broker
+    poller: StatusPoller
+    hub: Hub
+    deployments: Deployments | None = None
+    decoders: list[Decode | None] = field(default_factory=list)
+
+    def decoder(self) -> Decode | None:
+        """Decoder of the model's tokenizer, loaded at its first use."""
+        if not self.decoders:
+            self.decoders.append(load_decoder(self.config.model.path))
+        return self.decoders[0]
+
+    def record_event(self, name: str, text: str, by: str, level: Literal["info", "warning"] = "info") -> None:
+        """Add an event to the timeline: what was ordered, and by whom."""
+        views.record_event(self.broker, self.name, name, text, by, level)
+
+    async def wait_status(self, reached: Callable[[RunStatus], bool], wait_s: float) -> RunStatus:
+        """Poll the run until ``reached`` is true, at most ``wait_s`` seconds; return the last status."""
+        end = time.monotonic() + wait_s
+        while True:
+            status = await asyncio.to_thread(self.poller.refresh)
+            if reached(status) or time.monotonic() >= end:
+                return status
+            await asyncio.sleep(min(LOOK_S, max(0.0, end - time.monotonic())))
+
+
+def context_of(request: Request) -> Context:
+    """The control plane that this request is for."""
+    context = request.app.state.context
+    if not isinstance(context, Context):
+        raise InfraError("the control plane is starting")
+    return context
+
+
+def asked_by(request: Request) -> str:
+    """Return the name of the asking user for the timeline: from the header, else the address."""
+    said = re.sub(r"[^\w@.:+ -]", "", request.headers.get(BY_HEADER, ""), flags=re.ASCII).strip()
+    return said[:64] or (request.client.host if request.client else "unknown")
+
+
+InContext = Annotated[Context, Depends(context_of)]
+By = Annotated[str, Depends(asked_by)]

@@ -1,0 +1,203 @@
+"""Routes that order something: all are idempotent, and the timeline says who asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+
+from deploy.control_plane.routes import views
+from deploy.control_plane.routes.context import By, Context, InContext
+from deploy.control_plane.status.scaling import NOBODY, scale_command
+from deploy.control_plane.web.refusal import Refusal
+from schemas.control_api import (
+    Accepted,
+    EvaluationRequest,
+    PauseMode,
+    PauseRequest,
+    RunStatus,
+    ScaleRequest,
+    Settings,
+    SettingsChange,
+    WaitRequest,
+)
+
+router = APIRouter(prefix="/v1", tags=["orders"])
+OVER = ("finished", "failed", "stopped")
+STOP_ELSEWHERE = {
+    "kubernetes": "Kubernetes keeps these services running: drain the run, then `kubectl delete -k` what started it",
+    "nobody": "no supervisor of this run is alive (it was not started with `tidemill up`): drain the run, then stop its"
+    " services where they were started",
+}
+"""Where the run is stopped when there is no supervisor here."""
+
+
+@router.post("/pause")
+async def pause(context: InContext, by: By, body: PauseRequest | None = None) -> Accepted:
+    """Pause. freeze: nothing is generated or trained from ``done`` on, requests are kept; drain: finish what runs."""
+    body = body or PauseRequest()
+    return await _pause(context, by, body.mode, body.wait_s, "drain" if body.mode == "drain" else "pause")
+
+
+@router.post("/drain")
+async def drain(context: InContext, by: By, body: WaitRequest | None = None) -> Accepted:
+    """Admit nothing new and finish what runs, with a checkpoint at the end: then all can be switched off."""
+    return await _pause(context, by, "drain", (body or WaitRequest()).wait_s, "drain")
+
+
+async def _pause(context: Context, by: str, mode: PauseMode, wait_s: float, order: str) -> Accepted:
+    changed = await asyncio.to_thread(context.broker.run_control.pause, mode, by)
+    if changed:
+        await asyncio.to_thread(context.record_event, "paused", f"pause ({mode}) ordered", by)
+    status = await context.wait_status(lambda status: status.pause.done or status.pause.mode != mode, wait_s)
+    return Accepted.model_validate(
+        {
+            "order": order,
+            "changed": changed,
+            "done": status.pause.done,
+            "waiting_for": status.pause.waiting_for,
+            "state": status.state,
+            "text": "paused" if status.pause.done else f"waiting for {', '.join(status.pause.waiting_for)}",
+        }
+    )
+
+
+@router.post("/resume")
+async def resume(context: InContext, by: By, body: WaitRequest | None = None) -> Accepted:
+    """Go on after a pause."""
+    changed = await asyncio.to_thread(context.broker.run_control.pause, "none", by)
+    if changed:
+        await asyncio.to_thread(context.record_event, "resumed", "resume ordered", by)
+    status = await context.wait_status(_resumed, (body or WaitRequest()).wait_s)
+    waiting = [service.name for service in status.services if service.live and service.state == "paused"]
+    return Accepted(
+        order="resume",
+        changed=changed,
+        done=_resumed(status),
+        waiting_for=waiting,
+        state=status.state,
+        text="the run goes on" if not waiting else f"waiting for {', '.join(waiting)}",
+    )
+
+
+def _resumed(status: RunStatus) -> bool:
+    return status.pause.mode == "none" and not any(
+        service.live and service.state == "paused" for service in status.services
+    )
+
+
+@router.post("/checkpoint")
+async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None) -> Accepted:
+    """Write a checkpoint as soon as the present step is done."""
+    number = await asyncio.to_thread(context.broker.run_control.checkpoint, by)
+    await asyncio.to_thread(context.record_event, "checkpoint", "checkpoint ordered", by)
+
+    def written(status: RunStatus) -> bool:
+        return any(
+            service.role == "trainer" and service.live and service.acknowledged.get("checkpoint", 0) >= number
+            for service in status.services
+        )
+
+    status = await context.wait_status(written, (body or WaitRequest()).wait_s)
+    done = written(status)
+    return Accepted(
+        order="checkpoint",
+        changed=True,
+        done=done,
+        waiting_for=[] if done else ["trainer"],
+        state=status.state,
+        text="the checkpoint is written" if done else "the trainer writes it after its present step",
+    )
+
+
+@router.post("/evaluations")
+async def evaluate(context: InContext, by: By, body: EvaluationRequest | None = None) -> Accepted:
+    """Have the held-out prompts answered with the present weights, or with a version to come."""
+    body = body or EvaluationRequest()
+    if context.config.eval is None:
+        raise Refusal(409, "the configuration has no eval section: there are no held-out prompts")
+    latest = await asyncio.to_thread(context.poller.refresh)
+    if latest.state in OVER:
+        raise Refusal(409, f"the run is {latest.state}: `tidemill eval CONFIG --model FOLDER` needs no run")
+    version = latest.version if body.version is None else body.version
+    known = {one.version: one for one in context.poller.evaluations}
+    if version < latest.version and version not in known:
+        raise Refusal(
+            409,
+            f"version {version} is behind version {latest.version}, and no generator goes back: export a checkpoint"
+            " of it, and `tidemill eval CONFIG --model FOLDER`",
+        )
+    changed = version not in known and await asyncio.to_thread(context.broker.run_control.evaluate, version, by)
+    if changed:
+        await asyncio.to_thread(context.record_event, "evaluation", f"evaluation of version {version} ordered", by)
+
+    def complete(status: RunStatus) -> bool:
+        return any(one.version == version and one.complete for one in context.poller.evaluations)
+
+    status = await context.wait_status(complete, body.wait_s)
+    done = complete(status)
+    return Accepted(
+        order="evaluate",
+        changed=changed,
+        done=done,
+        waiting_for=[] if done else ["feeder" if version > status.version else "generator"],
+        state=status.state,
+        text=f"version {version} is evaluated" if done else f"the evaluation of version {version} is under way",
+    )
+
+
+@router.post("/stop")
+async def stop(context: InContext, by: By) -> Accepted:
+    """End the run in order, with a checkpoint; started again with the same name it goes on."""
+    by_whom = context.poller.latest.scaling.by
+    if by_whom != "supervisor":
+        raise Refusal(409, STOP_ELSEWHERE[by_whom])
+    await asyncio.to_thread(context.broker.run_control.stop, by)
+    await asyncio.to_thread(context.record_event, "stop", "stop ordered", by)
+    return Accepted(
+        order="stop",
+        changed=True,
+        done=False,
+        waiting_for=["supervisor"],
+        state="stopping",
+        text="the services are being stopped, this one too",
+    )
+
+
+@router.post("/scale")
+async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
+    """Have so many replicas of a role: from the supervisor of `tidemill up`, or on Kubernetes from its Deployment."""
+    if body.role == "reward" and body.replicas == 0:
+        raise Refusal(409, "a run needs one reward service at least: pause it instead")
+    changed = await asyncio.to_thread(_scale, context, body, by)
+    if changed:
+        await asyncio.to_thread(context.record_event, "scale", f"{body.replicas} {body.role} services ordered", by)
+    status = await asyncio.to_thread(context.poller.refresh)
+    alive = sum(service.role == body.role and service.live for service in status.services)
+    done = alive == body.replicas
+    return Accepted(
+        order="scale",
+        changed=changed,
+        done=done,
+        waiting_for=[] if done else [status.scaling.by],
+        state=status.state,
+        text=f"{alive} of {body.replicas} {body.role} services are alive",
+    )
+
+
+def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
+    """Hand the order to whoever can follow it; Refusal where nobody could."""
+    by_whom = context.poller.latest.scaling.by
+    if by_whom == "kubernetes" and context.deployments is not None:
+        return context.deployments.scale(body.role, body.replicas)
+    if by_whom != "supervisor":
+        hint = context.config.control.scale_hint or ""
+        raise Refusal(409, NOBODY + scale_command(hint, body.role, str(body.replicas)))
+    return context.broker.run_control.scale(body.role, body.replicas, by)
+
+
+@router.patch("/settings")
+async def settings(context: InContext, by: By, body: SettingsChange) -> Settings:
+    """Change settings while the run goes on: what is not given stays, null goes back to the configuration's."""
+    await asyncio.to_thread(views.change, context.broker, body, context.name, by)
+    return (await asyncio.to_thread(context.poller.refresh)).settings

@@ -1,0 +1,69 @@
+"""The route that asks the present policy something, for people: on room that a generator has beside training."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from fastapi import APIRouter
+
+from deploy.control_plane.address import is_loopback
+from deploy.control_plane.routes.context import Context, InContext
+from deploy.control_plane.routes.views import Decode, pieces, plain
+from deploy.control_plane.web.refusal import Refusal
+from schemas.config import ControlConfig
+from schemas.control_api import Generated, GeneratedReply, GenerateRequest, TokenTable
+from schemas.messages import ChatMessage, Question, QuestionAnswer, Reply, Sampling
+
+router = APIRouter(prefix="/v1", tags=["orders"])
+PAUSED = ("paused", "pausing", "stopping", "stopped", "finished", "failed", "unreachable")
+
+
+def may_ask(control: ControlConfig) -> bool:
+    """Whether people may ask: as configured, else only on this machine."""
+    return is_loopback(control.host) if control.playground is None else control.playground
+
+
+@router.post("/generate")
+async def generate(context: InContext, body: GenerateRequest) -> Generated:
+    """Ask the present policy something. A generator answers when it has room beside training, or nobody does."""
+    if not may_ask(context.config.control):
+        raise Refusal(403, "the playground is off beyond this machine: set control.playground: true")
+    if (body.prompt is None) == (body.messages is None):
+        raise Refusal(422, "give one of prompt and messages")
+    state = context.poller.latest.state
+    if state in PAUSED:
+        raise Refusal(409, f"the run is {state}: no generator answers")
+    answer = await asyncio.to_thread(_ask, context, body)
+    if answer is None:
+        raise Refusal(
+            503, f"no generator had room within {body.wait_s:g} s: try again, or lower concurrency for a while"
+        )
+    if answer.error:
+        raise Refusal(422, answer.error)
+    decode = await asyncio.to_thread(context.decoder)
+    return Generated(generator=answer.generator, replies=[_reply(one, decode) for one in answer.replies])
+
+
+def _ask(context: Context, body: GenerateRequest) -> QuestionAnswer | None:
+    questions = context.broker.questions
+    sampling = Sampling(temperature=body.temperature, top_p=body.top_p, max_tokens=body.max_tokens)
+    messages = [ChatMessage(one.role, one.content) for one in body.messages] if body.messages else None
+    until = context.broker.heartbeats.read_clock() + body.wait_s
+    id, position = secrets.token_hex(8), questions.position()
+    question = Question(id=id, until=until, sampling=sampling, n=body.n, text=body.prompt, messages=messages)
+    if not questions.ask(question):
+        raise Refusal(503, "too many questions wait for a generator with room: try again")
+    return questions.wait_answer(id, position, body.wait_s)
+
+
+def _reply(reply: Reply, decode: Decode | None) -> GeneratedReply:
+    ids = reply.tokens.numpy().tolist()
+    table = TokenTable(
+        id=ids,
+        text=None if decode is None else pieces(decode, ids),
+        logprob=plain(reply.logprobs.numpy().tolist()),
+        version=reply.versions.numpy().tolist(),
+        mask=[1] * len(ids),
+    )
+    return GeneratedReply(text=reply.text, finish=reply.finish, tokens=table)

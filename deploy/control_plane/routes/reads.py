@@ -1,0 +1,171 @@
+"""Routes that read: status, services, metrics, timeline, trajectories, evaluations, and the stream of all that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Header, Path, Query
+from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from broker.telemetry.streams import KEEP_LINES, StoredEvent
+from deploy.control_plane.files.pictures import ANSWER, Digest, kept_picture, picture_answer
+from deploy.control_plane.routes import views
+from deploy.control_plane.routes.context import InContext
+from deploy.control_plane.routes.paging import page_of
+from deploy.control_plane.routes.views import Search
+from deploy.control_plane.status.collector import evaluation
+from deploy.control_plane.web.paging import Page, cut
+from deploy.control_plane.web.sse import Hub
+from deploy.control_plane.web.sse import Page as OpenPage
+from schemas.control_api import (
+    Evaluations,
+    Finish,
+    MetricsHistory,
+    RunStatus,
+    Services,
+    ThroughputHistory,
+    Timeline,
+    Trajectories,
+    TrajectoryDetail,
+    Weights,
+)
+
+JSON = "application/json"
+EVENT_ID = r"^[0-9]{1,19}(-[0-9]{1,19})?$"
+MAX_TASK = 2**53
+
+router = APIRouter(prefix="/v1", tags=["reading"])
+Few = Annotated[Page, page_of(1000, 1000)]
+Some = Annotated[Page, page_of(100, 1000)]
+
+
+class PageResponse(StreamingResponse):
+    """A page's stream, which has left the hub when it ends, also where not even its first byte could be sent."""
+
+    def __init__(self, hub: Hub, page: OpenPage, missed: Sequence[StoredEvent], headers: Mapping[str, str]) -> None:
+        super().__init__(hub.stream(page, missed), headers=headers, media_type="text/event-stream")
+        self._hub = hub
+        self._page = page
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._hub.leave(self._page)
+
+
+@router.get("/status", response_model=RunStatus)
+async def status(context: InContext) -> Response:
+    """The status of the whole run, not older than about a second."""
+    return Response(context.poller.answer, media_type=JSON)
+
+
+@router.get("/services")
+async def services(context: InContext) -> Services:
+    """Every service, by its last heartbeat."""
+    latest = context.poller.latest
+    return Services(time=latest.time, services=latest.services)
+
+
+@router.get("/metrics-history", response_model=MetricsHistory)
+def metrics_history(
+    context: InContext,
+    page: Annotated[Page, page_of(1000, KEEP_LINES)],
+    name: Annotated[list[str] | None, Query(description="Only these series; repeat it for more.")] = None,
+) -> Response:
+    """The trainer's figures as columns, in which steps always rise. A cursor is the number of a step."""
+    found = context.poller.history(page.number(), page.limit, page.newest, set(name) if name else None)
+    return Response(found.model_dump_json(), media_type=JSON)
+
+
+@router.get("/throughput-history", response_model=ThroughputHistory)
+def throughput_history(context: InContext) -> Response:
+    """Tokens a second over the last quarter of an hour, as far as this control plane has looked."""
+    return Response(context.poller.throughput().model_dump_json(), media_type=JSON)
+
+
+@router.get("/timeline")
+def timeline(context: InContext, page: Some) -> Timeline:
+    """The events that are kept. A cursor is the id of an event."""
+    return views.timeline(context.broker, page)
+
+
+@router.get(
+    "/events",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "Events: `status` (RunStatus), `metrics` (MetricsHistory of new steps) and `event`"
+            " (TimelineEvent), whose id resumes.",
+            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        }
+    },
+)
+async def events(
+    context: InContext,
+    last_event_id: Annotated[
+        str | None, Header(pattern=EVENT_ID, description="Send the events since this one first.")
+    ] = None,
+    since: Annotated[str | None, Query(pattern=EVENT_ID, description="As Last-Event-ID, which wins.")] = None,
+) -> StreamingResponse:
+    """Live events of the run: server-sent events that resume where they broke off."""
+    page = context.hub.open()
+    missed: list[StoredEvent] = []
+    try:
+        if position := last_event_id or since:
+            missed = await asyncio.to_thread(context.broker.events.read_after, position, KEEP_LINES)
+    except BaseException:
+        context.hub.leave(page)
+        raise
+    headers = {"X-Accel-Buffering": "no", "Cache-Control": "no-store"}
+    return PageResponse(context.hub, page, missed, headers)
+
+
+@router.get("/weights")
+def weights(context: InContext, page: Few) -> Weights:
+    """The weight versions that are kept for generators; which of them has what, /v1/services says."""
+    return views.weights(context.broker, page)
+
+
+@router.get("/trajectories")
+def trajectories(
+    context: InContext,
+    page: Annotated[Page, page_of(50, 200)],
+    task_id: Annotated[int | None, Query(ge=0, le=MAX_TASK)] = None,
+    version: Annotated[int | None, Query(ge=0, le=MAX_TASK, description="One that sampled any of its tokens.")] = None,
+    finish: Finish | None = None,
+    state: Literal["generated", "scored", "trained"] | None = None,
+    kind: Literal["train", "eval"] | None = None,
+    reward_min: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+    reward_max: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+) -> Trajectories:
+    """Search the trained samples that are kept for reading, and after them what is in the pipeline."""
+    search = Search(task_id, version, finish, state, kind, reward_min, reward_max)
+    return views.trajectories(context.broker, search, page)
+
+
+@router.get("/trajectories/{task_id}/{sample}")
+def trajectory(
+    context: InContext,
+    task_id: Annotated[int, Path(ge=0, le=MAX_TASK)],
+    sample: Annotated[int, Path(ge=0, le=1_000_000)],
+) -> TrajectoryDetail:
+    """A trajectory in full: text, and for every token its log-probability, weight version and mask."""
+    return views.trajectory(context.broker, task_id, sample, context.decoder())
+
+
+@router.get("/images/{digest}", response_class=Response, responses=ANSWER)
+def image(context: InContext, digest: Digest) -> Response:
+    """A picture that the policy was shown, as the model reads it: of the pipeline, or kept in the run's folder."""
+    stored = context.broker.images.fetch([digest]).get(digest)
+    return picture_answer(digest, stored or kept_picture(context.config.folder, digest))
+
+
+@router.get("/evaluations")
+def evaluations(context: InContext, page: Few) -> Evaluations:
+    """Evaluations on held-out prompts, by version."""
+    shown, following = cut(context.broker.evals.read_results(), lambda result: (result.version, ""), page)
+    return Evaluations(evaluations=[evaluation(result) for result in shown], next=following)

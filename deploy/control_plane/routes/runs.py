@@ -1,0 +1,239 @@
+"""Routes that read runs from their folders: the same under a control plane and in ``tidemill ui``, without a broker."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.responses import Response, StreamingResponse
+
+from deploy.control_plane.files.archive import Archive
+from deploy.control_plane.files.evaluations import PromptSort, read_evaluations, read_prompts
+from deploy.control_plane.files.groups import Sort, Wanted
+from deploy.control_plane.files.logs import PART, list_logs, read_log
+from deploy.control_plane.files.pictures import ANSWER, Digest, kept_picture, picture_answer
+from deploy.control_plane.files.resources import read_alerts
+from deploy.control_plane.files.tar import tar_members, tar_size, tar_stream
+from deploy.control_plane.routes.context import Context
+from deploy.control_plane.routes.paging import page_of
+from deploy.control_plane.routes.playground import may_ask
+from deploy.control_plane.web.paging import Page, cut
+from deploy.control_plane.web.refusal import Refusal
+from schemas.control_api.run_folders import (
+    Alerts,
+    Checkpoints,
+    EvaluationPrompts,
+    GroupDetail,
+    Groups,
+    LogPart,
+    Logs,
+    Resources,
+    RunConfig,
+    RunEvaluations,
+    RunMetrics,
+    Runs,
+    RunSummary,
+)
+from schemas.errors import InfraError
+
+MOST = 2**53
+router = APIRouter(prefix="/v1/runs", tags=["runs"])
+
+
+def archive_of(request: Request) -> Archive:
+    """The runs that this server shows."""
+    archive = request.app.state.archive
+    if not isinstance(archive, Archive):
+        raise InfraError("the server is starting")
+    return archive
+
+
+InArchive = Annotated[Archive, Depends(archive_of)]
+Name = Annotated[str, Path(max_length=255, description="Name of the run, from the list.")]
+Number = Annotated[int, Path(ge=0, le=MOST)]
+Few = Annotated[Page, page_of(1000, 1000)]
+Limit = Annotated[int, Query(ge=1, le=1000, description="At most so many.")]
+Cursor = Annotated[
+    str | None, Query(max_length=300, description="`next` of the page before; without it the first page.")
+]
+Text = Annotated[str | None, Query(max_length=200, description="In the prompt or a completion, whatever its case.")]
+Finite = Annotated[float | None, Query(allow_inf_nan=False)]
+
+
+@router.get("")
+def list_runs(archive: InArchive, request: Request, page: Few) -> Runs:
+    """The runs that this server shows, running and finished, by name."""
+    found = archive.runs(page)
+    context = getattr(request.app.state, "context", None)
+    return found.model_copy(update={"playground": isinstance(context, Context) and may_ask(context.config.control)})
+
+
+@router.get("/{run}")
+def show_run(archive: InArchive, run: Name) -> RunSummary:
+    """Where a run stands, and the summary of one that has ended."""
+    head = archive.head(run)
+    with archive.open(run) as folder:
+        return RunSummary(run=head, summary=folder.summary)
+
+
+@router.get("/{run}/config")
+def show_config(archive: InArchive, run: Name) -> RunConfig:
+    """The configuration in effect, secrets masked; versions, machine and git commit."""
+    with archive.open(run) as folder:
+        return folder.config()
+
+
+@router.get("/{run}/metrics")
+def read_metrics(
+    archive: InArchive,
+    run: Name,
+    page: Annotated[Page, page_of(1000, 10_000)],
+    name: Annotated[list[str] | None, Query(description="Only these series; repeat it for more.")] = None,
+) -> RunMetrics:
+    """The figures of a run's steps as columns, in which steps always rise, with what each is.
+
+    A cursor is the number of a step.
+    """
+    with archive.open(run) as folder:
+        return folder.metrics(page.number(), page.limit, set(name) if name is not None else None, page.newest)
+
+
+@router.get("/{run}/groups")
+def list_groups(
+    archive: InArchive,
+    run: Name,
+    step_from: Annotated[int | None, Query(ge=0, le=MOST)] = None,
+    step_to: Annotated[int | None, Query(ge=0, le=MOST)] = None,
+    task_id: Annotated[int | None, Query(ge=0, le=MOST)] = None,
+    mean_from: Finite = None,
+    mean_to: Finite = None,
+    text: Text = None,
+    sort: Sort = "oldest",
+    cursor: Cursor = None,
+    limit: Limit = 50,
+) -> Groups:
+    """The prompt groups that are kept of a run's steps: search them, and sort by reward, spread or length."""
+    wanted = Wanted(step_from, step_to, task_id, mean_from, mean_to, text)
+    with archive.open(run) as folder:
+        return folder.groups.list(wanted, sort, Page(limit, cursor))
+
+
+@router.get("/{run}/groups/{step}/{task_id}")
+def show_group(archive: InArchive, run: Name, step: Number, task_id: Number) -> GroupDetail:
+    """A prompt group with all of its samples: texts, rewards by term, advantages."""
+    with archive.open(run) as folder:
+        found = folder.groups.get(step, task_id)
+    if found is None:
+        raise Refusal(404, f"the group of task {task_id} in step {step} is not kept: trainer.log_groups says how many")
+    return found
+
+
+@router.get("/{run}/images/{digest}", response_class=Response, responses=ANSWER)
+def show_image(archive: InArchive, run: Name, digest: Digest) -> Response:
+    """A picture that the policy was shown in a sample that is kept, as the model reads it."""
+    with archive.open(run) as folder:
+        return picture_answer(digest, kept_picture(folder.path, digest))
+
+
+@router.get("/{run}/evaluations")
+def list_evaluations(archive: InArchive, run: Name, page: Few) -> RunEvaluations:
+    """The complete evaluations of a run on held-out prompts, by version."""
+    with archive.open(run) as folder:
+        shown, following = cut(read_evaluations(folder.path), lambda one: (one.version, ""), page)
+    return RunEvaluations(evaluations=shown, next=following)
+
+
+@router.get("/{run}/evaluations/{version}")
+def show_evaluation(
+    archive: InArchive,
+    run: Name,
+    version: Number,
+    sort: PromptSort = "worst",
+    text: Text = None,
+    cursor: Cursor = None,
+    limit: Limit = 50,
+) -> EvaluationPrompts:
+    """The prompts of an evaluation with their samples, the worst first."""
+    with archive.open(run) as folder:
+        found = read_prompts(folder.path, version, sort, text, Page(limit, cursor))
+    if found is None:
+        raise Refusal(404, f"no samples of the evaluation of version {version} are kept")
+    return found
+
+
+@router.get("/{run}/logs")
+def list_service_logs(archive: InArchive, run: Name, page: Few) -> Logs:
+    """The logs of a run's services on this machine, by name."""
+    with archive.open(run) as folder:
+        shown, following = cut(list_logs(folder.path).logs, lambda one: (0, one.service), page)
+    return Logs(logs=shown, next=following)
+
+
+@router.get("/{run}/logs/{service}")
+def read_service_log(
+    archive: InArchive,
+    run: Name,
+    service: Annotated[str, Path(max_length=255, description="From the list.")],
+    after: Annotated[int | None, Query(ge=0, le=MOST, description="Only what follows this byte; else the end.")] = None,
+    most: Annotated[int, Query(ge=1024, le=PART, description="At most so many bytes.")] = 65536,
+) -> LogPart:
+    """Lines of a service's log: the last ones, or those that follow, to watch it grow."""
+    with archive.open(run) as folder:
+        found = read_log(folder.path, service, after, most)
+    if found is None:
+        raise Refusal(404, f"no log of a service {service!r} in the run's folder")
+    return found
+
+
+@router.get("/{run}/checkpoints")
+def list_checkpoints(archive: InArchive, run: Name, page: Few) -> Checkpoints:
+    """The checkpoints in the run's folder, by step."""
+    with archive.open(run) as folder:
+        shown, following = cut(folder.checkpoints().checkpoints, lambda one: (one.step, one.name), page)
+    return Checkpoints(checkpoints=shown, next=following)
+
+
+@router.get(
+    "/{run}/checkpoints/{checkpoint}",
+    response_class=StreamingResponse,
+    responses={200: {"description": "The checkpoint's folder as a tar archive.", "content": {"application/x-tar": {}}}},
+)
+def download_checkpoint(
+    archive: InArchive, run: Name, checkpoint: Annotated[str, Path(pattern=r"^step-[0-9]{8,}-t[0-9]{4,}$")]
+) -> StreamingResponse:
+    """A checkpoint whole, as a tar archive."""
+    with archive.open(run) as folder:
+        known = {one.name for one in folder.checkpoints().checkpoints}
+        path = folder.path / "checkpoints" / checkpoint
+    try:
+        files = tar_members(path) if checkpoint in known else None
+    except FileNotFoundError:
+        # Its trainer, which keeps the newest, deletes it now.
+        files = None
+    if files is None:
+        raise Refusal(404, f"no checkpoint {checkpoint!r} in the run's folder")
+    headers = {
+        "Content-Length": str(tar_size(files)),
+        "Content-Disposition": f'attachment; filename="{checkpoint}.tar"',
+    }
+    return StreamingResponse(tar_stream(path, files), media_type="application/x-tar", headers=headers)
+
+
+@router.get("/{run}/resources")
+def read_resources(
+    archive: InArchive,
+    run: Name,
+    after: Annotated[float, Query(ge=0, allow_inf_nan=False, description="Only later than this Unix time.")] = 0,
+    points: Annotated[int, Query(ge=2, le=5000, description="At most so many moments; of more, one in so many.")] = 500,
+) -> Resources:
+    """Processors, memory and GPU memory by service, and the length of the queues, over time."""
+    with archive.open(run) as folder:
+        return folder.resources.read(after, points)
+
+
+@router.get("/{run}/alerts")
+def list_alerts(archive: InArchive, run: Name, page: Few) -> Alerts:
+    """The alerts that fired, by when they did."""
+    with archive.open(run) as folder:
+        shown, following = cut(read_alerts(folder.path).alerts, lambda one: (one.fired, one.name), page)
+    return Alerts(alerts=shown, next=following)

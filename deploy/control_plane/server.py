@@ -1,0 +1,146 @@
+"""The control service: listens, says where, and ends in order.
+
+It refuses to listen beyond this machine without a token. On loopback a port that is taken is replaced by a free one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import redis
+import structlog
+import uvicorn
+
+from broker.client import Broker
+from broker.heartbeat import HeartbeatThread
+from deploy.control_plane.address import READ_TOKEN, TOKEN, announce, listen, read_token, withdraw
+from deploy.control_plane.alerts.run_watch import RunWatch
+from deploy.control_plane.app import LOOPBACK_NAMES, make_app, make_files_app
+from deploy.control_plane.routes.context import Context
+from deploy.control_plane.status.kubernetes import Deployments
+from deploy.control_plane.status.poller import StatusPoller
+from deploy.control_plane.web.sse import Hub
+from schemas.config import ControlConfig, TidemillConfig
+from schemas.control_api import RunStatus
+from schemas.errors import ConfigError, TidemillError
+from schemas.messages import Event
+
+log = structlog.get_logger()
+
+
+ANSWER_S = 5.0
+"""Most seconds that a request waits for the broker."""
+GRACE_S = 3
+
+
+def run_control(config: TidemillConfig, name: str) -> None:
+    """Serve until the process is asked to end."""
+    token = read_token(config.control.token_file, os.environ)
+    reading = reading_token(token)
+    listener = listen(config.control.host, config.control.port, token)
+    host, port = listener.getsockname()[:2]
+    if config.control.port not in (0, port):
+        log.warning("the port is taken, a free one is used", port=config.control.port)
+    broker = Broker.connect(config)
+    broker.connection.deadline_s = min(broker.connection.deadline_s, ANSWER_S)
+    hub = Hub()
+    deployments = Deployments.here(config.control.deployments.model_dump())
+    watch = RunWatch(config, lambda text, level: tell_alert(broker, name, text, level))
+    context = Context(config, name, broker, StatusPoller(broker, config, deployments), hub, deployments)
+
+    def look(status: RunStatus) -> None:
+        # A supervisor watches by itself.
+        if not any(service.role == "supervisor" and service.live for service in status.services):
+            watch.observe(status)
+
+    context.poller.on_look = look
+    hosts = LOOPBACK_NAMES | {config.control.host.lower()}
+    server = _Server(server_settings(make_app(context, token, hosts, reading), config.control), hub)
+    url = f"http://{_printable(host)}:{port}/"
+    announce(config.folder, url)
+    log.info("the control plane listens", url=url, token="required" if token else "not needed on this machine")
+    try:
+        with HeartbeatThread(broker, name, "control", lambda: ("running", -1, {"port": float(port)})):
+            server.run(sockets=[listener])
+    finally:
+        watch.close()
+        withdraw(config.folder, url)
+        listener.close()
+
+
+def tell_alert(broker: Broker, service: str, text: str, level: Literal["info", "warning", "error"]) -> None:
+    """Add an alert to the timeline, if the broker takes it: one of the alerts is that it does not."""
+    try:
+        broker.events.emit(Event(name="alert", service=service, level=level, text=text))
+    except (TidemillError, redis.RedisError) as error:
+        log.warning("an alert is not in the timeline", text=text, error=str(error))
+
+
+def run_files(folder: Path, host: str, port: int, on_listen: Callable[[str], None]) -> None:
+    """Serve the page over the runs in ``folder``, without a broker, until the process is asked to end.
+
+    on_listen: is told the address.
+    """
+    token = read_token(None, os.environ)
+    listener = listen(host, port, token)
+    address, bound = listener.getsockname()[:2]
+    app = make_files_app(folder, token, LOOPBACK_NAMES | {host.lower()}, reading_token(token))
+    server = _Server(server_settings(app, ControlConfig()), Hub())
+    on_listen(f"http://{_printable(address)}:{bound}/")
+    try:
+        server.run(sockets=[listener])
+    finally:
+        listener.close()
+
+
+def reading_token(token: str | None) -> str | None:
+    """The token of those who only read; ConfigError when it is the other one, or there is no other one."""
+    reading = read_token(None, os.environ, READ_TOKEN)
+    if reading is not None and reading == token:
+        raise ConfigError(f"{READ_TOKEN} and {TOKEN} are the same: whoever may read could give orders")
+    if reading is not None and token is None:
+        raise ConfigError(f"{READ_TOKEN} needs {TOKEN} beside it: without a token everybody here may give orders")
+    return reading
+
+
+def server_settings(app: Any, control: ControlConfig) -> uvicorn.Config:
+    """Return how the application is served. Who comes through a trusted proxy is known by the proxy's word."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=bool(control.trusted_proxies),
+        forwarded_allow_ips=[str(network) for network in control.trusted_proxies],
+        timeout_graceful_shutdown=GRACE_S,
+        lifespan="on",
+    )
+
+
+class _Server(uvicorn.Server):
+    """HTTP server that ends its open event streams first, which never end alone, and then returns like any service."""
+
+    def __init__(self, config: uvicorn.Config, hub: Hub) -> None:
+        super().__init__(config)
+        self._hub = hub
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # Uvicorn's own would raise the signal again after the end, and what comes after it would not be done.
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self.handle_exit)
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._hub.close()
+        super().handle_exit(sig, frame)
+
+
+def _printable(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,365 @@
+"""The status of a run, collected in four round trips to the broker: everything that GET /v1/status says."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from broker.client import Broker
+from broker.flow.ledger import LedgerState
+from broker.flow.run_control import ControlState
+from broker.telemetry.stream_lag import StreamLag, read_stream_lags
+from broker.telemetry.streams import FORGOTTEN_S, EvalResult
+from deploy.control_plane.status.bottleneck import Evidence, find_bottleneck
+from deploy.control_plane.status.run_state import LOADING, is_live, pause_status, run_state
+from deploy.control_plane.status.scaling import scaling
+from deploy.control_plane.status.series import HISTOGRAM, STEPS_KEPT, MetricsSeries, Rates
+from schemas.config import TidemillConfig
+from schemas.control_api import (
+    EvaluationStatus,
+    LedgerStatus,
+    RunState,
+    RunStatus,
+    ServiceStatus,
+    Settings,
+    Staleness,
+    StreamStatus,
+    Throughput,
+)
+from schemas.messages import Heartbeat
+
+MEMORY_EVERY_S = 10.0
+RECENT = 20
+"""Steps that figures of "now" are taken from."""
+STOPPED = 10
+"""A step that took so many times the median was not worked on all the time."""
+ROLES = ("supervisor", "control", "feeder", "generator", "reward", "trainer")
+OVER = ("stopped", "finished", "failed")
+NOT_LOAD = ("tokens_per_s",)
+LOST = "lost"
+"""The state of a service that was silent for too long."""
+METRICS_AT_ONCE = 1000
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The part of the configuration that the status needs; 0 where a value is not known."""
+
+    run: str
+    steps: int = 0
+    staleness: int = 0
+    batch: int = 0
+    max_samples: int = 0
+    n: int = 1
+    scale_hint: str = ""
+
+    @classmethod
+    def of(cls, config: TidemillConfig) -> PlannedRun:
+        """Take the values from the configuration."""
+        return cls(
+            run=config.run.name,
+            steps=config.trainer.steps,
+            staleness=config.flow.staleness,
+            batch=config.trainer.batch_groups,
+            max_samples=config.generator.max_samples,
+            n=config.sampling.n,
+            scale_hint=config.control.scale_hint or "",
+        )
+
+
+class Collector:
+    """Collects the status of a run again and again, and keeps the metrics that it has read. Used by one thread."""
+
+    def __init__(
+        self, broker: Broker, plan: PlannedRun, measure_memory: bool = True, keep_steps: int = STEPS_KEPT
+    ) -> None:
+        """measure_memory: whether ``memory_bytes`` is read, which asks for the size of every key of the run.
+
+        keep_steps: the newest steps whose metrics are kept, RECENT at least.
+        """
+        self._broker = broker
+        self._plan = plan
+        self._measure_memory = measure_memory
+        self._rates = Rates()
+        self._surplus: dict[str, int] = {}
+        self._memory: int | None = None
+        self._memory_due = 0.0
+        self._metrics_id = "0-0"
+        self._broker_lifetime = ""
+        self._versions: dict[str, int] = {}
+        self._loads: deque[float] = deque(maxlen=RECENT)
+        self.history = MetricsSeries(keep_steps)
+        self.ages: Counter[int] = Counter()
+        """Loss tokens by age, of all steps that were read."""
+        self.control: ControlState | None = None
+        """The orders that people gave, as last read; None before the first reading."""
+        self.evaluations: list[EvalResult] = []
+        """All evaluations, by version, as they were last read."""
+
+    def read(self) -> RunStatus:
+        """Read the status of the run; InfraError when the broker does not answer."""
+        broker = self._broker
+        ledger = broker.ledger.read_state()
+        lags = read_stream_lags(broker.connection, self._surplus)
+        known = broker.heartbeats.list()
+        results = broker.evals.read_results()
+        now = broker.heartbeats.read_clock()
+        beats = [beat for beat in known if now - beat.time < FORGOTTEN_S]
+        self._follow_metrics()
+        if self._measure_memory and time.monotonic() >= self._memory_due:
+            self._memory = broker.measure_memory()
+            self._memory_due = time.monotonic() + MEMORY_EVERY_S
+        self._rates.add(now, _counts(ledger, lags))
+        self._follow_loads(beats)
+        self.control = ledger.control
+        self.evaluations = results
+        return self._status(ledger, lags, beats, results, now)
+
+    def _follow_loads(self, beats: Sequence[Heartbeat]) -> None:
+        """Note the pauses of generators for new versions; the mean of several counts, since one says little."""
+        for beat in beats:
+            if beat.role == "generator" and beat.version > self._versions.get(beat.service, beat.version):
+                self._loads.append(beat.figures.get("update_pause_s", 0.0))
+        self._versions = {beat.service: beat.version for beat in beats}
+
+    def _follow_metrics(self) -> None:
+        while True:
+            self._metrics_id, lines = self._broker.metrics.read_after(self._metrics_id, METRICS_AT_ONCE)
+            for line in lines:
+                self.history.add(line)
+                counts = line.get(HISTOGRAM)
+                if isinstance(counts, dict):
+                    self.ages.update({int(age): int(count) for age, count in counts.items()})
+            if len(lines) < METRICS_AT_ONCE:
+                return
+
+    def _status(
+        self,
+        ledger: LedgerState,
+        lags: Sequence[StreamLag],
+        beats: Sequence[Heartbeat],
+        results: Sequence[EvalResult],
+        now: float,
+    ) -> RunStatus:
+        orders, history, rates = ledger.control, self.history, self._rates
+        pause = pause_status(orders, beats, lags, now)
+        state, cause = run_state(ledger, pause, beats, now)
+        services = [self._service(beat, orders, now) for beat in beats]
+        services.sort(key=lambda service: (_rank(service.role), natural(service.name)))
+        complete = [result for result in results if result.complete and result.n]
+        steps = ledger.steps or self._plan.steps
+        return RunStatus(
+            run=self._plan.run,
+            state=state,
+            cause=cause,
+            time=now,
+            started=ledger.started or None,
+            elapsed_s=max(0.0, now - ledger.started) if ledger.started else 0.0,
+            remaining_s=None if state in OVER else self._remaining(steps),
+            step=ledger.step,
+            steps=steps,
+            version=ledger.version,
+            leader_term=ledger.leader_term,
+            reward=next(iter(history.last("reward/mean")), None),
+            evaluation=evaluation(complete[-1]) if complete else None,
+            pause=pause,
+            bottleneck=find_bottleneck(self._evidence(state, cause, ledger, lags, beats, now)),
+            throughput=Throughput(
+                generated_tokens=_sum(services, "generator"),
+                trained_tokens=_sum(services, "trainer"),
+                admitted_groups=rates.of("admitted"),
+                published_samples=rates.of("published"),
+                scored_samples=rates.of("scored"),
+                trained_samples=rates.of("samples_trained"),
+                steps_per_minute=None if (rate := rates.of("step")) is None else rate * 60,
+            ),
+            staleness=self._staleness(ledger),
+            ledger=_ledger(ledger),
+            streams=[self._stream(lag, now) for lag in lags],
+            services=services,
+            settings=Settings(
+                staleness=ledger.staleness if ledger.leader_term else self._plan.staleness,
+                batch=ledger.batch or self._plan.batch,
+                concurrency=orders.concurrency,
+                lr=ledger.settings.get("lr"),
+                steps=steps,
+                temperature=ledger.settings.get("temperature"),
+                eval_every=_whole(ledger.settings.get("eval_every")),
+                checkpoint_every=_whole(ledger.settings.get("checkpoint_every")),
+                changed=sorted(ledger.settings),
+            ),
+            scaling=scaling(orders, beats, now, self._plan.scale_hint),
+            dead_letters=ledger.dead_letters,
+            counters=dict(ledger.counters),
+            memory_bytes=self._memory,
+        )
+
+    def _service(self, beat: Heartbeat, orders: ControlState, now: float) -> ServiceStatus:
+        figures = {name: value for name, value in beat.figures.items() if name not in NOT_LOAD}
+        in_flight = beat.figures.get("samples_in_flight")
+        most = beat.figures.get("max_samples") or self._plan.max_samples
+        return ServiceStatus(
+            name=beat.service,
+            role=beat.role,
+            host=beat.host,
+            pid=beat.pid,
+            state=beat.state if is_live(beat, now) else LOST,
+            version=beat.version if beat.version >= 0 else None,
+            silent_s=round(max(0.0, now - beat.time), 2),
+            live=is_live(beat, now),
+            paused=orders.pause != "none" and beat.acknowledged.get("pause") == orders.pause_id,
+            tokens_per_s=round(beat.figures.get("tokens_per_s", 0.0), 1),
+            load=None if in_flight is None or not most else min(1.0, in_flight / most),
+            acknowledged=dict(beat.acknowledged),
+            figures=figures,
+        )
+
+    def _stream(self, lag: StreamLag, now: float) -> StreamStatus:
+        return StreamStatus.model_validate(
+            {
+                "name": lag.name,
+                "length": lag.length,
+                "waiting": lag.waiting,
+                "pending": lag.pending,
+                "oldest_s": None if lag.oldest is None else round(max(0.0, now - lag.oldest), 2),
+                "rate": self._rates.of(lag.name),
+            }
+        )
+
+    def _staleness(self, ledger: LedgerState) -> Staleness:
+        means, most = self.history.last("staleness/mean", RECENT), self.history.last("staleness/max", RECENT)
+        histogram: Counter[str] = Counter()
+        for counts in self.history.histograms[-RECENT:]:
+            histogram.update(counts)
+        return Staleness(
+            bound=ledger.staleness if ledger.leader_term else self._plan.staleness,
+            mean=sum(means) / len(means) if means else None,
+            max=int(max(most)) if most else None,
+            histogram=dict(sorted(histogram.items(), key=lambda pair: int(pair[0]))),
+            steps=len(means),
+        )
+
+    def _remaining(self, steps: int) -> float | None:
+        recent = self.history.since(0, RECENT, {"wall_s", "time/paused_s"})
+        walls = recent.series.get("wall_s", [None] * len(recent.step))
+        paused = recent.series.get("time/paused_s", [None] * len(recent.step))
+        took = []
+        for before, now in pairwise(zip(recent.step, walls, paused, strict=True)):
+            if before[1] is not None and now[1] is not None and now[1] >= before[1]:
+                # Less than nothing where the clock was set back.
+                took.append((now[1] - before[1] - (now[2] or 0.0)) / (now[0] - before[0]))
+        took = [seconds for seconds in took if seconds >= 0]
+        if not took:
+            return None
+        working = [seconds for seconds in took if seconds <= STOPPED * median(took)]
+        return max(0, steps - recent.step[-1]) * sum(working) / len(working)
+
+    def _evidence(
+        self,
+        state: RunState,
+        cause: str,
+        ledger: LedgerState,
+        lags: Sequence[StreamLag],
+        beats: Sequence[Heartbeat],
+        now: float,
+    ) -> Evidence:
+        history, live = self.history, [beat for beat in beats if is_live(beat, now)]
+        total = sum(history.last("time/total_s", RECENT))
+        stream = {lag.name: lag for lag in lags}
+        generators = [beat for beat in live if beat.role == "generator"]
+        places = len(generators) * (ledger.control.concurrency or self._plan.max_samples)
+        taken = sum(beat.figures.get("samples_in_flight", 0.0) for beat in generators)
+        pause = sum(self._loads) / len(self._loads) if self._loads else 0.0
+        known = len(history.last("time/total_s", RECENT))
+        return Evidence(
+            state=state,
+            cause=cause,
+            begun=ledger.leader_term > 0,
+            loading=[beat.service for beat in live if beat.state in LOADING],
+            missing=[
+                role
+                for role in ("trainer", "generator", "reward", "feeder")
+                if not any(beat.role == role for beat in live)
+            ],
+            active=ledger.active,
+            capacity=ledger.capacity,
+            wait=sum(history.last("time/wait_s", RECENT)) / total if total else None,
+            publish=sum(history.last("time/publish_s", RECENT)) / total if total else None,
+            update=min(1.0, pause * known / total) if total else None,
+            unscored=stream["trajectories"].waiting + stream["trajectories"].pending,
+            unclaimed=stream["tasks"].waiting,
+            step_samples=(ledger.batch or 1) * self._plan.n,
+            load=min(1.0, taken / places) if places else None,
+            generated_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in generators),
+            trained_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in live if beat.role == "trainer"),
+        )
+
+
+def evaluation(result: EvalResult) -> EvaluationStatus:
+    """Return an evaluation as the API shows it."""
+    return EvaluationStatus(
+        version=result.version,
+        n=result.n,
+        scored=result.scored,
+        failed=result.failed,
+        complete=result.complete,
+        mean=result.mean if result.scored else None,
+        off_version=result.off_version,
+        time=result.time or None,
+    )
+
+
+def _counts(ledger: LedgerState, lags: Sequence[StreamLag]) -> dict[str, int]:
+    counts = {lag.name: lag.entered for lag in lags}
+    return counts | {
+        "admitted": ledger.admitted,
+        "published": ledger.samples_published,
+        "samples_trained": ledger.samples_trained,
+        "step": ledger.step,
+    }
+
+
+def _ledger(ledger: LedgerState) -> LedgerStatus:
+    return LedgerStatus(
+        balanced=ledger.balanced,
+        admitted=ledger.admitted,
+        active=ledger.active,
+        capacity=ledger.capacity,
+        trained=ledger.trained,
+        dropped=ledger.dropped,
+        failed=ledger.failed,
+        readmit=ledger.readmit,
+        cursor=ledger.cursor,
+        live_groups=ledger.live_groups,
+        live_bound=ledger.live_bound,
+        uncommitted_steps=ledger.uncommitted,
+        samples_published=ledger.samples_published,
+        samples_trained=ledger.samples_trained,
+        samples_dropped=ledger.samples_dropped,
+        samples_failed=ledger.samples_failed,
+        tokens_generated=ledger.tokens_generated,
+    )
+
+
+def _rank(role: str) -> int:
+    return ROLES.index(role) if role in ROLES else len(ROLES)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key by which generator-2 comes before generator-10."""
+    return [
+        (int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)
+    ]
+
+
+def _sum(services: Sequence[ServiceStatus], role: str) -> float:
+    return round(sum(service.tokens_per_s for service in services if service.role == role and service.live), 1)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,40 @@
+"""The number of replicas of a run: whether an order can change it, or else the command that does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from broker.flow.run_control import ControlState
+from deploy.control_plane.status.run_state import is_live
+from schemas.control_api import Scaling
+from schemas.messages import Heartbeat
+
+SCALABLE = ("generator", "reward")
+NOBODY = "no supervisor of this run is alive (it was not started with `tidemill up`), so nobody here takes the order; "
+"""The beginning of a refusal."""
+
+
+def scaling(orders: ControlState, beats: Sequence[Heartbeat], now: float, hint: str = "") -> Scaling:
+    """Return whether an order can change the number of replicas, and how many there are to be."""
+    possible = any(beat.role == "supervisor" and is_live(beat, now) for beat in beats)
+    refusal = NOBODY + scale_command(hint, "generator", "N")
+    alive = Counter(beat.role for beat in beats if beat.role in SCALABLE and is_live(beat, now))
+    replicas = {role: alive[role] for role in SCALABLE} | dict(orders.replicas)
+    return Scaling(
+        possible=possible,
+        by="supervisor" if possible else "nobody",
+        replicas=replicas if possible else {},
+        refusal="" if possible else refusal,
+    )
+
+
+def scale_command(hint: str, role: str, replicas: str) -> str:
+    """Return the command that changes replicas where nobody takes orders: the configured one, if there is one."""
+    if hint:
+        return f"run: {hint.replace('{role}', role).replace('{replicas}', replicas)}"
+    return (
+        f"change the number of replicas where its services were started: docker compose up -d --no-recreate --scale"
+        f" {role}={replicas} {role}, kubectl scale deployment {role} --replicas={replicas}, or start and stop"
+        f" `tidemill {role} CONFIG` by hand"
+    )

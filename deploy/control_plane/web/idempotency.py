@@ -1,0 +1,103 @@
+"""Orders that are asked for twice with the same ``Idempotency-Key`` are done once: the second gets the first's answer.
+
+A client whose connection broke can so ask again without thinking. Answers are kept for a day, in this process: after a
+restart of the control plane a key is new again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deploy.control_plane.web.problems import problem
+from deploy.control_plane.web.security import CHANGES, App, Message, Receive, Scope, Send
+
+HEADER = "Idempotency-Key"
+LONGEST = 255
+KEPT_S = 24 * 3600.0
+MOST = 1000
+
+
+@dataclass
+class _Kept:
+    """A request by its digest, and what it was answered; ``messages`` is empty while it is under way."""
+
+    digest: str
+    time: float
+    messages: list[MutableMapping[str, Any]] = field(default_factory=list)
+
+
+class Idempotency:
+    """ASGI middleware around an application whose bodies are small."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._kept: OrderedDict[tuple[bytes, str], _Kept] = OrderedDict()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = dict(scope["headers"]).get(HEADER.lower().encode(), b"") if scope["type"] == "http" else b""
+        if not key or scope["method"] not in CHANGES:
+            return await self._app(scope, receive, send)
+        if len(key) > LONGEST:
+            return await problem(422, f"{HEADER} may have {LONGEST} bytes", scope["path"])(scope, receive, send)
+        body = await _read(receive)
+        if body is None:
+            return
+        place = (key, str((scope.get("client") or ("",))[0]))
+        request = f"{scope['method']} {scope['path']}?{scope['query_string']!r}".encode() + body
+        digest = hashlib.sha256(request).hexdigest()
+        self._forget()
+        known = self._kept.get(place)
+        if known is None:
+            await self._ask(scope, body, place, digest, send)
+        elif known.digest != digest:
+            text = f"this {HEADER} was sent with another request before: take a new one"
+            await problem(422, text, scope["path"])(scope, receive, send)
+        elif not known.messages:
+            text = "the request with this key is still under way: ask again in a moment"
+            await problem(409, text, scope["path"], {"Retry-After": "1"})(scope, receive, send)
+        else:
+            for message in known.messages:
+                await send({**message})
+
+    async def _ask(self, scope: Scope, body: bytes, place: tuple[bytes, str], digest: str, send: Send) -> None:
+        kept = self._kept[place] = _Kept(digest, time.monotonic())
+        answer: list[MutableMapping[str, Any]] = []
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            return unread.pop() if unread else {"type": "http.disconnect"}
+
+        async def keep(message: Message) -> None:
+            answer.append({**message})
+            await send(message)
+
+        try:
+            await self._app(scope, receive, keep)
+        finally:
+            # What nobody could do yet may be asked for again.
+            if answer and answer[0].get("status", 503) < 500 and not answer[-1].get("more_body"):
+                kept.messages = answer
+            else:
+                del self._kept[place]
+
+    def _forget(self) -> None:
+        now = time.monotonic()
+        while self._kept and (len(self._kept) >= MOST or now - next(iter(self._kept.values())).time > KEPT_S):
+            self._kept.popitem(last=False)
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """The whole body; None when the client has gone."""
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        body += bytes(message.get("body", b""))
+        if not message.get("more_body"):
+            return body

@@ -1,0 +1,182 @@
+"""Limits on who may ask and how often: a layer around the app that refuses before a request is read or decoded.
+
+- With a token everything but the probes and the empty page needs it; it is compared in constant time. A second token
+  may be given to those who only read.
+- Without one the server listens on loopback only, and answers only to its own names: a web page of somebody else
+  can neither send an order nor, by a name that points here, read an answer.
+- Bodies, addresses and request rates are bounded for each client; there are no CORS headers.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from deploy.control_plane.web.problems import problem
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MAX_BODY_BYTES = 64 * 1024
+MAX_TARGET_BYTES = 8 * 1024
+RATE, BURST = 50.0, 300.0
+"""Requests a second of one client, and how many at once after a rest."""
+FAILURE_COST = 15.0
+"""A wrong token costs as much as so many requests."""
+MAX_CLIENTS = 4096
+PROBES = ("/livez", "/readyz", "/startupz")
+CHANGES = ("POST", "PATCH", "PUT", "DELETE")
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; font-src 'self';"
+    " connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
+)
+
+
+class Buckets:
+    """Token buckets by client; the least recently seen client is forgotten first."""
+
+    def __init__(self, rate: float = RATE, burst: float = BURST) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, client: str, now: float, cost: float = 1.0) -> float:
+        """0 if the client may go on, else the seconds to wait. A refused one is charged nothing."""
+        level, then = self._levels.pop(client, (self._burst, now))
+        level = min(self._burst, level + (now - then) * self._rate)
+        missing = cost - level
+        self._levels[client] = (level if missing > 0 else level - cost, now)
+        while len(self._levels) > MAX_CLIENTS:
+            self._levels.popitem(last=False)
+        return max(0.0, missing / self._rate)
+
+    def charge(self, client: str, cost: float) -> None:
+        """Take this from a client, down to nothing."""
+        level, then = self._levels.get(client, (self._burst, time.monotonic()))
+        self._levels[client] = (max(0.0, level - cost), then)
+
+
+class RequestGuard:
+    """ASGI middleware. token: None only on loopback. hosts: names that requests without a token may use.
+
+    read_token: whoever has it may read, and order nothing.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        token: str | None,
+        hosts: frozenset[str],
+        public: Callable[[str], bool],
+        read_token: str | None = None,
+    ) -> None:
+        self._app = app
+        self._token = token.encode() if token else None
+        self._read_token = read_token.encode() if read_token else None
+        self._hosts = hosts
+        self._public = public
+        self._buckets = Buckets()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name: value for name, value in scope["headers"]}
+        refusal = self._refusal(scope, headers)
+        answer = _with_headers(send, scope["path"])
+        if refusal is not None:
+            status, detail, extra = refusal
+            await problem(status, detail, scope["path"], extra)(scope, receive, answer)
+            return
+        await self._app(scope, _Limited(receive), answer)
+
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str, dict[str, str]] | None:
+        path, method = scope["path"], scope["method"]
+        client = str((scope.get("client") or ("unknown",))[0])
+        if path not in PROBES:
+            wait = self._buckets.take(client, time.monotonic())
+            if wait > 0:
+                return 429, f"more than {RATE:g} requests a second: wait", {"Retry-After": str(int(wait) + 1)}
+        if len(path) + len(scope["query_string"]) > MAX_TARGET_BYTES:
+            return 414, f"the address is longer than {MAX_TARGET_BYTES} bytes", {}
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            return 413, f"a body may have at most {MAX_BODY_BYTES} bytes", {}
+        if self._token is not None:
+            return None if self._public(path) else self._authenticate(client, headers, method)
+        return self._same_site(method, headers)
+
+    def _authenticate(
+        self, client: str, headers: dict[bytes, bytes], method: str
+    ) -> tuple[int, str, dict[str, str]] | None:
+        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        bearer = kind.lower() == b"bearer"
+        if bearer and hmac.compare_digest(given.strip(), self._token or b""):
+            return None
+        if bearer and self._read_token and hmac.compare_digest(given.strip(), self._read_token):
+            if method not in CHANGES:
+                return None
+            return 403, "this token may only read: orders need the other one", {}
+        if given:
+            self._buckets.charge(client, FAILURE_COST)
+        return (
+            401,
+            "send the token of this control plane: Authorization: Bearer TOKEN",
+            {"WWW-Authenticate": 'Bearer realm="tidemill"'},
+        )
+
+    def _same_site(self, method: str, headers: dict[bytes, bytes]) -> tuple[int, str, dict[str, str]] | None:
+        host = headers.get(b"host", b"").decode("latin-1")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if name.strip("[]").lower() not in self._hosts:
+            return 403, f"this control plane is not called {name[:100]!r}: ask it as localhost", {}
+        if method in CHANGES:
+            origin = headers.get(b"origin", b"").decode("latin-1")
+            if origin and origin.partition("://")[2] != host:
+                return 403, "orders are taken from this control plane's own page only", {}
+            if headers.get(b"sec-fetch-site", b"same-origin") not in (b"same-origin", b"none"):
+                return 403, "orders are taken from this control plane's own page only", {}
+        return None
+
+
+class _Limited:
+    """A body that ends early, as if the client had gone, when it is longer than allowed (chunked, without length)."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._left = MAX_BODY_BYTES
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._left -= len(message.get("body", b""))
+            if self._left < 0:
+                return {"type": "http.disconnect"}
+        return message
+
+
+def _with_headers(send: Send, path: str) -> Send:
+    async def answer(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", []), *HEADERS]
+            if not any(name == b"cache-control" for name, _ in headers):
+                headers.append((b"cache-control", b"no-store" if path.startswith("/v1") else b"no-cache"))
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return answer

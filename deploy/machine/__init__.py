@@ -1,1 +1,0 @@
-"""This machine: what it has, and what is installed on it."""

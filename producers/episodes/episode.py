@@ -1,0 +1,191 @@
+"""An episode that the generator plays itself: model calls over one conversation, up to its end or its limits.
+
+Whoever goes on with it elsewhere plays it again from the beginning; calls with the very same prompt are then answered
+from the record, tokens, log-probabilities and versions included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from producers.conversation.calls import continued_completion, recorded_completion
+from producers.conversation.chat_template import ChatTemplate
+from producers.conversation.conversation import MAIN, Conversation, NextPrompt
+from producers.conversation.images import ImageLimits, episode_images, task_messages
+from producers.conversation.messages import Message
+from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
+from producers.conversation.parsing.factory import make_parser
+from producers.conversation.template_check import open_template
+from producers.engines.base import Completion
+from producers.engines.factory import engine_name
+from producers.tokenizer import HfTokenizer
+from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices
+from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder, size_metrics
+from schemas.config import AgentsConfig
+from schemas.errors import ConfigError, DataError
+from schemas.messages import Call, FinishReason
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """What all episodes of a workflow share. max_length: tokens that the engine has room for.
+
+    images: what tools and environments may show.
+    """
+
+    template: ChatTemplate
+    parser: AnswerParser
+    settings: AgentsConfig
+    max_length: int
+    images: ImageLimits
+
+    @classmethod
+    async def create(cls, services: WorkflowServices) -> LoopParts:
+        """ConfigError when the tokenizer can't chat, or a parser can't be had. Takes seconds with one of vLLM's."""
+        config, tokenizer = services.config, services.tokenizer
+        if not isinstance(tokenizer, HfTokenizer):
+            raise ConfigError(f"generator.workflow {config.generator.workflow.name} needs a model with a tokenizer")
+        agents = config.generator.agents
+        vllm = engine_name(config.generator.engine) == "vllm"
+        template = await open_template(services)
+        template.render([{"role": "user", "content": "Hello"}])
+        parser = await asyncio.to_thread(make_parser, agents.tool_parser, agents.reasoning_parser, tokenizer, vllm)
+        return cls(template, parser, agents, config.model.max_length, ImageLimits.of(config))
+
+
+class EpisodeEnded(Exception):
+    """The episode can't go on: a limit was reached, or the generator ends."""
+
+    def __init__(self, finish: FinishReason) -> None:
+        super().__init__(finish)
+        self.finish = finish
+
+
+class Episode:
+    """One sample while it is played. max_calls: most model calls."""
+
+    def __init__(self, parts: LoopParts, rollout: RolloutContext, index: int, max_calls: int) -> None:
+        self._parts = parts
+        self._rollout = rollout
+        self.index = index
+        self._max_calls = max_calls
+        images = episode_images(rollout, parts.images)
+        self.conversation = Conversation(parts.template, parts.settings.history, images)
+        saved = rollout.saved.get(index)
+        self._recorded: dict[bytes, Call] = {call.key: call for call in saved.calls} if saved is not None else {}
+        seed = rollout.sampling.seed
+        self._sampling = msgspec.structs.replace(rollout.sampling, seed=None if seed is None else seed + index)
+        self.metrics: dict[str, float] = {"calls": 0.0, "engine_s": 0.0, "tools_s": 0.0, "replayed": 0.0}
+        self.last_call = -1
+
+    @property
+    def trained(self) -> list[str] | None:
+        """Names whose tokens are trained, None for all."""
+        return self._parts.settings.train
+
+    def first_messages(self) -> list[Message]:
+        """The task's prompt as messages. DataError if it is given as token ids."""
+        task = self._rollout.task
+        if task.messages is not None:
+            return task_messages(task, self._rollout.files)
+        if task.text is None:
+            raise DataError(f"task {task.task_id} has a prompt of token ids; this workflow needs text or messages")
+        return [{"role": "user", "content": task.text}]
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        """Add to a metric of the sample."""
+        self.metrics[name] = self.metrics.get(name, 0.0) + amount
+
+    async def ask(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, name: str = MAIN
+    ) -> tuple[ParsedAnswer, Message]:
+        """Sample the next answer; returned with the message that it is in the conversation.
+
+        name: of whom the messages are, where an episode has several conversations. EpisodeEnded when there won't be
+        another one, or when this one was cut.
+        """
+        if self._rollout.interrupted.is_set():
+            raise EpisodeEnded("abort")
+        if self.conversation.calls >= self._max_calls:
+            raise EpisodeEnded("calls")
+        prompt = await asyncio.to_thread(self._prompt, messages, tools, name)
+        if self.conversation.calls and len(prompt.ids) >= self._parts.max_length:
+            raise EpisodeEnded("length")
+        self.count("calls")
+        completion = await self.sample_call(prompt)
+        cut = completion.finish != "stop"
+        answer = await asyncio.to_thread(
+            self._parts.parser.parse, completion.tokens, tools, prompt_ids=prompt.ids, cut=cut, check_names=False
+        )
+        message = answer.message()
+        self.last_call = self.conversation.add(prompt, completion, message)
+        if completion.finish == "abort":
+            raise EpisodeEnded("abort")
+        await self._rollout.save(self.conversation.partial(self.index))
+        if completion.finish == "length":
+            raise EpisodeEnded("length")
+        return answer, message
+
+    def _prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, name: str) -> NextPrompt:
+        return self.conversation.prompt(self.conversation.images.resolve(messages), tools, name)
+
+    async def sample_call(self, prompt: NextPrompt) -> Completion:
+        """Sample one answer from the engine, or take it, or its beginning, from the record of an earlier attempt."""
+        call = self._recorded.get(self.conversation.key(prompt))
+        if call is not None and call.finish != "abort":
+            self.count("replayed")
+            return recorded_completion(call)
+        prefix = call.tokens.numpy().tolist() if call is not None else []
+        began = time.monotonic()
+        images = self.conversation.images.for_engine(prompt.images)
+        (rest,) = await self._rollout.engine.generate(prompt.ids, self._sampling, prefix=prefix, **images)
+        self.count("engine_s", time.monotonic() - began)
+        return rest if call is None else continued_completion(call, rest)
+
+    async def until_interrupted(self, work: Awaitable[T]) -> T:
+        """Await what is the tools' or the environment's. EpisodeEnded when the generator ends meanwhile."""
+        began = time.monotonic()
+        working = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self._rollout.interrupted.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise EpisodeEnded("abort")
+        finally:
+            self.count("tools_s", time.monotonic() - began)
+            working.cancel()
+            stopping.cancel()
+
+    def finish(self, finish: FinishReason, reward: float | None = None) -> SampledCompletion | FailedSample:
+        """The sample that the episode has become."""
+        settings = self._parts.settings
+        if finish == "calls" and settings.late == "exclude":
+            return FailedSample(self.index, f"its episode reached its limit of {self._max_calls} model calls", "late")
+        if finish == "abort" and not self.conversation.partial(self.index).size:
+            empty = TrajectoryBuilder(self.index, self._rollout.tokenizer)
+            return empty.prompt(self._parts.template.ids("\n"), "").finish("abort")
+        data = {"messages": newest_messages(self.conversation.messages(), settings.keep_messages)}
+        sample = self.conversation.sample(self.index, finish, reward=reward, data=data, train=settings.train)
+        sample.metrics = {**size_metrics(sample), **self.metrics}
+        return sample
+
+
+def newest_messages(messages: Sequence[Message], limit: int) -> list[Message]:
+    """The last messages that have at most ``limit`` bytes as JSON."""
+    kept: list[Message] = []
+    for message in reversed(messages):
+        limit -= len(json.dumps(message, ensure_ascii=False).encode("utf-8", "backslashreplace"))
+        if limit < 0:
+            break
+        kept.append(message)
+    return kept[::-1]

@@ -1,0 +1,143 @@
+"""Python functions as tools: what the policy is told of them, and a call with arguments that it wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import pydantic
+
+from producers.conversation.images import Content, content_of
+from producers.episodes.user_code import DeadlineExceeded, call_user
+from schemas.errors import ConfigError, DataError, describe_error, printable
+from schemas.plugins import load
+
+_CALLABLE = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class ToolError(Exception):
+    """A call has no result; the text says why, for the policy."""
+
+
+class ToolLost(DataError):
+    """What a tool needs can't be had: the sample fails, since the policy is not to blame."""
+
+
+class Tool(Protocol):
+    """Something that the policy may call."""
+
+    async def call(self, arguments: str, timeout_s: float) -> Content:
+        """The result. arguments: JSON that the policy wrote. ToolError: wrong ones, or it failed. ToolLost."""
+        ...
+
+
+M = TypeVar("M", bound=pydantic.BaseModel)
+
+
+def read_arguments(model: type[M], arguments: str, name: str) -> M:
+    """The arguments of a call; ToolError that says what is wrong with them."""
+    try:
+        return model.model_validate_json(arguments)
+    except pydantic.ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5])
+        raise ToolError(f"wrong arguments of {name}: {wrong}") from error
+
+
+class FunctionTool:
+    """A function, ``async`` or not, by its name.
+
+    schema: what the policy is told, in the form of chat completions: the docstring, and parameters from type hints and
+    defaults. ConfigError when a parameter has no type hint, or one that JSON can't have.
+    """
+
+    def __init__(self, function: Callable[..., Any], where: str) -> None:
+        if not callable(function) or inspect.isclass(function):
+            raise ConfigError(f"{where} must be a function, is {type(function).__name__}")
+        self.name = str(getattr(function, "__name__", where.rpartition(":")[2]))
+        self._function = function
+        self._arguments = _arguments_model(function, where)
+        try:
+            parameters = self._arguments.model_json_schema()
+        except pydantic.errors.PydanticUserError as error:
+            raise ConfigError(f"{where}: its parameters have no JSON schema: {describe_error(error)}") from error
+        self.schema: dict[str, Any] = {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": inspect.getdoc(function) or "",
+                "parameters": _without_titles(parameters),
+            },
+        }
+
+    async def call(self, arguments: str, timeout_s: float) -> Content:
+        """The result: text or images, all else as JSON. ToolError for wrong arguments, or when it fails.
+
+        InfraError and ConfigError are passed on.
+        """
+        values = read_arguments(self._arguments, arguments, self.name)
+        keywords = {field.alias or name: getattr(values, name) for name, field in type(values).model_fields.items()}
+        try:
+            result = await call_user(self._function, timeout_s, **keywords)
+            content = await asyncio.to_thread(content_of, result)
+            if isinstance(content, str) or (content and any(part["type"] != "text" for part in content)):
+                return content
+            return printable(json.dumps(result, ensure_ascii=False, default=str))
+        except DeadlineExceeded as error:
+            raise ToolError(f"{self.name} {error}") from error
+
+
+def load_tools(names: list[str], base: Path) -> dict[str, FunctionTool]:
+    """The functions that are named ``file.py:name`` or ``package.module:name``, by name; ConfigError if one is none."""
+    if not isinstance(names, list) or not names:
+        raise ConfigError("generator.workflow.args.tools must be a list of functions, such as [tools.py:calculator]")
+    found: dict[str, FunctionTool] = {}
+    for name in names:
+        where = f"generator.workflow.args.tools {name}"
+        if not isinstance(name, str) or ":" not in name:
+            raise ConfigError(f"{where}: name it as file.py:name or package.module:name")
+        tool = FunctionTool(load(name, "tool", base), where)
+        if tool.name in found:
+            raise ConfigError(f"{where}: there is another tool of the name {tool.name}")
+        found[tool.name] = tool
+    return found
+
+
+def _arguments_model(function: Callable[..., Any], where: str) -> type[pydantic.BaseModel]:
+    """A model of the function's arguments. Its fields have numbers for names: a parameter may be called ``json``."""
+    try:
+        parameters = inspect.signature(function).parameters
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError(f"{where}: its parameters can't be read: {describe_error(error)}") from error
+    fields: dict[str, Any] = {}
+    for number, parameter in enumerate(parameters.values()):
+        if parameter.kind not in _CALLABLE:
+            raise ConfigError(f"{where}: parameter {parameter} can't be given by its name, and a tool's must")
+        if parameter.name not in hints:
+            raise ConfigError(f"{where}: parameter {parameter.name} needs a type hint, from which the policy is told")
+        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        fields[f"argument_{number}"] = (hints[parameter.name], pydantic.Field(default, alias=parameter.name))
+    try:
+        return pydantic.create_model("Arguments", __config__=pydantic.ConfigDict(extra="forbid"), **fields)
+    except (pydantic.errors.PydanticUserError, TypeError) as error:
+        raise ConfigError(f"{where}: its type hints can't be used: {describe_error(error)}") from error
+
+
+def _without_titles(schema: Any) -> Any:
+    """Leave out what pydantic adds for people; a property may be called ``title``."""
+    if isinstance(schema, list):
+        return [_without_titles(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: {name: _without_titles(one) for name, one in value.items()}
+        if key in ("properties", "$defs")
+        else _without_titles(value)
+        for key, value in schema.items()
+        if key != "title" and not (key == "additionalProperties" and value is False)
+    }

@@ -1,0 +1,172 @@
+"""The workflow ``tools``: what the policy may call until it answers without a call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from producers.conversation.images import Content, map_texts, name_images
+from producers.conversation.messages import Message
+from producers.conversation.parsing.answers import ParsedAnswer, ToolCall
+from producers.episodes.episode import Episode, EpisodeEnded, LoopParts
+from producers.episodes.tools.functions import Tool, ToolError, ToolLost
+from producers.episodes.tools.sources import ToolBox
+from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, is_service_error, play_each
+from producers.workflows.trajectory_builder import SampledCompletion
+from schemas.errors import ConfigError, DataError, describe_error
+from schemas.messages import FinishReason
+
+log = structlog.get_logger()
+
+UNREADABLE = (
+    "error: a tool call could not be read: it must be one JSON object with the name of the tool and its arguments"
+)
+
+
+class Tools:
+    """Plays each sample as a conversation with tools.
+
+    tools: functions, as file.py:name; ``python: {...}``, an interpreter in the sandbox; ``mcp: {...}``, a server.
+    parallel: calls of one answer at once. timeout_s: longest time of one call. longest_result: characters of a result,
+    each text of which is cut in its middle; images may be in it, if the policy reads them. max_calls: most model calls
+    of an episode, ``agents.max_calls`` where None; one that reaches it ends with finish ``calls``.
+
+    What goes wrong with a call is told to the policy as its result: a tool that there is not, arguments that can't be
+    read, whatever the function raises.
+    """
+
+    def __init__(
+        self,
+        tools: list[Any],
+        parallel: int = 4,
+        timeout_s: float = 30.0,
+        longest_result: int = 4000,
+        max_calls: int | None = None,
+    ) -> None:
+        self._entries = tools
+        self._parallel = parallel
+        self._timeout_s = timeout_s
+        self._longest_result = longest_result
+        self._max_calls = max_calls
+        self._tools: ToolBox | None = None
+        self._schemas: list[dict[str, Any]] = []
+        self._parts: LoopParts | None = None
+
+    @staticmethod
+    def check(base: Path, tools: Any = None, **limits: Any) -> None:
+        """ConfigError unless the tools are functions that can be told, and the limits numbers above 0."""
+        ToolBox(tools, base)
+        check_limits(limits, whole=("parallel", "longest_result", "max_calls"))
+
+    async def start(self, services: WorkflowServices) -> None:
+        self._tools = ToolBox(self._entries, services.config.base)
+        await self._tools.start()
+        self._schemas = list(self._tools.schemas.values())
+        self._parts = parts = await LoopParts.create(services)
+        hello = [{"role": "user", "content": "Hello"}]
+        if parts.template.render(hello) == parts.template.render(hello, self._schemas):
+            log.warning("the chat template does not show tools: the policy has to know them from its training")
+
+    async def close(self) -> None:
+        if self._tools is not None:
+            await self._tools.close()
+
+    def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion | FailedSample]:
+        return play_each(lambda index: self._play(rollout, index), rollout.indices)
+
+    async def _play(self, rollout: RolloutContext, index: int) -> SampledCompletion | FailedSample:
+        if self._parts is None or self._tools is None:
+            raise ConfigError("the workflow tools was not started")
+        episode = Episode(self._parts, rollout, index, self._max_calls or self._parts.settings.max_calls)
+        finish: FinishReason = "stop"
+        try:
+            async with self._tools.open() as tools:
+                await self._talk(episode, tools)
+        except EpisodeEnded as ended:
+            finish = ended.finish
+        return episode.finish(finish)
+
+    async def _talk(self, episode: Episode, tools: Mapping[str, Tool]) -> None:
+        messages = episode.first_messages()
+        while True:
+            answer, message = await episode.ask(messages, self._schemas)
+            episode.count("unreadable_tool_calls", answer.failures)
+            if not answer.tool_calls and not answer.failures:
+                return
+            messages += [message, *await self._results(episode, tools, answer)]
+
+    async def _results(self, episode: Episode, tools: Mapping[str, Tool], answer: ParsedAnswer) -> list[Message]:
+        """What the answer's calls gave, in their order."""
+        if not answer.tool_calls:
+            # There is no call that this could be the result of, and templates insist on one.
+            return [{"role": "user", "content": UNREADABLE}]
+        places = asyncio.Semaphore(self._parallel)
+
+        async def result(call: ToolCall) -> Content:
+            async with places:
+                return await self._call(episode, tools, call)
+
+        results = await episode.until_interrupted(_all(result(call) for call in answer.tool_calls))
+        if answer.failures:
+            *_, last = results
+            extra = f"\n{UNREADABLE}"
+            results[-1] = last + extra if isinstance(last, str) else [*last, {"type": "text", "text": extra}]
+        return [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+            for call, content in zip(answer.tool_calls, results, strict=True)
+        ]
+
+    async def _call(self, episode: Episode, tools: Mapping[str, Tool], call: ToolCall) -> Content:
+        episode.count("tool_calls")
+        tool = tools.get(call.name)
+        try:
+            if tool is None:
+                raise ToolError(f"there is no tool {call.name}; there are: {', '.join(tools)}")
+            found = await tool.call(call.arguments, self._timeout_s)
+            shown = await self._show(episode, found, call.name)
+            return map_texts(shown, lambda text: shorten(text, self._longest_result))
+        except ToolError as error:
+            reason = str(error)
+        except ToolLost:
+            raise
+        except Exception as error:  # user code: whatever it raises is the result that the policy sees
+            if is_service_error(error):
+                raise
+            reason = describe_error(error)
+        episode.count("tool_errors")
+        return shorten(f"error: {reason}", self._longest_result)
+
+    async def _show(self, episode: Episode, found: Content, name: str) -> Content:
+        images = episode.conversation.images
+        shown = found if images.can_be_shown else name_images(found)
+        try:
+            return await asyncio.to_thread(images.resolve_content, shown, f"the result of {name}")
+        except DataError as error:
+            raise ToolError(str(error)) from error
+
+
+async def _all(calls: Any) -> list[Content]:
+    return list(await asyncio.gather(*calls))
+
+
+def shorten(text: str, longest: int) -> str:
+    """The text with its middle left out, where it has more than ``longest`` characters."""
+    if len(text) <= longest:
+        return text
+    head = (longest + 1) // 2
+    return f"{text[:head]}\n[{len(text) - longest} characters left out]\n{text[len(text) - longest // 2 :]}"
+
+
+def check_limits(limits: dict[str, Any], whole: Sequence[str]) -> None:
+    """ConfigError for a limit in the arguments of the workflow that is no number above 0, or not a whole one."""
+    for name, value in limits.items():
+        if value is None and name.startswith("max_"):
+            continue
+        number = isinstance(value, int if name in whole else int | float) and not isinstance(value, bool)
+        if not number or not value > 0:
+            kind = "a whole number" if name in whole else "a number"
+            raise ConfigError(f"generator.workflow.args.{name} {value!r} must be {kind} above 0")

@@ -1,0 +1,14 @@
+"""How a run's model wants its images: read from the model folder, shared by the feeder, generators and evaluation."""
+
+from __future__ import annotations
+
+from schemas.config import TidemillConfig
+from schemas.images import ImageSettings, read_image_settings
+from schemas.model_folder import resolve_folder
+
+
+def image_settings(config: TidemillConfig) -> ImageSettings | None:
+    """Return how the run's model wants its images; None for a text model."""
+    if config.model.kind != "vision":
+        return None
+    return read_image_settings(resolve_folder(config.model.path), config.model.max_pixels)

@@ -1,1 +1,0 @@
-"""From messages and text to token ids."""

@@ -1,0 +1,1 @@
+"""Processes and files: guarded child processes, sandboxes, signals, atomic writes."""

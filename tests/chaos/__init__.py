@@ -1,4 +1,0 @@
-"""The chaos suite: a real system under random faults, judged by logs that the system's own ledger never sees.
-
-``python -m tests.chaos --minutes 3 --seed 1``
-"""

@@ -1,0 +1,152 @@
+"""Supervised training: stops at the mark, learns completions only, leaves a whole model or nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from consumers.offline import sft
+from consumers.offline.greedy import greedy
+from consumers.offline.provenance import settings_digest
+from consumers.offline.sft import SftProgress, train_sft
+from consumers.trainer.model.policy import load_model
+from producers.tokenizer import HfTokenizer
+from schemas.config import WarmStartConfig
+from schemas.errors import ConfigError
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.command_line import run_tidemill
+
+pytestmark = pytest.mark.integration
+
+COMMON = {"load_tokenizer": HfTokenizer, "max_length": 64}
+PAIRS = [(f"{a}>", "xyz"[a % 3] * (1 + a % 2)) for a in range(12)]
+
+
+def settings(**changes: object) -> WarmStartConfig:
+    data = {"name": "arithmetic"}
+    return WarmStartConfig.model_validate(
+        {"model": "m:f", "dataset": data, "eval": data, "batch_size": 12, "lr": 3e-3, "eval_every": 5, **changes}
+    )
+
+
+def build(folder: Path, seed: int) -> None:
+    make_tiny_model(folder, seed=seed)
+
+
+def test_trains_to_the_mark_and_writes_an_ordinary_model(tmp_path: Path) -> None:
+    seen: list[SftProgress] = []
+    wanted = settings(stop_accuracy=0.9, max_steps=300)
+    result = train_sft(tmp_path / "out", build, PAIRS, PAIRS, wanted, progress=seen.append, **COMMON)
+    assert result.reached
+    assert result.accuracy >= 0.9
+    assert seen[-1].step == result.steps
+    assert seen[-1].loss < seen[0].loss
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    details = json.loads((tmp_path / "out" / "sft.json").read_text())
+    assert details["accuracy"] == result.accuracy
+    assert details["settings"] == settings_digest(wanted, 0, "float32")
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    answers = greedy(model, [tokenizer(p).input_ids for p, _ in PAIRS], 3, tokenizer.eos_token_id)
+    right = [tokenizer.decode(a) == c for a, (_, c) in zip(answers, PAIRS, strict=True)]
+    assert sum(right) / len(right) == pytest.approx(result.accuracy)
+
+
+def test_the_command_answers_in_json_what_it_made_and_that_there_is_nothing_to_make(tmp_path: Path) -> None:
+    (tmp_path / "start.py").write_text(
+        "import torch\n\nfrom tests.support.models.tiny_model import make_tiny_model\n\n\n"
+        "def build(folder, seed):\n"
+        "    open('threads', 'w').write(str(torch.get_num_threads()))\n    make_tiny_model(folder, seed=seed)\n"
+    )
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in PAIRS]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    data = {"name": "jsonl", "args": {"path": "pairs.jsonl"}}
+    warm_start = settings(dataset=data, eval=data, model="start.py:build", stop_accuracy=0.3, max_steps=300)
+    config = {
+        "model": {"path": "made", "max_length": 64},
+        "sampling": {"max_tokens": 8},
+        "train": data,
+        "reward": {"terms": [{"name": "exact"}]},
+        "warm_start": warm_start.model_dump(mode="json"),
+        "trainer": {"threads": 3},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    done = run_tidemill("sft", "config.yaml", "--json", cwd=tmp_path)
+    made = json.loads(done.stdout)
+    assert (done.returncode, made["model"], made["made"]) == (0, "made", True), done.stderr
+    assert made["accuracy"] >= 0.3
+    assert made["steps"] > 0
+    assert "supervised steps" in done.stderr
+    assert (tmp_path / "threads").read_text() == "3"
+    for command in ("sft", "prepare"):
+        done = run_tidemill(command, "config.yaml", "--json", cwd=tmp_path)
+        assert json.loads(done.stdout) == {"model": "made", "made": False}, done.stderr
+
+
+def test_trains_on_from_a_model_folder(tmp_path: Path) -> None:
+    start = make_tiny_model(tmp_path / "start")
+    result = train_sft(tmp_path / "out", start, PAIRS, PAIRS, settings(stop_accuracy=0.5, max_steps=300), **COMMON)
+    assert result.reached
+    assert (start / "config.json").exists()
+
+
+def test_a_mark_that_is_not_reached_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_steps 2"):
+        train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings(stop_accuracy=1.0, max_steps=2), **COMMON)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    weights = []
+    for name in ("a", "b"):
+        train_sft(tmp_path / name, build, PAIRS, PAIRS, settings(stop_accuracy=0.4, max_steps=300), seed=3, **COMMON)
+        weights.append(torch.cat([p.flatten() for p in load_model(tmp_path / name, "float32").parameters()]))
+    assert torch.equal(weights[0], weights[1])
+
+
+def test_the_learning_rate_does_not_rise_again_when_the_accuracy_falls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, used = iter([0.0, 0.0, 0.0, 0.0, 0.6, 0.8, 0.3, 0.1] + 99 * [1.0]), list[float]()
+    step = sft._Trainer._step
+    monkeypatch.setattr(sft._Trainer, "_accuracy", lambda trainer: next(seen))
+    monkeypatch.setattr(sft._Trainer, "_step", lambda trainer, batch, lr: used.append(lr) or step(trainer, batch, lr))
+    train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings(stop_accuracy=0.9, max_steps=300), **COMMON)
+    after_warm_up = used[sft.WARMUP_STEPS - 1 :]
+    assert after_warm_up[0] == 3e-3
+    assert after_warm_up == sorted(after_warm_up, reverse=True)
+    assert after_warm_up[-1] == pytest.approx(3e-3 * 1.5 * (1 - 0.8 / 0.9))
+
+
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="exists already"):
+        train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings(), **COMMON)
+
+
+def test_batched_greedy_decoding_is_what_hugging_face_generates(tmp_path: Path) -> None:
+    model = load_model(make_tiny_model(tmp_path / "m"), "float32")
+    prompts = [[5], [9, 14, 3], [7, 8, 20, 30, 4]]
+    for prompt, got in zip(prompts, greedy(model, prompts, 6, eos=2), strict=True):
+        out = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=6
+        )
+        want = out[0, len(prompt) :].tolist()
+        assert got == (want[: want.index(2)] if 2 in want else want)
+
+
+def test_a_loss_that_is_not_finite_breaks_no_weight_and_ends_the_training(tmp_path: Path) -> None:
+    def build_broken(folder: Path, seed: int) -> None:
+        model = load_model(make_tiny_model(folder, seed=seed), "float32")
+        with torch.no_grad():
+            model.get_input_embeddings().weight[HfTokenizer(str(folder)).encode("x")] = float("nan")
+        model.save_pretrained(folder)
+
+    with pytest.raises(ConfigError, match="loss or a gradient that is not finite"):
+        train_sft(tmp_path / "out", build_broken, PAIRS, PAIRS, settings(max_steps=300), **COMMON)

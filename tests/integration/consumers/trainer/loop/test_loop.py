@@ -1,0 +1,224 @@
+"""The trainer's loop on a real server and a tiny real model; a thread plays feeder, generator and reward service."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from broker.client import Broker
+from broker.queues.tasks import TaskQueue, eval_task_id
+from consumers.trainer.loop import Trainer
+from deploy.run.summary import read_lines, surviving_lines
+from schemas.messages import Score
+from schemas.metric_names import describe
+from schemas.system.lifecycle import StopFlag
+from tests.support.broker.prompt_groups import make_task as make_eval_task
+from tests.support.broker.prompt_groups import make_trajectory as make_eval_trajectory
+from tests.support.trainer.deterministic_run import Pipeline
+from tests.support.trainer.trainer_loop import (
+    in_thread,
+    publish_of_version,
+    run,
+    train_to_last_evaluation,
+    trained,
+    until,
+)
+from tests.support.trainer.trajectories import make_trajectory
+
+pytestmark = pytest.mark.integration
+
+
+def every_other(task_id: int, sample: int) -> Score:
+    """Every other prompt is always solved, so that its group has no spread of rewards."""
+    right = 1.0 if task_id % 2 else float(sample)
+    return Score(reward=right - 0.5, components={"exact": right, "length": -0.5})
+
+
+def test_a_line_says_what_came_back_beside_what_was_trained(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    with Pipeline(broker, publish_of_version, every_other):
+        run(trainer(steps=4, advantage={"name": "centered"}))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    complete = sum(line["groups/complete"] for line in lines)
+    dropped = sum(line.get("groups/dropped_zero_variance", 0) for line in lines)
+    solved = sum(line.get("groups/zero_variance_fraction", 0) * line["groups/complete"] for line in lines)
+    assert dropped == solved == sum(line["groups/dropped"] for line in lines)
+    assert 0 < dropped < complete
+    for line in lines:
+        assert line["reward/mean"] == 0.0, "of what was trained"
+        assert line["samples/excluded"] == 0
+        assert line["perf/tokens_per_s"] > 0
+        assert line["train/length_min"] <= line["train/length_median"] <= line["train/length_p95"]
+        assert 0 < line["train/ratio_min"] <= line["train/ratio_mean"]
+        assert line["perf/tflops_per_device"] > 0
+        assert [name for name in line if not describe(name)] == [], "in the table of the documentation"
+    assert any(line.get("perf/generated_tokens_per_s", 0) > 0 for line in lines)
+    came_back = [line for line in lines if line["groups/complete"]]  # A step may be of groups that came back before.
+    assert came_back
+    for line in came_back:
+        share = line["groups/zero_variance_fraction"]
+        assert line["reward/unfiltered_mean"] == pytest.approx(0.5 * share)
+        assert (line["reward/exact/mean"], line["reward/exact/std"]) == (0.5, 0.5)
+        assert (line["reward/length/mean"], line["reward/length/std"]) == (-0.5, 0.0)
+
+
+def test_a_line_has_the_mean_of_what_workflows_say_of_their_samples(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
+        samples = [make_trajectory(task_id, sample, version=version) for sample in range(2)]
+        metrics: list[dict[str, float]] = [{"agents/calls": 3.0}, {"agents/calls": 6.0, "retries": 1.0}]
+        tasks.publish(task_id, [replace(item, metrics=of) for item, of in zip(samples, metrics, strict=True)])
+
+    with Pipeline(broker, generate):
+        run(trainer(steps=2))
+    for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert (line["episode/agents/calls"], line["episode/retries"]) == (4.5, 1.0)
+
+
+def too_long(task_id: int, sample: int) -> Score:
+    """Every other prompt is always solved, by one answer that is longer than it should be."""
+    right, penalty = float(task_id % 2 or sample), -0.5 * sample
+    return Score(reward=right + penalty, components={"exact": right, "length": penalty})
+
+
+@pytest.mark.parametrize(("term", "kept"), [(None, {0, 1}), ("exact", {0})])
+def test_groups_can_be_filtered_by_one_term_of_the_reward(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, term: str | None, kept: set[int]
+) -> None:
+    with Pipeline(broker, publish_of_version, too_long):
+        run(trainer(steps=3, advantage={"name": "centered", "filter_term": term}))
+    assert {task % 2 for task in trained(tmp_path)} == kept
+
+
+def test_a_profile_and_where_the_time_went(trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
+    with Pipeline(broker, publish_of_version):
+        run(trainer(steps=3, profile_steps=[1], checkpoint={"every": 1}))
+    (profile,) = (tmp_path / "run" / "profiles").iterdir()
+    assert profile.name == "step-00000001"
+    assert json.loads((profile / "rank-0.json").read_text())["traceEvents"]
+    for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        times = {name: seconds for name, seconds in line.items() if name.startswith("time/")}
+        total = times.pop("time/total_s")
+        assert sum(times.values()) == pytest.approx(total)
+        assert {"time/wait_s", "time/forward_s", "time/backward_s", "time/optimizer_s", "time/publish_s"} <= set(times)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"), [({"least_std": 0.5}, "zero_variance"), ({"mean_between": [0.5, 1.0]}, "mean_reward")]
+)
+def test_a_group_that_teaches_too_little_gives_its_slot_back(
+    trainer: Callable[..., Trainer], broker: Broker, settings: dict[str, Any], reason: str
+) -> None:
+    """Every group has the rewards 0 and 1 here."""
+    one, stop = trainer(advantage={"name": "grpo", **settings}), StopFlag()
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(one, stop)
+        # More than there are slots: new prompts take their places.
+        until(lambda: broker.ledger.read_state().dropped.get(reason, 0) > 60, "groups that are dropped")
+        stop.set()
+        thread.join(60)
+    assert not errors
+    assert one.progress.step == 0
+    assert broker.ledger.read_state().balanced
+
+
+def test_the_batch_changes_while_the_run_goes_on(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    one = trainer(steps=6)
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: one.progress.step >= 2, "step 2")
+        assert broker.ledger.change_settings({"batch": 4})
+        thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    sizes = [
+        len({task for task, _ in line["samples"]})
+        for line in surviving_lines(read_lines(tmp_path / "run/trained.jsonl"))
+    ]
+    assert sizes[0] == 2
+    assert sizes[-1] == 4
+    assert broker.ledger.read_state().trained == sum(sizes)
+    assert broker.ledger.read_state().balanced
+
+
+def test_learning_rate_steps_and_checkpoints_change_while_the_run_goes_on(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    one = trainer(steps=500, optimizer={"lr": 1e-4}, checkpoint={"every": 400})
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: one.progress.step >= 2, "step 2")
+        assert broker.ledger.change_settings({"lr": 0.00025, "checkpoint_every": 1})
+        until(lambda: one.checkpoints.step >= 3, "a checkpoint")
+        last = one.progress.step + 3
+        assert broker.ledger.change_settings({"steps": last})
+        thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    rates = [line["train/lr"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert (rates[0], rates[-1], len(rates)) == (1e-4, 0.00025, last)
+    state = broker.ledger.read_state()
+    assert (state.state, state.steps, state.step) == ("finished", last, last)
+    assert state.settings == {"lr": 0.00025, "checkpoint_every": 1, "steps": last}
+    assert state.balanced
+
+
+def test_fewer_steps_end_a_trainer_that_waits_for_a_batch(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    one = trainer(steps=500)
+    with Pipeline(broker, publish_of_version):
+        thread, _ = in_thread(one, StopFlag())
+        until(lambda: one.progress.step >= 2, "step 2")
+        broker.run_control.pause("drain", "a test")
+        until(lambda: bool(one.pause.reasons), "the pause")
+        broker.ledger.change_settings({"steps": one.progress.step})
+        broker.run_control.pause("none", "a test")
+        thread.join(60)
+    assert not thread.is_alive()
+    assert broker.ledger.read_state().state == "finished"
+
+
+def test_a_drain_before_the_last_evaluation_holds_the_run_and_during_it_lets_it_end(
+    trainer: Callable[..., Trainer], broker: Broker
+) -> None:
+    one = trainer(steps=1)
+    thread, errors = train_to_last_evaluation(one, broker, StopFlag())
+    broker.run_control.pause("drain", "a test")
+    until(lambda: one.pause.acknowledged.get("pause") == 1, "the drain")
+    assert one.describe()[0] == "paused"
+    broker.run_control.pause("none", "a test")
+    until(lambda: not one.pause.reasons, "the end of the pause")
+    task = make_eval_task(eval_task_id(1, 0), n=1, kind="eval")
+    assert broker.evals.open(1, [task])
+    broker.run_control.pause("drain", "a test")
+    broker.task_queue("g").publish(task.task_id, [make_eval_trajectory(task.task_id, 0, "eval")])
+    rewards = broker.score_queue("r")
+    rewards.publish([(found, Score(reward=1.0)) for found in rewards.read(10, 100)])
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    assert one.step_log.evaluations.lines[1]["scored"] == 1
+    assert broker.ledger.read_state().state == "finished"
+
+
+def test_a_marker_behind_a_line_that_was_cut_off_is_not_swallowed(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    with Pipeline(broker, publish_of_version):
+        run(trainer(steps=2))
+        with (tmp_path / "run" / "trained.jsonl").open("a") as file:
+            file.write('{"step": 2, "sam')
+        run(trainer(steps=3))
+    lines = read_lines(tmp_path / "run" / "trained.jsonl")
+    assert [line["resumed"] for line in lines if "resumed" in line] == [0, 2]
+    assert len(surviving_lines(lines)) == 3

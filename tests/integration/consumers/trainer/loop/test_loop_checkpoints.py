@@ -1,0 +1,112 @@
+"""Checkpoints of a trainer's loop: written beside the training, asked for, cut short, of an older version."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from broker.client import Broker
+from consumers.trainer.checkpoint import store as checkpoints_module
+from consumers.trainer.checkpoint.store import CheckpointStore, Taken
+from consumers.trainer.loop import Trainer
+from schemas.errors import ConfigError
+from schemas.system.lifecycle import StopFlag
+from tests.support.trainer.deterministic_run import Pipeline
+from tests.support.trainer.trainer_loop import in_thread, publish_of_version, run, trained, until
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("older", ["checkpoints/step-00000003-e0001", "batches/step-00000001-e0001.msgpack.zst"])
+def test_a_run_of_an_older_version_is_not_begun_anew(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, older: str
+) -> None:
+    (tmp_path / "run" / older).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=Path(older).name):
+        run(trainer())
+    assert broker.ledger.read_state().state == "starting"
+
+
+def dying_at_checkpoint(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+    """The next checkpoint kills the trainer, before or after it is written."""
+    real = CheckpointStore.write
+
+    def write(self: CheckpointStore, taken: Taken) -> Path:
+        monkeypatch.setattr(CheckpointStore, "write", real)
+        if not before:
+            real(self, taken)
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(CheckpointStore, "write", write)
+
+
+def test_a_checkpoint_between_replays_does_not_claim_what_is_still_to_be_replayed(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Pipeline(broker, publish_of_version):
+        dying_at_checkpoint(monkeypatch, before=True)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(trainer(checkpoint={"every": 4, "asynchronous": False}))
+        dying_at_checkpoint(monkeypatch, before=False)
+        second = trainer(checkpoint={"every": 2, "asynchronous": False})
+        with pytest.raises(RuntimeError, match="killed"):
+            run(second)
+        assert second.progress.step == 2, "two of four journaled steps were replayed"
+        broker.purge()
+        run(trainer(steps=8))
+    assert set(trained(tmp_path).values()) == {1}
+    assert set(trained(tmp_path)) == set(range(16)), "no prompt is skipped"
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_is_forgotten_before_it_is(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, go = checkpoints_module.complete, threading.Event()
+
+    def complete(*args: Path) -> None:
+        assert go.wait(60)
+        real(*args)
+
+    monkeypatch.setattr(checkpoints_module, "complete", complete)
+    one = trainer(steps=12, checkpoint={"every": 3})
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: broker.ledger.read_state().step == 6, "six steps")
+        # The next checkpoint waits for this one.
+        time.sleep(0.3)
+        state = broker.ledger.read_state()
+        assert (state.step, state.uncommitted) == (6, 6)
+        assert state.live_groups <= state.live_bound
+        assert not CheckpointStore(tmp_path / "run" / "checkpoints").steps()
+        go.set()
+        thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    assert broker.ledger.read_state().uncommitted == 0
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [9, 12]
+
+
+def test_a_checkpoint_that_was_asked_for_is_told_of_when_it_is_durable(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, durable = checkpoints_module.complete, list[bool]()
+
+    def complete(aside: Path, path: Path) -> None:
+        durable.append(any(event.name == "checkpoint" for event in broker.events.tail(10)))
+        real(aside, path)
+
+    monkeypatch.setattr(checkpoints_module, "complete", complete)
+    one = trainer(steps=6, checkpoint={"every": 4})
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: one.progress.step >= 1, "step 1")
+        assert broker.run_control.checkpoint("test")
+        thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    assert not durable[0], "not before"
+    assert any("a checkpoint covers step" in event.text for event in broker.events.tail(10))

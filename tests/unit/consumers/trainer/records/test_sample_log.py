@@ -1,0 +1,140 @@
+"""samples/ of a run's folder: whole groups for people, in bounded room, at no risk to the training."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from consumers.trainer.data.microbatches import Group
+from consumers.trainer.records import samples as sample_log
+from consumers.trainer.records.machine import FILE, write_environment
+from consumers.trainer.records.samples import SampleLog, choose_groups, common_beginning
+from schemas.messages import PlacedImage
+from tests.support.trainer.trajectories import make_trajectory
+
+
+def group(task_id: int, *rewards: float) -> Group:
+    return Group(task_id, [(make_trajectory(task_id, sample), reward) for sample, reward in enumerate(rewards)])
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    files = sorted((folder / "samples").glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_a_group_is_kept_whole_with_terms_and_advantages(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path, 1)
+    groups = [group(7, 0.5, 0.5), group(8, 0.0, 1.0)]
+    log.write(3, 2, groups, [0.0, 0.0, -1.0, 1.0], {(8, 1): {"exact": 1.0}})
+    (line,) = lines(tmp_path)
+    first = groups[1].samples[0][0]
+    assert (line["step"], line["version"], line["task_id"], line["prompt"]) == (3, 2, 8, first.prompt)
+    samples = line["samples"]
+    assert isinstance(samples, list)
+    assert [(one["reward"], one["advantage"]) for one in samples] == [(0.0, -1.0), (1.0, 1.0)]
+    assert samples[1]["terms"] == {"exact": 1.0}
+    assert samples[0]["completion"] == first.completion
+
+
+def test_samples_of_episodes_are_kept_with_all_that_was_said_in_each(tmp_path: Path) -> None:
+    said = [("Guess. 32 too low. ", "48"), ("Guess. 32 too low. 48 too high. ", "40"), ("Guess. 35 too low. ", "50")]
+    samples = [
+        (msgspec.structs.replace(make_trajectory(8, k), prompt=prompt, completion=last), float(k == 1))
+        for k, (prompt, last) in enumerate(said)
+    ]
+    SampleLog(tmp_path, 1).write(3, 2, [Group(8, samples)], [], {})
+    (line,) = lines(tmp_path)
+    assert line["prompt"] == "Guess. "
+    kept = line["samples"]
+    assert isinstance(kept, list)
+    assert [one["completion"] for one in kept] == ["32 too low. 48", "32 too low. 48 too high. 40", "35 too low. 50"]
+
+
+def test_prompts_may_have_words_of_any_length() -> None:
+    """A file in hexadecimal digits is one word."""
+    digits = "0f" * 500_000
+    assert common_beginning([f"{digits} a", f"{digits} b"]) == f"{digits} "
+    assert common_beginning([f"See {digits}a", f"See {digits}b"]) == "See "
+    assert common_beginning([digits, f"{digits}0"]) == ""
+
+
+def test_the_widest_the_worst_and_the_best_groups_come_first_then_others_by_turns() -> None:
+    groups = [group(0, 0.5, 0.5), group(1, 1.0, 1.0), group(2, 0.0, 0.0), group(3, 0.0, 1.0), group(4, 0.4, 0.5)]
+    assert choose_groups(groups, 4, step=9) == [3, 2, 1, 4]
+    assert choose_groups(groups, 9, step=0) == [3, 2, 1, 0, 4]
+    assert choose_groups([], 4, step=0) == []
+
+
+def test_the_oldest_files_go_when_they_take_too_much_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_log, "FILE_BYTES", 1000)
+    monkeypatch.setattr(sample_log, "KEEP_BYTES", 6000)
+    log = SampleLog(tmp_path, 2)
+    for step in range(30):
+        log.write(step, step, [group(step, 0.0, 1.0)], [-1.0, 1.0], {})
+    kept = [line["step"] for line in lines(tmp_path)]
+    assert kept == list(range(kept[0], 30))
+    assert kept[0] > 0
+    assert sum(file.stat().st_size for file in (tmp_path / "samples").iterdir()) < 8000
+
+
+def with_image(task_id: int, digest: str, body: bytes) -> Group:
+    found = group(task_id, 0.0, 1.0)
+    samples = [
+        (msgspec.structs.replace(one, images=[PlacedImage(digest, 0, 1)]), reward) for one, reward in found.samples
+    ]
+    return Group(task_id, samples, {digest: body})
+
+
+def test_pictures_of_kept_samples_are_kept_once_and_the_oldest_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_log, "PICTURE_BYTES", 400)
+    log, folder = SampleLog(tmp_path, 1), tmp_path / "samples" / "images"
+    groups = [with_image(0, "a" * 32, b"x" * 100), with_image(1, "b" * 32, b"y" * 100)]
+    log.write(0, 0, groups, [], {})
+    assert [file.name for file in folder.iterdir()] == [f"{'a' * 32}.png"]
+    assert [sample["images"] for sample in lines(tmp_path)[0]["samples"]] == [["a" * 32]] * 2
+    log.keep_pictures([groups[1].samples[0][0]], groups)
+    assert (folder / f"{'b' * 32}.png").read_bytes() == b"y" * 100
+    os.utime(folder / f"{'a' * 32}.png", (1, 1))
+    again = SampleLog(tmp_path, 1)
+    again.write(1, 1, [with_image(2, "c" * 32, b"z" * 250)], [], {})
+    assert {file.name[0] for file in folder.iterdir()} == {"c"}, "down to three quarters of what there may be"
+    SampleLog(tmp_path / "none", 0).keep_pictures([groups[1].samples[0][0]], groups)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_picture_that_a_full_disk_cut_off_is_written_once_there_is_room(tmp_path: Path) -> None:
+    log, groups = SampleLog(tmp_path, 1), [with_image(0, "a" * 32, b"x" * (2 << 20))]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+        log.keep_pictures([groups[0].samples[0][0]], groups)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    folder = tmp_path / "samples" / "images"
+    assert list(folder.glob("*.png")) == [], "half of a picture would be shown as one"
+    log.keep_pictures([groups[0].samples[0][0]], groups)
+    assert [file.read_bytes() for file in folder.iterdir()] == [b"x" * (2 << 20)]
+
+
+def test_a_folder_that_cannot_be_written_costs_no_step(tmp_path: Path) -> None:
+    (tmp_path / "samples").write_text("a file in its place")
+    SampleLog(tmp_path, 2).write(1, 0, [group(0, 0.0, 1.0)], [-1.0, 1.0], {})
+
+
+def test_the_environment_of_earlier_trainers_is_kept(tmp_path: Path) -> None:
+    write_environment(tmp_path, tmp_path, 1)
+    write_environment(tmp_path, Path(__file__).parent, 2)
+    found = json.loads((tmp_path / FILE).read_text())
+    assert (found["ranks"], [one["ranks"] for one in found["before"]]) == (2, [1])
+    assert {"torch", "numpy", "redis"} <= set(found["packages"])
+    assert found["before"][0]["git"] is None

@@ -1,0 +1,498 @@
+"""What cannot work is told before anything starts: one line, exit code 2, and nothing is loaded or left behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.checks import preflight, user_code
+from deploy.checks.finding import Finding, examine
+from schemas.config import load_config, parse_config
+from schemas.errors import ConfigError
+from tests.support.models.model_folders import write_model_files
+from tests.support.runs.command_line import Finished, run_tidemill
+
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a configuration, a model's files and prompts."""
+    write_model_files(tmp_path / "model")
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    config = {
+        "run": {"name": "checked"},
+        "model": {"path": "model"},
+        "train": {"name": "jsonl", "args": {"path": "prompts.jsonl"}},
+        "reward": {"terms": [{"name": "exact"}]},
+        "generator": {"engine": "scripted"},
+        "trainer": {"batch_groups": 8},
+        "control": {"port": 0},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def up(folder: Path, *overrides: str) -> Finished:
+    return run_tidemill("up", "config.yaml", *overrides, cwd=folder)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.loss.name=pppo", "unknown trainer.loss.name 'pppo' (did you mean 'ppo'?)"),
+        ("trainer.advantage.name=grpoo", "unknown trainer.advantage.name 'grpoo' (did you mean 'grpo'?)"),
+        ("trainer.kl.estimator=k9", "unknown trainer.kl.estimator 'k9'"),
+        ("trainer.rejection=[{measure: k9, upper: 1}]", "unknown trainer.kl.estimator 'k9'"),
+        ("generator.engine=sglang", "unknown generator.engine 'sglang'"),
+        ("generator={engine: vllm, args: {tensor_parallel: 2}}", "did you mean tensor_parallel_size?"),
+        ("generator.workflow.name=nope", "unknown workflow 'nope'"),
+        ("launcher.name=k8s", "unknown launcher 'k8s'"),
+        ("launcher.args={gpus: 2}", "launcher.args of 'local'"),
+        ("model.path=./none", "model.path ./none does not exist"),
+        ("trainer.kl={coef: 0.1, model: ./none}", "trainer.kl.model ./none does not exist"),
+        ("run.name=MyRun", "lower-case letters, digits, - and _"),
+        ("run.folder=/proc/nope", "run.folder /proc/nope cannot be written in /proc: No such file or directory"),
+        ("run.folder=prompts.jsonl", "prompts.jsonl cannot be written: it is a file"),
+        ("run.folder=prompts.jsonl/run", "it is a file"),
+        ("control.host=0.0.0.0", "control.host 0.0.0.0 is reachable from other machines, so a token is needed"),
+    ],
+)
+def test_a_mistake_is_told_without_running_anything_of_the_user(
+    folder: Path, override: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_trial", lambda config, thorough: pytest.fail("this needs no trial"))
+    done = up(folder, override)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert message in done.stderr
+    assert done.stdout == ""
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.loss.name=pppo", "unknown trainer.loss.name 'pppo' (did you mean 'ppo'?)"),
+        ("model.path=./none", "model.path ./none does not exist"),
+        ("train.args.path=none.jsonl", "none.jsonl"),
+        ("reward.terms=[{name: 'mine.py:f'}]", "mine.py"),
+    ],
+)
+def test_slurm_writes_no_script_of_a_run_that_cannot_work(folder: Path, override: str, message: str) -> None:
+    done = run_tidemill("slurm", "config.yaml", override, cwd=folder)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert message in done.stderr
+    assert done.stdout == ""
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["control.host=0.0.0.0"],
+        ["reward.terms=[{name: 'elsewhere:f'}]", "--setup", "module load tidemill"],
+        ["model.path=/models/small", "--container", "run-in {role}.sif"],
+    ],
+    ids=["address", "another environment", "image"],
+)
+def test_slurm_is_not_refused_for_what_only_the_nodes_of_its_jobs_have(folder: Path, words: list[str]) -> None:
+    done = run_tidemill("slurm", "config.yaml", *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith("submit.sh")
+
+
+def broken_folders(folder: Path) -> dict[str, str]:
+    """Model folders that are none, and what is said of them."""
+    made = {
+        name: write_model_files(folder / name) for name in ("empty", "text", "no-type", "no-weights", "no-tokenizer")
+    }
+    (made["empty"] / "config.json").unlink()
+    (made["text"] / "config.json").write_text("model_type: qwen2")
+    (made["no-type"] / "config.json").write_text("{}")
+    (made["no-weights"] / "model.safetensors").unlink()
+    (made["no-tokenizer"] / "tokenizer.json").unlink()
+    return {
+        "empty": "has no config.json",
+        "text": "is not valid JSON",
+        "no-type": "config.json names no model_type",
+        "no-weights": "has no weights",
+        "no-tokenizer": "no tokenizer in",
+    }
+
+
+def test_a_model_is_judged_by_its_files(folder: Path) -> None:
+    for name, message in broken_folders(folder).items():
+        done = up(folder, f"model.path={name}")
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+        assert message in done.stderr
+
+
+def test_a_hub_id_is_one_question_and_one_line_without_a_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def ask(self: Any, path: str, **options: Any) -> None:
+        asked.append(path)
+        raise RuntimeError("Name or service not known\nmore of it")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", ask)
+    done = up(folder, "model.path=qwen/none")
+    assert asked == ["qwen/none"]
+    assert (done.returncode, done.stderr) == (
+        2,
+        "tidemill: model.path qwen/none: no such folder, and the model hub says: Name or service not known\n",
+    )
+
+
+def test_a_package_that_is_missing_is_told_where_services_run_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On other machines, as Ray starts them, packages are theirs."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = parse_config(yaml.safe_load((folder / "config.yaml").read_text()) | {"generator": {"engine": "vllm"}})
+    with pytest.raises(ConfigError, match=r"^the trainer needs the package torch: pip install 'tidemill\[train\]'$"):
+        preflight.check_packages(config)
+    assert preflight.check_packages(config, here=False) == "engine vllm"
+
+
+def test_a_parser_of_answers_that_there_is_not_is_told_before_anything_starts(folder: Path) -> None:
+    for engine, names in (("vllm", "one of "), ("scripted", "one of hermes, and with generator.engine vllm")):
+        generator = {"engine": engine, "agents": {"tool_parser": "hermse"}}
+        config = parse_config(yaml.safe_load((folder / "config.yaml").read_text()) | {"generator": generator})
+        with pytest.raises(ConfigError, match=r"^unknown generator\.agents\.tool_parser 'hermse'") as error:
+            preflight.check_packages(config, here=engine == "scripted")
+        assert names in str(error.value)
+
+
+def trial_of(folder: Path, **sections: Any) -> list[Finding]:
+    """The findings of the part that runs in a child process, made in this one, up to the first that fails."""
+    data = yaml.safe_load((folder / "config.yaml").read_text()) | sections
+    data["model"] = {"path": str(folder / data["model"]["path"])}
+    findings = []
+    for name, look in user_code.checks(parse_config(data, folder)):
+        findings.append(examine(name, look))
+        if findings[-1].level == "fail":
+            break
+    return findings
+
+
+def agent(**args: Any) -> dict[str, Any]:
+    return {"generator": {"engine": "scripted", "workflow": {"name": "agent", "args": args}}}
+
+
+def jsonl(folder: Path, text: str, **args: Any) -> dict[str, Any]:
+    (folder / "data.jsonl").write_text(text)
+    return {"name": "jsonl", "args": {"path": "data.jsonl", **args}}
+
+
+def test_data_are_opened_and_every_line_is_read(folder: Path) -> None:
+    good = '{"prompt": "1+1=", "answer": "2"}\n'
+    for text, args, message in (
+        ("", {}, "there is no row in "),
+        (good * 3 + "{broken\n", {}, "data.jsonl:4: not JSON"),
+        (good, {"answer": "gold"}, "no field 'gold'"),
+        (good, {"prompts": "x"}, "unknown argument 'prompts', did you mean 'prompt'?"),
+    ):
+        (found,) = trial_of(folder, train=jsonl(folder, text, **args))
+        assert (found.name, found.level) == ("dataset", "fail")
+        assert message in found.text
+    (found,) = trial_of(folder, train={"name": "jsonl", "args": {"path": "none.jsonl"}})
+    assert found.text == f"dataset 'jsonl': path 'none.jsonl': no file {folder / 'none.jsonl'}"
+
+
+def test_whatever_a_users_dataset_raises_is_one_line(folder: Path) -> None:
+    (folder / "mine.py").write_text("class Data:\n    def __init__(self):\n        raise KeyError('split\\nby')\n")
+    (found,) = trial_of(folder, train={"name": "mine.py:Data"})
+    assert (found.level, found.text) == ("fail", "dataset: KeyError: 'split\\nby'")
+
+
+def test_messages_need_a_chat_template_that_can_be_read(folder: Path) -> None:
+    rows = jsonl(folder, '{"prompt": "1+1=", "answer": "2"}', chat=True)
+    assert "has no chat template" in trial_of(folder, train=rows)[-1].text
+    write_model_files(folder / "model", "{% for m in messages %}")
+    assert "the chat template in" in trial_of(folder, train=rows)[-1].text
+    marked = CHAT + "{% generation %}{% break %}{% endgeneration %}"
+    for template in (CHAT, marked.replace("{% break %}", "")):
+        write_model_files(folder / "model", template)
+        assert trial_of(folder, train=rows)[-1].level == "ok"
+
+
+def test_a_batch_of_more_prompts_than_there_are_is_a_warning(folder: Path) -> None:
+    found = trial_of(folder, trainer={"batch_groups": 41})[0]
+    assert found.level == "warn"
+    assert found.text.startswith("trainer.batch_groups 41 is more than the 40 prompts of jsonl: prompts repeat within")
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"reward": {"terms": [{"name": "exact", "args": {"stripp": True}}]}}, "unknown argument 'stripp'"),
+        ({"generator": {"engine": "scripted", "workflow": {"name": "single_turn", "args": {"a": 1}}}}, "workflow.args"),
+        ({"generator": {"engine": "scripted", "args": {"token": 1}}}, "unexpected keyword argument 'token'"),
+        (agent(run="none.py:run"), "generator.workflow.args.run: none.py:run cannot be imported: no file"),
+        (agent(command=["./none", "x"]), "generator.workflow.args.command: there is no program './none'"),
+        (agent(), "give one of run (file.py:name) and command"),
+        ({"trainer": {"loss": {"args": {"clip_hi": 0.2}}}}, "trainer.loss.args {'clip_hi': 0.2}"),
+        ({"trainer": {"advantage": {"name": "grpo", "args": {"ep": 1}}}}, "trainer.advantage.args {'ep': 1}"),
+        (
+            {"trainer": {"loss": {"args": {"clip_low": "small"}}}},
+            "trainer.loss.args: argument 'clip_low': 'small' is not allowed, must be a valid number",
+        ),
+        (
+            {"trainer": {"advantage": {"name": "gae", "args": {"lam": [1]}}, "critic": {}}},
+            "trainer.advantage.args: argument 'lam': [1] is not allowed, must be a valid number",
+        ),
+        (
+            {"generator": {"engine": "scripted", "args": {"token_s": "slow"}}},
+            "generator.args: argument 'token_s': 'slow' is not allowed, must be a valid number",
+        ),
+        (
+            {"reward": {"terms": [{"name": "exact"}, {"name": "gsm8k", "args": {"last_number": "never"}}]}},
+            "reward 'gsm8k': argument 'last_number': 'never' is not allowed, must be a valid boolean",
+        ),
+        (agent(command="node agent.js"), "argument 'command': 'node agent.js' is not allowed, must be a valid list"),
+        ({"trainer": {"loss": {"name": "m2po", "args": {"second_moment": 0}}}}, "second_moment 0 must be above 0"),
+        ({"trainer": {"aggregation": "none.py:mean"}}, "trainer.aggregation 'none.py:mean' cannot be imported"),
+        ({"trainer": {"trackers": ["none.py:Mine"]}}, "trainer.trackers 'none.py:Mine' cannot be imported"),
+    ],
+)
+def test_arguments_are_bound_as_the_services_will_bind_them(
+    folder: Path, sections: dict[str, Any], message: str
+) -> None:
+    found = trial_of(folder, **{"trainer": {"batch_groups": 8}, **sections})[-1]
+    assert found.level == "fail"
+    assert message in found.text
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "message"),
+    [
+        ({"loss": {"name": "mine.py:f"}}, "def f(inputs, *, beta): ...", "missing a required argument: 'beta'"),
+        ({"loss": {"name": "mine.py:f"}}, "f = 3", "trainer.loss"),
+        ({"advantage": {"name": "mine.py:f"}}, "def f(rewards): ...", "callable with (rewards, groups)"),
+        ({"aggregation": "mine.py:f"}, "def f(lengths): ...", "callable with (lengths, groups, totals)"),
+        ({"kl": {"estimator": "mine.py:f"}}, "def f(): ...", "trainer.kl.estimator must be callable with (difference)"),
+    ],
+)
+def test_algorithms_of_a_user_must_be_callable_as_the_trainer_calls_them(
+    folder: Path, setting: dict[str, Any], code: str, message: str
+) -> None:
+    (folder / "mine.py").write_text(code)
+    found = trial_of(folder, trainer={"batch_groups": 8, **setting})[-1]
+    assert (found.name, found.level) == ("algorithm", "fail")
+    assert message in found.text
+
+
+def test_examples_of_algorithms_pass_the_check(folder: Path) -> None:
+    code = "def loss(inputs, *, beta=1.0): ...\ndef advantage(rewards, groups): ...\ndef kl(difference): ...\n"
+    (folder / "mine.py").write_text(code)
+    for own in ("mine.py:advantage", "reinforce_pp", "grpo"):
+        trainer = {"loss": {"name": "mine.py:loss", "args": {"beta": 2}}, "advantage": {"name": own}, "batch_groups": 8}
+        found = trial_of(folder, trainer=trainer | {"kl": {"estimator": "mine.py:kl"}, "aggregation": "prompt_mean"})
+        assert found[-1].level == "ok", found[-1]
+
+
+def test_built_in_algorithms_without_arguments_need_no_pytorch(folder: Path) -> None:
+    """So that a start pays seconds only for what can be wrong."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, json; from schemas.config import load_config; from deploy.checks import user_code, preflight\n"
+        "for name, look in user_code.checks(load_config('config.yaml')): look()\n"
+        "print([m for m in ('torch', 'transformers', 'vllm', 'datasets', 'fastapi') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "print('hello')\nraise ValueError('no such split')\n",
+            "dataset 'mine.py:Data' cannot be imported: ValueError",
+        ),
+        (
+            "import sys\nprint('hello')\nsys.exit(0)\n",
+            "dataset 'mine.py:Data' cannot be imported: SystemExit: 0",
+        ),
+        ("import os\nprint('hello', flush=True)\nos._exit(0)\n", "dataset: its check ended: hello"),
+        ("import os\nos._exit(7)\n", "dataset: its check ended: exit code 7"),
+    ],
+)
+def test_the_users_code_can_not_end_the_check_without_a_word(folder: Path, code: str, message: str) -> None:
+    (folder / "mine.py").write_text(code)
+    done = up(folder, "train={name: 'mine.py:Data'}")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_port_that_is_taken_is_told_to_people_and_ends_nothing(folder: Path, capsys: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        data = yaml.safe_load((folder / "config.yaml").read_text()) | {"control": {"port": port}}
+        data["model"]["path"] = str(folder / "model")
+        preflight.check(parse_config(data, folder))
+    assert capsys.readouterr().err == (
+        f"tidemill: warning: control.port {port} is taken on 127.0.0.1: the control plane will take a free one\n"
+    )
+
+
+def test_a_check_that_hangs_ends_at_its_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "TRIAL_DEADLINE_S", 0.2)
+    (folder / "mine.py").write_text("import time\ntime.sleep(60)\n")
+    data = yaml.safe_load((folder / "config.yaml").read_text()) | {"train": {"name": "mine.py:Data"}}
+    data["model"]["path"] = str(folder / "model")
+    with pytest.raises(ConfigError, match=r"^\w+: no answer within 0 s$"):
+        preflight.check(parse_config(data, folder))
+
+
+def test_a_file_that_the_system_refuses_is_one_line(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deploy.run_files.config_of", lambda run: (folder / "prompts.jsonl" / "x").mkdir())
+        done = run_tidemill("export", "checked", cwd=folder)
+    assert (done.returncode, done.stderr) == (2, f"tidemill: {folder}/prompts.jsonl/x: Not a directory\n")
+
+
+def test_a_full_disk_is_one_line_also_where_the_file_has_no_name(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deploy.run_files.config_of", lambda run: Path("/dev/full").write_text("x"))
+        done = run_tidemill("export", "checked", cwd=folder)
+    assert (done.returncode, done.stderr) == (1, "tidemill: No space left on device\n")
+
+
+def test_doctor_makes_the_same_check_and_answers_in_json(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.doctor.doctor.check_libraries", list)
+    trials: list[bool] = []
+
+    def trial(config: Any, thorough: bool, step_s: float | None) -> list[Finding]:
+        trials.append(thorough)
+        return []
+
+    monkeypatch.setattr(preflight, "_trial", trial)
+    done = run_tidemill("doctor", "config.yaml", "--json", cwd=folder)
+    assert (done.returncode, trials) == (0, [True]), done.stdout
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert found.keys() >= {"names", "folders", "model", "launcher"}
+    assert (found["sandbox"]["level"] == "ok") == found["sandbox"]["text"].startswith("bwrap keeps out: files, ")
+    done = run_tidemill("doctor", "config.yaml", "trainer.loss.name=pppo", "launcher.name=k8s", "--json", cwd=folder)
+    wrong = {finding["name"]: finding["text"] for finding in json.loads(done.stdout) if finding["level"] == "fail"}
+    assert (done.returncode, set(wrong)) == (2, {"names", "launcher"})
+
+
+def test_a_model_is_measured_without_its_weights(tmp_path: Path) -> None:
+    from deploy.checks.thorough import measure_model
+    from tests.support.models.tiny_model import make_tiny_model
+
+    model = make_tiny_model(tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"no weights are read")
+    data = {
+        "model": {"path": str(model)},
+        "train": {"name": "arithmetic"},
+        "reward": {"terms": [{"name": "exact"}]},
+        "trainer": {"lora": {"targets": ["q_proj"]}},
+    }
+    assert str(measure_model(parse_config(data))).endswith("M parameters, an adapter of q_proj")
+    data["trainer"] = {"lora": {"targets": ["none"]}}
+    with pytest.raises(ConfigError, match=r"'none' is no linear layer"):
+        measure_model(parse_config(data))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "level", "text"),
+    [
+        (["1+1="], "ok", "up to 4 tokens in the first 1, of model.max_length 16"),
+        (["1+1=", "1+1+1+1+1+1="], "warn", "up to 12 tokens in the first 2, of model.max_length 16; 1 leave less than"),
+        (["1+1=", "1+" * 8], "warn", "1 of the first 2 prompts can't be answered with model.max_length 16: example 1"),
+        (["", "1+" * 8], "fail", "2 of the first 2 prompts can't be answered with model.max_length 16: task 0 has an"),
+    ],
+)
+def test_doctor_counts_the_tokens_of_prompts(folder: Path, prompts: list[str], level: str, text: str) -> None:
+    from deploy.checks.thorough import measure_prompts
+    from tests.support.models.tiny_model import make_tiny_model
+
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "2"}) + "\n" for p in prompts))
+    data = yaml.safe_load((folder / "config.yaml").read_text())
+    data["model"] = {"path": str(make_tiny_model(folder / "tiny")), "max_length": 16}
+    config = parse_config({**data, "sampling": {"max_tokens": 5}}, base=folder)
+    found = examine("prompts", lambda: measure_prompts(config))
+    assert found.level == level
+    assert found.text.startswith(text), found.text
+
+
+def reward_trial(folder: Path, data: dict[str, Any], thorough: bool) -> Finding:
+    """What the check of a first reward finds, after those before it."""
+    for name, look in user_code.checks(parse_config(data, base=folder), thorough):
+        found = examine(name, look)
+        if name == "reward trial":
+            return found
+    raise AssertionError("the reward was not tried")
+
+
+@pytest.mark.parametrize(("thorough", "level"), [(True, "fail"), (False, "warn")])
+def test_a_reward_that_raises_is_told_by_doctor_and_before_a_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, thorough: bool, level: str
+) -> None:
+    monkeypatch.setattr(user_code, "QUICK_S", 60.0)
+    (folder / "mine.py").write_text("def mine(prompt, completion, prompt_ids, completion_ids):\n    return 1 / 0\n")
+    data = yaml.safe_load((folder / "config.yaml").read_text()) | {"reward": {"terms": [{"name": "mine.py:mine"}]}}
+    found = reward_trial(folder, data, thorough)
+    assert (found.level, found.advice) == (level, "mend the reward function")
+    assert found.text.startswith(
+        "no reward for the reference answer of the first prompt: mine.py:mine: ZeroDivisionErr"
+    )
+
+
+def test_up_warns_of_a_reward_that_fails_on_the_first_prompt(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "prompts.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n' * 40)
+    preflight.check(load_config(Path("config.yaml"), ["train.args.answer=null"]))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tidemill: warning: no reward for an empty answer of the first prompt: exact: TypeError: ")
+
+
+def test_a_run_is_not_kept_waiting_for_rewards_that_need_a_server_or_take_long(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_code, "QUICK_S", 0.2)
+    (folder / "mine.py").write_text(
+        "import time\n"
+        "async def asks(prompt, completion, prompt_ids, completion_ids):\n    return 1 / 0\n"
+        "def slow(prompt, completion, prompt_ids, completion_ids):\n    time.sleep(30)\n"
+    )
+    data = yaml.safe_load((folder / "config.yaml").read_text())
+    for terms, text in (
+        ([{"name": "mine.py:asks"}], "not tried: it needs a server, a model or the workflow"),
+        ([{"name": "mine.py:asks"}, {"name": "exact"}], "1 for the reference answer of the first prompt"),
+        ([{"name": "mine.py:slow"}], "not tried: it takes longer than 0.2 s"),
+    ):
+        found = reward_trial(folder, data | {"reward": {"terms": terms}}, thorough=False)
+        assert (found.level, found.text) == ("ok", text)
+
+
+def test_doctor_tries_the_reward_of_an_episode_with_one_that_the_workflow_gave(folder: Path) -> None:
+    (folder / "mine.py").write_text(
+        "def said(prompt, completion, prompt_ids, completion_ids, messages):\n"
+        "    return len(messages) + float(messages[-1]['content'] == '1')\n"
+    )
+    data = yaml.safe_load((folder / "config.yaml").read_text())
+    data["generator"]["workflow"] = {"name": "agent"}
+    data["reward"] = {"terms": [{"name": "episode"}, {"name": "mine.py:said"}]}
+    assert (
+        reward_trial(folder, data, thorough=True).text
+        == "4 for the reference answer of the first prompt, if the workflow gives it 1"
+    )
+    assert reward_trial(folder, data, thorough=False).text.startswith("not tried: ")

@@ -1,0 +1,185 @@
+"""Alerts of a run, what they leave in its folder, and what people are told."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.control_plane.alerts import notify
+from deploy.control_plane.alerts.alerts import AlertRules
+from deploy.control_plane.alerts.run_watch import RunWatch
+from deploy.control_plane.files.resources import ResourceFile, read_alerts
+from deploy.control_plane.files.run_folder import RunFolder
+from schemas.config import TidemillConfig, parse_config
+from schemas.control_api import RunStatus, ServiceStatus
+from tests.support.broker.run_statuses import make_status
+
+
+def service(role: str, **figures: float) -> ServiceStatus:
+    return ServiceStatus(
+        name=f"{role}-0",
+        role=role,
+        host="here",
+        pid=1,
+        state="running",
+        version=None,
+        silent_s=0,
+        live=True,
+        paused=False,
+        tokens_per_s=0,
+        load=None,
+        acknowledged={},
+        figures=figures,
+    )
+
+
+def status(**changes: Any) -> RunStatus:
+    whole = [service(role, cpu=0.5, memory_bytes=1e9) for role in ("feeder", "generator", "reward", "trainer")]
+    base = make_status()
+    ledger = base.ledger.model_copy(update={"balanced": True})
+    streams = [stream.model_copy(update={"oldest_s": 1.0}) for stream in base.streams]
+    given = {"state": "running", "cause": "", "services": whole, "ledger": ledger, "streams": streams}
+    return base.model_copy(update=given | changes)
+
+
+def config(folder: Path, **notify: Any) -> TidemillConfig:
+    return parse_config(
+        {
+            "run": {"name": "watched", "folder": str(folder)},
+            "model": {"path": "nowhere"},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+            "notify": notify,
+        }
+    )
+
+
+def test_a_run_without_a_step_is_stuck_once_and_then_goes_on() -> None:
+    rules = AlertRules(stuck_s=100)
+    assert rules.observe(status(step=3), 0.0) == []
+    assert rules.observe(status(step=3), 99.0) == []
+    (fired,) = rules.observe(status(step=3), 101.0)
+    assert (fired.fired, fired.alert.name, fired.alert.level) == (True, "no_progress", "error")
+    assert rules.observe(status(step=3), 200.0) == []
+    (over,) = rules.observe(status(step=4), 201.0)
+    assert (over.fired, over.alert.name) == (False, "no_progress")
+
+
+def test_a_paused_run_is_not_stuck() -> None:
+    rules = AlertRules(stuck_s=100)
+    rules.observe(status(), 0.0)
+    assert rules.observe(status(state="paused"), 5000.0) == []
+    assert rules.observe(status(), 5050.0) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "after_s"),
+    [
+        ({"state": "unreachable"}, "broker_silent", 60),
+        ({"services": [service("trainer")]}, "service_missing", 120),
+        ({"state": "failed", "cause": "no memory"}, "run_failed", 0),
+        ({"dead_letters": 11}, "dead_letters", 0),
+        ({"counters": {"fenced": 1.0}}, "trainer_replaced", 0),
+        ({"counters": {"leases_expired:generators": 101.0}}, "leases_expire", 0),
+    ],
+)
+def test_a_condition_that_holds_long_enough_is_an_alert(changes: dict[str, Any], name: str, after_s: float) -> None:
+    rules = AlertRules(stuck_s=900)
+    rules.observe(status(), 0.0)
+    if after_s:
+        assert rules.observe(status(**changes), 1.0) == []
+        assert rules.observe(status(**changes), after_s) == []
+    assert [change.alert.name for change in rules.observe(status(**changes), 1.0 + after_s)] == [name]
+
+
+def test_use_and_alerts_are_in_the_runs_folder(tmp_path: Path) -> None:
+    told: list[str] = []
+    watch = RunWatch(config(tmp_path), lambda text, level: told.append(text))
+    watch.observe(status(memory_bytes=5000))
+    watch.observe(status(state="failed", cause="no memory"))
+    found = RunFolder(tmp_path).resources.read(0, 10)
+    assert (len(found.time), found.cpu["trainer-0"], found.memory_bytes["trainer-0"]) == (1, [0.5], [1e9])
+    assert (found.memory_bytes["broker data"], found.gpu_memory_bytes) == ([5000], {})
+    assert found.queues["tasks"] == [3.0]
+    (alert,) = read_alerts(tmp_path).alerts
+    assert (alert.name, alert.level, alert.over) == ("run_failed", "error", None)
+    assert "no memory" in alert.text
+    assert told == ["alert run_failed: the run has failed: no memory"]
+    # Whoever watches next knows what has fired, and that it is over.
+    RunWatch(config(tmp_path), lambda text, level: told.append(text)).observe(status())
+    assert read_alerts(tmp_path).alerts[0].over is not None
+    assert told[-1] == "alert run_failed is over"
+
+
+def test_many_moments_are_thinned_and_the_newest_stays(tmp_path: Path) -> None:
+    lines = [json.dumps({"time": at, "services": {"trainer": {"cpu": at}}, "queues": {}}) for at in range(1000)]
+    (tmp_path / "resources.jsonl").write_text("\n".join([*lines, "{cut off"]))
+    found = ResourceFile(tmp_path).read(after=99, points=100)
+    assert (len(found.time), found.time[-1], found.cpu["trainer"][-1]) == (100, 999, 999)
+
+
+@pytest.fixture
+def hook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A web server that takes notices: the first time it has no time."""
+    got: list[dict[str, Any]] = []
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            asked.append(1)
+            if len(asked) > 1:
+                got.append(json.loads(body))
+            self.send_response(200 if len(asked) > 1 else 503)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/secret-path", got
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+def test_a_webhook_and_a_command_are_told_how_the_run_ended(
+    tmp_path: Path, hook: tuple[str, list[dict[str, Any]]]
+) -> None:
+    url, got = hook
+    write = "import sys, pathlib; pathlib.Path('told.json').write_text(sys.stdin.read())"
+    settings = config(tmp_path, webhook=url, command=[sys.executable, "-c", write])
+    settings._base = tmp_path
+    watch = RunWatch(settings, lambda text, level: None)
+    watch.observe(status())
+    watch.observe(status(state="finished"))
+    watch.observe(status(state="finished"))
+    watch.close()
+    assert [notice["event"] for notice in got] == ["finished"]
+    assert got[0]["text"] == "Tidemill run watched at step 3 of 10: finished"
+    assert json.loads((tmp_path / "told.json").read_text()) == got[0]
+    shown = RunFolder(tmp_path)
+    (tmp_path / "config.yaml").write_text(settings.model_dump_json(exclude_unset=True))
+    assert shown.config().settings["notify.webhook"] == "***"
+
+
+def test_what_cannot_be_delivered_is_told_without_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "RETRY_S", 0.01)
+    told: list[str] = []
+    command = [sys.executable, "-c", "raise SystemExit('no such channel')"]
+    settings = config(tmp_path, webhook="http://127.0.0.1:1/secret", command=command, events=["failed"])
+    watch = RunWatch(settings, lambda text, level: told.append(text), ends=False)
+    watch.ended("finished", "")
+    watch.ended("failed", "out of memory")
+    watch.close()
+    assert len(told) == 2
+    assert not any("secret" in text for text in told)
+    assert any("exit code 1 no such channel" in text for text in told)

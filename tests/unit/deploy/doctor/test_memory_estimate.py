@@ -1,0 +1,185 @@
+"""The estimate of memory that ``tidemill doctor`` prints, from config.json alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.doctor.doctor import check_gpus
+from deploy.doctor.gpu_memory import look_at_memory, model_size, trainer_need
+from deploy.launchers.gpus import Gpu, plan_gpus
+from deploy.launchers.local import Local
+from producers.engines.weight_files import read_shapes
+from schemas.config import TidemillConfig, load_config, parse_config
+from tests.support.models.tiny_model import make_tiny_model
+
+QWEN_HALF_B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+QWEN_2_5 = {
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN_HALF_B,
+    "Qwen/Qwen2.5-1.5B-Instruct": QWEN_HALF_B
+    | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_hidden_layers": 28},
+    "Qwen/Qwen2.5-7B-Instruct": QWEN_HALF_B
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "vocab_size": 152064,
+    },
+}
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
+MIXTRAL = LLAMA_8B | {"model_type": "mixtral", "num_local_experts": 8, "vocab_size": 32000}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"), [(QWEN_HALF_B, 0.494), (LLAMA_8B, 8.03), (GPT2, 0.124), (MIXTRAL, 46.7)]
+)
+def test_parameters_of_well_known_models_are_counted_from_their_configuration(
+    config: dict[str, Any], billions: float
+) -> None:
+    size = model_size(config)
+    assert size is not None
+    assert size.parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_the_count_is_that_of_the_weights_that_are_stored(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", hidden=64)
+    stored = 0
+    for shape in read_shapes(folder).values():
+        count = 1
+        for length in shape:
+            count *= length
+        stored += count
+    size = model_size(json.loads((folder / "config.json").read_text()))
+    assert size is not None
+    assert size.parameters == pytest.approx(stored, rel=0.02)
+
+
+def test_a_configuration_of_an_unknown_kind_is_not_guessed() -> None:
+    assert model_size({"model_type": "other"}) is None
+
+
+def config(**trainer: Any) -> TidemillConfig:
+    return parse_config(
+        {
+            "model": {"path": "m", "dtype": "bfloat16", "max_length": 4096},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+            "trainer": {"micro_batch_tokens": 4096, **trainer},
+            "generator": {"engine": "vllm"},
+        }
+    )
+
+
+def test_full_training_takes_sixteen_bytes_a_parameter_over_all_ranks_and_an_adapter_much_less() -> None:
+    size = model_size(LLAMA_8B)
+    assert size is not None
+    full = trainer_need(config(processes=8), size, 80.0)
+    states = sum(full.parts[name] for name in ("weights", "gradients", "optimizer"))
+    assert states * 8 * 1024**3 == pytest.approx(16 * size.parameters)
+    assert full.fits
+    assert not trainer_need(config(), size, 80.0).fits
+    adapter = trainer_need(config(lora={"rank": 16}), size, 80.0)
+    assert adapter.parts["weights"] == pytest.approx(15, abs=1)
+    assert adapter.parts["optimizer"] < 1
+    less = trainer_need(config(activation_checkpointing=True), size, 80.0)
+    assert less.parts["activations, roughly"] < full.parts["activations, roughly"] / 8
+    selective, offloaded = (
+        trainer_need(config(**{"activation_checkpointing": True, **more}), size, 80.0)
+        for more in ({"activation_checkpointing": "selective"}, {"activation_offload": True})
+    )
+    sums = [need.parts["activations, roughly"] for need in (offloaded, less, selective)]
+    assert sums == sorted(sums)
+    assert sums[0] < sums[1] / 2
+
+
+def test_two_gpus_tell_what_each_side_has_left() -> None:
+    size, gpus = model_size(QWEN_HALF_B), [Gpu("0", 24.0), Gpu("1", 24.0)]
+    assert size is not None
+    trainer, generator = look_at_memory(config(), size, gpus, plan_gpus(config(), gpus))
+    assert trainer[:2] == ("trainer memory", True)
+    assert "494M parameters: 1.8 weights + 1.8 gradients + 3.7 optimizer" in trainer[2]
+    assert "of 24 GB on each GPU" in trainer[2]
+    assert generator[:2] == ("generator memory", True)
+    assert "0.9 weights, of 0.9 of 24 GB" in generator[2]
+
+
+def test_one_gpu_that_is_too_small_for_both_is_said_before_anything_runs() -> None:
+    size, gpus = model_size(LLAMA_8B), [Gpu("0", 24.0)]
+    assert size is not None
+    trainer, generator = look_at_memory(config(), size, gpus, plan_gpus(config(), gpus))
+    assert not trainer[1]
+    assert "of 14 GB" in trainer[2]
+    assert not generator[1]
+    assert "no room for one sample of model.max_length 4096" in generator[2]
+
+
+def test_without_gpus_only_what_would_be_needed_is_told() -> None:
+    size = model_size(QWEN_HALF_B)
+    assert size is not None
+    (trainer,) = look_at_memory(config(), size, [], plan_gpus(config(), []))
+    assert trainer[1]
+    assert trainer[2].endswith("GB on each GPU")
+
+
+def test_doctor_tells_how_gpus_are_dealt_out_and_what_each_side_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    run = config().model_copy(update={"model": config().model.model_copy(update={"path": str(tmp_path)})})
+    for module in ("deploy.doctor.doctor", "deploy.launchers.local"):
+        monkeypatch.setattr(f"{module}.find_gpus", lambda: [Gpu("0", 24.0), Gpu("1", 24.0)])
+    found = {finding.name: finding for finding in check_gpus(run, Local())}
+    assert (found["GPUs"].level, found["GPUs"].text) == ("ok", "GPUs: 0 trainer; 1 generator-0")
+    assert found["trainer memory"].level == "warn"
+    assert "trainer.processes" in found["trainer memory"].advice
+    assert found["generator memory"].level == "ok"
+    monkeypatch.setattr("deploy.launchers.local.find_gpus", lambda: [Gpu("0", 24.0)])
+    wide = run.model_copy(update={"trainer": run.trainer.model_copy(update={"processes": 2})})
+    assert [finding.level for finding in check_gpus(wide, Local())] == ["fail"]
+
+
+def test_the_table_of_the_gsm8k_example_is_what_the_estimate_says() -> None:
+    example = Path(__file__).resolve().parents[4] / "examples/gsm8k"
+    rows = re.findall(
+        r"^\| `(.+?)` \| (\d) of (\d+) GB \| (?:`(.+?)`)? ?\| ([\d.]+) GB \| ([\d.]+) GB \|$",
+        (example / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert len(rows) == 5
+    for model, gpus, memory_gb, settings, trainer, generator in rows:
+        config = load_config(example / "config.yaml", [f"model.path={model}", *settings.split()], {})
+        size = model_size(QWEN_2_5[model])
+        assert size is not None
+        need = trainer_need(config, size, None).total
+        weights = 2 * size.parameters / 1024**3
+        assert (f"{need:.0f}", f"{weights:.1f}") == (trainer, generator), (model, settings)
+        share = config.generator.args["gpu_memory_utilization"]
+        room = float(memory_gb) * (1 - share if int(gpus) == 1 else 1)
+        assert need < room, (model, settings)
+        assert config.trainer.processes + config.generator.replicas == max(2, int(gpus))

@@ -1,0 +1,132 @@
+"""Looks at the run a few times a second: the server's streams and ledger by a connection of its own, and the logs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis
+import structlog
+
+from broker.connection.connection import Connection
+from broker.connection.keys import Keys
+from broker.flow.ledger import Ledger
+from schemas.errors import TidemillError
+from tools.chaos.judging.evidence import Evidence, Line
+from tools.chaos.server import Server
+
+PATIENCE_S = 0.05
+POISON_ENTRIES = 3
+"""Entries that one poison fault adds at most."""
+POISON_LIFE_S = 60.0
+"""Within this time every entry that is none of the run's has been recognised and removed."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """most: groups that a stream held. own: those that the run itself answers for, at the look ``worst``.
+
+    unbalanced: looks at which the ledger did not add up.
+    """
+
+    looks: int
+    most: float
+    own: float
+    worst: Line | None
+    unbalanced: int
+
+
+class Watch:
+    """``look`` writes one line of evidence: entries of each stream, and whether the ledger balances."""
+
+    def __init__(self, server: Server, keys: Keys, evidence: Evidence) -> None:
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+        self._server = server
+        self._keys = keys
+        self._ledger = Ledger(Connection(server.url, keys, PATIENCE_S), 1 << 20)
+        self._evidence = evidence
+        self.cursor = 0
+
+    def look(self) -> None:
+        """Silent when the server does not answer: then there is nothing to see."""
+        if not self._server.up:
+            return
+        keys = self._keys
+        try:
+            pipe = self._server.client.pipeline(transaction=False)
+            for stream in (keys.tasks, keys.trajectories, keys.scored, keys.dead):
+                pipe.xlen(stream)
+            lengths = pipe.execute()
+            state = self._ledger.read_state()
+        except (redis.RedisError, TidemillError, ValueError):
+            return
+        self.cursor = max(self.cursor, state.cursor)
+        self._evidence.write(
+            "look",
+            tasks=lengths[0],
+            trajectories=lengths[1],
+            scored=lengths[2],
+            dead=lengths[3],
+            active=state.active,
+            balanced=state.balanced,
+            admitted=state.admitted,
+            trained=state.trained,
+            dropped=sum(state.dropped.values()),
+            failed=sum(state.failed.values()),
+            cursor=state.cursor,
+        )
+
+
+class Tail:
+    """Counts what the services' evidence gains, reading only what is new.
+
+    ended: tasks that were trained (perhaps by a trainer that died before its checkpoint) or given up.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+        self.counts: Counter[str] = Counter()
+        self.ended: set[int] = set()
+
+    def read(self) -> None:
+        """Published samples, trained samples and steps so far, replays included."""
+        for file in self._folder.glob("*.jsonl"):
+            start = self._offsets.get(file, 0)
+            if file.stat().st_size <= start:
+                continue
+            with file.open("rb") as stream:
+                stream.seek(start)
+                data = stream.read()
+            whole = data.rfind(b"\n") + 1
+            self._offsets[file] = start + whole
+            for raw in data[:whole].splitlines():
+                self._count(raw)
+
+    def _count(self, raw: bytes) -> None:
+        if b'"k":"publish",' in raw:
+            self.counts["published"] += raw.count(b'"ok"')
+        elif b'"k":"step",' in raw:
+            samples = json.loads(raw)["x"]
+            self.counts["steps"] += 1
+            self.counts["trained"] += len(samples)
+            self.ended.update(sample[0] for sample in samples)
+        elif b'"k":"end?",' in raw:
+            self.ended.add(json.loads(raw)["t"])
+
+
+def peaks(looks: Sequence[Line], samples: int, poison: Sequence[float] = ()) -> Peaks:
+    """The most that was ever seen. poison: when strange entries were added, POISON_ENTRIES at a time."""
+    most, worst, excess = 0.0, None, 0.0
+    for look in looks:
+        data = look.data
+        groups = max(data["tasks"], data["trajectories"] / samples, data["scored"] / samples)
+        strange = POISON_ENTRIES * sum(look.at - POISON_LIFE_S <= at <= look.at for at in poison)
+        most = max(most, groups)
+        if worst is None or groups - strange > excess:
+            worst, excess = look, groups - strange
+    return Peaks(len(looks), most, excess, worst, sum(not look.data["balanced"] for look in looks))

@@ -1,0 +1,243 @@
+"""The services under test as processes, and a supervisor without patience: what dies is started again at once.
+
+The product's own supervisor gives up after a few restarts in a short time, on purpose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deploy.supervisor.process import Process
+from schemas.errors import CONFIG_EXIT, FENCED_EXIT, OK_EXIT
+
+STOP_GRACE_S = 30.0
+RESTART_PAUSE_S = 0.2
+EXCERPT_BYTES = 20_000
+
+
+@dataclass
+class Exit:
+    """One end of a service process. asked: what the suite had done to it, '' for nothing. excerpt: file of its last
+    words. crashed: they have a traceback, which a service never shows for an error that it foresaw."""
+
+    at: float
+    name: str
+    pid: int
+    code: int
+    asked: str
+    error: str
+    excerpt: str = ""
+    crashed: bool = False
+
+    @property
+    def expected(self) -> bool:
+        if self.asked == "kill":
+            return self.code == -signal.SIGKILL
+        if self.asked == "zombie":
+            return self.code == FENCED_EXIT
+        if self.asked == "intruder":
+            return self.code == CONFIG_EXIT
+        return self.asked == "term" and self.code == OK_EXIT
+
+
+@dataclass
+class Member:
+    """One service process. stopped: it has been sent SIGSTOP. asked: kill, term, zombie or intruder
+    (of a second run), once that was done to it."""
+
+    name: str
+    role: str
+    process: Process
+    log: Path
+    offset: int
+    started: float
+    stopped: bool = False
+    asked: str = ""
+    asked_at: float = 0.0
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid or 0
+
+    def signal(self, number: int) -> bool:
+        """Send a signal to the service itself; False when it is not there."""
+        if self.process.poll() is not None or not self.pid:
+            return False
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+@dataclass
+class Fleet:
+    """All services: ``members`` are restarted, ``guests`` (replicas that leave, zombies) are not."""
+
+    folder: Path
+    config: Path
+    overrides: Sequence[str]
+    lease_s: float
+    open_port: Callable[[str], int]
+    open_endpoint: Callable[[str, int], int]
+    workload: str = "text"
+    members: dict[str, Member] = field(default_factory=dict)
+    guests: list[Member] = field(default_factory=list)
+    exits: list[Exit] = field(default_factory=list)
+    urls: dict[str, str] = field(default_factory=dict)
+    endpoints: dict[str, Sequence[str]] = field(default_factory=dict)
+    _due: dict[str, tuple[str, float]] = field(default_factory=dict)
+
+    def start(self, role: str, name: str) -> Member:
+        """Start a service that is to run until the end."""
+        self.members[name] = self._launch(role, name)
+        return self.members[name]
+
+    def invite(self, role: str, name: str, overrides: Sequence[str] = ()) -> Member:
+        """Start a replica that will leave again."""
+        guest = self._launch(role, name, overrides)
+        self.guests.append(guest)
+        return guest
+
+    def replace(self, name: str) -> Member:
+        """The member becomes a guest, a second process takes its place and name; returns the old one."""
+        old = self.members[name]
+        old.asked = "zombie"
+        self.guests.append(old)
+        self.start(old.role, name)
+        return old
+
+    def _launch(self, role: str, name: str, overrides: Sequence[str] = ()) -> Member:
+        if name not in self.urls:
+            self.urls[name] = f"redis://127.0.0.1:{self.open_port(name)}/0"
+        log = self.folder / "logs" / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        own = ["--folder", str(self.folder), "--name", name]
+        process = Process(
+            [
+                *(sys.executable, "-m", "tools.chaos.service", role, str(self.config), *own),
+                *(f"broker.url={self.urls[name]}", *self._endpoint(role, name), *self.overrides, *overrides),
+            ],
+            name,
+            log=log,
+            environment={
+                "CHAOS_LEASE_S": str(self.lease_s),
+                "CHAOS_WORKLOAD": self.workload,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONUNBUFFERED": "1",
+            },
+        )
+        return Member(name, role, process, log, log.stat().st_size if log.exists() else 0, time.monotonic())
+
+    def _endpoint(self, role: str, name: str) -> Sequence[str]:
+        """Settings of a generator whose agents reach it through the proxy, always at the same port."""
+        if role != "generator" or self.workload == "text":
+            return ()
+        if name not in self.endpoints:
+            port = free_port()
+            proxied = self.open_endpoint(endpoint(name), port)
+            self.endpoints[name] = (
+                f"generator.agents.address=127.0.0.1:{port}",
+                f"generator.agents.public_url=http://127.0.0.1:{proxied}",
+            )
+        return self.endpoints[name]
+
+    def all(self) -> list[Member]:
+        return [*self.members.values(), *self.guests]
+
+    def up(self) -> int:
+        """Members that are there and not stopped."""
+        return sum(not member.stopped and member.process.poll() is None for member in self.members.values())
+
+    def tick(self) -> None:
+        """Notice who ended; start members again; kill what does not end when asked."""
+        now = time.monotonic()
+        for member in self.all():
+            if member.process.poll() is not None:
+                self._ended(member)
+            elif member.asked == "term" and not member.stopped and now - member.asked_at > STOP_GRACE_S:
+                member.process.kill()
+        for name, (role, at) in list(self._due.items()):
+            if now >= at:
+                del self._due[name]
+                self.start(role, name)
+
+    def _ended(self, member: Member) -> None:
+        code = member.process.poll()
+        exit_ = Exit(time.monotonic(), member.name, member.pid, code.code if code else 0, member.asked, "")
+        if not exit_.expected:
+            excerpt = self._excerpt(member)
+            exit_.excerpt = str(excerpt)
+            exit_.error, exit_.crashed = last_words(excerpt.read_text(errors="replace"))
+        self.exits.append(exit_)
+        if member in self.guests:
+            self.guests.remove(member)
+        elif self.members.get(member.name) is member:
+            del self.members[member.name]
+            pause = 0.0 if exit_.expected else RESTART_PAUSE_S
+            self._due[member.name] = (member.role, time.monotonic() + pause)
+
+    def _excerpt(self, member: Member) -> Path:
+        file = self.folder / "excerpts" / f"{member.name}.{member.pid}.log"
+        file.parent.mkdir(exist_ok=True)
+        with member.log.open("rb") as log:
+            size = log.seek(0, 2)
+            log.seek(max(member.offset, size - EXCERPT_BYTES))
+            file.write_bytes(log.read())
+        return file
+
+    def stop(self, tick: Callable[[], Any]) -> None:
+        """Ask everyone to end, wait; kill who does not. Nothing is started any more."""
+        self._due.clear()
+        for member in self.all():
+            if member.stopped:
+                member.signal(signal.SIGCONT)
+                member.stopped = False
+            if not member.asked:
+                member.asked, member.asked_at = "term", time.monotonic()
+                member.process.terminate()
+        end = time.monotonic() + STOP_GRACE_S
+        while self.all() and time.monotonic() < end + 10:
+            for member in self.all():
+                if member.process.poll() is not None:
+                    self._ended(member)
+                elif time.monotonic() > end:
+                    member.process.kill()
+            self._due.clear()
+            tick()
+            time.sleep(0.02)
+
+
+def endpoint(name: str) -> str:
+    """What the proxy calls the way from a generator's agents to it."""
+    return f"agents of {name}"
+
+
+def free_port() -> int:
+    """A port that nobody has and that the system gives to nobody who asks for any."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(15_000, 32_000))) as end:
+            return int(end.getsockname()[1])
+
+
+def last_words(text: str) -> tuple[str, bool]:
+    """Why a process ended, as its log says it in one line, and whether that was a crash with a traceback."""
+    for line in reversed(text.splitlines()):
+        if '"service crashed"' in line and line.startswith("{"):
+            trace = json.loads(line)["exception"].splitlines()
+            said = [part.strip(" |+-") for part in trace if part.strip(" |+-")]
+            return said[-1] if said else "a crash", True
+        if line.startswith("tidemill: ") or "Traceback (most recent call last)" in line:
+            return line.removeprefix("tidemill: "), line.startswith("Traceback")
+    return "no last words", False
