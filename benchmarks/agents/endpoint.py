@@ -99,7 +99,7 @@ async def _run(
     settings: EngineSettings, requests: int, tokens: int, rounds: int, advance: Callable[[int], None]
 ) -> list[tuple[Round, Round]]:
     pairs = []
-    with _vllm_server(settings) as (process, bare_url), RoleProcesses({"client": Client}) as client:
+    with _vllm_server(settings) as (process, bare_url), RoleProcesses({"client": RequestClient}) as client:
         async with _our_server(settings, tokens) as ours:
             await asyncio.to_thread(_wait_until_ready, process, bare_url)
 
@@ -210,7 +210,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
         time.sleep(0.5)
 
 
-class Client:
+class RequestClient:
     """Sends requests over connections that it keeps, each its next when the last was answered."""
 
     def run(self, job: str, amount: float) -> dict[str, Any]:

@@ -36,7 +36,7 @@ TICK_S = 0.01
 
 
 @dataclass(frozen=True)
-class Shape:
+class EpisodeShape:
     """Episodes of ``calls`` model calls of ``call_s`` seconds each, between which a tool takes ``tool_s``."""
 
     episodes: int
@@ -50,7 +50,7 @@ class Shape:
         return self.calls * self.call_s + (self.calls - 1) * self.tool_s
 
 
-def measure(shape: Shape, client: str, processes: int) -> dict[str, Any]:
+def measure(shape: EpisodeShape, client: str, processes: int) -> dict[str, Any]:
     """Play all episodes at once and return one row, after a short episode in each process that does not count."""
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
         folder = Path(name)
@@ -84,7 +84,7 @@ class FixedTimeEngine(ScriptedEngine):
         return [Completion(ids, np.full(len(ids), -0.5, np.float32), [Span(self.version, 0, len(ids))], "stop")] * n
 
 
-def _config(folder: Path, shape: Shape, client: str, processes: int) -> TidemillConfig:
+def _config(folder: Path, shape: EpisodeShape, client: str, processes: int) -> TidemillConfig:
     return parse_config(
         {
             "run": {"name": "bench-agents", "folder": str(folder / "run")},
@@ -102,7 +102,7 @@ def _config(folder: Path, shape: Shape, client: str, processes: int) -> Tidemill
     )
 
 
-async def _play(config: TidemillConfig, shape: Shape) -> dict[str, Any]:
+async def _play(config: TidemillConfig, shape: EpisodeShape) -> dict[str, Any]:
     tokenizer = HfTokenizer(str(config.model.path))
     engine = FixedTimeEngine(tokenizer, shape.calls, shape.call_s)
     workflow = AgentWorkflow(**config.generator.workflow.args)

@@ -115,9 +115,9 @@ def overlap(
     """What staleness gains at the lengths of a reasoning run, and the best split of GPUs, on simulated clusters."""
     from benchmarks.harness import report
     from benchmarks.services.overlap import SAMPLES, TOKENS, measure, simulate
-    from deploy.planning.cluster import LengthMix, Rates
+    from deploy.planning.cluster import ClusterRates, LengthMix
 
-    rates, mix = Rates(), LengthMix()
+    rates, mix = ClusterRates(), LengthMix()
     sizes, bounds = numbers(gpus, "--gpus"), numbers(staleness, "--staleness", least=0)
     rows: list[dict[str, Any]] = []
     with show_progress() as progress:

@@ -137,12 +137,14 @@ def agents(
     rows: list[dict[str, Any]] = []
     with show_progress() as progress:
         if "episodes" in wanted:
-            from benchmarks.agents.episodes import Shape
+            from benchmarks.agents.episodes import EpisodeShape
             from benchmarks.agents.episodes import measure as play
 
             for client in choices(clients, ("openai", "raw"), "--clients"):
                 bar = progress.add_task(f"{episodes} episodes, client {client}", total=1)
-                rows.append({"part": "episodes", **play(Shape(episodes, calls, tool_s, call_s), client, processes)})
+                rows.append(
+                    {"part": "episodes", **play(EpisodeShape(episodes, calls, tool_s, call_s), client, processes)}
+                )
                 progress.advance(bar)
         if "endpoint" in wanted:
             from benchmarks.agents.endpoint import measure as ask

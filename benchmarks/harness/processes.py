@@ -78,7 +78,7 @@ START_DEADLINE_S = 300.0
 """Long enough for a busy machine."""
 
 
-class Role(Protocol):
+class BenchRole(Protocol):
     """A role in a benchmark. ``job`` names what to do, ``amount`` how much; returns figures of its own."""
 
     def run(self, job: str, amount: float) -> dict[str, Any]: ...
@@ -103,7 +103,7 @@ class RoleProcesses:
             roles.run("job", 10, deadline_s=60)
     """
 
-    def __init__(self, makers: Mapping[str, Callable[[], Role]]) -> None:
+    def __init__(self, makers: Mapping[str, Callable[[], BenchRole]]) -> None:
         self._makers = makers
         self._processes: dict[str, tuple[multiprocessing.process.BaseProcess, Connection]] = {}
         self._tick: Callable[[], None] = lambda: None
@@ -169,7 +169,7 @@ class RoleProcesses:
         return answer
 
 
-def _serve(pipe: Connection, make: Callable[[], Role]) -> None:
+def _serve(pipe: Connection, make: Callable[[], BenchRole]) -> None:
     """A role's process: make the role, then do jobs until the pipe is closed."""
     keep_freed_memory()
     try:

@@ -55,7 +55,7 @@ def measure(
         address = stack.enter_context(serving(url, "everysec"))
         bench = stack.enter_context(PipelineBench(address, 256, PipelineShape()))
         process, where = stack.enter_context(control_plane(address, bench.run))
-        heartbeats = stack.enter_context(Heartbeats(open_broker(address, bench.run), services, events_per_s))
+        heartbeats = stack.enter_context(SimulatedServices(open_broker(address, bench.run), services, events_per_s))
         open_pages = stack.enter_context(OpenPages(where, pages))
         bench.round("ours", 1)
         alone = watch(process, where, seconds)
@@ -130,7 +130,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-class Heartbeats:
+class SimulatedServices:
     """So many services that beat once a second, and events; sent in one go each second, to cost little here."""
 
     def __init__(self, broker: Broker, services: int, events_per_s: float) -> None:
@@ -147,7 +147,7 @@ class Heartbeats:
     def seconds(self) -> float:
         return max(time.monotonic() - self._started, 1e-9)
 
-    def __enter__(self) -> Heartbeats:
+    def __enter__(self) -> SimulatedServices:
         self._started = time.monotonic()
         self._thread.start()
         return self

@@ -1,9 +1,9 @@
 """``tidemill bench overlap``: what asynchrony gains at the lengths of a reasoning run, on simulated GPUs.
 
 The broker is real, with its ledger, queues and journal, and so are admission and the trainer's choice of groups;
-engines and training take the time that ``Rates`` say, ``speedup`` times as fast. For each size of cluster and each
-staleness the best layout is searched for in the simulation of deploy/planning, and then run here. A sample carries as
-many tokens as its length divided by TOKENS, so that two cores carry those of a cluster.
+engines and training take the time that ``ClusterRates`` say, ``speedup`` times as fast. For each cluster size and each
+staleness, the simulation of deploy/planning finds the best layout, which is then run here. A sample carries its length
+divided by TOKENS, so that two cores carry the tokens of a cluster.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from benchmarks.harness.processes import Role, RoleProcesses, describe, serving
+from benchmarks.harness.processes import BenchRole, RoleProcesses, describe, serving
 from benchmarks.harness.workload import ENDLESS, PipelineShape, TrajectoryPools, open_broker
 from benchmarks.pipelines.tidemill import CLAIM, reference
 from benchmarks.services.scale import DEADLINE_S, Feeder, Rewarder, answer_of, open_pending
@@ -25,7 +25,7 @@ from broker.flow.pipeline import ScoredSample
 from broker.flow.progress import TakeoverRequest
 from broker.queues.consumer_group import Delivery
 from consumers.trainer.group_buffer import GroupBuffer
-from deploy.planning.cluster import Layout, LengthMix, Rates, colocated_step_s
+from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix, colocated_step_s
 from deploy.planning.search import Plan, best, losses
 from schemas.errors import InfraError
 from schemas.messages import BatchRecord, Task, Trajectory
@@ -54,7 +54,9 @@ class _Engine:
 class SimulatedGenerators:
     """All generators of a layout, in one thread; each is a consumer of its own."""
 
-    def __init__(self, url: str, run: str, layout: Layout, rates: Rates, mix: LengthMix, speedup: float) -> None:
+    def __init__(
+        self, url: str, run: str, layout: ClusterLayout, rates: ClusterRates, mix: LengthMix, speedup: float
+    ) -> None:
         brokers = [open_pending(url, run) for _ in range(layout.generators)]
         self._queues = [broker.task_queue(f"generator-{index}") for index, broker in enumerate(brokers)]
         self._rates, self._mix, self._speedup = rates, mix, speedup
@@ -136,7 +138,9 @@ class SimulatedGenerators:
 class SimulatedTrainer:
     """The trainer, its choice of groups and its journal; a step takes as long as its tokens do."""
 
-    def __init__(self, url: str, run: str, layout: Layout, rates: Rates, mix: LengthMix, speedup: float) -> None:
+    def __init__(
+        self, url: str, run: str, layout: ClusterLayout, rates: ClusterRates, mix: LengthMix, speedup: float
+    ) -> None:
         self._training = open_broker(url, run).trainer_session()
         self._training.take_over(
             TakeoverRequest(
@@ -200,7 +204,7 @@ class SimulatedTrainer:
             self._records.clear()
 
 
-def layout_for(gpus: int, groups: int, staleness: int, rates: Rates, mix: LengthMix) -> Plan:
+def layout_for(gpus: int, groups: int, staleness: int, rates: ClusterRates, mix: LengthMix) -> Plan:
     """Find the best layout of a cluster with so many groups a step and GPU."""
     few = min(gpus, SEARCHED)
     plan = best(few, groups * few, SAMPLES, staleness, rates, mix)
@@ -216,7 +220,9 @@ def layout_for(gpus: int, groups: int, staleness: int, rates: Rates, mix: Length
     return Plan(layout, Simulation(layout, rates, mix).run(6))
 
 
-def simulate(gpus: int, groups: int, staleness: int, rates: Rates, mix: LengthMix) -> tuple[Plan, dict[str, Any]]:
+def simulate(
+    gpus: int, groups: int, staleness: int, rates: ClusterRates, mix: LengthMix
+) -> tuple[Plan, dict[str, Any]]:
     """Make the simulation's row: the best layout, its throughput, and where the rest of the time is lost."""
     plan = layout_for(gpus, groups, staleness, rates, mix)
     layout, outcome = plan.layout, plan.outcome
@@ -242,7 +248,7 @@ def simulate(gpus: int, groups: int, staleness: int, rates: Rates, mix: LengthMi
 
 def measure(
     plan: Plan,
-    rates: Rates,
+    rates: ClusterRates,
     mix: LengthMix,
     steps: int,
     speedup: float,
@@ -258,7 +264,7 @@ def measure(
     shared = (layout, rates, mix, speedup)
     with serving(url, "everysec") as address:
         broker = open_broker(address, run)
-        makers: dict[str, Callable[[], Role]] = {
+        makers: dict[str, Callable[[], BenchRole]] = {
             "trainer": partial(SimulatedTrainer, address, run, *shared),
             "feeder": partial(Feeder, address, run, flow),
             "reward": partial(Rewarder, address, run),

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import redis
 
-from benchmarks.harness.processes import Role, RoleProcesses, ServerUsage, describe, serving
+from benchmarks.harness.processes import BenchRole, RoleProcesses, ServerUsage, describe, serving
 from benchmarks.harness.workload import PipelineShape, TrajectoryPool, TrajectoryPools, begin, open_broker
 from benchmarks.pipelines.tidemill import CLAIM, GROUPS_AT_ONCE, REWARDS_AT_ONCE, reference
 from broker.client import Broker
@@ -42,7 +42,7 @@ AWAITED = ("XREADGROUP", "XREAD", "XREVRANGE", "HGETALL")
 
 @dataclass(frozen=True)
 class Lengths:
-    """Generated tokens of a sample: log-normal, at most ``longest``. rate: tokens a second of one sample."""
+    """GeneratorWork tokens of a sample: log-normal, at most ``longest``. rate: tokens a second of one sample."""
 
     median: float = 400.0
     sigma: float = 0.8
@@ -113,7 +113,7 @@ async def answer_of(call: Callable[[], T]) -> T:
 
 
 @dataclass
-class Generated:
+class GeneratorWork:
     """Work of generators. received: task id, when it was wanted, when it was there. in_time: samples before the end."""
 
     received: list[tuple[int, float, float]] = field(default_factory=list)
@@ -140,11 +140,11 @@ class Generators:
         await asyncio.gather(*looks, *(answer_of(orders.order_position) for orders in self._orders))
 
     def run(self, job: str, seconds: float) -> dict[str, Any]:
-        done = Generated()
+        done = GeneratorWork()
         asyncio.run(self._run_all(time.monotonic() + seconds, done))
         return vars(done)
 
-    async def _run_all(self, end: float, done: Generated) -> None:
+    async def _run_all(self, end: float, done: GeneratorWork) -> None:
         generating = [self._generate(index, end, done) for index in range(len(self._queues))]
         await asyncio.gather(*generating, *(self._follow(orders, end) for orders in self._orders))
 
@@ -157,7 +157,7 @@ class Generators:
             position = await answer_of(orders.order_position)
             await answer_of(orders.read)
 
-    async def _generate(self, index: int, end: float, done: Generated) -> None:
+    async def _generate(self, index: int, end: float, done: GeneratorWork) -> None:
         queue, rng = self._queues[index], np.random.default_rng(self._first + index)
         wanted = time.monotonic()
         while time.monotonic() < end:
@@ -326,7 +326,7 @@ def measure(
     with serving(url, aof) as address:
         broker = open_broker(address, run)
         # The assembler makes the run; the others find it.
-        makers: dict[str, Callable[[], Role]] = {
+        makers: dict[str, Callable[[], BenchRole]] = {
             "assembler": partial(Assembler, address, run, flow, drops),
             "feeder": partial(Feeder, address, run, flow),
             "reward": partial(Rewarder, address, run),

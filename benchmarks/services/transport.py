@@ -13,7 +13,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.processes import Role, RoleProcesses, RoleUsage, ServerUsage, describe, serving
+from benchmarks.harness.processes import BenchRole, RoleProcesses, RoleUsage, ServerUsage, describe, serving
 from benchmarks.harness.workload import PipelineShape, TrajectoryPool, open_broker
 from benchmarks.pipelines import one_hop, raw, tidemill
 from broker.connection.connection import open_client
@@ -66,7 +66,7 @@ class PipelineBench:
         self.run = f"bench-{secrets.token_hex(4)}"
         self._url = url
         self._flow = flow
-        makers: dict[str, Callable[[], Role]] = {
+        makers: dict[str, Callable[[], BenchRole]] = {
             role: partial(PipelineRole, role, url, self.run, tokens, flow) for role in ROLES
         }
         self._roles = RoleProcesses(makers)

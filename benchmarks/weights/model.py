@@ -35,7 +35,7 @@ PROBE = 32
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A decoder of this many layers; parameters come close to the name it has in SHAPES."""
 
     hidden: int
@@ -45,9 +45,9 @@ class Shape:
 
 
 SHAPES = {
-    "1M": Shape(128, 384, 4, 512),
-    "50M": Shape(512, 1408, 15, 4096),
-    "500M": Shape(1280, 3456, 24, 8192),
+    "1M": ModelShape(128, 384, 4, 512),
+    "50M": ModelShape(512, 1408, 15, 4096),
+    "500M": ModelShape(1280, 3456, 24, 8192),
 }
 
 

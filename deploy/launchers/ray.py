@@ -24,7 +24,7 @@ from broker.connection.connection import find_url
 from deploy.launchers.gpus import Auto, GpuPlan, check_count, engine_width, shared_utilization
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
-from deploy.supervisor.services import Exit, Running, Scaler
+from deploy.supervisor.services import Exit, RunningService, Scaler
 from schemas.config import TidemillConfig
 from schemas.control_api import RunStatus
 from schemas.errors import ConfigError, InfraError
@@ -144,7 +144,7 @@ class RayCluster:
 
     def start(
         self, argv: Sequence[str], name: str, role: str, log: Path | None, environment: Mapping[str, str], mark: str
-    ) -> Running:
+    ) -> RunningService:
         if role in ("broker", "control"):
             # The embedded broker and the control plane are on this machine, as their clients expect.
             return Processes().start(argv, name, role, log, environment, mark)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConversionRule:
     """What becomes of one setting of the other system.
 
     theirs: its key. ours: the setting it becomes, empty where there is none, several are parted by a comma.
@@ -46,7 +46,7 @@ class Conversion:
             node = node.setdefault(section, {})
         node[name] = value
 
-    def apply(self, rules: Iterable[Rule], found: Mapping[str, Any]) -> None:
+    def apply(self, rules: Iterable[ConversionRule], found: Mapping[str, Any]) -> None:
         """Carry over what a rule does by itself, and note what has no counterpart or is not known."""
         by_key = {rule.theirs: rule for rule in rules}
         for key, value in found.items():

@@ -35,7 +35,7 @@ def _lengths(mix: LengthMix, task_id: int, samples: int) -> npt.NDArray[np.int64
 
 
 @dataclass(frozen=True)
-class Rates:
+class ClusterRates:
     """What the hardware does.
 
     step_s, row_s: a generator's next token for b samples takes step_s + b * row_s seconds. most: samples that it has in
@@ -55,7 +55,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ClusterLayout:
     """Who does what. generators: of ``generator_gpus`` GPUs each. trainers: GPUs of the trainer.
 
     batch: groups of a step, of ``samples`` each. staleness, window: as ``flow`` has them.
@@ -86,7 +86,7 @@ class Layout:
         return (self.staleness + 1) * self.batch - (self.window - 1)
 
 
-def colocated_step_s(layout: Layout, rates: Rates, mix: LengthMix, steps: int) -> float:
+def colocated_step_s(layout: ClusterLayout, rates: ClusterRates, mix: LengthMix, steps: int) -> float:
     """Return the mean seconds of a step in which all GPUs generate until the longest answer is there, and then train.
 
     It is the synchronous way, with nothing lost to the change from one to the other: prompts are dealt out evenly.
@@ -101,7 +101,7 @@ def colocated_step_s(layout: Layout, rates: Rates, mix: LengthMix, steps: int) -
     return total / steps
 
 
-def _alone_s(lengths: npt.NDArray[np.int64], rates: Rates) -> float:
+def _alone_s(lengths: npt.NDArray[np.int64], rates: ClusterRates) -> float:
     """Seconds in which one engine samples so many tokens each: ``most`` at once, a free place is taken at once."""
     clock = seconds = 0.0
     running: list[float] = []

@@ -31,7 +31,7 @@ def plan(
     """Print the plans of each staleness and the settings of the one to start from.
 
     trained: tokens a second of one GPU of the trainer; sampled: of a full generator; mean: tokens of an answer. None:
-    as the run in the configuration's folder measured them, or else as Rates state them.
+    as the run in the configuration's folder measured them, or else as ClusterRates state them.
     """
     known = figures(config, trained, sampled, mean)
     plans = [make(config, gpus, staleness, known) for staleness in STALENESS]

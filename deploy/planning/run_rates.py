@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from deploy.planning.cluster import LengthMix, Rates
+from deploy.planning.cluster import ClusterRates, LengthMix
 
 TRAINING = ("assemble", "prepare", "forward", "backward", "optimizer", "critic", "other")
 """Times of a step in which the trainer's ranks work, ``time/NAME_s`` each."""
@@ -22,13 +22,13 @@ LEAST = 5
 class Known:
     """What a plan is made from. source: of each figure, in words."""
 
-    rates: Rates
+    rates: ClusterRates
     mix: LengthMix
     source: Mapping[str, str]
 
 
 def stated(max_tokens: int, max_samples: int) -> Known:
-    """Figures without a run: those of Rates, and answers whose mean is a fifth of the longest."""
+    """Figures without a run: those of ClusterRates, and answers whose mean is a fifth of the longest."""
     mix = LengthMix(mean=max_tokens / 5, longest=max_tokens)
     source = {
         "trained": "stated, a dense model of 7 billion parameters on an H100",
@@ -36,7 +36,7 @@ def stated(max_tokens: int, max_samples: int) -> Known:
         "lengths": "stated, a fifth of sampling.max_tokens",
         "publishing": "stated",
     }
-    return Known(replace(Rates(), most=max_samples), mix, source)
+    return Known(replace(ClusterRates(), most=max_samples), mix, source)
 
 
 def of_run(file: Path, before: Known, ranks: int, generators: int) -> Known:
@@ -64,7 +64,7 @@ def of_run(file: Path, before: Known, ranks: int, generators: int) -> Known:
     return Known(rates, mix, source)
 
 
-def sampling_at(rates: Rates, tokens_per_s: float) -> Rates:
+def sampling_at(rates: ClusterRates, tokens_per_s: float) -> ClusterRates:
     """Rates of a generator that samples so many tokens a second when it is full, of which both parts scale alike."""
     factor = rates.sampled_tokens_per_s() / tokens_per_s
     return replace(rates, step_s=rates.step_s * factor, row_s=rates.row_s * factor)

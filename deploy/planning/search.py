@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from deploy.planning.cluster import Layout, LengthMix, Rates
-from deploy.planning.simulation import Outcome, Simulation
+from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix
+from deploy.planning.simulation import Simulation, SimulationResult
 from schemas.errors import ConfigError
 
 
@@ -14,8 +14,8 @@ from schemas.errors import ConfigError
 class Plan:
     """A layout and what comes of it in the simulation."""
 
-    layout: Layout
-    outcome: Outcome
+    layout: ClusterLayout
+    outcome: SimulationResult
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def best(
     batch: int,
     samples: int,
     staleness: int,
-    rates: Rates,
+    rates: ClusterRates,
     mix: LengthMix,
     steps: int = 8,
     generator_gpus: int = 1,
@@ -53,7 +53,7 @@ def best(
     def at(trainers: int) -> float:
         if trainers not in found:
             generators = (gpus - trainers) // generator_gpus
-            layout = Layout(generators, trainers, batch, samples, staleness, generator_gpus=generator_gpus)
+            layout = ClusterLayout(generators, trainers, batch, samples, staleness, generator_gpus=generator_gpus)
             plans = [
                 Plan(one, Simulation(one, rates, mix).run(steps))
                 for one in (replace(layout, window=window) for window in windows(batch, staleness))
@@ -82,11 +82,11 @@ def windows(batch: int, staleness: int) -> Iterator[int]:
     return iter(sorted({1, max(1, batch // 2), batch} if staleness else {1}))
 
 
-def losses(plan: Plan, rates: Rates, mix: LengthMix, steps: int = 8) -> Losses:
+def losses(plan: Plan, rates: ClusterRates, mix: LengthMix, steps: int = 8) -> Losses:
     """Find where a plan's time is lost, by simulations without one cause each."""
     layout, now = plan.layout, plan.outcome.step_s
 
-    def without(rates: Rates = rates, mix: LengthMix = mix, any_order: bool = False) -> float:
+    def without(rates: ClusterRates = rates, mix: LengthMix = mix, any_order: bool = False) -> float:
         return round(max(0.0, now - Simulation(layout, rates, mix, any_order).run(steps).step_s), 1)
 
     mean = sum(mix.of_group(task, layout.samples).mean() for task in range(500)) / 500

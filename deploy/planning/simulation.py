@@ -1,7 +1,7 @@
 """A run's flow of prompt groups on simulated GPUs: admission by slots, generation, choice of groups, training.
 
 The rules are those of the ledger, of the generators and of the trainer, whose own GroupBuffer chooses; what is computed
-takes as long as Rates say. Events are played in order of their time, so that a simulated hour takes a second.
+takes as long as ClusterRates say. Events are played in order of their time, so that a simulated hour takes a second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import islice
 
 from broker.flow.pipeline import ScoredSample, Slot
 from consumers.trainer.group_buffer import GroupBuffer
-from deploy.planning.cluster import Layout, LengthMix, Rates
+from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix
 from schemas.messages import Score
 
 NO_SCORE = Score(reward=0.0)
@@ -22,7 +22,7 @@ NO_SCORE = Score(reward=0.0)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationResult:
     """Figures of the steps after the first ones. busy: shares of the time, of a generator's places those in use.
 
     oldest: largest age in versions of a trained group, by its admission.
@@ -58,10 +58,10 @@ class _Generator:
 class Simulation:
     """Simulate a layout::
 
-    outcome = Simulation(layout, Rates(), LengthMix()).run(steps=20)
+    outcome = Simulation(layout, ClusterRates(), LengthMix()).run(steps=20)
     """
 
-    def __init__(self, layout: Layout, rates: Rates, mix: LengthMix, any_order: bool = False) -> None:
+    def __init__(self, layout: ClusterLayout, rates: ClusterRates, mix: LengthMix, any_order: bool = False) -> None:
         """any_order: groups are trained as they finish, which no bound allows, to see what the order costs."""
         self._layout, self._rates, self._mix = layout, rates, mix
         self._complete: deque[int] | None = deque() if any_order else None
@@ -81,7 +81,7 @@ class Simulation:
         self._training = False
         self._trained: list[tuple[float, float, int, int]] = []  # end, seconds, tokens and oldest age of each step
 
-    def run(self, steps: int, first: int = 3) -> Outcome:
+    def run(self, steps: int, first: int = 3) -> SimulationResult:
         """Train so many steps after the first ones, which fill the pipeline."""
         self._admit()
         began = 0.0
@@ -97,7 +97,7 @@ class Simulation:
             self._advance(generator)
         seconds, measured = self._now - began, self._trained[first:]
         places = self._rates.most * len(self._generators)
-        return Outcome(
+        return SimulationResult(
             seconds,
             steps,
             sum(tokens for _, _, tokens, _ in measured),

@@ -27,7 +27,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
-class Failure:
+class ServiceFailure:
     """The end of a service that nobody had asked to end. ``rank``: its place in the order of starting."""
 
     service: str
@@ -44,13 +44,13 @@ class Failure:
         return f"{self.service} failed ({self.exit}){reason}{log}"
 
 
-def root_cause(unrecovered: Iterable[Failure]) -> Failure | None:
+def root_cause(unrecovered: Iterable[ServiceFailure]) -> ServiceFailure | None:
     """The earliest of the failures that services have not recovered from; at one moment, the one started first.
 
     But first of all the one that found that everything of the run fails: what fails for that reason may do so earlier.
     """
 
-    def order(failure: Failure) -> tuple[bool, float, int]:
+    def order(failure: ServiceFailure) -> tuple[bool, float, int]:
         return failure.exit.code != RUN_FAILED_EXIT, failure.time, failure.rank
 
     return min(unrecovered, key=order, default=None)

@@ -39,7 +39,7 @@ class State(StrEnum):
 
 
 @dataclass
-class Life:
+class RestartState:
     """The life of a service, from its starts and exits. ``finishes``, ``may_leave``: what its exit code 0 means."""
 
     policy: SupervisorConfig

@@ -62,7 +62,7 @@ class Exit:
         return f"killed by {name}"
 
 
-class Running(Protocol):
+class RunningService(Protocol):
     """The handle of a service that was started. None of these calls may block."""
 
     @property
@@ -102,7 +102,7 @@ class Starter(Protocol):
 
     def start(
         self, argv: Sequence[str], name: str, role: str, log: Path | None, environment: Mapping[str, str], mark: str
-    ) -> Running:
+    ) -> RunningService:
         """Start it; returns at once, InfraError if that can't be. mark: tells processes of this run from others."""
 
     def tick(self, scaler: Scaler, status: RunStatus | None) -> None:

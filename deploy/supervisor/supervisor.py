@@ -18,10 +18,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Literal, Self
 
-from deploy.supervisor.failures import Failure, last_error, root_cause
+from deploy.supervisor.failures import ServiceFailure, last_error, root_cause
 from deploy.supervisor.process import Processes, Strays, become_subreaper
-from deploy.supervisor.restart_policy import Life, State
-from deploy.supervisor.services import Change, Exit, Running, ServiceSpec, Starter
+from deploy.supervisor.restart_policy import RestartState, State
+from deploy.supervisor.services import Change, Exit, RunningService, ServiceSpec, Starter
 from schemas.config import SupervisorConfig
 from schemas.errors import CONFIG_EXIT, HOPELESS, OK_EXIT, RUN_FAILED_EXIT, ConfigError, InfraError
 
@@ -36,7 +36,7 @@ class RunOutcome:
     """The end of a run: its reason, and for a failure its root cause."""
 
     reason: Literal["finished", "stopped", "failed"]
-    cause: Failure | None = None
+    cause: ServiceFailure | None = None
 
     @property
     def is_config_error(self) -> bool:
@@ -56,14 +56,14 @@ class ServiceView:
 
 
 class _Service:
-    def __init__(self, spec: ServiceSpec, life: Life, log: Path, rank: int) -> None:
+    def __init__(self, spec: ServiceSpec, lifecycle: RestartState, log: Path, rank: int) -> None:
         self.spec = spec
-        self.life = life
+        self.lifecycle = lifecycle
         self.log = log
         self.rank = rank
-        self.process: Running | None = None
+        self.process: RunningService | None = None
         self.log_start = 0
-        self.failure: Failure | None = None
+        self.failure: ServiceFailure | None = None
         self.kill_at: float | None = None
         self.overdue = False
 
@@ -129,7 +129,9 @@ class Supervisor:
     def services(self) -> list[ServiceView]:
         """Every service that is or was there, in the order of their first start."""
         return [
-            ServiceView(s.spec.name, s.spec.role, s.life.state, s.life.restarts, s.process.pid if s.process else None)
+            ServiceView(
+                s.spec.name, s.spec.role, s.lifecycle.state, s.lifecycle.restarts, s.process.pid if s.process else None
+            )
             for s in self._services.values()
         ]
 
@@ -138,9 +140,9 @@ class Supervisor:
         old = self._services.get(spec.name)
         if old is not None and old.process is not None:
             raise ConfigError(f"service {spec.name!r} is already running")
-        life = Life(self._policy, finishes=spec.finishes, may_leave=not spec.essential)
+        lifecycle = RestartState(self._policy, finishes=spec.finishes, may_leave=not spec.essential)
         self._started += 1
-        service = _Service(spec, life, self._logs / f"{spec.name}.log", self._started)
+        service = _Service(spec, lifecycle, self._logs / f"{spec.name}.log", self._started)
         # One that can't be started at all was never there.
         self._start(service, time.monotonic())
         self._services[spec.name] = service
@@ -197,13 +199,13 @@ class Supervisor:
                 service.overdue = True
                 self._kill(service)
             may_start = not self._stopping or service.spec.name in self._kept
-            if service.life.state is State.WAITING and now >= service.life.due and may_start:
+            if service.lifecycle.state is State.WAITING and now >= service.lifecycle.due and may_start:
                 self._start(service, now)
         if now < self._sweep_until:
             self._strays.sweep(self._guards())
-        if any(s.life.state is State.FINISHED for s in self._services.values()):
+        if any(s.lifecycle.state is State.FINISHED for s in self._services.values()):
             return RunOutcome("finished")
-        if any(s.life.state is State.FAILED and self._is_fatal(s) for s in self._services.values()):
+        if any(s.lifecycle.state is State.FAILED and self._is_fatal(s) for s in self._services.values()):
             return RunOutcome("failed", self._cause(now))
         return None
 
@@ -255,8 +257,8 @@ class Supervisor:
             service.spec.environment,
             self._strays.mark,
         )
-        again = service.life.restarts > 0
-        service.life.started(now)
+        again = service.lifecycle.restarts > 0
+        service.lifecycle.started(now)
         self._on_change(Change(service.spec.name, "started again" if again else "started"))
 
     def _collect(self, service: _Service, now: float) -> None:
@@ -268,10 +270,10 @@ class Supervisor:
             self._strays.orphaned(service.process.guard_pid)
             self._sweep_until = now + SWEEP_S
         service.process = None
-        asked = service.life.state is State.STOPPING
-        state = service.life.exited(ended.code, now)
+        asked = service.lifecycle.state is State.STOPPING
+        state = service.lifecycle.exited(ended.code, now)
         if state is State.WAITING and ended.code == OK_EXIT:
-            text = f"ended, started again in {service.life.due - now:.0f} s"
+            text = f"ended, started again in {service.lifecycle.due - now:.0f} s"
             self._on_change(Change(service.spec.name, text))
         elif state in (State.WAITING, State.FAILED):
             self._note_failure(service, ended, now)
@@ -282,22 +284,22 @@ class Supervisor:
             self._on_change(Change(service.spec.name, str(state)))
 
     def _note_failure(self, service: _Service, ended: Exit, now: float) -> None:
-        life = service.life
+        lifecycle = service.lifecycle
         line = last_error(service.log, service.log_start, ended.code)
-        failure = Failure(service.spec.name, ended, now, service.rank, line, service.log)
-        if life.failing_since == now or service.failure is None:
+        failure = ServiceFailure(service.spec.name, ended, now, service.rank, line, service.log)
+        if lifecycle.failing_since == now or service.failure is None:
             service.failure = failure
         reason = f": {line}" if line else ""
-        if life.state is State.WAITING:
-            text = f"{ended}{reason}; restart {life.restarts} in {life.due - now:.1f} s"
+        if lifecycle.state is State.WAITING:
+            text = f"{ended}{reason}; restart {lifecycle.restarts} in {lifecycle.due - now:.1f} s"
             self._on_change(Change(service.spec.name, text, "warning"))
             return
-        why = "" if ended.code in HOPELESS else f" after {life.restarts} restarts"
+        why = "" if ended.code in HOPELESS else f" after {lifecycle.restarts} restarts"
         ends_run = ended.code in (CONFIG_EXIT, RUN_FAILED_EXIT) and self._is_fatal(service)
         self._on_change(Change(service.spec.name, f"{ended}{reason}; given up{why}", "error", ends_run))
 
-    def _cause(self, now: float) -> Failure | None:
-        unrecovered = [s.failure for s in self._services.values() if s.failure and not s.life.healthy(now)]
+    def _cause(self, now: float) -> ServiceFailure | None:
+        unrecovered = [s.failure for s in self._services.values() if s.failure and not s.lifecycle.healthy(now)]
         return root_cause(unrecovered)
 
     def _is_fatal(self, service: _Service) -> bool:
@@ -312,14 +314,14 @@ class Supervisor:
         )
 
     def _ask(self, service: _Service) -> None:
-        asked_before = service.life.state is State.STOPPING
-        service.life.asked()
+        asked_before = service.lifecycle.state is State.STOPPING
+        service.lifecycle.asked()
         if service.process and not asked_before:
             service.process.terminate()
             service.kill_at = time.monotonic() + self._policy.grace_s
 
     def _kill(self, service: _Service) -> None:
-        service.life.asked()
+        service.lifecycle.asked()
         service.kill_at = None
         if service.process:
             service.process.kill()
@@ -356,4 +358,4 @@ class Supervisor:
 
 
 def _lives(service: _Service) -> bool:
-    return service.life.state in (State.RUNNING, State.WAITING)
+    return service.lifecycle.state in (State.RUNNING, State.WAITING)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.agents.episodes import Shape
+from benchmarks.agents.episodes import EpisodeShape
 from benchmarks.agents.episodes import measure as measure_episodes
 from benchmarks.agents.tokens import measure as measure_tokens
 from benchmarks.cli.app import app
@@ -26,7 +26,7 @@ from benchmarks.weights.spread import measure as measure_spread
 from benchmarks.weights.transports import measure as measure_weights
 from broker.connection.connection import open_client
 from broker.connection.embedded import EmbeddedServer
-from deploy.planning.cluster import LengthMix, Rates
+from deploy.planning.cluster import ClusterRates, LengthMix
 from schemas.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.integration
@@ -182,7 +182,7 @@ def test_the_control_plane_is_measured_beside_a_pipeline() -> None:
 
 @pytest.mark.parametrize("client", ["openai", "raw"])
 def test_episodes_of_agents_give_every_figure(client: str) -> None:
-    row = measure_episodes(Shape(episodes=4, calls=3, tool_s=0.05, call_s=0.01), client, processes=1)
+    row = measure_episodes(EpisodeShape(episodes=4, calls=3, tool_s=0.05, call_s=0.01), client, processes=1)
     assert (row["episodes"], row["calls"], row["rows"]) == (4, 12, 4)
     assert row["wall_s"] > row["ideal_s"] == pytest.approx(0.13)
     assert all(row[key] > 0 for key in ("generator_cpu_s", "workers_cpu_s", "lag_max_ms"))
@@ -206,7 +206,7 @@ def test_the_agents_command_prints_the_parts_that_were_asked_for() -> None:
 
 
 def test_an_overlap_run_on_the_broker_keeps_the_bound_and_gives_the_figures_of_its_simulation() -> None:
-    rates, mix = Rates(), LengthMix(mean=600, longest=3200)
+    rates, mix = ClusterRates(), LengthMix(mean=600, longest=3200)
     plan, row = simulate(4, 2, 1, rates, mix)
     measured = measure_overlap(plan, rates, mix, 2, 20.0, None, lambda _: None)
     assert row["generators"] + row["trainers"] == 4

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.planning.cluster import Layout, LengthMix, Rates, colocated_step_s
+from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix, colocated_step_s
 from deploy.planning.search import best, losses
 from deploy.planning.simulation import Simulation
 from schemas.errors import ConfigError
 
-RATES = Rates(step_s=0.01, row_s=0.0, most=8, trained_tokens_per_s=1000.0, publish_s=1.0)
+RATES = ClusterRates(step_s=0.01, row_s=0.0, most=8, trained_tokens_per_s=1000.0, publish_s=1.0)
 EVEN = LengthMix(mean=100, sigma=0.0, longest=1000)
 TAILED = LengthMix(mean=100, sigma=1.0, longest=1000)
 
 
 def test_on_policy_each_step_is_generated_published_and_trained_one_after_the_other() -> None:
-    layout = Layout(generators=1, trainers=1, batch=2, samples=4, staleness=0)
+    layout = ClusterLayout(generators=1, trainers=1, batch=2, samples=4, staleness=0)
     outcome = Simulation(layout, RATES, EVEN).run(5)
     # 8 samples at once, 100 tokens of 0.01 s; then 800 tokens at 1,000 a second; then the weights.
     assert outcome.step_s == pytest.approx(1.0 + 0.8 + 1.0)
@@ -29,7 +29,7 @@ def test_on_policy_each_step_is_generated_published_and_trained_one_after_the_ot
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("window", [1, 4, 8])
 def test_no_group_is_older_than_the_bound_and_the_bound_is_used(staleness: int, window: int) -> None:
-    layout = Layout(3, 1, 8, 4, staleness, min(window, staleness * 8 + 1))
+    layout = ClusterLayout(3, 1, 8, 4, staleness, min(window, staleness * 8 + 1))
     assert layout.slots == (staleness + 1) * 8 - (layout.window - 1)
     slow_trainer = replace(RATES, trained_tokens_per_s=300.0)
     assert Simulation(layout, slow_trainer, TAILED).run(12).oldest == staleness
@@ -37,18 +37,18 @@ def test_no_group_is_older_than_the_bound_and_the_bound_is_used(staleness: int, 
 
 def test_a_layout_whose_window_leaves_no_room_for_a_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"flow\.window 10 leaves fewer slots.*it may be 9 at most"):
-        Layout(1, 1, 8, 4, 1, 10)
+        ClusterLayout(1, 1, 8, 4, 1, 10)
 
 
 def test_with_slack_and_even_lengths_the_slower_side_never_waits() -> None:
-    layout = Layout(generators=2, trainers=1, batch=2, samples=4, staleness=4)
+    layout = ClusterLayout(generators=2, trainers=1, batch=2, samples=4, staleness=4)
     outcome = Simulation(layout, replace(RATES, publish_s=0.0), EVEN).run(10)
     assert outcome.trainer_busy == pytest.approx(1.0)
     assert outcome.tokens_per_s == pytest.approx(1000.0)
 
 
 def test_all_gpus_in_turns_take_the_longest_answer_and_then_the_training() -> None:
-    layout = Layout(generators=1, trainers=1, batch=2, samples=4, staleness=0)
+    layout = ClusterLayout(generators=1, trainers=1, batch=2, samples=4, staleness=0)
     assert colocated_step_s(layout, RATES, EVEN, 1) == pytest.approx(1.0 + 0.4)
 
 

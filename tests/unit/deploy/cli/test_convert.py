@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from deploy.migrate import trl, verl
-from deploy.migrate.conversion import Rule
+from deploy.migrate.conversion import ConversionRule
 from schemas.config import TidemillConfig, parse_config
 from schemas.config.loading import _paths
 from tests.support.runs.command_line import run_tidemill
@@ -237,7 +237,7 @@ def test_a_file_that_exists_is_not_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rules", [trl.RULES, verl.RULES], ids=["trl", "verl"])
-def test_every_setting_of_ours_that_a_rule_names_exists(rules: tuple[Rule, ...]) -> None:
+def test_every_setting_of_ours_that_a_rule_names_exists(rules: tuple[ConversionRule, ...]) -> None:
     known = {".".join(path) for path in _paths(TidemillConfig)}
     for rule in rules:
         first, *_ = rule.ours.split(", ")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.supervisor.failures import Failure, last_error, root_cause
-from deploy.supervisor.restart_policy import MAX_BACKOFF_S, RETURN_S, SETTLED_S, Life, State
+from deploy.supervisor.failures import ServiceFailure, last_error, root_cause
+from deploy.supervisor.restart_policy import MAX_BACKOFF_S, RETURN_S, SETTLED_S, RestartState, State
 from deploy.supervisor.services import Exit
 from schemas.config import SupervisorConfig
 from schemas.errors import CONFIG_EXIT, FENCED_EXIT, RUN_FAILED_EXIT
@@ -18,100 +18,100 @@ def policy(**changes: float) -> SupervisorConfig:
     return SupervisorConfig.model_validate({"max_restarts": 5, "window_s": 1000, "backoff_s": 1, **changes})
 
 
-def crash(life: Life, now: float, code: int = 1) -> float:
+def crash(lifecycle: RestartState, now: float, code: int = 1) -> float:
     """Start it and let it die at once; returns the wait before the next start."""
-    life.started(now)
-    life.exited(code, now)
-    return life.due - now
+    lifecycle.started(now)
+    lifecycle.exited(code, now)
+    return lifecycle.due - now
 
 
 def test_waits_double_up_to_the_limit() -> None:
-    life = Life(policy(max_restarts=7))
-    assert [crash(life, now) for now in range(7)] == [1, 2, 4, 8, MAX_BACKOFF_S, MAX_BACKOFF_S, MAX_BACKOFF_S]
+    lifecycle = RestartState(policy(max_restarts=7))
+    assert [crash(lifecycle, now) for now in range(7)] == [1, 2, 4, 8, MAX_BACKOFF_S, MAX_BACKOFF_S, MAX_BACKOFF_S]
 
 
 def test_it_is_given_up_after_so_many_restarts() -> None:
-    life = Life(policy(max_restarts=2))
-    crash(life, 0)
-    crash(life, 1)
-    assert life.state is State.WAITING
-    crash(life, 2)
-    assert life.state is State.FAILED
-    assert life.restarts == 2
+    lifecycle = RestartState(policy(max_restarts=2))
+    crash(lifecycle, 0)
+    crash(lifecycle, 1)
+    assert lifecycle.state is State.WAITING
+    crash(lifecycle, 2)
+    assert lifecycle.state is State.FAILED
+    assert lifecycle.restarts == 2
 
 
 def test_only_recent_restarts_count() -> None:
-    life = Life(policy(max_restarts=1, window_s=100))
+    lifecycle = RestartState(policy(max_restarts=1, window_s=100))
     for day in range(10):
-        assert crash(life, day * 101.0) == 1
-        assert life.state is State.WAITING
-    assert life.restarts == 10
+        assert crash(lifecycle, day * 101.0) == 1
+        assert lifecycle.state is State.WAITING
+    assert lifecycle.restarts == 10
 
 
 def test_no_restarts_at_all_when_none_are_allowed() -> None:
-    life = Life(policy(max_restarts=0))
-    crash(life, 0)
-    assert life.state is State.FAILED
+    lifecycle = RestartState(policy(max_restarts=0))
+    crash(lifecycle, 0)
+    assert lifecycle.state is State.FAILED
 
 
 @pytest.mark.parametrize("code", [CONFIG_EXIT, FENCED_EXIT, RUN_FAILED_EXIT])
 def test_what_a_restart_cannot_mend_is_not_restarted(code: int) -> None:
-    life = Life(policy())
-    crash(life, 0, code)
-    assert life.state is State.FAILED
-    assert life.restarts == 0
+    lifecycle = RestartState(policy())
+    crash(lifecycle, 0, code)
+    assert lifecycle.state is State.FAILED
+    assert lifecycle.restarts == 0
 
 
 def test_exit_code_zero_means_what_the_service_is() -> None:
-    for life, state in (
-        (Life(policy(), finishes=True), State.FINISHED),
-        (Life(policy(), may_leave=True), State.LEFT),
-        (Life(policy()), State.WAITING),
+    for lifecycle, state in (
+        (RestartState(policy(), finishes=True), State.FINISHED),
+        (RestartState(policy(), may_leave=True), State.LEFT),
+        (RestartState(policy()), State.WAITING),
     ):
-        crash(life, 0, code=0)
-        assert life.state is state
+        crash(lifecycle, 0, code=0)
+        assert lifecycle.state is state
 
 
 def test_a_service_that_ended_well_comes_back_without_being_counted_as_failing() -> None:
-    life = Life(policy(max_restarts=0))
+    lifecycle = RestartState(policy(max_restarts=0))
     for now in range(3):
-        assert crash(life, now, code=0) == RETURN_S
-    assert life.state is State.WAITING
-    assert life.failing_since is None
+        assert crash(lifecycle, now, code=0) == RETURN_S
+    assert lifecycle.state is State.WAITING
+    assert lifecycle.failing_since is None
 
 
 def test_a_service_that_was_asked_to_end_stays_ended() -> None:
-    running = Life(policy())
+    running = RestartState(policy())
     running.started(0)
     running.asked()
     assert running.exited(-15, 1) is State.STOPPED
-    waiting = Life(policy())
+    waiting = RestartState(policy())
     crash(waiting, 0)
     waiting.asked()
     assert waiting.state is State.STOPPED
 
 
 def test_it_has_recovered_when_it_ran_for_a_while() -> None:
-    life = Life(policy())
-    crash(life, 0)
-    assert not life.healthy(1)
-    life.started(1)
-    assert not life.healthy(1 + SETTLED_S / 2)
-    assert life.healthy(1 + SETTLED_S)
+    lifecycle = RestartState(policy())
+    crash(lifecycle, 0)
+    assert not lifecycle.healthy(1)
+    lifecycle.started(1)
+    assert not lifecycle.healthy(1 + SETTLED_S / 2)
+    assert lifecycle.healthy(1 + SETTLED_S)
 
 
 def test_failures_in_a_row_have_one_beginning() -> None:
-    life = Life(policy())
-    crash(life, 0)
-    crash(life, 2)
-    assert life.failing_since == 0
-    life.started(5)
-    life.exited(1, 5 + SETTLED_S)
-    assert life.failing_since == 5 + SETTLED_S
+    lifecycle = RestartState(policy())
+    crash(lifecycle, 0)
+    crash(lifecycle, 2)
+    assert lifecycle.failing_since == 0
+    lifecycle.started(5)
+    lifecycle.exited(1, 5 + SETTLED_S)
+    assert lifecycle.failing_since == 5 + SETTLED_S
 
 
-def failure(service: str, time: float, rank: int = 0, code: int = 1) -> Failure:
-    return Failure(service, Exit(code), time, rank, "", Path("x.log"))
+def failure(service: str, time: float, rank: int = 0, code: int = 1) -> ServiceFailure:
+    return ServiceFailure(service, Exit(code), time, rank, "", Path("x.log"))
 
 
 def test_the_first_failure_is_the_root_cause() -> None:
@@ -135,7 +135,7 @@ def test_nothing_failed() -> None:
 
 def test_a_failure_reads_as_one_line(tmp_path: Path) -> None:
     log = tmp_path / "trainer.log"
-    failure = Failure("trainer", Exit(-9), 0.0, 0, "out of memory", log)
+    failure = ServiceFailure("trainer", Exit(-9), 0.0, 0, "out of memory", log)
     assert str(failure) == "trainer failed (killed by SIGKILL): out of memory"
     log.touch()
     assert str(failure) == f"trainer failed (killed by SIGKILL): out of memory [log: {log}]"
