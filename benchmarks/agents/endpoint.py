@@ -18,16 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 from urllib.request import urlopen
 
 from benchmarks.agents.model import write_model
 from benchmarks.harness.processes import RoleProcesses, cpu_s
+from benchmarks.harness.report import Row, Table
+from benchmarks.harness.rounds import Advance, Figures, Round, compare, ratio, summarize
 from producers.agents.endpoint.server import EndpointServer
 from producers.agents.places import EnginePlaces
 from producers.agents.session import Policy, Session
@@ -51,18 +52,24 @@ PASSED_ON = ("max_model_len", "max_num_seqs", "seed", "dtype", "kv_cache_memory_
 """Arguments of our engine that vLLM's server gets, where they are set."""
 
 
-@dataclass(frozen=True)
-class Round:
-    """per_s: requests a second. cpu_ms: processor time of the server's process for a request, without engine core."""
+ENDPOINT = Table(
+    "The agents' endpoint beside the server of vLLM",
+    {
+        "clients": "{clients}",
+        "requests/s": "{by[ours][requests_per_s]:.0f}",
+        "of vLLM": "{by[bare][requests_per_s]:.0f}, {vllm}",
+        "ratio": "{ratio:.2f}",
+        "processor ms a request": "{by[ours][cpu_ms_per_request].median:.2f}"
+        ", of vLLM {by[bare][cpu_ms_per_request].median:.2f}",
+        "ratio of processor time": "{cpu_ratio:.2f}",
+    },
+    part="endpoint",
+)
+"""Our endpoint (``ours``) beside vLLM's server (``bare``). cpu_ms_per_request: without the engine core's."""
 
-    per_s: float
-    cpu_ms: float
 
-
-def measure(
-    requests: int, rounds: int, advance: Callable[[int], None], clients: int = 16, tokens: int = 8
-) -> dict[str, Any]:
-    """Return one row: medians over ``rounds`` of both, in turns, after one round of each that does not count.
+def measure(requests: int, rounds: int, advance: Advance, clients: int = 16, tokens: int = 8) -> Row:
+    """Return one row: ``rounds`` of both in turns, after one round of each that does not count.
 
     requests: of one round. clients: requests at once. tokens: most sampled tokens of an answer.
     """
@@ -72,52 +79,56 @@ def measure(
         raise ConfigError(f"bench agents measures vLLM's server, and vLLM is not installed: {error}") from error
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
         parameters = write_model(Path(name), MAX_LENGTH)
-        pairs = asyncio.run(
-            _run(EngineSettings(name, "float32", MAX_LENGTH, clients), requests, tokens, rounds, advance)
-        )
-    ratios = sorted(ours.per_s / bare.per_s for bare, ours in pairs)
-    cpu_ratios = sorted(ours.cpu_ms / bare.cpu_ms for bare, ours in pairs)
-    return {
-        "requests": requests,
-        "clients": clients,
-        "tokens": tokens,
-        "parameters": parameters,
-        "rounds": rounds,
-        "requests_per_s": median(ours.per_s for _, ours in pairs),
-        "bare_requests_per_s": median(bare.per_s for bare, _ in pairs),
-        "ratio": median(ratios),
-        "ratio_range": [ratios[0], ratios[-1]],
-        "cpu_ms_per_request": median(ours.cpu_ms for _, ours in pairs),
-        "bare_cpu_ms_per_request": median(bare.cpu_ms for bare, _ in pairs),
-        "cpu_ratio": median(cpu_ratios),
-        "cpu_ratio_range": [cpu_ratios[0], cpu_ratios[-1]],
-        "vllm": vllm.__version__,
-    }
+        settings = EngineSettings(name, "float32", MAX_LENGTH, clients)
+        done = _run(settings, requests, tokens, rounds, advance)
+    return ENDPOINT.row(
+        requests=requests,
+        clients=clients,
+        tokens=tokens,
+        parameters=parameters,
+        rounds=rounds,
+        by=summarize(done),
+        ratio=ratio(done, "requests_per_s", "ours", "bare"),
+        cpu_ratio=ratio(done, "cpu_ms_per_request", "ours", "bare"),
+        vllm=vllm.__version__,
+    )
 
 
-async def _run(
-    settings: EngineSettings, requests: int, tokens: int, rounds: int, advance: Callable[[int], None]
-) -> list[tuple[Round, Round]]:
-    pairs = []
-    with _vllm_server(settings) as (process, bare_url), RoleProcesses({"client": RequestClient}) as client:
-        async with _our_server(settings, tokens) as ours:
-            await asyncio.to_thread(_wait_until_ready, process, bare_url)
+def _run(settings: EngineSettings, requests: int, tokens: int, rounds: int, advance: Advance) -> list[Round]:
+    count = -(-requests // CALLS)
+    with (
+        _vllm_server(settings) as (process, bare_url),
+        RoleProcesses({"client": RequestClient}) as client,
+        asyncio.Runner() as runner,
+    ):
 
-            async def play(pid: int, urls: list[str]) -> Round:
-                job = json.dumps({"urls": urls, "clients": settings.max_samples, "tokens": tokens})
-                cpu = cpu_s(pid)
-                used = (await asyncio.to_thread(client.run, job, CALLS, ROUND_S))["client"]
-                seconds, count = used.ended - used.started, CALLS * len(urls)
-                return Round(count / seconds, (cpu_s(pid) - cpu) * 1000 / count)
+        async def play(pid: int, urls: list[str]) -> Figures:
+            job = json.dumps({"urls": urls, "clients": settings.max_samples, "tokens": tokens})
+            cpu = cpu_s(pid)
+            used = (await asyncio.to_thread(client.run, job, CALLS, ROUND_S))["client"]
+            sent = CALLS * len(urls)
+            spent_ms = (cpu_s(pid) - cpu) * 1000
+            return {"requests_per_s": sent / (used.ended - used.started), "cpu_ms_per_request": spent_ms / sent}
 
-            for _ in range(rounds + 1):
-                episodes = [ours.begin() for _ in range(-(-requests // CALLS))]
-                bare = await play(process.pid, [f"{bare_url}/v1"] * len(episodes))
-                pairs.append((bare, await play(os.getpid(), [ours.url_of(session) for session in episodes])))
-                for session in episodes:
-                    ours.end(session)
-                advance(1)
-    return pairs[1:]
+        async def play_ours(ours: _Ours) -> Figures:
+            episodes = [ours.begin() for _ in range(count)]
+            figures = await play(os.getpid(), [ours.url_of(session) for session in episodes])
+            for session in episodes:
+                ours.end(session)
+            return figures
+
+        server = _our_server(settings, tokens)
+        ours = runner.run(server.__aenter__())
+        try:
+            _wait_until_ready(process, bare_url)
+            bare = [f"{bare_url}/v1"] * count
+            contenders = {
+                "bare": lambda: runner.run(play(process.pid, bare)),
+                "ours": lambda: runner.run(play_ours(ours)),
+            }
+            return compare(contenders, rounds, advance=advance)
+        finally:
+            runner.run(server.__aexit__(None, None, None))
 
 
 @dataclass(frozen=True)

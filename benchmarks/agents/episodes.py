@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmarks.agents.model import END, write_model
 from benchmarks.agents.tool_use import LAST_ANSWER, tool_call
+from benchmarks.harness.report import Row, Table
 from producers.agents.workflow import AgentWorkflow
 from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
@@ -50,13 +50,28 @@ class EpisodeShape:
         return self.calls * self.call_s + (self.calls - 1) * self.tool_s
 
 
-def measure(shape: EpisodeShape, client: str, processes: int) -> dict[str, Any]:
+EPISODES = Table(
+    "Episodes of agents at once",
+    {
+        "client": "{client}",
+        "episodes": "{episodes}, {calls} calls in all, {processes} processes",
+        "seconds": "{wall_s:.1f}",
+        "calls and tools alone": "{ideal_s:.2f}",
+        "processor s: generator, agents": "{generator_cpu_s:.2f}, {workers_cpu_s:.2f}",
+        "lag ms: p50 / p99 / most": "{lag_p50_ms:.1f} / {lag_p99_ms:.0f} / {lag_max_ms:.0f}",
+    },
+    part="episodes",
+)
+"""Episodes at once. lag: by how much the generator's event loop was late."""
+
+
+def measure(shape: EpisodeShape, client: str, processes: int) -> Row:
     """Play all episodes at once and return one row, after a short episode in each process that does not count."""
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
         folder = Path(name)
         write_model(folder / "model", MAX_LENGTH)
         config = _config(folder, shape, client, processes)
-        return {"client": client, "processes": processes, **asyncio.run(_play(config, shape))}
+        return asyncio.run(_play(config, shape, client))
 
 
 class FixedTimeEngine(ScriptedEngine):
@@ -102,7 +117,7 @@ def _config(folder: Path, shape: EpisodeShape, client: str, processes: int) -> T
     )
 
 
-async def _play(config: TidemillConfig, shape: EpisodeShape) -> dict[str, Any]:
+async def _play(config: TidemillConfig, shape: EpisodeShape, client: str) -> Row:
     tokenizer = HfTokenizer(str(config.model.path))
     engine = FixedTimeEngine(tokenizer, shape.calls, shape.call_s)
     workflow = AgentWorkflow(**config.generator.workflow.args)
@@ -123,18 +138,20 @@ async def _play(config: TidemillConfig, shape: EpisodeShape) -> dict[str, Any]:
             samples = await play(shape.episodes, shape.tool_s)
             wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu
     p50, p99 = np.quantile(lags, (0.5, 0.99)).tolist()
-    return {
-        "episodes": len(samples),
-        "calls": sum(int(sample.metrics["calls"]) for sample in samples),
-        "rows": sum(len(sample.segments) or 1 for sample in samples),
-        "ideal_s": shape.ideal_s,
-        "wall_s": wall_s,
-        "generator_cpu_s": cpu_s,
-        "workers_cpu_s": _workers_cpu_s(samples),
-        "lag_p50_ms": p50 * 1000,
-        "lag_p99_ms": p99 * 1000,
-        "lag_max_ms": max(lags) * 1000,
-    }
+    return EPISODES.row(
+        client=client,
+        processes=config.generator.agents.processes,
+        episodes=len(samples),
+        calls=sum(int(sample.metrics["calls"]) for sample in samples),
+        rows=sum(len(sample.segments) or 1 for sample in samples),
+        ideal_s=shape.ideal_s,
+        wall_s=wall_s,
+        generator_cpu_s=cpu_s,
+        workers_cpu_s=_workers_cpu_s(samples),
+        lag_p50_ms=p50 * 1000,
+        lag_p99_ms=p99 * 1000,
+        lag_max_ms=max(lags) * 1000,
+    )
 
 
 def _checked(sample: SampledCompletion | FailedSample) -> SampledCompletion:

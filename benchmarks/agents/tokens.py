@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.agents.model import END, write_model
 from benchmarks.agents.tool_use import LAST_ANSWER, TOOLS, tool_call, tool_result
+from benchmarks.harness.report import Row, Table
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
 from producers.conversation.parsing.answers import AnswerParser
@@ -27,7 +28,22 @@ CUTS = (0.0, 0.01, 0.02, 0.05)
 """Chances of a cut, as a policy in training may have."""
 
 
-def measure(cut: float, episodes: int = 30, turns: int = 6) -> dict[str, Any]:
+TOKENS = Table(
+    "Tokens to train of an episode",
+    {
+        "turns": "{turns}",
+        "unusual cuts": "{cut:.0%}",
+        "tokens": "{tokens:.0f}",
+        "rows": "{rows:.2f}",
+        "rendered again: times tokens, rows": "{rendered_ratio:.2f}, {rendered_rows:.2f}",
+        "a row a call: times tokens": "{call_ratio:.2f}",
+    },
+    part="tokens",
+)
+"""Means over the episodes. rendered: of a history that is rendered again for each call; call: a row a call."""
+
+
+def measure(cut: float, episodes: int = 30, turns: int = 6) -> Row:
     """Return one row: rows and tokens of an episode, joined, rendered anew, and as one row for each call.
 
     cut: chance of a cut between two characters that the tokenizer would not make.
@@ -39,14 +55,8 @@ def measure(cut: float, episodes: int = 30, turns: int = 6) -> dict[str, Any]:
     found = np.array([scene.play() for _ in range(episodes)], dtype=float)
     names = ("rows", "tokens", "rendered_rows", "rendered_tokens", "call_rows", "call_tokens", "loss_tokens")
     means = dict(zip(names, found.mean(axis=0).tolist(), strict=True))
-    return {
-        "episodes": episodes,
-        "turns": turns,
-        "cut": cut,
-        **means,
-        "rendered_ratio": means["rendered_tokens"] / means["tokens"],
-        "call_ratio": means["call_tokens"] / means["tokens"],
-    }
+    ratios = {f"{way}_ratio": means[f"{way}_tokens"] / means["tokens"] for way in ("rendered", "call")}
+    return TOKENS.row(episodes=episodes, turns=turns, cut=cut, **means, **ratios)
 
 
 class _Scene:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -30,7 +30,7 @@ def transport(
     as_json: Json = False,
 ) -> None:
     """Trajectories a second through every hop with all guarantees, beside the raw server's limit in the same run."""
-    from benchmarks.harness import report
+    from benchmarks.harness.report import show
     from benchmarks.harness.workload import PipelineShape
     from benchmarks.services.transport import PIPELINES, measure, measure_behind
 
@@ -62,9 +62,9 @@ def transport(
                         )
                     )
     if behind:
-        report.show("transport-behind", [result], as_json, report.print_behind)
+        show("transport-behind", [result], as_json)
     else:
-        report.show("transport", rows, as_json, report.print_transport)
+        show("transport", rows, as_json)
 
 
 @app.command()
@@ -84,7 +84,7 @@ def scale(
     as_json: Json = False,
 ) -> None:
     """Simulated generators with heavy-tailed lengths on one server: throughput, broker CPU, admission latency."""
-    from benchmarks.harness import report
+    from benchmarks.harness.report import show
     from benchmarks.services.scale import Lengths, measure
 
     counts, (mode, *_) = numbers(generators, "--generators"), aof_modes(aof, url)
@@ -94,7 +94,7 @@ def scale(
             bar = progress.add_task(f"{count} generators, seconds", total=seconds)
             lengths = Lengths(median=median, sigma=sigma, rate=rate)
             rows.append(measure(count, seconds, mode, lengths, url, partial(show_seconds, progress, bar), drops))
-    report.show("scale", rows, as_json, report.print_scale)
+    show("scale", rows, as_json)
 
 
 @app.command()
@@ -113,13 +113,13 @@ def overlap(
     as_json: Json = False,
 ) -> None:
     """What staleness gains at the lengths of a reasoning run, and the best split of GPUs, on simulated clusters."""
-    from benchmarks.harness import report
+    from benchmarks.harness.report import show
     from benchmarks.services.overlap import SAMPLES, TOKENS, measure, simulate
     from deploy.planning.cluster import ClusterRates, LengthMix
 
     rates, mix = ClusterRates(), LengthMix()
     sizes, bounds = numbers(gpus, "--gpus"), numbers(staleness, "--staleness", least=0)
-    rows: list[dict[str, Any]] = []
+    rows = []
     with show_progress() as progress:
         for size in sizes:
             own = speedup * min(1.0, 8 / size)
@@ -128,14 +128,15 @@ def overlap(
                 plan, row = simulate(size, groups, bound, rates, mix)
                 if size <= measured:
                     tick = partial(show_seconds, progress, bar)
-                    row |= {"speedup": own, **measure(plan, rates, mix, steps, own, url, tick)}
+                    row = measure(row, plan, rates, mix, steps, own, url, tick)
                 rows.append(row)
                 progress.remove_task(bar)
+    fresh = {row["gpus"]: row["tokens_per_s"] for row in rows if row["staleness"] == 0}
     for row in rows:
-        fresh = [one for one in rows if one["gpus"] == row["gpus"] and one["staleness"] == 0]
-        row["times_staleness_0"] = round(row["tokens_per_s"] / fresh[0]["tokens_per_s"], 2) if fresh else None
+        against = fresh.get(row["gpus"])
+        row.values["times_staleness_0"] = row["tokens_per_s"] / against if against else None
     stated = {"rates": vars(rates), "lengths": vars(mix), "samples": SAMPLES, "tokens_divided_by": TOKENS}
-    report.show("overlap", rows, as_json, report.print_overlap, **stated)
+    show("overlap", rows, as_json, **stated)
 
 
 @app.command()
@@ -150,10 +151,10 @@ def control(
     as_json: Json = False,
 ) -> None:
     """The cost of the control plane: processor, memory, latency, and the pipeline's throughput with and without it."""
-    from benchmarks.harness import report
+    from benchmarks.harness.report import show
     from benchmarks.services.control import measure
 
     with show_progress() as progress:
         bar = progress.add_task("control plane", total=1 + 2 * rounds)
         row = measure(services, events, pages, seconds, rounds, trajectories, url, lambda n: progress.advance(bar, n))
-    report.show("control", [row], as_json, report.print_control)
+    show("control", [row], as_json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -32,14 +32,14 @@ def weights(
     as_json: Json = False,
 ) -> None:
     """Weight versions from a trainer's parameters to a generator's engine, beside a plain copy of the same bytes."""
-    from benchmarks.harness import report
+    from benchmarks.harness.report import Row, show
     from benchmarks.weights.model import SHAPES
     from benchmarks.weights.transports import measure
 
     names = choices(models, tuple(SHAPES), "--models")
     known = ("file", "redis", "peer") if generators is None else ("file", "redis", "peer", "nccl")
     kinds = list(known) if transports is None else choices(transports, known, "--transports")
-    rows = []
+    rows: list[Row] = []
     if generators is not None:
         from benchmarks.weights.spread import measure as measure_spread
 
@@ -50,14 +50,14 @@ def weights(
                 for count in counts:
                     rows.append(measure_spread(kind, count, megabytes, rounds, url, folder))
                     progress.advance(bar, 1)
-        report.show("weights_spread", rows, as_json, report.print_spread)
+        show("weights_spread", rows, as_json)
         return
     with show_progress() as progress:
         for name in names:
             for kind in kinds:
                 bar = progress.add_task(f"{name} through {kind}, rounds", total=rounds)
                 rows.append(measure(name, kind, rounds, engine, url, folder, partial(progress.advance, bar)))
-    report.show("weights", rows, as_json, report.print_weights)
+    show("weights", rows, as_json)
 
 
 @app.command()
@@ -83,7 +83,7 @@ def generator(
         raise typer.BadParameter("one engine at a time", param_hint="--engine")
     if samples < group:
         raise typer.BadParameter(f"{samples} samples make no group of {group} (--group)", param_hint="--samples")
-    from benchmarks.harness import report
+    from benchmarks.harness.report import show
     from benchmarks.services.generator import measure
 
     with show_progress() as progress:
@@ -91,7 +91,7 @@ def generator(
         command = shlex.split(server) or None
         told = partial(progress.advance, bar)
         row = measure(concurrency, samples, group, tokens, rounds, told, url, engine, command, model, dtype)
-    report.show("generator", [row], as_json, report.print_generator)
+    show("generator", [row], as_json)
 
 
 @app.command()
@@ -104,15 +104,14 @@ def trainer(
     as_json: Json = False,
 ) -> None:
     """Our optimizer step on a model of 25 M parameters, beside TRL's (where installed) and beside the bare model."""
-    from benchmarks.harness import report
+    from benchmarks.harness.report import show
     from benchmarks.services.trainer import contenders, measure
 
     with show_progress() as progress:
         names = contenders(compiled)
         bar = progress.add_task("steps", total=len(names) * (rounds + 1))
         row = measure(names, samples, rounds, micro_batch_tokens, threads, partial(progress.advance, bar))
-    summary = {key: row[key] for key in report.TRAINER_KEYS}
-    report.show("trainer", [row], as_json, report.print_trainer, **summary)
+    show("trainer", [row], as_json)
 
 
 @app.command()
@@ -131,10 +130,10 @@ def agents(
     as_json: Json = False,
 ) -> None:
     """Episodes of agents at once, their endpoint beside vLLM's server, and the tokens that they leave to train."""
-    from benchmarks.harness import report
+    from benchmarks.harness.report import Row, show
 
     wanted = choices(parts, ("episodes", "endpoint", "tokens"), "--parts")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with show_progress() as progress:
         if "episodes" in wanted:
             from benchmarks.agents.episodes import EpisodeShape
@@ -142,21 +141,19 @@ def agents(
 
             for client in choices(clients, ("openai", "raw"), "--clients"):
                 bar = progress.add_task(f"{episodes} episodes, client {client}", total=1)
-                rows.append(
-                    {"part": "episodes", **play(EpisodeShape(episodes, calls, tool_s, call_s), client, processes)}
-                )
+                rows.append(play(EpisodeShape(episodes, calls, tool_s, call_s), client, processes))
                 progress.advance(bar)
         if "endpoint" in wanted:
             from benchmarks.agents.endpoint import measure as ask
 
             bar = progress.add_task("rounds of requests", total=rounds + 1)
-            rows.append({"part": "endpoint", **ask(requests, rounds, partial(progress.advance, bar))})
+            rows.append(ask(requests, rounds, partial(progress.advance, bar)))
         if "tokens" in wanted:
             from benchmarks.agents.tokens import CUTS
             from benchmarks.agents.tokens import measure as count
 
-            rows += [{"part": "tokens", **count(cut=cut)} for cut in CUTS]
-    report.show("agents", rows, as_json, report.print_parts)
+            rows += [count(cut=cut) for cut in CUTS]
+    show("agents", rows, as_json)
 
 
 @app.command()
@@ -175,10 +172,10 @@ def rewards(
     as_json: Json = False,
 ) -> None:
     """Programs in each sandbox, a judge's calls beside a server that fails at times, a reward model in batches."""
-    from benchmarks.harness import report
+    from benchmarks.harness.report import Row, show
 
     wanted = choices(parts, ("code", "judge", "limit", "reward_model"), "--parts")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with show_progress() as progress:
         if "code" in wanted:
             from benchmarks.rewards.code import KINDS, measure_code, sandboxes
@@ -186,24 +183,24 @@ def rewards(
             for sandbox in sandboxes():
                 for kind in KINDS:
                     bar = progress.add_task(f"code in {sandbox}, {kind}", total=1)
-                    rows.append({"part": "code", **measure_code(sandbox, kind, seconds)})
+                    rows.append(measure_code(sandbox, kind, seconds))
                     progress.advance(bar)
         if "judge" in wanted:
             from benchmarks.rewards.judge import measure_in_flight
 
             for count in numbers(concurrency, "--concurrency"):
                 bar = progress.add_task(f"judge, {count} calls in flight", total=1)
-                rows.append({"part": "judge", **measure_in_flight(max(10, 20 * count), count, answer_s)})
+                rows.append(measure_in_flight(max(10, 20 * count), count, answer_s))
                 progress.advance(bar)
         if "limit" in wanted:
             from benchmarks.rewards.judge import measure_limited
 
             bar = progress.add_task("judge that fails at times", total=1)
-            rows.append({"part": "limit", **measure_limited(samples, rate, refuse=0.1, garble=0.05)})
+            rows.append(measure_limited(samples, rate, refuse=0.1, garble=0.05))
             progress.advance(bar)
         if "reward_model" in wanted:
             from benchmarks.rewards.model import measure
 
             progress.add_task("rounds of the reward model", total=None)
-            rows.append({"part": "reward_model", **measure(sequences, batch, rounds)})
-    report.show("rewards", rows, as_json, report.print_parts)
+            rows.append(measure(sequences, batch, rounds))
+    show("rewards", rows, as_json)

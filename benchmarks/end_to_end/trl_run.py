@@ -30,10 +30,13 @@ def main() -> None:
     from consumers.offline.greedy import greedy
     from producers.datasets.loading import build_dataset
     from schemas.config import load_config
+    from schemas.errors import ConfigError
 
     torch.set_num_threads(threads)
     library: Any = trl  # it comes with few types
     config = load_config(Path(file), [], environment={})
+    if config.eval is None:
+        raise ConfigError(f"{file} has no eval, which both contenders are measured by")
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, padding_side="left")
     train, heldout = (build_dataset(part, config.base) for part in (config.train[0], config.eval.dataset[0]))
     every, most = config.eval.every, config.sampling.max_tokens
@@ -70,7 +73,7 @@ def main() -> None:
 
         def accuracy(self, model: Any) -> float:
             found = greedy(model, questions, most, tokenizer.eos_token_id)
-            return sum(a == want for a, want in zip(found, answers, strict=True)) / len(answers)
+            return float(sum(a == want for a, want in zip(found, answers, strict=True)) / len(answers))
 
         def write(self, step: int, accuracy: float | None) -> None:
             line = {

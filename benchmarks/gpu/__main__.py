@@ -72,10 +72,10 @@ def list_cases(out: Path, gpus: Sequence[Gpu], data: Path | None, steps: int) ->
         command = ["-m", "benchmarks.gpu.trainer_step", shape, str(out / shape), *batch, *extra]
         cases.append(Case("trainer", f"{shape} {name}".strip(), command))
     for shape in shapes:
-        size = ["--concurrency", "256", "--samples", "1024", "--tokens", "512", "--rounds", "3"]
-        size = size if gpus else ["--concurrency", "8", "--samples", "16", "--tokens", "16", "--rounds", "1"]
+        sizes = ["--concurrency", "256", "--samples", "1024", "--tokens", "512", "--rounds", "3"]
+        sizes = sizes if gpus else ["--concurrency", "8", "--samples", "16", "--tokens", "16", "--rounds", "1"]
         model = ["--model", str(out / shape), "--dtype", "bfloat16" if gpus else "float32", "--json"]
-        cases.append(Case("generator", shape, ["-m", "deploy.cli", "bench", "generator", *size, *model], shape))
+        cases.append(Case("generator", shape, ["-m", "deploy.cli", "bench", "generator", *sizes, *model], shape))
     for size, engine in (("500M", "vllm"),) if gpus else (("1M", "transformers"),):
         for kind in ("file", "peer"):
             chosen = ["--models", size, "--transports", kind, "--rounds", "3", "--engine", engine, "--json"]

@@ -37,7 +37,7 @@ def make_model(folder: Path, name: str, seed: int = 0) -> Path:
         model_max_length=32768,
         chat_template=CHAT_TEMPLATE,
     )
-    config = Qwen2Config(
+    config = Qwen2Config(  # type: ignore[call-arg]  # rope_theta is among its further settings
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv,

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from transformers import Qwen2ForCausalLM
 
 from benchmarks.gpu.shapes import SHAPES, make_model
-from benchmarks.harness.random_groups import GROUP, random_groups
+from benchmarks.harness.trajectories import GROUP, random_groups
 from consumers.trainer.metrics.throughput import device_name, peak_flops
 from consumers.trainer.model.packing import choose_kernel, pack, switch_to_packing
 from consumers.trainer.step.build import build_train_step
@@ -109,7 +109,8 @@ def measure(
 
 def bare_limit(folder: Path, micro_batches: Sequence[Any], device: torch.device, tokens: int) -> dict[str, Any]:
     """Forward and backward through the bare model in bfloat16 on the same packs."""
-    model: Any = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+    model: Any = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.to(device)
     switch_to_packing(model)
     packed = []
     for micro in micro_batches:

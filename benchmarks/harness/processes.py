@@ -6,7 +6,6 @@ The server is an embedded one of its own, or one that the user names.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
+
+import psutil
 
 from broker.connection.connection import open_client
 from broker.connection.embedded import EmbeddedServer
@@ -70,8 +71,8 @@ def describe(url: str) -> str:
 
 def cpu_s(pid: int) -> float:
     """User and system time of a process so far, seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 START_DEADLINE_S = 300.0

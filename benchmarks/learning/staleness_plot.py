@@ -104,7 +104,7 @@ def _band(panel: Axes, runs: Sequence[Run], label: str, colour: str, style: str)
         return
     # Runs may have been looked at at different steps: between two looks the curve is a line.
     steps = [step for step, _ in runs[-1]["accuracy"]]
-    accuracies = np.array([np.interp(steps, *zip(*run["accuracy"], strict=True)) for run in runs])
+    accuracies = np.array([np.interp(steps, *np.array(run["accuracy"]).T) for run in runs])
     mean, spread = accuracies.mean(0), accuracies.std(0, ddof=1) if len(runs) > 1 else np.zeros(len(steps))
     panel.plot(steps, mean, style, color=colour, label=label, linewidth=1.6)
     panel.fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.12, linewidth=0)

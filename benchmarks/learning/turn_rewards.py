@@ -35,8 +35,9 @@ class Player:
     def __init__(self, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder).float()
-        ask = ("?", "<", ">", "<|guess|>", "<|end|>")
-        self.unknown, self.less, self.more, self.guess, self.end = (tokenizer.convert_tokens_to_ids(one) for one in ask)
+        words = ("?", "<", ">", "<|guess|>", "<|end|>")
+        vocabulary = tokenizer.get_vocab()
+        self.unknown, self.less, self.more, self.guess, self.end = (vocabulary[word] for word in words)
         self.value = torch.zeros(len(tokenizer), dtype=torch.long)
         for number in range(1, LARGEST + 1):
             self.value[tokenizer.convert_tokens_to_ids(str(number))] = number

@@ -19,13 +19,15 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from torch import nn
 
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.lora import make_policy
 from consumers.trainer.step.build import build_critic
+from deploy.offline.tiny_model import random_model
 from deploy.services.allocator import keep_freed_memory
 from schemas.config import TidemillConfig
 
@@ -52,17 +54,10 @@ def main() -> None:
 
 
 def write_model(folder: Path, layers: int, hidden: int) -> None:
-    config = Qwen2Config(
-        vocab_size=32_000,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    """Write a random Qwen2 in bfloat16."""
+    shape = {"hidden": hidden, "intermediate": 4 * hidden, "layers": layers, "heads": hidden // 64}
+    model: Any = random_model(32_000, 0, max_length=1024, num_key_value_heads=2, tie_word_embeddings=True, **shape)
+    model.to(torch.bfloat16).save_pretrained(folder)
 
 
 def measure(folder: Path, tensor: int, critic: bool) -> None:
@@ -85,9 +80,9 @@ def measure(folder: Path, tensor: int, critic: bool) -> None:
     ranks = Ranks(60.0, config.trainer.parallel)
     before = own_memory()
     peak = Peak()
-    models = [ranks.prepare(make_policy(config, empty=not ranks.is_main))]
-    if critic:
-        models.append(ranks.prepare(build_critic(config, empty=not ranks.is_main)))
+    models: list[nn.Module] = [ranks.prepare(make_policy(config, empty=not ranks.is_main))]
+    if (valued := build_critic(config, empty=not ranks.is_main)) is not None:
+        models.append(ranks.prepare(valued))
     highest = peak.stop()
     gc.collect()
     whole = sum(p.numel() for model in models for p in model.parameters())

@@ -55,7 +55,7 @@ def main() -> None:
 def measure(kind: str, given: argparse.Namespace) -> dict[str, object]:
     """Take one step in this process."""
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = Qwen2Config(  # type: ignore[call-arg]  # num_labels is among its further settings
         vocab_size=given.vocabulary,
         hidden_size=given.hidden,
         intermediate_size=4 * given.hidden,
@@ -111,7 +111,7 @@ def _language_model(kind: str, config: Qwen2Config, given: argparse.Namespace) -
     def loss(items: Sequence[list[Encoded]]) -> Tensor:
         own = logprobs(0, items)
         if kind == "sft":
-            return -own.sum() / given.tokens
+            return -own.sum() / int(given.tokens)
         with torch.no_grad():
             known = logprobs(1, items)
         return dpo_loss(preference_margin(own[:, 0], own[:, 1], known[:, 0], known[:, 1]), 0.1).sum()
@@ -123,7 +123,8 @@ def _plain_logprobs(model: PreTrainedModel, rows: Sequence[Encoded]) -> Tensor:
     """``answer_logprobs`` with all logits at once."""
     tokens, _ = pad([prompt + answer for prompt, answer in rows], 0, model.device)
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-    return -F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").sum(-1)
+    logprobs: Tensor = -F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").sum(-1)
+    return logprobs
 
 
 def _reward_model(config: Qwen2Config) -> tuple[nn.Module, Loss, bool]:

@@ -6,8 +6,8 @@ import os
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
+from benchmarks.harness.report import Row, Table
 from consumers.reward.rewards.functions import code
 from schemas.system.sandbox.jail import SANDBOXES, why_not
 
@@ -19,12 +19,25 @@ KINDS = {
 """Programs and their cases: calls share one start of the sandbox, cases with stdin have one each."""
 
 
+CODE = Table(
+    "Programs that the reward code runs",
+    {
+        "sandbox": "{sandbox}",
+        "cases": "{cases}",
+        "cases/s of a core": "{cases_per_s_per_core:.1f}",
+        "ms of a program with three": "{program_ms:.0f}",
+    },
+    part="code",
+)
+"""One kind of cases in one sandbox."""
+
+
 def sandboxes() -> list[str]:
-    """Those that work here."""
+    """Return the sandboxes that work on this machine."""
     return [name for name in SANDBOXES if name != "auto" and why_not(name) is None]
 
 
-def measure_code(sandbox: str, kind: str, seconds: float) -> dict[str, Any]:
+def measure_code(sandbox: str, kind: str, seconds: float) -> Row:
     """Score right programs for about so long, as many at once as there are processors.
 
     Cases a second and core are those a second of computing, of this process and of all that it started.
@@ -45,13 +58,13 @@ def measure_code(sandbox: str, kind: str, seconds: float) -> dict[str, Any]:
     with ThreadPoolExecutor(workers) as pool:
         times = sorted(one for some in pool.map(score, range(workers)) for one in some)
     computed = _computed_s() - computed_before
-    return {
-        "sandbox": sandbox,
-        "cases": kind,
-        "programs": len(times),
-        "cases_per_s_per_core": len(times) * CASES / computed,
-        "program_ms": 1000 * times[len(times) // 2],
-    }
+    return CODE.row(
+        sandbox=sandbox,
+        cases=kind,
+        programs=len(times),
+        cases_per_s_per_core=len(times) * CASES / computed,
+        program_ms=1000 * times[len(times) // 2],
+    )
 
 
 def _computed_s() -> float:

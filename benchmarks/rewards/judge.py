@@ -7,16 +7,48 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.report import Row, Table
+from benchmarks.harness.trajectories import make_trajectory
 from benchmarks.rewards.server import FlakyJudge
 from consumers.reward.scorer import Scorer
-from schemas.codec import Array
 from schemas.config import RewardTerm
-from schemas.messages import Score, Span, Trajectory
+from schemas.messages import Score, Trajectory
 
 TIMEOUT_S = 8.0
 
 
-def measure_in_flight(calls: int, concurrency: int, seconds: float) -> dict[str, Any]:
+IN_FLIGHT = Table(
+    "A judge's calls in flight",
+    {
+        "in flight": "{concurrency}",
+        "seconds of an answer": "{answer_s:g}",
+        "calls/s": "{calls_per_s:.1f}",
+        "at most": "{ideal_per_s:.1f}",
+        "processor ms a call": "{cpu_ms_per_call:.1f}",
+    },
+    part="judge",
+)
+"""A judge with so many calls in flight. cpu_ms_per_call: processor time in the judge's worker."""
+
+
+LIMITED = Table(
+    "A judge that fails at times, under a rate limit",
+    {
+        "limit, requests a minute": "{limit_per_minute:.0f}",
+        "requests a minute": "{requests_per_minute:.0f}",
+        "share of the limit": "{share_of_limit:.2f}",
+        "refused": "{refused}",
+        "unreadable": "{garbled}",
+        "scored": "{ok}",
+        "excluded": "{error} failed, {timeout} timed out",
+        "zeros made up": "{made_up_zeros}",
+    },
+    part="limit",
+)
+"""A judge under a rate limit. ok, error, timeout: samples by their score's status."""
+
+
+def measure_in_flight(calls: int, concurrency: int, seconds: float) -> Row:
     """Judge samples as fast as it goes: calls a second, and processor time of a call in the judge's worker."""
     with FlakyJudge(seconds=seconds) as server:
         before = _children_s()
@@ -37,21 +69,21 @@ def measure_in_flight(calls: int, concurrency: int, seconds: float) -> dict[str,
         finally:
             empty.close()
         start_s = _children_s() - before
-    return {
-        "calls": calls,
-        "concurrency": concurrency,
-        "most_in_flight": server.most,
-        "answer_s": seconds,
-        "calls_per_s": calls / wall_s,
-        "ideal_per_s": concurrency / seconds,
-        "cpu_ms_per_call": 1000 * max(0.0, spent_s - start_s) / calls,
-        "failed": sum(score.status != "ok" for score in scores),
-    }
+    return IN_FLIGHT.row(
+        calls=calls,
+        concurrency=concurrency,
+        most_in_flight=server.most,
+        answer_s=seconds,
+        calls_per_s=calls / wall_s,
+        ideal_per_s=concurrency / seconds,
+        cpu_ms_per_call=1000 * max(0.0, spent_s - start_s) / calls,
+        failed=sum(score.status != "ok" for score in scores),
+    )
 
 
 def measure_limited(
     samples: int, requests_per_minute: float, refuse: float, garble: float, timeout_s: float = TIMEOUT_S
-) -> dict[str, Any]:
+) -> Row:
     """Judge samples under a rate limit, with a server that refuses, talks nonsense, and hangs once."""
     with FlakyJudge(refuse=refuse, garble=garble, hang=frozenset({samples // 3}), seconds=0.3) as server:
         scorer = _scorer(server.url, 64, timeout_s, requests_per_minute=requests_per_minute)
@@ -68,17 +100,17 @@ def measure_limited(
     # The one that hangs runs alone to its deadline; it holds up nobody, and is no part of the throughput.
     wall_s = sorted(ended)[-2] - started
     counts = {status: sum(score.status == status for score in scores) for status in ("ok", "error", "timeout")}
-    return {
-        "samples": samples,
-        "limit_per_minute": requests_per_minute,
-        "requests_per_minute": 60 * (server.seen - seen) / wall_s,
-        "share_of_limit": 60 * (server.seen - seen) / wall_s / requests_per_minute,
-        "scored_per_minute": 60 * counts["ok"] / wall_s,
-        "refused": server.refused,
-        "garbled": server.garbled,
+    return LIMITED.row(
+        samples=samples,
+        limit_per_minute=requests_per_minute,
+        requests_per_minute=60 * (server.seen - seen) / wall_s,
+        share_of_limit=60 * (server.seen - seen) / wall_s / requests_per_minute,
+        scored_per_minute=60 * counts["ok"] / wall_s,
+        refused=server.refused,
+        garbled=server.garbled,
+        made_up_zeros=sum(score.status == "ok" and score.reward == 0 for score in scores),
         **counts,
-        "made_up_zeros": sum(score.status == "ok" and score.reward == 0 for score in scores),
-    }
+    )
 
 
 def _scorer(url: str, concurrency: int, timeout_s: float = TIMEOUT_S, **more: Any) -> Scorer:
@@ -88,21 +120,7 @@ def _scorer(url: str, concurrency: int, timeout_s: float = TIMEOUT_S, **more: An
 
 
 def _sample(text: str) -> Trajectory:
-    return Trajectory(
-        run="bench",
-        task_id=0,
-        sample=0,
-        kind="train",
-        tokens=Array.of([1, 2], "i4"),
-        loss_mask=Array.of([0, 1], "u1"),
-        logprobs=Array.of([0.0, 0.0], "f4"),
-        spans=[Span(0, 1, 2)],
-        turns=[],
-        finish="stop",
-        prompt="?",
-        completion=text,
-        generator="bench",
-    )
+    return make_trajectory([1, 2], 1, text=text)
 
 
 def _children_s() -> float:

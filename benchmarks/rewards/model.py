@@ -4,55 +4,69 @@ from __future__ import annotations
 
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.report import Row, Table
+from benchmarks.harness.rounds import Figures, compare, ratio, summarize
+from benchmarks.harness.trajectories import make_trajectory
 from consumers.reward.scorer import Scorer
-from schemas.codec import Array
 from schemas.config import RewardTerm
-from schemas.messages import Span, Trajectory
+from schemas.messages import Trajectory
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def measure(sequences: int, batch: int, rounds: int, seed: int = 0) -> dict[str, Any]:
+REWARD_MODEL = Table(
+    "A reward model in batches",
+    {
+        "parameters": "{parameters:,}",
+        "tokens of a sequence": "{mean_tokens:.0f} on average, at most {longest_tokens}",
+        "sequences/s": "in batches of {batch}: {by[ours][sequences_per_s]:.1f}",
+        "one at a time": "{by[single][sequences_per_s]:.1f}",
+        "ratio": "{ratio:.2f}, {rounds} rounds",
+    },
+    part="reward_model",
+)
+"""Batches (``ours``) beside one sequence at a time (``single``)."""
+
+
+def measure(sequences: int, batch: int, rounds: int, seed: int = 0) -> Row:
     """Score the same trajectories with log-normal lengths both ways, in turns, through the workers."""
     samples = make_samples(sequences, seed)
     lengths = np.array([len(sample.tokens) for sample in samples])
     with tempfile.TemporaryDirectory() as folder:
         parameters = make_reward_model(Path(folder))
-        scorers = {size: _scorer(Path(folder), size) for size in (batch, 1)}
+        scorers = {"ours": _scorer(Path(folder), batch), "single": _scorer(Path(folder), 1)}
+        rewards: dict[str, list[float]] = {}
+
+        def score(name: str) -> Figures:
+            started = time.perf_counter()
+            scores = scorers[name].score(samples)
+            seconds = time.perf_counter() - started
+            if failed := [score.reason for score in scores if score.status != "ok"]:
+                raise RuntimeError(failed[0])
+            rewards[name] = [score.reward or 0.0 for score in scores]
+            return {"sequences_per_s": sequences / seconds}
+
         try:
-            first = {size: [score.reward for score in scorer.score(samples)] for size, scorer in scorers.items()}
-            taken: dict[int, list[float]] = {batch: [], 1: []}
-            for _ in range(rounds):
-                for size, scorer in scorers.items():
-                    started = time.perf_counter()
-                    scores = scorer.score(samples)
-                    taken[size].append(time.perf_counter() - started)
-                    failed = [score.reason for score in scores if score.status != "ok"]
-                    if failed:
-                        raise RuntimeError(failed[0])
+            done = compare({name: partial(score, name) for name in scorers}, rounds)
         finally:
             for scorer in scorers.values():
                 scorer.close()
-    ratios = sorted(one / many for one, many in zip(taken[1], taken[batch], strict=True))
-    return {
-        "sequences": sequences,
-        "mean_tokens": float(lengths.mean()),
-        "longest_tokens": int(lengths.max()),
-        "parameters": parameters,
-        "batch": batch,
-        "rounds": rounds,
-        "sequences_per_s": sequences / median(taken[batch]),
-        "one_at_a_time_per_s": sequences / median(taken[1]),
-        "ratio": median(ratios),
-        "ratio_range": (ratios[0], ratios[-1]),
-        "largest_difference": float(np.max(np.abs(np.subtract(first[batch], first[1])))),
-    }
+    return REWARD_MODEL.row(
+        sequences=sequences,
+        mean_tokens=float(lengths.mean()),
+        longest_tokens=int(lengths.max()),
+        parameters=parameters,
+        batch=batch,
+        rounds=rounds,
+        by=summarize(done),
+        ratio=ratio(done, "sequences_per_s", "ours", "single"),
+        largest_difference=float(np.max(np.abs(np.subtract(rewards["ours"], rewards["single"])))),
+    )
 
 
 def make_reward_model(folder: Path, pad_token_id: int | None = 0) -> int:
@@ -98,18 +112,4 @@ def _scorer(folder: Path, batch: int) -> Scorer:
 def _sample(generator: np.random.Generator, length: int) -> Trajectory:
     ids = generator.integers(2, 2 + len(LETTERS), length + 4)
     text = "".join(LETTERS[number - 2] for number in ids[4:])
-    return Trajectory(
-        run="bench",
-        task_id=0,
-        sample=0,
-        kind="train",
-        tokens=Array.of(ids, "i4"),
-        loss_mask=Array.of([0] * 4 + [1] * length, "u1"),
-        logprobs=Array.of([0.0] * len(ids), "f4"),
-        spans=[Span(0, 4, len(ids))],
-        turns=[],
-        finish="stop",
-        prompt="",
-        completion=text,
-        generator="bench",
-    )
+    return make_trajectory(ids, 4, text=text)

@@ -16,17 +16,21 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 from types import TracebackType
 from typing import Any
 from urllib.request import urlopen
 
+import psutil
 import redis
 
 from benchmarks.harness.processes import cpu_s, describe, serving
+from benchmarks.harness.report import Row, Table
+from benchmarks.harness.rounds import Advance, Figures, compare, summarize
 from benchmarks.harness.workload import PipelineShape, open_broker
 from benchmarks.services.transport import PipelineBench
 from broker.client import Broker
@@ -40,6 +44,21 @@ ASK_EVERY_S = 0.05
 CONFIG = "model: {path: nowhere}\ntrain: {name: arithmetic}\nreward: {terms: [{name: exact}]}\n"
 
 
+CONTROL = Table(
+    "What the control plane costs",
+    {
+        "load": "{services} services, {events_per_s} events a second, {pages} open pages",
+        "processor": "{cpu:.1%} of a core",
+        "memory": "{rss_mb:.0f} MB",
+        "status, p50 / p99": "{status_p50_ms:.1f} / {status_p99_ms:.1f} ms of {requests} requests",
+        "trajectories/s with it": "{trajectories_per_s_with:,.0f}",
+        "without it": "{trajectories_per_s_without:,.0f}",
+        "lost": "{throughput_loss:+.1%}",
+    },
+)
+"""A control plane watched alone, and the pipeline with it and with it stopped. cpu: share of a core."""
+
+
 def measure(
     services: int,
     events_per_s: float,
@@ -48,9 +67,9 @@ def measure(
     rounds: int,
     trajectories: int,
     url: str | None,
-    advance: Callable[[int], None],
-) -> dict[str, Any]:
-    """Measure everything; cpu is a share of one core, latencies are milliseconds."""
+    advance: Advance,
+) -> Row:
+    """Measure the control plane alone, then the pipeline in turns with it and without it."""
     with ExitStack() as stack:
         address = stack.enter_context(serving(url, "everysec"))
         bench = stack.enter_context(PipelineBench(address, 256, PipelineShape()))
@@ -60,28 +79,27 @@ def measure(
         bench.round("ours", 1)
         alone = watch(process, where, seconds)
         advance(1)
-        found: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(rounds):
-            for running in (True, False):
-                os.kill(process.pid, signal.SIGCONT if running else signal.SIGSTOP)
-                found[running].append(bench.round("ours", trajectories).per_s)
-                advance(1)
+
+        def flow(signum: signal.Signals) -> Figures:
+            os.kill(process.pid, signum)
+            return bench.round("ours", trajectories)
+
+        contenders = {"with": partial(flow, signal.SIGCONT), "without": partial(flow, signal.SIGSTOP)}
+        found = summarize(compare(contenders, rounds, warm_up=0, advance=advance))
         os.kill(process.pid, signal.SIGCONT)
         bench.balanced()
-        with_it, without = median(found[True]), median(found[False])
-        return {
-            "server": describe(address),
-            "services": services,
-            "events_per_s": round(heartbeats.sent / heartbeats.seconds, 2),
-            "pages": pages,
-            "page_bytes_per_s": round(open_pages.received / open_pages.seconds / max(pages, 1)),
+        with_it, without = (found[name]["trajectories_per_s"] for name in ("with", "without"))
+        return CONTROL.row(
+            server=describe(address),
+            services=services,
+            events_per_s=round(heartbeats.sent / heartbeats.seconds, 2),
+            pages=pages,
+            page_bytes_per_s=round(open_pages.received / open_pages.seconds / max(pages, 1)),
+            trajectories_per_s_with=with_it,
+            trajectories_per_s_without=without,
+            throughput_loss=1 - with_it.median / without.median,
             **alone,
-            "trajectories_per_s_with": round(with_it, 1),
-            "trajectories_per_s_without": round(without, 1),
-            "throughput_loss": round(1 - with_it / without, 4),
-            "spread_with": [round(min(found[True]), 1), round(max(found[True]), 1)],
-            "spread_without": [round(min(found[False]), 1), round(max(found[False]), 1)],
-        }
+        )
 
 
 @contextmanager
@@ -243,13 +261,9 @@ def watch(process: subprocess.Popen[bytes], url: str, seconds: float) -> dict[st
     cuts = quantiles(times, n=100)
     return {
         "cpu": round(spent / (time.monotonic() - started), 4),
-        "rss_mb": round(_rss(process.pid) / 1e6, 1),
+        "rss_mb": psutil.Process(process.pid).memory_info().rss / 1e6,
         "status_p50_ms": round(cuts[49], 2),
         "status_p99_ms": round(cuts[98], 2),
         "status_bytes": size,
         "requests": len(times),
     }
-
-
-def _rss(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")

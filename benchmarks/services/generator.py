@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import math
 import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.processes import describe, serving
+from benchmarks.harness.report import Row, Table
+from benchmarks.harness.rounds import Advance, Figures, Round, compare, ratio, summarize
 from benchmarks.harness.workload import ENDLESS
 from broker.client import Broker
 from broker.weights.transports import make_transport
@@ -44,21 +45,25 @@ LOOK_S = 0.05
 """How often the end of a round is looked for, with one small command: looking is paid by the service."""
 
 
-@dataclass(frozen=True)
-class Round:
-    """The figures of one round. cpu_us: processor time of this process for a token, without engine core and server."""
+GENERATOR = Table(
+    "Generator service beside its engine driven bare",
+    {
+        "load": "{concurrency} samples at once, groups of {group}, up to {tokens} tokens",
+        "model": "{parameters:,} parameters, {dtype}",
+        "tokens/s through the service": "{by[ours][tokens_per_s]:,.0f}",
+        "tokens/s of the bare engine": "{by[bare][tokens_per_s]:,.0f}, {release}",
+        "ratio": "{ratio:.3f}, {rounds} rounds",
+        "Python µs a token": "{by[ours][cpu_us_per_token].median:.0f}, bare {by[bare][cpu_us_per_token].median:.0f}",
+    },
+)
+"""The service (``ours``) beside its engine (``bare``). cpu_us_per_token: of this process alone."""
 
-    per_s: float
-    cpu_us: float
 
-
-Advance = Callable[[int], None]
-"""Told how many rounds were finished since the last call."""
 Ask = Callable[[int, str], Awaitable[int]]
 """Has the prompt of an index completed, under a name, and returns how many tokens came."""
 
 
-def build(folder: Path, max_length: int) -> None:
+def write_model(folder: Path, max_length: int) -> None:
     """Write a random Qwen2 with a byte tokenizer to ``folder``."""
     from transformers.utils import logging
 
@@ -81,8 +86,8 @@ def measure(
     command: list[str] | None,
     model: Path | None,
     dtype: str,
-) -> dict[str, Any]:
-    """Measure one row: medians over ``rounds`` of both, in turns, after one round of each that does not count.
+) -> Row:
+    """Measure one row: ``rounds`` of both in turns, after one round of each that does not count.
 
     samples: of one round, in groups of ``group``, each of up to ``tokens`` generated tokens. engine: vllm, or the
     dialect of a server that is launched, http-vllm or http-sglang, with ``command`` if that is given. model: a folder
@@ -95,28 +100,24 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name, serving(url, "everysec") as server:
         folder = Path(name)
         if model is None:
-            build(model := folder / "model", max_length=PROMPT + tokens + 1)
+            write_model(model := folder / "model", max_length=PROMPT + tokens + 1)
         bench = Bench(folder, server, concurrency, group, tokens, setting, model, dtype)
-        pairs = asyncio.run(bench.run(samples // group, rounds, advance))
-        ratios = sorted(ours.per_s / bare.per_s for bare, ours in pairs)
-        return {
-            "concurrency": concurrency,
-            "samples": samples // group * group,
-            "group": group,
-            "tokens": tokens,
-            "parameters": sum(math.prod(shape) for shape in read_shapes(model).values()),
-            "dtype": dtype,
-            "rounds": rounds,
-            "bare_tokens_per_s": median(bare.per_s for bare, _ in pairs),
-            "tokens_per_s": median(ours.per_s for _, ours in pairs),
-            "bare_cpu_us_per_token": median(bare.cpu_us for bare, _ in pairs),
-            "cpu_us_per_token": median(ours.cpu_us for _, ours in pairs),
-            "ratio": median(ratios),
-            "ratio_range": [ratios[0], ratios[-1]],
-            "server": describe(server),
-            "engine": engine,
-            "release": bench.release,
-        }
+        with asyncio.Runner() as runner:
+            done = bench.run(runner, samples // group, rounds, advance)
+        return GENERATOR.row(
+            concurrency=concurrency,
+            samples=samples // group * group,
+            group=group,
+            tokens=tokens,
+            parameters=sum(math.prod(shape) for shape in read_shapes(model).values()),
+            dtype=dtype,
+            rounds=rounds,
+            by=summarize(done),
+            ratio=ratio(done, "tokens_per_s", "ours", "bare"),
+            server=describe(server),
+            engine=engine,
+            release=bench.release,
+        )
 
 
 class Bench:
@@ -144,7 +145,6 @@ class Bench:
         length, generator = self._config.model.max_length, self._config.generator
         settings = EngineSettings(str(model), dtype, length, concurrency, http=generator.http)
         self._engine: Any = make_engine(generator.engine, settings, folder)
-        self._next = 0
         self.release = ""
 
     def _settings(self, url: str, tokens: int, setting: dict[str, Any]) -> dict[str, Any]:
@@ -159,25 +159,32 @@ class Bench:
             "broker": {"url": url},
         }
 
-    async def run(self, groups: int, rounds: int, advance: Advance) -> list[tuple[Round, Round]]:
-        """Both in each round, bare and ours."""
+    def run(self, runner: asyncio.Runner, groups: int, rounds: int, advance: Advance) -> list[Round]:
+        """Run both in turns, on the same prompts."""
+        firsts = {name: itertools.count(0, groups) for name in ("bare", "ours")}
+        stop = StopFlag()
         try:
             self._begin(groups * (rounds + 1))
-            stop = StopFlag()
-            service = asyncio.create_task(Generator(self._config, "generator-0", self._broker, self._engine).run(stop))
+            service = runner.run(self._start_service(stop))
             try:
-                await self._until(service, lambda: any(beat.version == 0 for beat in self._broker.heartbeats.list()))
-                pairs = []
-                for _ in range(rounds + 1):
-                    first, self._next = self._next, self._next + groups
-                    pairs.append((await self._bare(first, groups), await self._ours(service, first, groups)))
-                    advance(1)
-                return pairs[1:]
+                return compare(
+                    {
+                        "bare": lambda: runner.run(self._bare(next(firsts["bare"]), groups)),
+                        "ours": lambda: runner.run(self._ours(service, next(firsts["ours"]), groups)),
+                    },
+                    rounds,
+                    advance=advance,
+                )
             finally:
                 stop.set()
-                await service
+                runner.run(_end(service))
         finally:
             self._broker.purge()
+
+    async def _start_service(self, stop: StopFlag) -> asyncio.Task[None]:
+        service = asyncio.create_task(Generator(self._config, "generator-0", self._broker, self._engine).run(stop))
+        await self._until(service, lambda: any(beat.version == 0 for beat in self._broker.heartbeats.list()))
+        return service
 
     def _begin(self, groups: int) -> None:
         """A trainer that has published version 0 and has room for all groups."""
@@ -200,7 +207,7 @@ class Bench:
             keep=2,
         )
 
-    async def _ours(self, service: asyncio.Task[None], first: int, groups: int) -> Round:
+    async def _ours(self, service: asyncio.Task[None], first: int, groups: int) -> Figures:
         ledger = self._broker.ledger
         before = await asyncio.to_thread(ledger.read_state)
         tasks = [
@@ -213,7 +220,7 @@ class Bench:
         await self._until(service, lambda: self._published() >= wanted)
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         tokens = (await asyncio.to_thread(ledger.read_state)).tokens_generated - before.tokens_generated
-        return Round(tokens / seconds, cpu * 1e6 / tokens)
+        return {"tokens_per_s": tokens / seconds, "cpu_us_per_token": cpu * 1e6 / tokens}
 
     def _published(self) -> int:
         connection = self._broker.connection
@@ -230,14 +237,14 @@ class Bench:
                 raise InfraError(f"the generator service did not finish its samples within {DEADLINE_S:.0f} s")
             await asyncio.sleep(LOOK_S)
 
-    async def _bare(self, first: int, groups: int) -> Round:
+    async def _bare(self, first: int, groups: int) -> Figures:
         """As many workers as requests at once, each over the next request of the list."""
         requests = [(i, f"bare-{i}-{k}.") for i in range(first, first + groups) for k in range(self._group)]
         ask = self._ask_vllm() if self._config.generator.http is None else self._ask_server()
         started, cpu = time.perf_counter(), time.process_time()
         generated = await count_tokens(ask, requests, self._concurrency)
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-        return Round(generated / seconds, cpu * 1e6 / generated)
+        return {"tokens_per_s": generated / seconds, "cpu_us_per_token": cpu * 1e6 / generated}
 
     def _ask_vllm(self) -> Ask:
         import vllm
@@ -277,6 +284,10 @@ class Bench:
             return len(answer["choices"][0]["token_ids"])
 
         return ask
+
+
+async def _end(service: asyncio.Task[None]) -> None:
+    await service
 
 
 async def count_tokens(ask: Ask, requests: Sequence[tuple[int, str]], concurrency: int) -> int:

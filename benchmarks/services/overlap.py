@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.harness.processes import BenchRole, RoleProcesses, describe, serving
+from benchmarks.harness.report import Row, Table
 from benchmarks.harness.workload import ENDLESS, PipelineShape, TrajectoryPools, open_broker
 from benchmarks.pipelines.tidemill import CLAIM, reference
 from benchmarks.services.scale import DEADLINE_S, Feeder, Rewarder, answer_of, open_pending
@@ -204,6 +205,27 @@ class SimulatedTrainer:
             self._records.clear()
 
 
+OVERLAP = Table(
+    "Tokens trained a second, simulated and on a real broker",
+    {
+        "GPUs": "{gpus}",
+        "staleness": "{staleness}",
+        "generate : train": "{generators} : {trainers}",
+        "window": "{window}",
+        "tokens/s": "{tokens_per_s:,.0f}",
+        "on the broker": "{measured_tokens_per_s:,.0f}",
+        "times staleness 0": "{times_staleness_0:.2f}",
+        "times all GPUs in turns": "{times_colocated:.2f}",
+        "trainer busy": "{trainer_busy:.0%}",
+        "oldest, on the broker": "{oldest}, {measured_oldest}",
+    },
+)
+"""The simulation of a cluster's best layout, and what a real broker made of it, if that was measured.
+
+Seconds are the cluster's; on the broker they passed ``speedup`` times as fast. lost_s: of a step, by cause.
+"""
+
+
 def layout_for(gpus: int, groups: int, staleness: int, rates: ClusterRates, mix: LengthMix) -> Plan:
     """Find the best layout of a cluster with so many groups a step and GPU."""
     few = min(gpus, SEARCHED)
@@ -220,33 +242,32 @@ def layout_for(gpus: int, groups: int, staleness: int, rates: ClusterRates, mix:
     return Plan(layout, Simulation(layout, rates, mix).run(6))
 
 
-def simulate(
-    gpus: int, groups: int, staleness: int, rates: ClusterRates, mix: LengthMix
-) -> tuple[Plan, dict[str, Any]]:
+def simulate(gpus: int, groups: int, staleness: int, rates: ClusterRates, mix: LengthMix) -> tuple[Plan, Row]:
     """Make the simulation's row: the best layout, its throughput, and where the rest of the time is lost."""
     plan = layout_for(gpus, groups, staleness, rates, mix)
     layout, outcome = plan.layout, plan.outcome
     tokens = outcome.tokens / outcome.steps
     together = colocated_step_s(layout, rates, mix, 2)
-    return plan, {
-        "gpus": gpus,
-        "staleness": staleness,
-        "generators": layout.generators,
-        "trainers": layout.trainers,
-        "window": layout.window,
-        "groups": layout.batch,
-        "step_s": round(outcome.step_s, 1),
-        "tokens_per_s": round(outcome.tokens_per_s),
-        "tokens_per_s_colocated": round(tokens / together),
-        "times_colocated": round(outcome.tokens_per_s / (tokens / together), 2),
-        "trainer_busy": round(outcome.trainer_busy, 3),
-        "generators_busy": round(outcome.generators_busy, 3),
-        "oldest": outcome.oldest,
-        "lost_s": asdict(losses(plan, rates, mix, 6)) if gpus <= SEARCHED else None,
-    }
+    return plan, OVERLAP.row(
+        gpus=gpus,
+        staleness=staleness,
+        generators=layout.generators,
+        trainers=layout.trainers,
+        window=layout.window,
+        groups=layout.batch,
+        step_s=outcome.step_s,
+        tokens_per_s=outcome.tokens_per_s,
+        tokens_per_s_colocated=tokens / together,
+        times_colocated=outcome.tokens_per_s / (tokens / together),
+        trainer_busy=outcome.trainer_busy,
+        generators_busy=outcome.generators_busy,
+        oldest=outcome.oldest,
+        lost_s=asdict(losses(plan, rates, mix, 6)) if gpus <= SEARCHED else None,
+    )
 
 
 def measure(
+    row: Row,
     plan: Plan,
     rates: ClusterRates,
     mix: LengthMix,
@@ -254,8 +275,11 @@ def measure(
     speedup: float,
     url: str | None,
     tick: Callable[[float], None],
-) -> dict[str, Any]:
-    """Run a plan on a real broker for about so many steps after the first; InfraError when the bound is broken."""
+) -> Row:
+    """Run a plan on a real broker for about so many steps after the first, and return its row with what came of it.
+
+    InfraError if a sample is older than the bound.
+    """
     layout = plan.layout
     run = f"bench-{secrets.token_hex(4)}"
     # The first steps wait for a whole pipeline.
@@ -285,12 +309,14 @@ def measure(
             f"only {len(trainer['ends'])} steps in {seconds:.0f} s: give a lower --speedup or more --steps"
         )
     wall = (ends[-1][0] - ends[0][0]) * speedup
-    return {
-        "server": server,
-        "measured_steps": len(ends) - 1,
-        "measured_step_s": round(wall / (len(ends) - 1), 1),
-        "measured_tokens_per_s": round(sum(tokens for _, tokens, _ in ends[1:]) / wall),
-        "measured_trainer_busy": round(sum(spent for _, _, spent in ends[1:]) * speedup / wall, 3),
-        "measured_oldest": trainer["oldest"],
-        "cpu_s": {name: round(share.cpu_s, 1) for name, share in shares.items()},
-    }
+    return OVERLAP.row(
+        **row.values,
+        server=server,
+        speedup=speedup,
+        measured_steps=len(ends) - 1,
+        measured_step_s=wall / (len(ends) - 1),
+        measured_tokens_per_s=sum(tokens for _, tokens, _ in ends[1:]) / wall,
+        measured_trainer_busy=sum(spent for _, _, spent in ends[1:]) * speedup / wall,
+        measured_oldest=trainer["oldest"],
+        cpu_s={name: round(share.cpu_s, 1) for name, share in shares.items()},
+    )

@@ -13,7 +13,7 @@ import json
 import time
 from statistics import median
 
-from benchmarks.harness.random_groups import random_groups
+from benchmarks.harness.trajectories import random_groups
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
 from consumers.trainer.data.load_balancing import Cost
 from consumers.trainer.data.microbatches import StepPlanner

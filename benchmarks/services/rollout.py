@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from schemas.codec import Array
-from schemas.messages import Span, Trajectory
+from benchmarks.harness.trajectories import make_trajectory
+from schemas.messages import Trajectory
 
 
 @torch.no_grad()
@@ -55,21 +55,9 @@ def sample(
 def as_trajectory(
     task_id: int, index: int, prompt: Sequence[int], completion: tuple[list[int], list[float], bool], version: int
 ) -> Trajectory:
-    """The sample as a generator would send it."""
-    ids, logprobs, cut = completion
-    length = len(prompt) + len(ids)
-    return Trajectory(
-        run="staleness",
-        task_id=task_id,
-        sample=index,
-        kind="train",
-        tokens=Array.of([*prompt, *ids], "i4"),
-        loss_mask=Array.of([0] * len(prompt) + [1] * len(ids), "u1"),
-        logprobs=Array.of([0.0] * len(prompt) + [min(0.0, score) for score in logprobs], "f4"),
-        spans=[Span(version, len(prompt), length)],
-        turns=[],
-        finish="length" if cut else "stop",
-        prompt="",
-        completion="",
-        generator="in-process",
+    """Return the sample as a generator sends it."""
+    ids, logprobs, cut_off = completion
+    scores = [min(0.0, score) for score in logprobs]
+    return make_trajectory(
+        [*prompt, *ids], len(prompt), scores, task_id=task_id, sample=index, version=version, cut_off=cut_off
     )

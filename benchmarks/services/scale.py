@@ -21,6 +21,7 @@ import numpy.typing as npt
 import redis
 
 from benchmarks.harness.processes import BenchRole, RoleProcesses, ServerUsage, describe, serving
+from benchmarks.harness.report import Row, Table
 from benchmarks.harness.workload import PipelineShape, TrajectoryPool, TrajectoryPools, begin, open_broker
 from benchmarks.pipelines.tidemill import CLAIM, GROUPS_AT_ONCE, REWARDS_AT_ONCE, reference
 from broker.client import Broker
@@ -308,6 +309,20 @@ class Assembler:
             self._records.clear()
 
 
+SCALE = Table(
+    "Scale: simulated generators on one server",
+    {
+        "generators": "{generators:,}",
+        "busy": "{generators_busy:.0%}",
+        "trajectories/s": "{trajectories_per_s:,.0f}",
+        "broker CPU": "{broker_cpu:.1%}",
+        "admission ms, p50 / p99": "{admission_ms_p50:.1f} / {admission_ms_p99:.1f}",
+        "task ms, p50 / p99": "{task_ms_p50:.1f} / {task_ms_p99:.1f}",
+    },
+)
+"""So many generators on one server. task: from a generator's question to its task; admission: into a free slot."""
+
+
 def measure(
     generators: int,
     seconds: float,
@@ -316,7 +331,7 @@ def measure(
     url: str | None,
     tick: Callable[[float], None],
     drops: float = 0.0,
-) -> dict[str, Any]:
+) -> Row:
     """Measure one row: so many generators for so many seconds, with so many groups a second that are dropped.
 
     InfraError when a published sample is neither trained, dropped, nor waiting to be.
@@ -367,30 +382,31 @@ def measure(
     freed = zip(figures["assembler"]["freed"], admitted[flow.slots :], strict=False)
     frees = [max(0.0, moment - free) for free, moment in freed]
     cpu = sum(share.cpu_s for share in shares.values())
-    return {
-        "generators": generators,
-        "aof": "as it is" if url else aof,
-        "server": server,
-        "seconds": round(wall, 1),
-        "trajectories_per_s": round(sum(worker["in_time"] for worker in workers) / seconds, 1),
-        "trained_tokens_per_s": round(figures["assembler"]["tokens"] / wall),
-        "broker_cpu": round((after.cpu_s - before.cpu_s) / wall, 4),
-        "broker_cpu_us_per_trajectory": round((after.cpu_s - before.cpu_s) / max(1, published) * 1e6, 1),
-        "client_cpu_us_per_trajectory": round(cpu / max(1, published) * 1e6, 1),
-        "task_ms_p50": _percentile(handed, 50),
-        "task_ms_p99": _percentile(handed, 99),
-        "admission_ms_p50": _percentile(frees, 50),
-        "admission_ms_p99": _percentile(frees, 99),
-        "generators_busy": round(sum(worker["busy_s"] for worker in workers) / (generators * seconds), 3),
-        "slots": flow.slots,
-        "steps": figures["assembler"]["steps"],
-        "drops_per_s": round(figures["assembler"]["dropped"] / wall, 1),
-        "published": published,
-        "trained": trained,
-        "dropped": dropped,
-        "left": waiting,
-    }
+    server_cpu = after.cpu_s - before.cpu_s
+    return SCALE.row(
+        generators=generators,
+        aof="as it is" if url else aof,
+        server=server,
+        seconds=wall,
+        trajectories_per_s=sum(worker["in_time"] for worker in workers) / seconds,
+        trained_tokens_per_s=figures["assembler"]["tokens"] / wall,
+        broker_cpu=server_cpu / wall,
+        broker_cpu_us_per_trajectory=server_cpu / max(1, published) * 1e6,
+        client_cpu_us_per_trajectory=cpu / max(1, published) * 1e6,
+        task_ms_p50=_percentile(handed, 50),
+        task_ms_p99=_percentile(handed, 99),
+        admission_ms_p50=_percentile(frees, 50),
+        admission_ms_p99=_percentile(frees, 99),
+        generators_busy=sum(worker["busy_s"] for worker in workers) / (generators * seconds),
+        slots=flow.slots,
+        steps=figures["assembler"]["steps"],
+        drops_per_s=figures["assembler"]["dropped"] / wall,
+        published=published,
+        trained=trained,
+        dropped=dropped,
+        left=waiting,
+    )
 
 
 def _percentile(seconds: list[float], percent: float) -> float | None:
-    return round(float(np.percentile(seconds, percent)) * 1000, 2) if seconds else None
+    return float(np.percentile(seconds, percent)) * 1000 if seconds else None

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,7 +30,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from benchmarks.harness.random_groups import GROUP, random_groups
+from benchmarks.harness.report import Row, Table
+from benchmarks.harness.rounds import Advance, Figures, Round, Spread, compare, ratio
+from benchmarks.harness.trajectories import GROUP, random_groups
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.packing import pack
 from consumers.trainer.step.build import build_train_step
@@ -38,6 +41,19 @@ from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
 
 STEP_DEADLINE_S = 1800.0
+
+
+TRAINER = Table(
+    "Our optimizer step beside others",
+    {
+        "tokens/s": "{tokens_per_s:,.0f}",
+        "times the bare model": "{vs_limit:.2f}",
+        "times TRL (– if it is not installed)": "{vs_trl:.2f}",
+        "times compiled layers": "{vs_compiled:.2f}",
+        "peak memory": "{peak_rss_mb:,.0f} MB, {peak_rss_vs_limit:.2f} of the bare model's",
+    },
+)
+"""Our step beside the others: by how many times it is faster, in wall and in processor seconds."""
 
 
 class Contender:
@@ -55,7 +71,7 @@ class Contender:
             text=True,
         )
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> Figures:
         """Make one step: ``seconds``, ``cpu_seconds``, its ``tokens``, and the process's ``peak_rss_mb`` so far."""
         process = self._process
         if process.stdin is None or process.stdout is None:
@@ -66,7 +82,7 @@ class Contender:
         line = process.stdout.readline() if ready else ""
         if not line:
             raise InfraError(f"{self.name} made no step within {STEP_DEADLINE_S:.0f} s, or ended; see what it printed")
-        figures: dict[str, float] = json.loads(line)
+        figures: Figures = json.loads(line)
         return figures
 
     def close(self) -> None:
@@ -87,56 +103,46 @@ def measure(
     rounds: int,
     micro_batch_tokens: int,
     threads: int,
-    advance: Callable[[int], None],
-) -> dict[str, Any]:
-    """Measure one row: tokens a second of ours, and ratios; None with a contender that is not among ``names``."""
-    with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as folder:
-        running: list[Contender] = []
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-        try:
-            for name in names:
-                running.append(Contender(name, folder, samples, micro_batch_tokens, threads))
-                # The first step allocates; it also makes the model's folder, one process after the other.
-                running[-1].step()
-                advance(1)
-            for _ in range(rounds):
-                for contender in running:
-                    found[contender.name].append(contender.step())
-                    advance(1)
-        finally:
-            for contender in running:
-                contender.close()
-    return _row(found, threads)
+    advance: Advance,
+) -> Row:
+    """Measure one row; ratios are None to a contender that is not among ``names``."""
+    with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as folder, ExitStack() as stack:
+        running = {}
+        for name in names:
+            contender = Contender(name, folder, samples, micro_batch_tokens, threads)
+            stack.callback(contender.close)
+            # The first step allocates; it also makes the model's folder, one process after the other.
+            contender.step()
+            advance(1)
+            running[name] = contender.step
+        return _row(compare(running, rounds, 0, advance), threads)
 
 
-def _row(found: dict[str, list[dict[str, float]]], threads: int) -> dict[str, Any]:
-    ours, limit = found["ours"], found["limit"]
-    against = {name: _ratios(ours, found[name]) for name in found if name != "ours"}
-    peak = ours[-1]["peak_rss_mb"]
-    return {
-        "threads": threads,
-        "rounds": len(ours),
-        "tokens": int(ours[0]["tokens"]),
-        "tokens_per_s": median(step["tokens"] / step["seconds"] for step in ours),
-        "limit_tokens_per_s": median(step["tokens"] / step["seconds"] for step in limit),
-        "vs_trl": median(against["trl"]) if "trl" in against else None,
-        "vs_trl_range": [min(against["trl"]), max(against["trl"])] if "trl" in against else None,
-        "vs_trl_cpu": median(_ratios(ours, found["trl"], "cpu_seconds")) if "trl" in found else None,
-        "vs_compiled": median(against["compiled"]) if "compiled" in against else None,
-        "vs_compiled_range": [min(against["compiled"]), max(against["compiled"])] if "compiled" in against else None,
-        "vs_limit": median(against["limit"]),
-        "vs_limit_range": [min(against["limit"]), max(against["limit"])],
-        "vs_limit_cpu": median(_ratios(ours, limit, "cpu_seconds")),
-        "peak_rss_mb": peak,
-        "limit_peak_rss_mb": limit[-1]["peak_rss_mb"],
-        "trl_peak_rss_mb": found["trl"][-1]["peak_rss_mb"] if "trl" in found else None,
-        "peak_rss_vs_limit": peak / limit[-1]["peak_rss_mb"],
-    }
+def _row(rounds: Sequence[Round], threads: int) -> Row:
+    def faster(name: str, figure: str = "seconds") -> Spread | None:
+        return ratio(rounds, figure, name, "ours") if name in last else None
 
+    def per_s(name: str) -> float:
+        return median(done[name]["tokens"] / done[name]["seconds"] for done in rounds)
 
-def _ratios(ours: Sequence[dict[str, float]], other: Sequence[dict[str, float]], key: str = "seconds") -> list[float]:
-    """By how many times ours is faster, turn by turn; by processor time when others have most of the machine."""
-    return [theirs[key] / own[key] for own, theirs in zip(ours, other, strict=True)]
+    last = rounds[-1]
+    peaks = {name: figures["peak_rss_mb"] for name, figures in last.items()}
+    return TRAINER.row(
+        threads=threads,
+        rounds=len(rounds),
+        tokens=int(last["ours"]["tokens"]),
+        tokens_per_s=per_s("ours"),
+        limit_tokens_per_s=per_s("limit"),
+        vs_limit=ratio(rounds, "seconds", "limit", "ours"),
+        vs_limit_cpu=ratio(rounds, "cpu_seconds", "limit", "ours"),
+        vs_trl=faster("trl"),
+        vs_trl_cpu=faster("trl", "cpu_seconds"),
+        vs_compiled=faster("compiled"),
+        peak_rss_mb=peaks["ours"],
+        limit_peak_rss_mb=peaks["limit"],
+        trl_peak_rss_mb=peaks.get("trl"),
+        peak_rss_vs_limit=peaks["ours"] / peaks["limit"],
+    )
 
 
 VOCABULARY, HIDDEN, LAYERS, HEADS = 8192, 384, 8, 6

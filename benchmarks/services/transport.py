@@ -7,13 +7,13 @@ the rounds, with the smallest and largest beside them.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any
 
-from benchmarks.harness.processes import BenchRole, RoleProcesses, RoleUsage, ServerUsage, describe, serving
+from benchmarks.harness.processes import BenchRole, RoleProcesses, ServerUsage, describe, serving
+from benchmarks.harness.report import Row, Table
+from benchmarks.harness.rounds import Advance, Figures, compare, ratio, summarize
 from benchmarks.harness.workload import PipelineShape, TrajectoryPool, open_broker
 from benchmarks.pipelines import one_hop, raw, tidemill
 from broker.connection.connection import open_client
@@ -24,9 +24,6 @@ ROLES = ("producer", "reward", "assembler")
 PIPELINES = ("ours", "raw", "one_hop")
 DEADLINE_S = 120.0
 """One round may take this long, and as much more as one trajectory in 10 ms."""
-
-Advance = Callable[[int], None]
-"""Told how many trajectories went through since the last call."""
 
 
 class PipelineRole:
@@ -49,14 +46,35 @@ class PipelineRole:
         return figures
 
 
-@dataclass(frozen=True)
-class Round:
-    """The figures of one round of one pipeline. cpu_us: of each role's process, for each trajectory."""
+TRANSPORT = Table(
+    "Transport: ours / raw Redis / one hop of JSON",
+    {
+        "tokens": "{tokens:,}",
+        "bytes": "{bytes_per_trajectory:,}",
+        "AOF": "{aof}",
+        "trajectories/s": " / ".join(f"{{by[{name}][trajectories_per_s].median:,.0f}}" for name in PIPELINES),
+        "ratio to raw": "{ratio:.2f}",
+        "to one hop": "{one_hop_ratio:.2f}",
+        "Python µs": " / ".join(f"{{by[{name}][cpu_us_per_trajectory].median:.0f}}" for name in PIPELINES),
+        "server µs": " / ".join(f"{{by[{name}][server_cpu_us_per_trajectory].median:.0f}}" for name in PIPELINES),
+    },
+)
+"""The three pipelines at one length of trajectories."""
 
-    per_s: float
-    cpu_us: dict[str, float]
-    server_us: float
-    wire_bytes: float
+
+BEHIND = Table(
+    "A long run beside a fresh one",
+    {
+        "trained before": "{behind:,} trajectories of {tokens} tokens, AOF {aof}",
+        "trajectories/s": "{after_per_s:,.0f}",
+        "of the fresh run": "{fresh_per_s:,.0f}",
+        "over the fresh run's": "{ratio:.3f}",
+        "at the start": "{start_per_s:,.0f}",
+        "server memory": "{memory_start_bytes:,} bytes at the start, {memory_after_bytes:,} after",
+        "keys of both runs": "{keys}",
+    },
+)
+"""A run with many trained trajectories behind it, beside a fresh one."""
 
 
 class PipelineBench:
@@ -79,8 +97,11 @@ class PipelineBench:
         self._roles.__exit__(*args)
         open_broker(self._url, self.run).purge()
 
-    def round(self, pipeline: str, trajectories: int) -> Round:
-        """InfraError when a trajectory is lost, damaged or out of order."""
+    def round(self, pipeline: str, trajectories: int) -> Figures:
+        """Send trajectories through a pipeline; InfraError if one is lost, damaged or out of order.
+
+        cpu_us_per_trajectory: of the processes of all roles; ROLE_cpu_us: of one.
+        """
         steps = self._flow.steps_for(trajectories)
         count = steps * self._flow.per_step
         before = ServerUsage.of(self._url)
@@ -88,12 +109,14 @@ class PipelineBench:
         after = ServerUsage.of(self._url)
         if shares["assembler"].figures["trained"] != count:
             raise InfraError(f"{count} trajectories went into the {pipeline} pipeline, others came out: {shares}")
-        return Round(
-            per_s=count / _seconds(shares),
-            cpu_us={role: share.cpu_s / count * 1e6 for role, share in shares.items()},
-            server_us=(after.cpu_s - before.cpu_s) / count * 1e6,
-            wire_bytes=(after.wire - before.wire) / count,
-        )
+        seconds = max(share.ended for share in shares.values()) - min(share.started for share in shares.values())
+        return {
+            "trajectories_per_s": count / seconds,
+            "cpu_us_per_trajectory": sum(share.cpu_s for share in shares.values()) / count * 1e6,
+            **{f"{role}_cpu_us": share.cpu_s / count * 1e6 for role, share in shares.items()},
+            "server_cpu_us_per_trajectory": (after.cpu_s - before.cpu_s) / count * 1e6,
+            "wire_bytes_per_trajectory": (after.wire - before.wire) / count,
+        }
 
     def balanced(self) -> None:
         """InfraError unless the run's ledger adds up."""
@@ -102,56 +125,26 @@ class PipelineBench:
             raise InfraError(f"the ledger does not add up: {state}")
 
 
-def _seconds(shares: dict[str, RoleUsage]) -> float:
-    return max(share.ended for share in shares.values()) - min(share.started for share in shares.values())
-
-
 def measure(
     tokens: int, aof: str, trajectories: int, rounds: int, flow: PipelineShape, url: str | None, advance: Advance
-) -> dict[str, Any]:
-    """Measure one row of the result: ``rounds`` of all pipelines in turns, after one of each to warm up."""
+) -> Row:
+    """Measure one row: ``rounds`` of all pipelines in turns, after one of each that does not count."""
     pool = TrajectoryPool(tokens)
-    body = len(encode(pool.trajectory(pool.task(0, flow.samples), 0, 0)))
-    found: dict[str, list[Round]] = {pipeline: [] for pipeline in PIPELINES}
     with serving(url, aof) as address, PipelineBench(address, tokens, flow) as bench:
-        for turn in range(rounds + 1):
-            for pipeline, results in found.items():
-                results.append(bench.round(pipeline, trajectories if turn else 1))
-                advance(1)
+        done = compare({name: partial(bench.round, name, trajectories) for name in PIPELINES}, rounds, 1, advance)
         bench.balanced()
         server = describe(address)
-    own, limit, hop = (found[pipeline][1:] for pipeline in PIPELINES)
-    ratios = [mine.per_s / its.per_s for mine, its in zip(own, limit, strict=True)]
-    to_one_hop = [mine.per_s / its.per_s for mine, its in zip(own, hop, strict=True)]
-    cpu = [sum(item.cpu_us.values()) for item in own]
-    return {
-        "tokens": tokens,
-        "aof": "as it is" if url else aof,
-        "server": server,
-        "trajectories_per_s": round(median(item.per_s for item in own), 1),
-        "trajectories_per_s_range": _range([item.per_s for item in own]),
-        "raw_per_s": round(median(item.per_s for item in limit), 1),
-        "raw_per_s_range": _range([item.per_s for item in limit]),
-        "ratio": round(median(ratios), 3),
-        "ratio_range": _range(ratios, 3),
-        "cpu_us_per_trajectory": round(median(cpu), 1),
-        "cpu_us_range": _range(cpu),
-        "cpu_us_by_role": {role: round(median(item.cpu_us[role] for item in own), 1) for role in ROLES},
-        "one_hop_per_s": round(median(item.per_s for item in hop), 1),
-        "one_hop_per_s_range": _range([item.per_s for item in hop]),
-        "one_hop_ratio": round(median(to_one_hop), 3),
-        "one_hop_ratio_range": _range(to_one_hop, 3),
-        "one_hop_cpu_us_per_trajectory": round(median(sum(item.cpu_us.values()) for item in hop), 1),
-        "one_hop_server_cpu_us_per_trajectory": round(median(item.server_us for item in hop), 1),
-        "raw_cpu_us_per_trajectory": round(median(sum(item.cpu_us.values()) for item in limit), 1),
-        "server_cpu_us_per_trajectory": round(median(item.server_us for item in own), 1),
-        "raw_server_cpu_us_per_trajectory": round(median(item.server_us for item in limit), 1),
-        "bytes_per_trajectory": body,
-        "wire_bytes_per_trajectory": round(median(item.wire_bytes for item in own)),
-        "raw_wire_bytes_per_trajectory": round(median(item.wire_bytes for item in limit)),
-        "trajectories": flow.steps_for(trajectories) * flow.per_step,
-        "rounds": rounds,
-    }
+    return TRANSPORT.row(
+        tokens=tokens,
+        aof="as it is" if url else aof,
+        server=server,
+        trajectories=flow.steps_for(trajectories) * flow.per_step,
+        rounds=rounds,
+        bytes_per_trajectory=len(encode(pool.trajectory(pool.task(0, flow.samples), 0, 0))),
+        by=summarize(done),
+        ratio=ratio(done, "trajectories_per_s", "ours", "raw"),
+        one_hop_ratio=ratio(done, "trajectories_per_s", "ours", "one_hop"),
+    )
 
 
 def measure_behind(
@@ -163,14 +156,13 @@ def measure_behind(
     flow: PipelineShape,
     url: str | None,
     advance: Advance,
-) -> dict[str, Any]:
-    """Throughput at a run's start, and after ``behind`` trained trajectories in turns with a fresh run beside it."""
+) -> Row:
+    """Measure a run's start, and the run after ``behind`` trained trajectories in turns with a fresh one."""
     chunk = flow.steps_for(trajectories) * flow.per_step
     with serving(url, aof) as address, PipelineBench(address, tokens, flow) as old:
-        old.round("ours", 1)
-        start = [old.round("ours", trajectories).per_s for _ in range(rounds)]
+        start = compare({"old": partial(old.round, "ours", trajectories)}, rounds)
         memory_before = ServerUsage.of(address).memory
-        done = rounds * chunk
+        done = (rounds + 1) * chunk
         advance(done)
         while done < behind:
             amount = min(max(behind // 50, chunk), max(behind - done, 1))
@@ -179,33 +171,28 @@ def measure_behind(
             done += sent
             advance(sent)
         with PipelineBench(address, tokens, flow) as fresh:
-            fresh.round("ours", 1)
-            pairs = []
-            for turn in range(2 * rounds):
-                # Who comes first changes, as the second finds a warmer machine.
-                order = (old, fresh) if turn % 2 else (fresh, old)
-                speed = {bench.run: bench.round("ours", trajectories).per_s for bench in order}
-                pairs.append((speed[old.run], speed[fresh.run]))
+            pair = {
+                "fresh": partial(fresh.round, "ours", trajectories),
+                "old": partial(old.round, "ours", trajectories),
+            }
+            # The order changes, since the second finds a warmer machine.
+            pairs = compare(pair, rounds) + compare(dict(reversed(pair.items())), rounds, warm_up=0)
             fresh.balanced()
         old.balanced()
         memory_after = ServerUsage.of(address).memory
         keys = len(list(open_client(address).scan_iter(match="*", count=1000)))
         server = describe(address)
-    return {
-        "behind": done,
-        "tokens": tokens,
-        "aof": "as it is" if url else aof,
-        "server": server,
-        "start_per_s": round(median(start), 1),
-        "after_per_s": round(median(old_speed for old_speed, _ in pairs), 1),
-        "fresh_per_s": round(median(fresh_speed for _, fresh_speed in pairs), 1),
-        "change": round(median(old_speed / fresh_speed for old_speed, fresh_speed in pairs) - 1, 4),
-        "change_range": _range([old_speed / fresh_speed - 1 for old_speed, fresh_speed in pairs], 3),
-        "memory_start_bytes": memory_before,
-        "memory_after_bytes": memory_after,
-        "keys": keys,
-    }
-
-
-def _range(values: Sequence[float], digits: int = 1) -> list[float]:
-    return [round(min(values), digits), round(max(values), digits)]
+    speeds = summarize(pairs)
+    return BEHIND.row(
+        behind=done,
+        tokens=tokens,
+        aof="as it is" if url else aof,
+        server=server,
+        start_per_s=summarize(start)["old"]["trajectories_per_s"].median,
+        after_per_s=speeds["old"]["trajectories_per_s"].median,
+        fresh_per_s=speeds["fresh"]["trajectories_per_s"].median,
+        ratio=ratio(pairs, "trajectories_per_s", "old", "fresh"),
+        memory_start_bytes=memory_before,
+        memory_after_bytes=memory_after,
+        keys=keys,
+    )

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.processes import ServerUsage, describe, serving
+from benchmarks.harness.report import Row, Table
+from benchmarks.harness.rounds import Spread
 from benchmarks.harness.workload import PipelineShape, begin, open_broker
 from broker.weights.collective.process import BroadcastProcess
 from broker.weights.local_copy import LocalWeights
@@ -138,9 +140,26 @@ class Publisher:
         return self.transport.node.sent_bytes if isinstance(self.transport, PeerOrigin) else 0
 
 
-def measure(
-    kind: str, generators: int, megabytes: int, rounds: int, url: str | None, folder: Path | None
-) -> dict[str, Any]:
+TO_GENERATORS = Table(
+    "A version to generators at once",
+    {
+        "by": "{transport}",
+        "MB": "{megabytes:,}",
+        "generators": "{generators}",
+        "all have it s": "{seconds:.2f}",
+        "egress": "{egress:.2f}",
+        "by broadcast": "{broadcast:.0%}",
+        "joiner s": "{joiner_s:.2f}",
+        "one killed: all others s": "{killed_s:.2f}",
+    },
+)
+"""A version to many generators. egress: bytes that left the trainer or broker, over the version's size.
+
+broadcast: share of the generators that have it by broadcast. killed: after the loss of a generator in the middle.
+"""
+
+
+def measure(kind: str, generators: int, megabytes: int, rounds: int, url: str | None, folder: Path | None) -> Row:
     """Measure one row of the result: ``rounds`` versions of so many megabytes to so many generators."""
     size = megabytes * 1_000_000
     with (
@@ -163,21 +182,20 @@ def measure(
         _, joined_s, joined_cpu, _ = joiner.answer()
         killed = _kill_one(publisher, readers, joiner, address, size) if kind == "peer" and generators > 2 else {}
         server = describe(address)
-    return {
-        "transport": kind,
-        "generators": generators,
-        "bytes": size,
-        "rounds": rounds,
-        "seconds": round(median(seconds), 3),
-        "seconds_range": [round(min(seconds), 3), round(max(seconds), 3)],
-        "egress": round(max(egress), 3),
-        "broadcast": round(sum(broadcast) / rounds, 3),
-        "reader_cpu_s": round(median(processor), 3),
-        "joiner_s": round(joined_s, 3),
-        "joiner_cpu_s": round(joined_cpu, 3),
+    return TO_GENERATORS.row(
+        transport=kind,
+        generators=generators,
+        megabytes=megabytes,
+        rounds=rounds,
+        seconds=Spread.of(seconds),
+        egress=max(egress),
+        broadcast=sum(broadcast) / rounds,
+        reader_cpu_s=median(processor),
+        joiner_s=joined_s,
+        joiner_cpu_s=joined_cpu,
+        server=server,
         **killed,
-        "server": server,
-    }
+    )
 
 
 def _join(stack: contextlib.ExitStack, url: str, run: str, kind: str, place: Path, name: str) -> Reader:
@@ -234,8 +252,8 @@ def _kill_one(publisher: Publisher, readers: Sequence[Reader], joiner: Reader, u
     answers = [reader.answer() for reader in readers]
     joiner.process.join(5)
     return {
-        "killed_s": round(max(ended for ended, *_ in answers) - started, 3),
+        "killed_s": max(ended for ended, *_ in answers) - started,
         "killed_arrived": len(answers),
         "killed_by": joiner.process.exitcode,
-        "killed_egress": round((publisher.sent_bytes - sent) / size, 3),
+        "killed_egress": (publisher.sent_bytes - sent) / size,
     }

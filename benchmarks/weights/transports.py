@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.processes import ServerUsage, describe, serving
+from benchmarks.harness.report import Row, Table
+from benchmarks.harness.rounds import Advance
 from benchmarks.harness.workload import PipelineShape, begin, open_broker
 from benchmarks.weights.model import WIRE, WeightsModel, load_times
 from broker.connection.connection import open_client
@@ -31,7 +33,6 @@ from schemas.digests import CHUNK_BYTES
 from schemas.errors import InfraError
 from schemas.messages import Manifest, TensorSpec
 
-Advance = Callable[[int], None]
 Times = dict[str, list[float]]
 
 
@@ -129,9 +130,30 @@ class TransportEnds:
         )
 
 
+WEIGHTS = Table(
+    "Weights from trainer to engine: best of the rounds",
+    {
+        "model": "{model}",
+        "by": "{transport}",
+        "plain copy s": "{raw_copy_s:.3f}",
+        "whole s": "{publish_s:.3f} + {fetch_s:.3f}",
+        "ratio": "{ratio:.2f}",
+        "delta s": "{publish_delta_s:.3f} + {fetch_delta_s:.3f}",
+        "ratio of delta": "{ratio_delta:.2f}",
+        "delta size": "{delta_ratio:.2%}",
+        "apply, pause s": "{apply_s:.3f}, {pause_s:.3f}",
+    },
+)
+"""Best seconds of the rounds. delta: of the changes of one step, else of whole weights; raw: of the plain copy.
+
+apply_s, pause_s: of the load into an engine, and that running requests wait for it. step_s, step_beside_s: of a
+step alone, and beside a version on its way, which holds it up for held_s.
+"""
+
+
 def measure(
     name: str, kind: str, rounds: int, engine: str, url: str | None, folder: Path | None, advance: Advance
-) -> dict[str, Any]:
+) -> Row:
     """Measure one row of the result: a model of this size through ``kind``; ``folder`` is where files are made."""
     with serving(url, "everysec") as address, tempfile.TemporaryDirectory(prefix="tidemill-bench-", dir=folder) as made:
         place, clock = Path(made), Stopwatch(address)
@@ -151,19 +173,19 @@ def measure(
         finally:
             ends.close()
         server = describe(address)
-    return {
-        "model": name,
-        "parameters": model.parameters,
-        "dtype": WIRE,
-        "transport": kind,
-        "server": server,
-        "engine": engine,
-        "rounds": rounds,
+    return WEIGHTS.row(
+        model=name,
+        parameters=model.parameters,
+        dtype=WIRE,
+        transport=kind,
+        server=server,
+        engine=engine,
+        rounds=rounds,
+        apply_s=apply_s,
+        pause_s=pause_s,
+        pause_ratio=pause_s / apply_s,
         **_figures(clock, whole, delta),
-        "apply_s": round(apply_s, 4),
-        "pause_s": round(pause_s, 4),
-        "pause_ratio": round(pause_s / apply_s, 3),
-    }
+    )
 
 
 def _round(ends: TransportEnds, clock: Stopwatch, before: Path) -> tuple[Manifest, Manifest, Path]:
@@ -238,7 +260,7 @@ def _figures(clock: Stopwatch, whole: Manifest, delta: Manifest) -> dict[str, An
         ("whole_copy", "whole_write", "whole_send", "whole_fetch"),
         tuple(f"delta_{part}" for part in ("copy", "write", "send", "fetch")),
     )
-    times = {
+    return {
         "publish_s": at("whole_copy", "whole_write", "whole_send"),
         "fetch_s": at("whole_fetch"),
         "publish_delta_s": at("delta_copy", "delta_write", "delta_send"),
@@ -253,15 +275,12 @@ def _figures(clock: Stopwatch, whole: Manifest, delta: Manifest) -> dict[str, An
         "held_s": at("take", "wait"),
         "probe_s": at("probe"),
         "publish_beside_s": at("beside_copy", "beside_write", "beside_send"),
-    }
-    return {
-        **{name: round(seconds, 4) for name, seconds in times.items()},
-        "held_ratio": round(at("take", "wait") / at("beside_copy", "beside_write", "beside_send"), 3),
-        "ratio": round(at(*wholly) / at("raw"), 3),
-        "ratio_delta": round(at(*by_delta) / at("raw"), 3),
-        "cpu_ratio": round(cpu(*wholly) / cpu("raw"), 3),
-        "cpu_ratio_delta": round(cpu(*by_delta) / cpu("raw"), 3),
+        "held_ratio": at("take", "wait") / at("beside_copy", "beside_write", "beside_send"),
+        "ratio": at(*wholly) / at("raw"),
+        "ratio_delta": at(*by_delta) / at("raw"),
+        "cpu_ratio": cpu(*wholly) / cpu("raw"),
+        "cpu_ratio_delta": cpu(*by_delta) / cpu("raw"),
         "bytes_full": whole.state.size,
         "bytes_delta": size,
-        "delta_ratio": round(size / whole.state.size, 5),
+        "delta_ratio": size / whole.state.size,
     }

@@ -48,9 +48,8 @@ def random_model(
         intermediate_size=intermediate,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
         max_position_embeddings=max_length,
-        **(settings | more),
+        **(settings | {"num_key_value_heads": heads} | more),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -37,8 +37,8 @@ SMALL = PipelineShape(samples=2, batch=2, commit_every=2)
 def test_transport_gives_every_figure() -> None:
     told: list[int] = []
     row = measure(64, "off", trajectories=16, rounds=1, flow=SMALL, url=None, advance=told.append)
-    keys = {"trajectories_per_s", "raw_per_s", "ratio", "cpu_us_per_trajectory", "bytes_per_trajectory"}
-    keys |= {"one_hop_per_s", "one_hop_ratio", "one_hop_cpu_us_per_trajectory"}
+    keys = {"trajectories_per_s", "raw_trajectories_per_s", "ratio", "cpu_us_per_trajectory", "bytes_per_trajectory"}
+    keys |= {"one_hop_trajectories_per_s", "one_hop_ratio", "one_hop_cpu_us_per_trajectory"}
     assert all(row[key] > 0 for key in keys)
     assert row["trajectories"] == 16
     assert row["aof"] == "off"
@@ -63,7 +63,7 @@ def test_the_pipelines_leave_nothing_on_a_server_of_the_user(server: EmbeddedSer
 def test_a_long_run_is_compared_with_a_fresh_one() -> None:
     result = measure_behind(40, 32, "off", trajectories=16, rounds=1, flow=SMALL, url=None, advance=lambda _: None)
     assert result["behind"] >= 40
-    assert {"start_per_s", "after_per_s", "fresh_per_s", "change", "memory_after_bytes"} <= set(result)
+    assert {"start_per_s", "after_per_s", "fresh_per_s", "ratio", "memory_after_bytes"} <= result.figures().keys()
 
 
 def test_a_role_that_ends_is_named(server: EmbeddedServer) -> None:
@@ -128,7 +128,7 @@ def test_weights_give_every_figure_and_leave_nothing(kind: str, tmp_path: Path, 
     row = measure_weights("1M", kind, 1, "transformers", server.url, tmp_path, told.append)
     keys = {"publish_s", "fetch_s", "publish_delta_s", "fetch_delta_s", "raw_copy_s", "apply_s", "step_s", "held_s"}
     assert all(row[key] > 0 for key in keys | {"ratio", "ratio_delta", "held_ratio"})
-    assert {"pause_s", "pause_ratio", "probe_s"} <= row.keys()
+    assert {"pause_s", "pause_ratio", "probe_s"} <= row.figures().keys()
     assert 0 < row["bytes_delta"] < 0.05 * row["bytes_full"], "the delta of one small step"
     assert told == [1]
     assert not list(tmp_path.iterdir())
@@ -208,7 +208,7 @@ def test_the_agents_command_prints_the_parts_that_were_asked_for() -> None:
 def test_an_overlap_run_on_the_broker_keeps_the_bound_and_gives_the_figures_of_its_simulation() -> None:
     rates, mix = ClusterRates(), LengthMix(mean=600, longest=3200)
     plan, row = simulate(4, 2, 1, rates, mix)
-    measured = measure_overlap(plan, rates, mix, 2, 20.0, None, lambda _: None)
+    measured = measure_overlap(row, plan, rates, mix, 2, 20.0, None, lambda _: None)
     assert row["generators"] + row["trainers"] == 4
     assert measured["measured_steps"] >= 1
     assert measured["measured_tokens_per_s"] > 0
