@@ -27,7 +27,7 @@ from consumers.reward.rewards.signatures import FIELDS
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from deploy.launchers import LAUNCHERS
 from deploy.migrate import trl, verl
-from deploy.migrate.conversion import Rule
+from deploy.migrate.conversion import ConversionRule
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
 from producers.engines.base import ABILITIES
@@ -74,14 +74,14 @@ KEY_NOTES = {
     " task, until its samples are made",
     "scored": "stream, consumer group `trainer`: outcomes; those of one group that came together are one entry",
     "dead": "stream, 1,000 entries: dead letters",
-    "readmit": "sorted set: tasks that are admitted again before the cursor goes on",
+    "readmit": "sorted set: tasks that are admitted again before the cursor advances",
     "failed": "sorted set, 10,000 entries: groups that failed, which may be requeued",
     "prompts": "string: the curriculum's statistics, 4 bytes a prompt: solve rate in 1/255, groups up to 255, and the"
     " step of the last one in 1/16",
     "journal": "hash: step to the record of what it trains on, until a checkpoint covers it",
     "evals": "hash: VERSION:FIELD of each evaluation, the newest 1,000",
     "changes": "stream, 16 entries: wakes those who wait for room",
-    "orders": "stream, 16 entries: wakes those who only follow what people asked for, however many they are",
+    "orders": "stream, 16 entries: wakes services that only follow users' orders, however many they are",
     "weights": "stream: manifests, the version is the entry's id",
     "chunks": "hash: VERSION:INDEX or VERSION:delta:INDEX to one chunk of a version, with the transport `redis`",
     "peers": "hash: PEER to the end of its lease and where it serves weights, with the transport `peer`; `key`, by"
@@ -90,15 +90,15 @@ KEY_NOTES = {
     " known, who answered, and the addresses by which they meet",
     "roll_answers": "stream: wakes the trainer, which waits for answers to its call",
     "roll_changes": "stream: wakes those who wait for the end of a call, or for an address",
-    "refusals": "hash: who refused the newest version and has no other weights, and whether anybody uses it",
+    "refusals": "hash: generators that refused the newest version and have no other weights, and whether any uses it",
     "events": "stream, 10,000 entries: the timeline",
     "metrics": "stream, 10,000 entries: one JSON object a step",
     "services": "hash: the last heartbeat of each service; one that was silent for long goes when another joins",
-    "run_control": "hash: what people asked for: pause, checkpoint, stop, replicas, by number; steps of a finished run",
+    "run_control": "hash: users' orders: pause, checkpoint, stop, replicas, by number; steps of a finished run",
     "eval_samples": "stream: texts and rewards of evaluations' samples, until the trainer has written them to samples/",
     "recent": "stream, 256 entries: trained samples, kept for reading",
     "counters": "hash: leases that expired, duplicates and zombies that were refused, commits and their seconds",
-    "questions": "list: what people have asked the present policy, and no generator has taken yet",
+    "questions": "list: users' questions to the current policy that no generator has taken yet",
     "answers": "stream: the newest answers to these",
 }
 """What is behind each key of broker/connection/keys.py; a new key without a line here fails the build."""
@@ -208,7 +208,7 @@ def _documentation_of(model: type[BaseModel]) -> str:
 
 
 def type_name(annotation: Any, field: FieldInfo | None = None) -> str:
-    """A type for people, with its limits: ``integer, 1 or more``."""
+    """A readable type, with its limits: ``integer, 1 or more``."""
     limits = _limits(field) if field is not None else ""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
@@ -361,7 +361,7 @@ def metric_table() -> str:
     return table(["Name", "What it is, and what to look at it for"], rows)
 
 
-def migration_table(rules: tuple[Rule, ...]) -> str:
+def migration_table(rules: tuple[ConversionRule, ...]) -> str:
     """What becomes of each setting of another system; those without a counterpart last."""
     with_one = [[f"`{rule.theirs}`", f"`{rule.ours}`", rule.note] for rule in rules if rule.ours]
     without = [[f"`{rule.theirs}`", "-", rule.note] for rule in rules if not rule.ours]
