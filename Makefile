@@ -28,11 +28,11 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 
 .DEFAULT_GOAL := help
 INSTALL = $(BIN)/python scripts/install.py --vllm '$(VLLM)' --torch-index '$(TORCH_INDEX)' --record $(VENV)/.vllm
-.PHONY: help setup dev demo check test unit system sglang environments chaos soak lint types docs pins clean
+.PHONY: help setup dev demo check test test-all unit system sglang environments chaos soak lint types docs pins clean
 
 help: ## List the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
-		|| grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST)
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
+		|| grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Set up .venv with all that a run needs, once; make demo does it by itself
 
@@ -56,11 +56,16 @@ demo: $(STAMP) ## A small model learns arithmetic on this machine: an embedded R
 check: $(DEV) ## Style, types and unit tests side by side: the minute before a commit
 	@$(MAKE) --no-print-directory -k -j 2 $(if $(filter output-sync,$(.FEATURES)),-O) lint unit
 
-test: $(DEV) ## Run all tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test: $(DEV) ## Run the tests: every promise once
+	$(PYTEST) -m 'not matrix' $(ARGS)
+
+test-all: $(DEV) ## Run the matrices that make test leaves out: every engine, layout, launcher and fault, long chaos
+	$(PYTEST) -m matrix $(ARGS)
 
 unit: $(DEV) ## Run the unit tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/unit $(ARGS)
+	$(PYTEST) tests/unit $(ARGS)
 
 system: ## Install the programs that tests drive: Chromium, Slurm, kubectl and others (Debian, Ubuntu; as root)
 	@tests/system.sh

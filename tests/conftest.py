@@ -37,6 +37,13 @@ from schemas.config import BrokerConfig  # noqa: E402
 _runs = itertools.count()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Raise UsageError if a test of a matrix does not say why `make test` may leave it out."""
+    for item in items:
+        if any(not mark.args for mark in item.iter_markers("matrix")):
+            raise pytest.UsageError(f"{item.nodeid}: pytest.mark.matrix needs a reason, what covers it in make test")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def own_environment() -> Iterator[None]:
     """What a module's tests, or vLLM in them, set in the environment ends with the module."""

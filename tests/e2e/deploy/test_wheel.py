@@ -84,6 +84,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
+@pytest.mark.matrix("a whole run from a wheel; test_everything_public_is_there imports all of it")
 def test_an_installed_wheel_trains(installed: Path, folder: Path) -> None:
     """By the function, which the command calls, too: services, ranks and workers are processes of their own."""
     call([str(installed), "-P", "-c", "import sys, tidemill; sys.exit(tidemill.run('config.yaml'))"], folder)

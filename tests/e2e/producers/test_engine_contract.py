@@ -42,7 +42,9 @@ KINDS = [
     "scripted",
     pytest.param("transformers", marks=pytest.mark.integration),
     pytest.param("vllm", marks=[slow, needs_vllm]),
-    pytest.param("http-vllm", marks=[slow, needs_vllm]),
+    pytest.param(
+        "http-vllm", marks=[slow, needs_vllm, pytest.mark.matrix("a server of vLLM's; its dialect is a unit test")]
+    ),
     pytest.param("http-sglang", marks=slow),
 ]
 

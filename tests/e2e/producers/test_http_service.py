@@ -28,6 +28,7 @@ def servers(run: UpRun) -> list[psutil.Process]:
     return [process for process in found if "api_server" in " ".join(process.cmdline()) and process.is_running()]
 
 
+@pytest.mark.matrix("the second engine in a whole run; test_up trains with vLLM in the process")
 def test_a_policy_is_trained_over_vllms_own_server_and_a_killed_server_costs_no_sample(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     (tmp_path / "rewards.py").write_text(SEVENS)

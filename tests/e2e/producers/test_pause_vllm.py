@@ -18,6 +18,7 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.pausable_system import PausableSystem
 
 pytestmark = [
+    pytest.mark.matrix("a pause with real vLLM; the engine contract and test_pause hold it with other engines"),
     pytest.mark.e2e,
     pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),

@@ -94,6 +94,7 @@ def test_a_policy_learns_with_real_vllm_and_nothing_is_lost(
     assert not [event for event in broker.events.tail(100) if event.level == "error"]
 
 
+@pytest.mark.matrix("a second transport in a whole run; test_weight_peers holds its promises")
 @pytest.mark.timeout(400)
 def test_a_policy_learns_from_weights_that_go_from_peer_to_peer(
     model: Path, tmp_path: Path, server: EmbeddedServer, make_broker: Callable[..., Broker]
@@ -122,6 +123,7 @@ def test_a_policy_learns_from_weights_that_go_from_peer_to_peer(
     assert not [event for event in broker.events.tail(100) if event.level == "error"]
 
 
+@pytest.mark.matrix("a third transport in a whole run; test_weight_broadcast holds its promises")
 @pytest.mark.timeout(400)
 def test_versions_are_broadcast_to_the_generators_of_a_run_and_no_process_stays(model: Path, tmp_path: Path) -> None:
     config = configuration(
@@ -177,6 +179,7 @@ def test_any_service_may_be_killed_and_nothing_is_lost_or_trained_twice(model: P
     assert all(times[0] == again for times in replayed.values() for again in times[1:])
 
 
+@pytest.mark.matrix("kills of another kind of dataset; test_up kills each service of the demo")
 @pytest.mark.timeout(400)
 def test_a_mixture_with_a_curriculum_goes_on_after_kills_and_says_what_it_skipped(model: Path, tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": f"{number}+0=", "answer": str(number)}) for number in range(10, 40)]

@@ -18,7 +18,11 @@ from tests.support.runs.command_line import run_tidemill
 from tests.support.runs.up_runs import UpRun, trained_samples
 from tests.support.user_code.example_scripts import load_script
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.matrix("kills in a run with images; test_up kills each service of a run with text"),
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),
+]
 
 STEPS, GROUPS = 20, 10
 

@@ -20,6 +20,7 @@ from consumers.reward.scorer import Scorer
 from schemas.config import RewardTerm
 
 pytestmark = [
+    pytest.mark.matrix("a second way to serve a reward model; test_reward_model scores in the worker"),
     pytest.mark.e2e,
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),

@@ -58,6 +58,7 @@ def of_a_quiet_run(server: EmbeddedServer, name: str, model: Path, folder: Path,
     return exported
 
 
+@pytest.mark.matrix("every moment of a step; test_killed kills one rank at each, test_ranks_e2e several ranks")
 @pytest.mark.parametrize(
     ("point", "victim"),
     [
@@ -109,6 +110,7 @@ def undisturbed_parts(server: EmbeddedServer, divisible: Path, quiet: Path) -> b
     return of_a_quiet_run(server, "undisturbed-parts", divisible, quiet, **PARTS)
 
 
+@pytest.mark.matrix("a replay under a second layout")
 def test_recorded_steps_of_ranks_that_share_layers_come_out_equal(
     undisturbed_parts: bytes, make_broker: Callable[..., Broker], divisible: Path, quiet: Path
 ) -> None:
@@ -118,6 +120,7 @@ def test_recorded_steps_of_ranks_that_share_layers_come_out_equal(
     assert "to the bit" in told
 
 
+@pytest.mark.matrix("kills under a second layout")
 def test_ranks_that_share_layers_too(
     undisturbed_parts: bytes, make_broker: Callable[..., Broker], divisible: Path, tmp_path: Path
 ) -> None:

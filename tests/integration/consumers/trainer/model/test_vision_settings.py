@@ -79,6 +79,7 @@ def test_a_step_in_bfloat16_is_that_of_float32_but_for_its_digits(model: Path, f
     assert any("visual" in name for name in moved) != freeze
 
 
+@pytest.mark.matrix("compiling changes speed alone")
 @pytest.mark.skipif(what_lacks("cpu") is not None, reason="there is no C++ compiler")
 @pytest.mark.timeout(900)
 def test_compiled_layers_give_the_same_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

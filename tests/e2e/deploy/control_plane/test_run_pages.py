@@ -20,7 +20,7 @@ from tests.support.runs.run_folders import make_run
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 VIEWS = ("metrics", "groups", "groups/7/71", "evaluations", "machine", "logs", "setup", "runs")
 
 
@@ -208,6 +208,7 @@ def test_the_log_that_is_shown_first_has_something_in_it(visit: Open, folder: Pa
     expect(page.locator("#log-service")).to_have_value("generator-0")
 
 
+@pytest.mark.matrix("every view by every screen; the overview is held by test_dashboard")
 @pytest.mark.parametrize("options", [{}, {"color_scheme": "dark"}, {"viewport": PHONE, "is_mobile": True}], ids=str)
 def test_every_view_fits_and_has_no_violation_of_accessibility(visit: Open, options: dict[str, Any]) -> None:
     seen = visit("runs", **options)
