@@ -1,7 +1,7 @@
-"""One episode of the configured agent, through the real endpoint, answered by an engine without a model.
+"""One episode of the configured agent, through the real endpoint, with an engine that needs no model.
 
-``tidemill doctor`` and ``tidemill agent`` play it, to show what the agent does before any weights are loaded: how many
-rows its calls make, which of its settings are left aside, and whether an episode that was interrupted can be replayed.
+``tidemill doctor`` and ``tidemill agent`` run it to show what the agent does before any weights are loaded: how many
+rows its calls make, which of its settings are ignored, and whether an interrupted episode can be replayed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 from schemas.messages import FinishReason, Partial, Sampling, Span
 
-TRIAL_S = 30.0
-"""Deadline of the trial's episode; a tool that waits for something may reach it."""
-ANSWER = "A trial answer."
+DEADLINE_S = 30.0
+"""Deadline of the episode. A tool that waits for something may reach it."""
+ANSWER = "A test answer."
 LOCAL = "127.0.0.1:0"
 
 
-class TrialEngine(ScriptedEngine):
-    """Gives the same short answer to whatever it is asked."""
+class FixedAnswerEngine(ScriptedEngine):
+    """An engine that gives every request the same short answer."""
 
     def __init__(self, tokenizer: HfTokenizer, max_length: int) -> None:
         super().__init__(EngineSettings("none", "float32", max_length, 8))
@@ -69,52 +69,52 @@ class TrialEngine(ScriptedEngine):
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What became of the trial's episode. replayed: calls that a second start of the agent got from the first's."""
+class PlayedEpisode:
+    """The result of an episode that was played twice. replayed: calls that the second time reused from the first."""
 
     sample: SampledCompletion | FailedSample
     replayed: int
 
 
-def try_agent(config: TidemillConfig) -> Finding | str:
-    """Play the trial, and say in one line what was found."""
+def check_agent(config: TidemillConfig) -> Finding | str:
+    """Play one episode and return a line about it."""
     if unmade := find_unmade(config):
         return unmade
-    trial = asyncio.run(play_trial(config))
-    if isinstance(trial.sample, FailedSample):
+    played = asyncio.run(play_episode(config))
+    if isinstance(played.sample, FailedSample):
         return Finding(
-            "agent trial",
+            "agent episode",
             "warn",
-            trial.sample.reason,
-            f"the policy answered {ANSWER!r} to everything: if the agent may raise then, this is no mistake",
+            played.sample.reason,
+            f"the policy answered {ANSWER!r} to every call: ignore this if the agent should then raise",
         )
-    found, calls = trial.sample, len(trial.sample.calls)
-    rows = max(1, len(found.segments))
+    sample, calls = played.sample, len(played.sample.calls)
+    rows = max(1, len(sample.segments))
     text = f"{calls} calls, {rows} {'row' if rows == 1 else 'rows'}"
-    if found.reward is not None:
-        text += f", reward {found.reward:g}"
-    if ignored := found.metrics.get("ignored_settings"):
-        text += f", {ignored:g} sampling settings of the agent's were left aside"
-    if trial.replayed < calls:
+    if sample.reward is not None:
+        text += f", reward {sample.reward:g}"
+    if ignored := sample.metrics.get("ignored_settings"):
+        text += f", {ignored:g} sampling settings of the agent are ignored"
+    if played.replayed < calls:
         return Finding(
-            "agent trial",
+            "agent episode",
             "warn",
-            f"{text}; a second start got {trial.replayed} of its {calls} calls from the first",
-            "the agent asks something else each time (a date, a random id), so interrupted episodes begin anew",
+            f"{text}; a replay reused {played.replayed} of its {calls} calls",
+            "the agent's requests differ each time (a date, a random id), so an interrupted episode starts over",
         )
-    return f"{text}, a second start got all of them from the first"
+    return f"{text}; a replay reused all of them"
 
 
-async def play_trial(config: TidemillConfig, position: int = 0) -> Trial:
-    """Play an example of the first training dataset twice: from its beginning, and with the first one's calls."""
+async def play_episode(config: TidemillConfig, position: int = 0) -> PlayedEpisode:
+    """Play an example of the first training dataset twice: from its beginning, then with the saved calls."""
     agents = config.generator.agents.model_copy(
-        update={"deadline_s": min(TRIAL_S, config.generator.agents.deadline_s), "processes": 1, "address": LOCAL}
+        update={"deadline_s": min(DEADLINE_S, config.generator.agents.deadline_s), "processes": 1, "address": LOCAL}
     )
     config = config.model_copy(update={"generator": config.generator.model_copy(update={"agents": agents})})
     tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
     settings = config.generator.workflow
     workflow = find_workflow(settings.name, settings.args, config.base)()
-    engine = TrialEngine(tokenizer, config.model.max_length)
+    engine = FixedAnswerEngine(tokenizer, config.model.max_length)
     example = build_dataset(config.train[0].at_levels()[0], config.base)[position]
     limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
     images = prepare_images(example.images, limits)
@@ -130,23 +130,23 @@ async def play_trial(config: TidemillConfig, position: int = 0) -> Trial:
 
         asked = msgspec.structs.replace(task, partials=partials)
         samples = workflow.run(RolloutContext(engine, tokenizer, asked, [0], save, places=places, files=limits.images))
-        (found,) = [sample async for sample in samples]
-        return found, saved
+        (sample,) = [sample async for sample in samples]
+        return sample, saved
 
     async with running(workflow, WorkflowServices(engine, tokenizer, config)):
         first, saved = await play([])
         if isinstance(first, FailedSample) or not saved:
-            return Trial(first, 0)
+            return PlayedEpisode(first, 0)
         second, _ = await play(saved[-1:])
     replayed = 0 if isinstance(second, FailedSample) else int(second.metrics.get("replayed", 0))
-    return Trial(first, replayed)
+    return PlayedEpisode(first, replayed)
 
 
-async def play_elsewhere(config: TidemillConfig, base_url: str, api_key: str, position: int = 0) -> AgentResult:
-    """Run the agent once on the training example at ``position``, against any server that it understands."""
+async def play_on_server(config: TidemillConfig, base_url: str, api_key: str, position: int = 0) -> AgentResult:
+    """Run the agent once on the training example at ``position``, against the server at ``base_url``."""
     settings = config.generator.workflow
     if settings.name != "agent":
-        raise ConfigError(f"generator.workflow.name {settings.name!r} is no agent: must be agent")
+        raise ConfigError(f"generator.workflow.name must be agent, is {settings.name!r}")
     agents = config.generator.agents.model_copy(update={"processes": 1})
     args = settings.args
     workers = AgentWorkers(args.get("run"), args.get("command"), args.get("args") or {}, config.base, agents)

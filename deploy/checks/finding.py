@@ -1,4 +1,4 @@
-"""What a check of a machine or a configuration found, and how checks of it are made of functions that raise."""
+"""The result of a check of a machine or a configuration, and how a function that raises becomes such a check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check. text: one line. advice: what to do, when something is to be done."""
+    """The result of a check. text: one line. advice: how to fix it, if anything is wrong."""
 
     name: str
     level: Level
@@ -21,20 +21,20 @@ class Finding:
     advice: str = ""
 
 
-def examine(name: str, look: Callable[[], Finding | str | None]) -> Finding:
-    """The finding of ``look``, which returns it, or a text for people, or raises what is wrong.
+def run_check(name: str, check: Callable[[], Finding | str | None]) -> Finding:
+    """Return the finding of ``check``, which returns a finding or a text, or raises an error.
 
-    Whatever the user's own code raises in there is wrong with the configuration, too.
+    Any exception of the user's own code counts as an error of the configuration.
     """
     try:
-        found = look()
+        found = check()
     except TidemillError as error:
         return Finding(name, "fail", one_line(str(error)))
     except Exception as error:  # noqa: BLE001 - the border to user code: datasets, plug-ins, a model's own Python
         return Finding(name, "fail", one_line(f"{name}: {type(error).__name__}: {error}"))
-    return found if isinstance(found, Finding) else Finding(name, "ok", one_line(found or "as it should be"))
+    return found if isinstance(found, Finding) else Finding(name, "ok", one_line(found or "ok"))
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks."""
+    """Return the text without line breaks."""
     return " ".join(text.split())

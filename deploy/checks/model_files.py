@@ -1,4 +1,4 @@
-"""A model judged by its files: a folder, or a model of the hub by one question. Nothing of it is loaded."""
+"""Checks of a model by its files, in a folder or with one request to the Hub. Nothing of it is loaded."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken", "spi
 
 
 def check_hub_or_folder(path: str, setting: str) -> Path | None:
-    """The folder of a model with its configuration and weights, None for one of the hub.
+    """Return the folder of a model with its configuration and weights, or None for a model of the Hub.
 
-    ConfigError when it is neither; a hub that does not answer within HUB_DEADLINE_S counts as not reached.
+    Raises ConfigError if it is neither, or if the Hub does not answer within HUB_DEADLINE_S.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         _check_config(folder, setting)
         if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
-            raise ConfigError(f"{setting} {path} has no weights, neither *.safetensors nor *.bin")
+            raise ConfigError(f"{setting} {path} has no weights: expected *.safetensors or *.bin")
         return folder
     if path.startswith((".", "/", "~")) or split_revision(path)[0].count("/") > 1:
-        raise ConfigError(f"{setting} {path} does not exist: name a model folder, or a hub id")
+        raise ConfigError(f"{setting} {path} does not exist: give a model folder or a Hub id")
     cached = cached_folder(path, setting)
     if cached is None:
         _ask_hub(path, setting)
     else:
-        # Of its other files some may be missing still: services download them.
+        # Other files may still be missing: services download them.
         _check_config(cached, setting)
     return None
 
 
 def cached_folder(path: str, setting: str = "model.path") -> Path | None:
-    """Where the configuration of a model of the hub lies on this machine, None when it does not; ConfigError: no id."""
+    """Return the folder with the cached configuration of a Hub model, or None. Raises ConfigError for an invalid id."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -47,35 +47,35 @@ def cached_folder(path: str, setting: str = "model.path") -> Path | None:
         id, revision = split_revision(path)
         cached = try_to_load_from_cache(id, "config.json", revision=revision)
     except HFValidationError:
-        raise ConfigError(f"{setting} {path} does not exist, and is no hub id either") from None
+        raise ConfigError(f"{setting} {path} does not exist and is not a Hub id") from None
     return Path(cached).parent if isinstance(cached, str) else None
 
 
 def find_unmade(config: TidemillConfig) -> str | None:
-    """Say that ``warm_start`` has yet to make the model; None where it is there, or is not made here."""
+    """Return a message if ``warm_start`` has yet to create the model, else None."""
     path = config.model.path
     if config.warm_start is None or (Path(path) / "config.json").is_file():
         return None
-    return f"{path} is not there yet, warm_start makes it"
+    return f"{path} does not exist yet: warm_start creates it"
 
 
 def check_made(config: TidemillConfig) -> None:
-    """ConfigError when ``warm_start`` has yet to make the model, for what can't do without it."""
+    """Raise ConfigError if ``warm_start`` has yet to create the model."""
     if unmade := find_unmade(config):
         raise ConfigError(f"model.path {unmade}: run `tidemill sft` with this configuration first")
 
 
 def check_tokenizer(folder: Path) -> None:
-    """ConfigError when there is no tokenizer, or a tokenizer.json that is none."""
+    """Raise ConfigError if there is no tokenizer, or if tokenizer.json is not valid."""
     file = folder / "tokenizer.json"
     if file.is_file():
         read_json(file)
     elif not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
-        raise ConfigError(f"no tokenizer in {folder}: it needs tokenizer.json, or what its kind of tokenizer has")
+        raise ConfigError(f"no tokenizer in {folder}: expected tokenizer.json or another tokenizer file")
 
 
 def chat_template(folder: Path) -> str | None:
-    """The model's chat template, of its own file or its tokenizer's settings; None without one."""
+    """Return the model's chat template, from its own file or the tokenizer's settings, or None."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def chat_template(folder: Path) -> str | None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A file of a model that must be a JSON object; ConfigError names it."""
+    """Read a JSON object from a file of a model. Raises ConfigError, which names the file."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -104,13 +104,13 @@ def read_json(file: Path) -> dict[str, Any]:
 def _check_config(folder: Path, setting: str) -> None:
     file = folder / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{setting} {folder} has no config.json: it is no Hugging Face model folder")
+        raise ConfigError(f"{setting} {folder} has no config.json: it is not a Hugging Face model folder")
     if not any(read_json(file).get(key) for key in ("model_type", "architectures", "auto_map")):
-        raise ConfigError(f"{setting} {folder}: config.json names no model_type: it is no model of transformers")
+        raise ConfigError(f"{setting} {folder}: config.json has no model_type: transformers cannot load it")
 
 
 def _ask_hub(path: str, setting: str) -> None:
-    """One request, in a thread: looking up a name can hang for longer than any deadline of the library."""
+    """Send one request, in a thread, since the lookup of a host name can exceed any deadline of the library."""
     answers: list[str | None] = []
 
     def ask() -> None:
@@ -120,13 +120,13 @@ def _ask_hub(path: str, setting: str) -> None:
             id, revision = split_revision(path)
             info = HfApi().model_info(id, revision=revision, timeout=HUB_DEADLINE_S)
             files = [each.rfilename for each in info.siblings or []]
-            answers.append(None if not files or "config.json" in files else "the hub's model has no config.json")
+            answers.append(None if not files or "config.json" in files else "the Hub's model has no config.json")
         except Exception as error:  # noqa: BLE001 - those of the HTTP library that the hub's client happens to use
-            answers.append(f"the model hub says: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
+            answers.append(f"the Hub answered: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
 
     thread = threading.Thread(target=ask, daemon=True, name="hub")
     thread.start()
     thread.join(HUB_DEADLINE_S)
-    answer = answers[0] if answers else f"the model hub did not answer within {HUB_DEADLINE_S:g} s"
+    answer = answers[0] if answers else f"the Hub did not answer within {HUB_DEADLINE_S:g} s"
     if answer is not None:
         raise ConfigError(f"{setting} {path}: no such folder, and {answer}")

@@ -1,4 +1,4 @@
-"""The names of built-in choices in a configuration, looked up without importing what they name: in milliseconds."""
+"""Checks of the built-in names in a configuration, without importing what they name: in milliseconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schemas.errors import ConfigError
 
 
 def check_names(config: TidemillConfig) -> str:
-    """ConfigError for a name that is neither built in nor a path of the user's own; returns the main ones."""
+    """Check that every name is built in or an import path. Return the loss, advantage and engine names."""
     trainer, engine = config.trainer, config.generator.engine
     held_out = config.eval.dataset if config.eval else []
     warm = [config.warm_start.dataset, config.warm_start.eval] if config.warm_start else []
@@ -35,7 +35,7 @@ def check_names(config: TidemillConfig) -> str:
 
 
 def _check_not_swapped(loss: str, advantage: str) -> None:
-    """ConfigError for an advantage that is given as the loss, or the other way round: algorithms are called by both."""
+    """Raise ConfigError for an advantage that is given as the loss, or the reverse: algorithms are named after both."""
     for setting, name, ours, other, others in (
         ("trainer.loss.name", loss, LOSSES, "trainer.advantage.name", ADVANTAGES),
         ("trainer.advantage.name", advantage, ADVANTAGES, "trainer.loss.name", LOSSES),

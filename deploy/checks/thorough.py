@@ -1,4 +1,4 @@
-"""What only ``tidemill doctor`` looks at, since it takes seconds or needs a figure of the run.
+"""The checks that only ``tidemill doctor`` makes, since they take seconds or need a metric of the run.
 
 The model without its weights, the lengths of prompts, how turns of episodes are joined, and whether their times fit.
 """
@@ -22,14 +22,14 @@ from schemas.errors import ConfigError, DataError
 from schemas.model_folder import resolve_folder
 
 GB = 1024**3
-LOOKED_AT = 256
-"""Prompts of each dataset that are measured."""
+MEASURED = 256
+"""Number of prompts of each dataset that are measured."""
 STATE_BYTES = 16
-"""Of one trained parameter: itself, its gradient and two moments, float32."""
+"""Bytes of a trained parameter, its gradient and its two moments, all float32."""
 
 
 def measure_model(config: TidemillConfig) -> Finding | str:
-    """Build the model from its configuration alone, on the meta device, where tensors have shapes and no memory."""
+    """Build the model from its configuration on the meta device, where tensors take no memory."""
     path, trust = config.model.path, config.model.trust_remote_code
     if unmade := find_unmade(config):
         return unmade
@@ -53,13 +53,13 @@ def measure_model(config: TidemillConfig) -> Finding | str:
     count = sum(parameter.numel() for parameter in model.parameters())
     text = f"{count / 1e6:,.1f}M parameters{', reads images' if config.model.kind == 'vision' else ''}"
     if config.trainer.lora is not None:
-        return f"{text}, an adapter of {', '.join(targets(model, config.trainer.lora.targets))}"
+        return f"{text}, adapter on {', '.join(targets(model, config.trainer.lora.targets))}"
     state = count * STATE_BYTES / GB
-    return f"{text}; weights, gradients and optimizer of the trainer take {state:,.1f} GB over all ranks"
+    return f"{text}; the trainer's weights, gradients and optimizer take {state:,.1f} GB over all ranks"
 
 
 def measure_prompts(config: TidemillConfig) -> Finding | str:
-    """Whether the first prompts fit into model.max_length, in tokens as generators make them; of images their marks."""
+    """Check that the first prompts fit into model.max_length, in tokens as generators encode them."""
     if unmade := find_unmade(config):
         return unmade
     from producers.feeder import task_of
@@ -72,7 +72,7 @@ def measure_prompts(config: TidemillConfig) -> Finding | str:
     count = 0
     for dataset in (level for train in config.train for level in train.at_levels()):
         examples = build_dataset(dataset, config.base)
-        for index in range(min(len(examples), LOOKED_AT)):
+        for index in range(min(len(examples), MEASURED)):
             count += 1
             task = task_of(examples, dataset.label, index, index, "train", config.sampling, limits)
             try:
@@ -86,57 +86,59 @@ def measure_prompts(config: TidemillConfig) -> Finding | str:
             else:
                 lengths.append(length)
     if wrong:
-        text = f"{len(wrong)} of the first {count} prompts can't be answered with model.max_length {room}: {wrong[0]}"
-        advice = "a larger model.max_length, or data without them: each ends as a failed prompt group"
+        text = f"{len(wrong)} of the first {count} prompts cannot be used with model.max_length {room}: {wrong[0]}"
+        advice = "increase model.max_length or remove these prompts: each becomes a failed prompt group"
         return Finding("prompts", "warn" if lengths else "fail", text, advice)
-    text = f"up to {max(lengths)} tokens in the first {count}, of model.max_length {room}"
+    text = f"up to {max(lengths)} tokens in the first {count}; model.max_length is {room}"
     cut = sum(length + config.sampling.max_tokens > room for length in lengths)
     if cut:
         problem = f"{text}; {cut} leave less than sampling.max_tokens {config.sampling.max_tokens}"
-        return Finding("prompts", "warn", problem, "a larger model.max_length, or answers are cut off sooner")
+        return Finding("prompts", "warn", problem, "increase model.max_length, or their answers are cut off early")
     return text
 
 
-def try_bridge(config: TidemillConfig) -> Finding | str:
-    """Join turns on the model's own chat template, as generators do when they start."""
+def check_bridge(config: TidemillConfig) -> Finding | str:
+    """Join turns with the model's own chat template, as generators do when they start."""
     if unmade := find_unmade(config):
         return unmade
+    from producers.conversation import template_check
     from producers.conversation.chat_template import ChatTemplate
-    from producers.conversation.template_check import check_bridge
     from producers.tokenizer import HfTokenizer
 
     template = ChatTemplate(HfTokenizer(config.model.path, config.model.trust_remote_code))
-    if problem := check_bridge(template):
+    if problem := template_check.check_bridge(template):
         return Finding(
             "joined turns",
             "warn",
-            f"each model call becomes a row of its own: {problem}",
-            "training is exact but takes more tokens; a chat template whose turns end with a token that ends generation"
-            " lets them be joined",
+            f"each model call becomes a separate row: {problem}",
+            "training stays exact but takes more tokens; turns are joined if the chat template ends each with a token"
+            " that ends generation",
         )
-    return "an episode's calls are joined to one row, as the model's own chat template writes them"
+    return "the model's chat template joins the calls of an episode into one row"
 
 
 def compare_times(config: TidemillConfig, step_s: float | None) -> Finding | str:
-    """Tell whether episodes may take longer than the steps and evaluations that wait for them.
+    """Compare the longest time of an episode with the steps and evaluations that wait for it.
 
-    step_s: seconds of a step; None takes what the run's last steps took, waiting left out, if there are any.
+    step_s: seconds of a step; by default those of the run's last steps, without waiting, if there are any.
     """
     deadline_s, held = config.generator.agents.deadline_s, config.flow.staleness + 1
     text = f"episodes take up to {deadline_s:g} s, the trainer gives up after {config.trainer.batch_timeout_s:g} s"
     problems, advice = [], []
     if config.eval is not None and config.eval.hold_s < deadline_s:
-        problems.append(f"an evaluation holds new weights back for {config.eval.hold_s:g} s, longer ones are of others")
+        problems.append(
+            f"an evaluation holds new weights back for {config.eval.hold_s:g} s only: longer episodes mix versions"
+        )
         advice.append(f"eval.hold_s {deadline_s:g}")
     measured = step_s is None
     step_s = step_s or _measured_step_s(config.folder / "metrics.jsonl")
     if step_s is None:
-        text += f"; with the time of a step, --step-s, it is told whether {held} steps are enough for them"
+        text += f"; pass --step-s to check whether {held} steps are enough for them"
     elif deadline_s > held * step_s:
         source = "measured" if measured else "given"
         problems.append(
-            f"the trainer waits for those that take over {held * step_s:g} s: flow.staleness {config.flow.staleness}"
-            f" allows {held} steps of {step_s:g} s ({source}) in the meantime"
+            f"the trainer waits for episodes that take over {held * step_s:g} s: flow.staleness {config.flow.staleness}"
+            f" allows {held} steps of {step_s:g} s ({source}) meanwhile"
         )
         enough = -int(-deadline_s // step_s) - 1
         advice.append(f"flow.staleness {enough}, or a flow.window, or generator.agents.deadline_s {held * step_s:g}")
@@ -144,12 +146,12 @@ def compare_times(config: TidemillConfig, step_s: float | None) -> Finding | str
         text += f", and {held} steps of {step_s:g} s are enough for all"
     if not problems:
         return text
-    fit = "; leave it if few episodes take so long" if len(advice) == len(problems) else ""
+    fit = "; ignore this if few episodes take so long" if len(advice) == len(problems) else ""
     return Finding("episode times", "warn", "; ".join([text, *problems]), "set " + ", and ".join(advice) + fit)
 
 
 def _measured_step_s(file: Path) -> float | None:
-    """Median time of the last steps of a run, without waiting; None if there are none."""
+    """Return the median time of the run's last steps without waiting, or None."""
     try:
         with file.open(encoding="utf-8") as lines:
             last = [json.loads(line) for line in deque(lines, 50)]

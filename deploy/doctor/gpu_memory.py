@@ -1,8 +1,8 @@
 """An estimate of the GPU memory that a run needs, from the model's config.json alone: nothing is loaded.
 
-Weights, gradients and optimizer are counted; activations are rough, of the usual transformer with a flash attention
-(after Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022); what the libraries
-themselves take is left out, but for RESERVE_GB.
+Weights, gradients and optimizer are exact. Activations are a rough estimate for a transformer with flash attention
+(after Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022). Memory of the libraries
+is not counted, except for RESERVE_GB.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from schemas.config import TidemillConfig
 GB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ACTIVATIONS = 17
-"""Numbers of the size of the hidden state that a layer keeps of each token for its backward pass."""
+"""Vectors of the hidden size that a layer keeps of each token for its backward pass."""
 VLLM_SHARE = 0.9
-"""Share of a GPU's memory that vLLM takes when nobody says."""
+"""Share of a GPU's memory that vLLM takes by default."""
 RESERVE_GB = 1.5
-"""What vLLM needs beside weights and cache: activations, CUDA graphs, libraries."""
+"""Memory that vLLM needs beside weights and cache: activations, CUDA graphs, libraries."""
 UNGATED = frozenset({"gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "phi", "falcon", "gpt_bigcode"})
-"""Kinds of models whose feed-forward has two matrices instead of three."""
+"""Model types whose feed-forward has two matrices instead of three."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
     """Sizes of a transformer. linear: inputs plus outputs of all its linear layers, for adapters. cache: numbers that
-    the cache holds of each token."""
+    the KV cache holds of each token."""
 
     parameters: int
     hidden: int
@@ -40,7 +40,7 @@ class ModelSize:
 
 
 def model_size(config: Mapping[str, Any]) -> ModelSize | None:
-    """The sizes that a config.json gives; None for one of an unknown kind."""
+    """Read model dimensions from config.json; None if the architecture is unknown."""
     config = config.get("text_config") or config
 
     def first(*names: str, default: int = 0) -> int:
@@ -73,7 +73,7 @@ def model_size(config: Mapping[str, Any]) -> ModelSize | None:
 
 @dataclass(frozen=True)
 class Need:
-    """What one GPU holds of a side of the run, GB by name. capacity: what it has for this, None if unknown."""
+    """GB that trainer or generator needs of one GPU, by name. capacity: GB that it may use, None if unknown."""
 
     parts: Mapping[str, float]
     capacity: float | None
@@ -93,16 +93,16 @@ class Need:
 
 
 def trainer_need(config: TidemillConfig, size: ModelSize, memory_gb: float | None) -> Need:
-    """What each GPU of the trainer holds. memory_gb: of one GPU, as far as the trainer has it."""
+    """Return the memory that the trainer needs of each GPU. memory_gb: the part of a GPU that the trainer may use."""
     trainer, small = config.trainer, BYTES[config.model.dtype]
-    # Of a model that is not replicated every rank has another part.
+    # A model that is not replicated is divided over the ranks.
     ranks = max(1, trainer.processes // trainer.parallel.replicate)
     trained, frozen = size.parameters, 0.0
     if trainer.lora is not None:
         trained, frozen = trainer.lora.rank * size.linear, float(size.parameters * small)
     kept = size.layers * ACTIVATIONS
     if trainer.activation_checkpointing:
-        # Of each layer its input, in main memory where it is offloaded, and of attention what comes out.
+        # The input of each layer, unless it is offloaded to main memory, and the output of attention.
         inputs = 0 if trainer.activation_offload else size.layers
         kept = inputs + (size.layers if trainer.activation_checkpointing == "selective" else 0) + ACTIVATIONS
     parts = {
@@ -119,21 +119,21 @@ def trainer_need(config: TidemillConfig, size: ModelSize, memory_gb: float | Non
 
 
 def describe_cache(config: TidemillConfig, size: ModelSize, memory_gb: float, share: float) -> tuple[bool, str]:
-    """Whether the model fits what a generator's engine takes of each of its GPUs, and what is left for its cache."""
+    """Return whether the model fits into the engine's share of each GPU, and a text on the room for its KV cache."""
     small, width = BYTES[config.model.dtype], engine_width(config)
     weights = size.parameters * small / width / GB
     left = share * memory_gb - weights - RESERVE_GB
     tokens = left * GB * width / (size.cache * small)
     text = f"{weights:.1f} weights, of {share:g} of {memory_gb:.0f} GB on each GPU"
     if tokens < config.model.max_length:
-        return False, f"{text}: the cache has no room for one sample of model.max_length {config.model.max_length}"
+        return False, f"{text}: the KV cache cannot hold one sample of model.max_length {config.model.max_length}"
     return True, f"{text}: {left:.1f} GB of KV cache, {tokens:,.0f} tokens"
 
 
-def look_at_memory(
+def check_memory_fits(
     config: TidemillConfig, size: ModelSize, gpus: list[Gpu], plan: GpuPlan
 ) -> list[tuple[str, bool, str]]:
-    """Trainer and generator: name, whether it fits, and why. Without GPUs only what would be needed."""
+    """Return name, whether it fits, and a text for trainer and generator. Without GPUs, only the trainer's need."""
     memory = gpus[0].memory_gb if gpus else None
     vllm = engine_name(config.generator.engine) == "vllm"
     args = plan.apply(config).generator.args

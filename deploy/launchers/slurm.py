@@ -82,7 +82,7 @@ class Slurm:
         skip = {"control plane"}
         if self.setup or self.container:
             # Data and the user's code are read in an environment that is not this one.
-            skip |= {"trial"}
+            skip |= {"user code"}
         if self.container:
             skip |= {"model"}
         check(config, here=not (self.setup or self.container), skip=skip)

@@ -1,1 +1,1 @@
-"""Work that needs no broker: warm start, preference training, evaluation, export, replay, tiny models."""
+"""Commands that train or evaluate without a broker, and the tiny models of examples, benchmarks and tests."""

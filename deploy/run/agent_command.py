@@ -1,4 +1,4 @@
-"""``tidemill agent``: one run of the configured agent, shown to its author."""
+"""``tidemill agent``: one run of the configured agent, printed for debugging."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from deploy.checks.agent_episode import play_elsewhere, play_trial
+from deploy.checks.agent_episode import play_episode, play_on_server
 from deploy.checks.model_files import check_made
 from deploy.logs import configure_logging
 from producers.workflows.base import FailedSample
@@ -17,10 +17,10 @@ from schemas.errors import ERROR_EXIT
 
 
 def run_agent(config: TidemillConfig, base_url: str | None, api_key: str, example: int, as_json: bool) -> None:
-    """Run the agent on one example and print what came of it; exit code 1 when it failed.
+    """Run the agent on one example and print the result; exit code 1 if it fails.
 
-    Without ``base_url`` it talks to the real endpoint in front of an engine without a model, and its conversation is
-    shown as well. as_json: all of it as one object.
+    Without ``base_url``, the agent talks to the real endpoint in front of an engine without a model, and its
+    conversation is printed, too. as_json: print one JSON object.
     """
     if base_url is None:
         check_made(config)
@@ -29,19 +29,19 @@ def run_agent(config: TidemillConfig, base_url: str | None, api_key: str, exampl
     messages: list[dict[str, Any]] = []
     said: dict[str, Any] = {}
     if base_url is not None:
-        result = asyncio.run(play_elsewhere(config, base_url, api_key, example))
+        result = asyncio.run(play_on_server(config, base_url, api_key, example))
         failed = result.kind != "returned"
         said = {"reward": result.reward, "turns": result.turn_rewards, "metrics": result.metrics, "data": result.data}
         reason = f"{result.kind}: {result.error}" if result.error else result.kind
     else:
-        trial = asyncio.run(play_trial(config, example))
-        failed = isinstance(trial.sample, FailedSample)
-        reason = trial.sample.reason if isinstance(trial.sample, FailedSample) else "returned"
-        if not isinstance(trial.sample, FailedSample):
-            found = trial.sample
+        played = asyncio.run(play_episode(config, example))
+        failed = isinstance(played.sample, FailedSample)
+        reason = played.sample.reason if isinstance(played.sample, FailedSample) else "returned"
+        if not isinstance(played.sample, FailedSample):
+            found = played.sample
             messages = found.data.get("messages", [])
             rows = max(1, len(found.segments))
-            said = {"reward": found.reward, "rows": rows, "replayed": trial.replayed, "metrics": found.metrics}
+            said = {"reward": found.reward, "rows": rows, "replayed": played.replayed, "metrics": found.metrics}
     seconds = round(time.monotonic() - began, 1)
     if as_json:
         print(json.dumps({"failed": failed, "reason": reason, "seconds": seconds, "messages": messages, **said}))
@@ -57,7 +57,7 @@ def run_agent(config: TidemillConfig, base_url: str | None, api_key: str, exampl
 
 
 def _line(message: dict[str, Any]) -> str:
-    """A message for the terminal."""
+    """Return a message as a line for the terminal."""
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []]
     content = message.get("content") or ""
     text = content if isinstance(content, str) else json.dumps(content)

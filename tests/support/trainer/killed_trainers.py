@@ -23,7 +23,7 @@ from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.service import run_trainer
 from consumers.trainer.step.train_step import TrainStep
 from consumers.trainer.step_log import StepLog
-from deploy.offline.checkpoints import replay_steps
+from deploy.export.checkpoints import replay_steps
 from schemas.config import parse_config
 from tests.support.trainer.forked_ranks import DEADLINE_S, run_in_ranks, start_ranks, wait_for_exit_codes
 

@@ -48,13 +48,13 @@ def write(folder: Path, function: str) -> Path:
 def test_an_agent_is_played_without_a_model_and_its_conversation_shown(tmp_path: Path) -> None:
     done = run_tidemill("agent", str(write(tmp_path, "run")))
     assert done.returncode == 0
-    assert done.stdout.count("assistant: A trial answer.") == 2
+    assert done.stdout.count("assistant: A test answer.") == 2
     assert "agent returned" in done.stdout
     assert '"ignored_settings": 2.0' in done.stdout
     assert "replayed: 2" in done.stdout
     found = json.loads(run_tidemill("agent", str(write(tmp_path, "run")), "--json").stdout)
     assert (found["failed"], found["reason"], found["replayed"]) == (False, "returned", 2)
-    assert [message["content"] for message in found["messages"]].count("A trial answer.") == 2
+    assert [message["content"] for message in found["messages"]].count("A test answer.") == 2
 
 
 def test_an_agent_that_fails_says_why_and_the_exit_code_is_not_0(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_an_agent_that_fails_says_why_and_the_exit_code_is_not_0(tmp_path: Path)
 def test_doctor_plays_one_episode(tmp_path: Path) -> None:
     done = run_tidemill("doctor", str(write(tmp_path, "run")), "--json")
     assert "2 calls, 1 row, reward 0.5, 2 sampling settings" in done.stdout
-    assert "a second start got all of them from the first" in done.stdout
+    assert "a replay reused all of them" in done.stdout
 
 
 def test_doctor_says_how_turns_are_joined_and_whether_times_fit(tmp_path: Path) -> None:

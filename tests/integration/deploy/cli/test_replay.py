@@ -20,7 +20,7 @@ from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.replay import plan_replay
 from consumers.trainer.step.build import build_train_step
-from deploy.offline.checkpoints import replay_steps
+from deploy.export.checkpoints import replay_steps
 from schemas.codec import Array
 from schemas.config import BrokerConfig, TidemillConfig, parse_config, save_config
 from schemas.errors import ConfigError

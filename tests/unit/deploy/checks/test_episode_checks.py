@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from deploy.checks.agent_episode import play_trial
+from deploy.checks.agent_episode import play_episode
 from deploy.checks.finding import Finding
-from deploy.checks.thorough import compare_times, try_bridge
+from deploy.checks.thorough import check_bridge, compare_times
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import TidemillConfig, parse_config
 from tests.support.models.chat_templates import SOURCES, STOPS, write_tokenizer
@@ -46,7 +46,7 @@ def test_longer_ones_are_told_with_the_staleness_that_they_need(tmp_path: Path) 
     found = compare_times(config(tmp_path, 101), 20.0)
     assert isinstance(found, Finding)
     assert found.level == "warn"
-    assert "waits for those that take over 100 s: flow.staleness 4 allows 5 steps of 20 s (given)" in found.text
+    assert "waits for episodes that take over 100 s: flow.staleness 4 allows 5 steps of 20 s (given)" in found.text
     assert "flow.staleness 5, or a flow.window, or generator.agents.deadline_s 100" in found.advice
     assert isinstance(compare_times(config(tmp_path, 101, staleness=5), 20.0), str)
 
@@ -68,7 +68,7 @@ def test_evaluations_that_hold_weights_back_for_less_are_told(tmp_path: Path) ->
     found = compare_times(config(tmp_path, 90, eval=evaluation), 60.0)
     assert isinstance(found, Finding)
     assert "an evaluation holds new weights back for 60 s" in found.text
-    assert found.advice == "set eval.hold_s 90; leave it if few episodes take so long"
+    assert found.advice == "set eval.hold_s 90; ignore this if few episodes take so long"
 
 
 @pytest.mark.parametrize(
@@ -80,16 +80,16 @@ def test_whether_turns_are_joined_is_tried_on_the_models_own_template(
     write_tokenizer(tmp_path, stops=STOPS.get(template, []))
     source = SOURCES.get(template, "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}")
     (tmp_path / "chat_template.jinja").write_text(source, encoding="utf-8")
-    found = try_bridge(config(tmp_path))
+    found = check_bridge(config(tmp_path))
     if level == "ok":
         assert isinstance(found, str)
         assert "one row" in found
     else:
         assert isinstance(found, Finding)
-        assert "each model call becomes a row of its own: the chat template closes answers with no token" in found.text
+        assert "each model call becomes a separate row: the chat template closes answers with no token" in found.text
 
 
-def test_the_trial_of_an_agent_of_a_vision_model_shows_it_the_images_of_its_row(tmp_path: Path) -> None:
+def test_the_episode_of_an_agent_of_a_vision_model_shows_it_the_images_of_its_row(tmp_path: Path) -> None:
     vision_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "image_token_id": PAD}))
     processor = {"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 784, "longest_edge": 12544}}
@@ -106,6 +106,6 @@ def test_the_trial_of_an_agent_of_a_vision_model_shows_it_the_images_of_its_row(
     workflow = {"name": "agent", "args": {"run": f"{tmp_path}/a.py:run"}}
     agents = {"deadline_s": 100.0}
     settings = config(tmp_path, **own, train=train, generator={"workflow": workflow, "agents": agents})
-    trial = asyncio.run(play_trial(settings))
-    assert isinstance(trial.sample, SampledCompletion)
-    assert (len(trial.sample.images), trial.sample.reward, trial.replayed) == (1, 1.0, 1)
+    played = asyncio.run(play_episode(settings))
+    assert isinstance(played.sample, SampledCompletion)
+    assert (len(played.sample.images), played.sample.reward, played.replayed) == (1, 1.0, 1)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from deploy.checks import preflight, user_code
-from deploy.checks.finding import Finding, examine
+from deploy.checks.finding import Finding, run_check
 from schemas.config import load_config, parse_config
 from schemas.errors import ConfigError
 from tests.support.models.model_folders import write_model_files
@@ -67,7 +67,7 @@ def up(folder: Path, *overrides: str) -> Finished:
 def test_a_mistake_is_told_without_running_anything_of_the_user(
     folder: Path, override: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "_trial", lambda config, thorough: pytest.fail("this needs no trial"))
+    monkeypatch.setattr(preflight, "_check_user_code", lambda *_: pytest.fail("this needs no child"))
     done = up(folder, override)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert message in done.stderr
@@ -120,7 +120,7 @@ def broken_folders(folder: Path) -> dict[str, str]:
     return {
         "empty": "has no config.json",
         "text": "is not valid JSON",
-        "no-type": "config.json names no model_type",
+        "no-type": "config.json has no model_type",
         "no-weights": "has no weights",
         "no-tokenizer": "no tokenizer in",
     }
@@ -145,7 +145,7 @@ def test_a_hub_id_is_one_question_and_one_line_without_a_network(folder: Path, m
     assert asked == ["qwen/none"]
     assert (done.returncode, done.stderr) == (
         2,
-        "tidemill: model.path qwen/none: no such folder, and the model hub says: Name or service not known\n",
+        "tidemill: model.path qwen/none: no such folder, and the Hub answered: Name or service not known\n",
     )
 
 
@@ -169,13 +169,13 @@ def test_a_parser_of_answers_that_there_is_not_is_told_before_anything_starts(fo
         assert names in str(error.value)
 
 
-def trial_of(folder: Path, **sections: Any) -> list[Finding]:
+def user_code_findings(folder: Path, **sections: Any) -> list[Finding]:
     """The findings of the part that runs in a child process, made in this one, up to the first that fails."""
     data = yaml.safe_load((folder / "config.yaml").read_text()) | sections
     data["model"] = {"path": str(folder / data["model"]["path"])}
     findings = []
     for name, look in user_code.checks(parse_config(data, folder)):
-        findings.append(examine(name, look))
+        findings.append(run_check(name, look))
         if findings[-1].level == "fail":
             break
     return findings
@@ -198,34 +198,34 @@ def test_data_are_opened_and_every_line_is_read(folder: Path) -> None:
         (good, {"answer": "gold"}, "no field 'gold'"),
         (good, {"prompts": "x"}, "unknown argument 'prompts', did you mean 'prompt'?"),
     ):
-        (found,) = trial_of(folder, train=jsonl(folder, text, **args))
+        (found,) = user_code_findings(folder, train=jsonl(folder, text, **args))
         assert (found.name, found.level) == ("dataset", "fail")
         assert message in found.text
-    (found,) = trial_of(folder, train={"name": "jsonl", "args": {"path": "none.jsonl"}})
+    (found,) = user_code_findings(folder, train={"name": "jsonl", "args": {"path": "none.jsonl"}})
     assert found.text == f"dataset 'jsonl': path 'none.jsonl': no file {folder / 'none.jsonl'}"
 
 
 def test_whatever_a_users_dataset_raises_is_one_line(folder: Path) -> None:
     (folder / "mine.py").write_text("class Data:\n    def __init__(self):\n        raise KeyError('split\\nby')\n")
-    (found,) = trial_of(folder, train={"name": "mine.py:Data"})
+    (found,) = user_code_findings(folder, train={"name": "mine.py:Data"})
     assert (found.level, found.text) == ("fail", "dataset: KeyError: 'split\\nby'")
 
 
 def test_messages_need_a_chat_template_that_can_be_read(folder: Path) -> None:
     rows = jsonl(folder, '{"prompt": "1+1=", "answer": "2"}', chat=True)
-    assert "has no chat template" in trial_of(folder, train=rows)[-1].text
+    assert "has no chat template" in user_code_findings(folder, train=rows)[-1].text
     write_model_files(folder / "model", "{% for m in messages %}")
-    assert "the chat template in" in trial_of(folder, train=rows)[-1].text
+    assert "the chat template in" in user_code_findings(folder, train=rows)[-1].text
     marked = CHAT + "{% generation %}{% break %}{% endgeneration %}"
     for template in (CHAT, marked.replace("{% break %}", "")):
         write_model_files(folder / "model", template)
-        assert trial_of(folder, train=rows)[-1].level == "ok"
+        assert user_code_findings(folder, train=rows)[-1].level == "ok"
 
 
 def test_a_batch_of_more_prompts_than_there_are_is_a_warning(folder: Path) -> None:
-    found = trial_of(folder, trainer={"batch_groups": 41})[0]
+    found = user_code_findings(folder, trainer={"batch_groups": 41})[0]
     assert found.level == "warn"
-    assert found.text.startswith("trainer.batch_groups 41 is more than the 40 prompts of jsonl: prompts repeat within")
+    assert found.text.startswith("trainer.batch_groups 41 exceeds the 40 prompts of jsonl: prompts repeat within")
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_batch_of_more_prompts_than_there_are_is_a_warning(folder: Path) -> No
 def test_arguments_are_bound_as_the_services_will_bind_them(
     folder: Path, sections: dict[str, Any], message: str
 ) -> None:
-    found = trial_of(folder, **{"trainer": {"batch_groups": 8}, **sections})[-1]
+    found = user_code_findings(folder, **{"trainer": {"batch_groups": 8}, **sections})[-1]
     assert found.level == "fail"
     assert message in found.text
 
@@ -283,7 +283,7 @@ def test_algorithms_of_a_user_must_be_callable_as_the_trainer_calls_them(
     folder: Path, setting: dict[str, Any], code: str, message: str
 ) -> None:
     (folder / "mine.py").write_text(code)
-    found = trial_of(folder, trainer={"batch_groups": 8, **setting})[-1]
+    found = user_code_findings(folder, trainer={"batch_groups": 8, **setting})[-1]
     assert (found.name, found.level) == ("algorithm", "fail")
     assert message in found.text
 
@@ -293,7 +293,9 @@ def test_examples_of_algorithms_pass_the_check(folder: Path) -> None:
     (folder / "mine.py").write_text(code)
     for own in ("mine.py:advantage", "reinforce_pp", "grpo"):
         trainer = {"loss": {"name": "mine.py:loss", "args": {"beta": 2}}, "advantage": {"name": own}, "batch_groups": 8}
-        found = trial_of(folder, trainer=trainer | {"kl": {"estimator": "mine.py:kl"}, "aggregation": "prompt_mean"})
+        found = user_code_findings(
+            folder, trainer=trainer | {"kl": {"estimator": "mine.py:kl"}, "aggregation": "prompt_mean"}
+        )
         assert found[-1].level == "ok", found[-1]
 
 
@@ -324,8 +326,8 @@ def test_built_in_algorithms_without_arguments_need_no_pytorch(folder: Path) -> 
             "import sys\nprint('hello')\nsys.exit(0)\n",
             "dataset 'mine.py:Data' cannot be imported: SystemExit: 0",
         ),
-        ("import os\nprint('hello', flush=True)\nos._exit(0)\n", "dataset: its check ended: hello"),
-        ("import os\nos._exit(7)\n", "dataset: its check ended: exit code 7"),
+        ("import os\nprint('hello', flush=True)\nos._exit(0)\n", "dataset: the check ended: hello"),
+        ("import os\nos._exit(7)\n", "dataset: the check ended: exit code 7"),
     ],
 )
 def test_the_users_code_can_not_end_the_check_without_a_word(folder: Path, code: str, message: str) -> None:
@@ -345,16 +347,16 @@ def test_a_port_that_is_taken_is_told_to_people_and_ends_nothing(folder: Path, c
         data["model"]["path"] = str(folder / "model")
         preflight.check(parse_config(data, folder))
     assert capsys.readouterr().err == (
-        f"tidemill: warning: control.port {port} is taken on 127.0.0.1: the control plane will take a free one\n"
+        f"tidemill: warning: control.port {port} is in use on 127.0.0.1: the control plane will use a free one\n"
     )
 
 
 def test_a_check_that_hangs_ends_at_its_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "TRIAL_DEADLINE_S", 0.2)
+    monkeypatch.setattr(preflight, "USER_CODE_DEADLINE_S", 0.2)
     (folder / "mine.py").write_text("import time\ntime.sleep(60)\n")
     data = yaml.safe_load((folder / "config.yaml").read_text()) | {"train": {"name": "mine.py:Data"}}
     data["model"]["path"] = str(folder / "model")
-    with pytest.raises(ConfigError, match=r"^\w+: no answer within 0 s$"):
+    with pytest.raises(ConfigError, match=r"^[\w ]+: no answer within 0 s$"):
         preflight.check(parse_config(data, folder))
 
 
@@ -374,18 +376,18 @@ def test_a_full_disk_is_one_line_also_where_the_file_has_no_name(folder: Path) -
 
 def test_doctor_makes_the_same_check_and_answers_in_json(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.doctor.doctor.check_libraries", list)
-    trials: list[bool] = []
+    calls: list[bool] = []
 
-    def trial(config: Any, thorough: bool, step_s: float | None) -> list[Finding]:
-        trials.append(thorough)
+    def check_user_code(config: Any, thorough: bool, step_s: float | None) -> list[Finding]:
+        calls.append(thorough)
         return []
 
-    monkeypatch.setattr(preflight, "_trial", trial)
+    monkeypatch.setattr(preflight, "_check_user_code", check_user_code)
     done = run_tidemill("doctor", "config.yaml", "--json", cwd=folder)
-    assert (done.returncode, trials) == (0, [True]), done.stdout
+    assert (done.returncode, calls) == (0, [True]), done.stdout
     found = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert found.keys() >= {"names", "folders", "model", "launcher"}
-    assert (found["sandbox"]["level"] == "ok") == found["sandbox"]["text"].startswith("bwrap keeps out: files, ")
+    assert (found["sandbox"]["level"] == "ok") == found["sandbox"]["text"].startswith("bwrap blocks: files, ")
     done = run_tidemill("doctor", "config.yaml", "trainer.loss.name=pppo", "launcher.name=k8s", "--json", cwd=folder)
     wrong = {finding["name"]: finding["text"] for finding in json.loads(done.stdout) if finding["level"] == "fail"}
     assert (done.returncode, set(wrong)) == (2, {"names", "launcher"})
@@ -403,7 +405,7 @@ def test_a_model_is_measured_without_its_weights(tmp_path: Path) -> None:
         "reward": {"terms": [{"name": "exact"}]},
         "trainer": {"lora": {"targets": ["q_proj"]}},
     }
-    assert str(measure_model(parse_config(data))).endswith("M parameters, an adapter of q_proj")
+    assert str(measure_model(parse_config(data))).endswith("M parameters, adapter on q_proj")
     data["trainer"] = {"lora": {"targets": ["none"]}}
     with pytest.raises(ConfigError, match=r"'none' is no linear layer"):
         measure_model(parse_config(data))
@@ -412,10 +414,18 @@ def test_a_model_is_measured_without_its_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "level", "text"),
     [
-        (["1+1="], "ok", "up to 4 tokens in the first 1, of model.max_length 16"),
-        (["1+1=", "1+1+1+1+1+1="], "warn", "up to 12 tokens in the first 2, of model.max_length 16; 1 leave less than"),
-        (["1+1=", "1+" * 8], "warn", "1 of the first 2 prompts can't be answered with model.max_length 16: example 1"),
-        (["", "1+" * 8], "fail", "2 of the first 2 prompts can't be answered with model.max_length 16: task 0 has an"),
+        (["1+1="], "ok", "up to 4 tokens in the first 1; model.max_length is 16"),
+        (["1+1=", "1+1+1+1+1+1="], "warn", "up to 12 tokens in the first 2; model.max_length is 16; 1 leave less than"),
+        (
+            ["1+1=", "1+" * 8],
+            "warn",
+            "1 of the first 2 prompts cannot be used with model.max_length 16: example 1",
+        ),
+        (
+            ["", "1+" * 8],
+            "fail",
+            "2 of the first 2 prompts cannot be used with model.max_length 16: task 0 has an",
+        ),
     ],
 )
 def test_doctor_counts_the_tokens_of_prompts(folder: Path, prompts: list[str], level: str, text: str) -> None:
@@ -426,16 +436,16 @@ def test_doctor_counts_the_tokens_of_prompts(folder: Path, prompts: list[str], l
     data = yaml.safe_load((folder / "config.yaml").read_text())
     data["model"] = {"path": str(make_tiny_model(folder / "tiny")), "max_length": 16}
     config = parse_config({**data, "sampling": {"max_tokens": 5}}, base=folder)
-    found = examine("prompts", lambda: measure_prompts(config))
+    found = run_check("prompts", lambda: measure_prompts(config))
     assert found.level == level
     assert found.text.startswith(text), found.text
 
 
-def reward_trial(folder: Path, data: dict[str, Any], thorough: bool) -> Finding:
+def first_reward(folder: Path, data: dict[str, Any], thorough: bool) -> Finding:
     """What the check of a first reward finds, after those before it."""
     for name, look in user_code.checks(parse_config(data, base=folder), thorough):
-        found = examine(name, look)
-        if name == "reward trial":
+        found = run_check(name, look)
+        if name == "first reward":
             return found
     raise AssertionError("the reward was not tried")
 
@@ -447,8 +457,8 @@ def test_a_reward_that_raises_is_told_by_doctor_and_before_a_run(
     monkeypatch.setattr(user_code, "QUICK_S", 60.0)
     (folder / "mine.py").write_text("def mine(prompt, completion, prompt_ids, completion_ids):\n    return 1 / 0\n")
     data = yaml.safe_load((folder / "config.yaml").read_text()) | {"reward": {"terms": [{"name": "mine.py:mine"}]}}
-    found = reward_trial(folder, data, thorough)
-    assert (found.level, found.advice) == (level, "mend the reward function")
+    found = first_reward(folder, data, thorough)
+    assert (found.level, found.advice) == (level, "fix the reward function")
     assert found.text.startswith(
         "no reward for the reference answer of the first prompt: mine.py:mine: ZeroDivisionErr"
     )
@@ -475,11 +485,11 @@ def test_a_run_is_not_kept_waiting_for_rewards_that_need_a_server_or_take_long(
     )
     data = yaml.safe_load((folder / "config.yaml").read_text())
     for terms, text in (
-        ([{"name": "mine.py:asks"}], "not tried: it needs a server, a model or the workflow"),
+        ([{"name": "mine.py:asks"}], "skipped: it needs a server, a model or the workflow"),
         ([{"name": "mine.py:asks"}, {"name": "exact"}], "1 for the reference answer of the first prompt"),
-        ([{"name": "mine.py:slow"}], "not tried: it takes longer than 0.2 s"),
+        ([{"name": "mine.py:slow"}], "skipped: it takes longer than 0.2 s"),
     ):
-        found = reward_trial(folder, data | {"reward": {"terms": terms}}, thorough=False)
+        found = first_reward(folder, data | {"reward": {"terms": terms}}, thorough=False)
         assert (found.level, found.text) == ("ok", text)
 
 
@@ -492,7 +502,7 @@ def test_doctor_tries_the_reward_of_an_episode_with_one_that_the_workflow_gave(f
     data["generator"]["workflow"] = {"name": "agent"}
     data["reward"] = {"terms": [{"name": "episode"}, {"name": "mine.py:said"}]}
     assert (
-        reward_trial(folder, data, thorough=True).text
-        == "4 for the reference answer of the first prompt, if the workflow gives it 1"
+        first_reward(folder, data, thorough=True).text
+        == "4 for the reference answer of the first prompt, if the workflow's reward is 1"
     )
-    assert reward_trial(folder, data, thorough=False).text.startswith("not tried: ")
+    assert first_reward(folder, data, thorough=False).text.startswith("skipped: ")

@@ -145,8 +145,8 @@ def test_a_command_says_how_the_model_is_made_that_it_needs(command: str, config
     done = run_tidemill(command, config, *changes, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (
         2,
-        "tidemill: model.path ./made is not there yet, warm_start makes it: run `tidemill sft` with this configuration"
-        " first\n",
+        "tidemill: model.path ./made does not exist yet: warm_start creates it: run `tidemill sft` with this"
+        " configuration first\n",
     )
 
 

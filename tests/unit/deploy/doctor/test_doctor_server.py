@@ -60,7 +60,7 @@ def test_a_server_that_is_there_is_named_with_its_release(server: FaultyServer) 
     other = look(url=server.url)
     assert (other.level, other.advice) == (
         "warn",
-        "vllm 0.32.0 is what Tidemill is tested with: its protocol may differ",
+        "vllm 0.32.0 is the release that Tidemill is tested with: the protocol may differ",
     )
     assert "/update_weights" not in server.asked
 
@@ -76,7 +76,7 @@ def test_what_a_server_lacks_is_told(server: FaultyServer) -> None:
 
 
 def test_how_a_server_is_launched_is_told() -> None:
-    assert look(command=["srun", "serve"]).text.startswith("launched with srun serve; vllm 0.32.0 is what")
+    assert look(command=["srun", "serve"]).text.startswith("launched with srun serve; vllm 0.32.0 is the release")
     missing = look(dialect="sglang")
     assert (missing.level, missing.text) == ("fail", "sglang is not installed")
     assert "generator.http.command" in missing.advice
@@ -85,8 +85,8 @@ def test_how_a_server_is_launched_is_told() -> None:
 
 def test_a_run_is_refused_before_it_starts_where_its_server_can_not_be() -> None:
     for http, said in (
-        ({"dialect": "openai", "url": "http://a"}, "generator.http.dialect openai can't be trained with"),
-        ({"command": ["/nowhere/python"]}, "generator.http.command /nowhere/python: there is no such program"),
+        ({"dialect": "openai", "url": "http://a"}, "generator.http.dialect openai cannot be used for training"),
+        ({"command": ["/nowhere/python"]}, "generator.http.command /nowhere/python: program not found"),
         ({"dialect": "sglang"}, r"needs the package sglang: pip install 'tidemill\[sglang\]'"),
     ):
         with pytest.raises(ConfigError, match=said):

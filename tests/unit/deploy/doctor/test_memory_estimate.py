@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.doctor.doctor import check_gpus
-from deploy.doctor.gpu_memory import look_at_memory, model_size, trainer_need
+from deploy.doctor.gpu_memory import check_memory_fits, model_size, trainer_need
 from deploy.launchers.gpus import Gpu, plan_gpus
 from deploy.launchers.local import Local
 from producers.engines.weight_files import read_shapes
@@ -121,7 +121,7 @@ def test_full_training_takes_sixteen_bytes_a_parameter_over_all_ranks_and_an_ada
 def test_two_gpus_tell_what_each_side_has_left() -> None:
     size, gpus = model_size(QWEN_HALF_B), [Gpu("0", 24.0), Gpu("1", 24.0)]
     assert size is not None
-    trainer, generator = look_at_memory(config(), size, gpus, plan_gpus(config(), gpus))
+    trainer, generator = check_memory_fits(config(), size, gpus, plan_gpus(config(), gpus))
     assert trainer[:2] == ("trainer memory", True)
     assert "494M parameters: 1.8 weights + 1.8 gradients + 3.7 optimizer" in trainer[2]
     assert "of 24 GB on each GPU" in trainer[2]
@@ -132,17 +132,17 @@ def test_two_gpus_tell_what_each_side_has_left() -> None:
 def test_one_gpu_that_is_too_small_for_both_is_said_before_anything_runs() -> None:
     size, gpus = model_size(LLAMA_8B), [Gpu("0", 24.0)]
     assert size is not None
-    trainer, generator = look_at_memory(config(), size, gpus, plan_gpus(config(), gpus))
+    trainer, generator = check_memory_fits(config(), size, gpus, plan_gpus(config(), gpus))
     assert not trainer[1]
     assert "of 14 GB" in trainer[2]
     assert not generator[1]
-    assert "no room for one sample of model.max_length 4096" in generator[2]
+    assert "the KV cache cannot hold one sample of model.max_length 4096" in generator[2]
 
 
 def test_without_gpus_only_what_would_be_needed_is_told() -> None:
     size = model_size(QWEN_HALF_B)
     assert size is not None
-    (trainer,) = look_at_memory(config(), size, [], plan_gpus(config(), []))
+    (trainer,) = check_memory_fits(config(), size, [], plan_gpus(config(), []))
     assert trainer[1]
     assert trainer[2].endswith("GB on each GPU")
 

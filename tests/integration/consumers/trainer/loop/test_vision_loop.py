@@ -13,7 +13,7 @@ from consumers.trainer.checkpoint.batch_files import BatchFiles
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.loop import Trainer
 from consumers.trainer.step.build import build_train_step
-from deploy.offline.checkpoints import replay_steps
+from deploy.export.checkpoints import replay_steps
 from deploy.offline.tiny_vision_model import write_tiny_vision_model
 from schemas.config import TidemillConfig, parse_config
 from schemas.images import ImageSettings, prepare_image, read_image_settings

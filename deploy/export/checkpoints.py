@@ -18,8 +18,8 @@ from rich.progress import Progress
 from consumers.trainer.checkpoint.compare import Comparison
 from consumers.trainer.checkpoint.convert import export_checkpoint
 from consumers.trainer.replay import ReplayPlan, plan_replay, run_replay
+from deploy.export.hub import push, write_card
 from deploy.logs import configure_logging
-from deploy.offline.hub import push, write_card
 from deploy.services import torchrun
 from schemas.config import TidemillConfig
 from schemas.errors import ERROR_EXIT, OK_EXIT

@@ -1,0 +1,1 @@
+"""Commands on what a run has saved: exported models, recorded batches and replays of steps."""
