@@ -21,7 +21,7 @@ from producers.agents.workers.protocol import AgentJob, AgentResult
 from producers.datasets.loading import build_dataset
 from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
-from producers.images.placeholders import ImagePlaces
+from producers.images.placeholders import ImagePlaceholders
 from producers.images.settings import image_settings
 from producers.tasks import TaskLimits, make_task, prepare_images
 from producers.tokenizer import HfTokenizer
@@ -119,7 +119,7 @@ async def play_episode(config: TidemillConfig, position: int = 0) -> PlayedEpiso
     limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
     images = prepare_images(example.images, limits)
     task = make_task(position, "train", example, config.sampling.model_copy(update={"n": 1}), images=images)
-    places = ImagePlaces.of(config)
+    placeholders = ImagePlaceholders.of(config)
 
     async def play(partials: list[Partial]) -> tuple[SampledCompletion | FailedSample, list[Partial]]:
         saved: list[Partial] = []
@@ -129,7 +129,9 @@ async def play_episode(config: TidemillConfig, position: int = 0) -> PlayedEpiso
             return Kept()
 
         asked = msgspec.structs.replace(task, partials=partials)
-        samples = workflow.run(RolloutContext(engine, tokenizer, asked, [0], save, places=places, files=limits.images))
+        samples = workflow.run(
+            RolloutContext(engine, tokenizer, asked, [0], save, placeholders=placeholders, files=limits.images)
+        )
         (sample,) = [sample async for sample in samples]
         return sample, saved
 

@@ -37,7 +37,7 @@ def measure_model(config: TidemillConfig) -> Finding | str:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from consumers.trainer.model.lora import targets
-    from producers.images.placeholders import ImagePlaces
+    from producers.images.placeholders import ImagePlaceholders
     from producers.tokenizer import HfTokenizer
 
     try:
@@ -49,7 +49,7 @@ def measure_model(config: TidemillConfig) -> Finding | str:
         raise ConfigError(f"model.path {path}: {error}") from error
     if Path(path).expanduser().is_dir():
         HfTokenizer(path, trust)
-        ImagePlaces.of(config)
+        ImagePlaceholders.of(config)
     count = sum(parameter.numel() for parameter in model.parameters())
     text = f"{count / 1e6:,.1f}M parameters{', reads images' if config.model.kind == 'vision' else ''}"
     if config.trainer.lora is not None:

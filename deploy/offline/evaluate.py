@@ -23,7 +23,7 @@ from deploy.logs import configure_logging
 from producers.datasets.loading import build_dataset
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import engine_name, make_engine
-from producers.images.placeholders import ImagePlaces
+from producers.images.placeholders import ImagePlaceholders
 from producers.images.settings import image_settings
 from producers.tasks import TaskLimits, make_task, prepare_images
 from producers.tokenizer import HfTokenizer
@@ -107,7 +107,7 @@ async def _evaluate(config: TidemillConfig, held_out: list[HeldOut], path: str) 
     tokenizer = HfTokenizer(path, config.model.trust_remote_code)
     console = Console(stderr=True)
     tasks = [task for one in held_out for task in one.tasks]
-    places = ImagePlaces.of(config)
+    placeholders = ImagePlaceholders.of(config)
     files = {digest: body for one in held_out for digest, body in one.images.items()}
     async with (
         _started(config, path) as engine,
@@ -120,7 +120,7 @@ async def _evaluate(config: TidemillConfig, held_out: list[HeldOut], path: str) 
             async def answer(task: Task) -> list[Trajectory]:
                 async with room:
                     samples = workflow.run(
-                        RolloutContext(engine, tokenizer, task, range(task.n), places=places, files=files)
+                        RolloutContext(engine, tokenizer, task, range(task.n), placeholders=placeholders, files=files)
                     )
                     found = [
                         _known(sample, engine).to_trajectory(task, config.run.name, "eval")

@@ -14,7 +14,7 @@ from typing import Any
 
 from producers.conversation.messages import Message, image_digests
 from producers.engines.base import PromptImage
-from producers.images.placeholders import ImagePlaces
+from producers.images.placeholders import ImagePlaceholders
 from producers.images.prepare import is_pillow_image, make_data_url, png_file, read_data_url
 from producers.workflows.base import RolloutContext
 from schemas.config import TidemillConfig
@@ -55,18 +55,18 @@ class EpisodeImages:
         ids, placed = images.expand(template.ids(text), messages)
         await engine.generate(ids, sampling, **images.for_engine(placed))
 
-    places: None with a model of text. task, files: the task's images, and their bytes by digest. Without limits there
-    are no others.
+    placeholders: None with a model of text. task, files: the task's images, and their bytes by digest. Without limits
+    there are no others.
     """
 
     def __init__(
         self,
-        places: ImagePlaces | None = None,
+        placeholders: ImagePlaceholders | None = None,
         limits: ImageLimits | None = None,
         task: Sequence[Image] = (),
         files: Mapping[str, bytes] | None = None,
     ) -> None:
-        self._places = places
+        self._placeholders = placeholders
         self._limits = limits
         self._task = {image.digest: image for image in task}
         self._images = dict(self._task)
@@ -76,7 +76,7 @@ class EpisodeImages:
     @property
     def can_be_shown(self) -> bool:
         """Whether the policy reads images."""
-        return self._places is not None
+        return self._placeholders is not None
 
     def resolve(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with a digest in the place of each image; DataError says what is wrong with one."""
@@ -95,9 +95,9 @@ class EpisodeImages:
 
         start: tokens that stand before ``ids``. DataError unless there are as many places as images.
         """
-        if self._places is None:
+        if self._placeholders is None:
             return list(ids), []
-        found, placed = self._places.expand(ids, [self._images[name] for name in image_digests(messages)])
+        found, placed = self._placeholders.expand(ids, [self._images[name] for name in image_digests(messages)])
         return found, [PlacedImage(image.digest, start + image.start, start + image.end) for image in placed]
 
     def for_engine(self, placed: Sequence[PlacedImage]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class EpisodeImages:
 
     def _prepare(self, url: str, where: str) -> str:
         """Return the digest of an image that a URL holds, prepared for the model if it was not seen before."""
-        if self._places is None or self._limits is None:
+        if self._placeholders is None or self._limits is None:
             raise DataError(f"{where} has an image, and this policy reads text only (model.kind)")
         if not url.startswith("data:"):
             raise DataError(
@@ -145,10 +145,10 @@ class EpisodeImages:
         return self._read[key]
 
     def _keep(self, data: bytes, where: str) -> str:
-        if self._places is None or self._limits is None:
+        if self._placeholders is None or self._limits is None:
             raise DataError("a model of text has no images")
         with _decoding:
-            image, body = prepare_image(data, self._places.settings, f"{where}: an image")
+            image, body = prepare_image(data, self._placeholders.settings, f"{where}: an image")
         if image.digest in self._images:
             return image.digest
         if image.size > self._limits.stored_bytes:
@@ -168,7 +168,7 @@ class EpisodeImages:
 
 def episode_images(rollout: RolloutContext, limits: ImageLimits) -> EpisodeImages:
     """Return the images of a new episode: those of its task, and no others yet."""
-    return EpisodeImages(rollout.places, limits, rollout.task.images, rollout.files)
+    return EpisodeImages(rollout.placeholders, limits, rollout.task.images, rollout.files)
 
 
 def image_part(url: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Which weight version a generator loads next, when evaluations ask for certain ones. Pure functions.
+"""The choice of the weight version that a generator loads next, when evaluations need certain versions. Pure functions.
 
-An evaluation is of one version. A generator that has it answers all tasks that are left before it goes on to newer
-weights; one that is behind stops over at it; one that is beyond leaves the tasks to others. Training goes on
-meanwhile, on the weights that are in use.
+An evaluation is of one version. A generator that has this version answers all remaining tasks before it loads newer
+weights; one with older weights loads this version first; one with newer weights leaves the tasks to others. Training
+tasks continue meanwhile on the weights in use.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from schemas.messages import Heartbeat
 
 SILENT_S = 5.0
-"""A generator that has not been heard of for so long answers no evaluation."""
+"""A generator without a heartbeat for this time counts as gone."""
 
 
 @dataclass(frozen=True)
 class EvaluationState:
-    """Which evaluations are due, open or under way, as far as a generator knows.
+    """The evaluations that are due, open or running, as far as a generator knows.
 
-    every: a version that it divides is evaluated. pending: version of the next task that nobody took, -1: none.
-    busy: this generator is answering some. opened: the evaluation of the version in use was asked for.
+    every: each multiple of it is evaluated. pending: version of the next task that no generator took, -1 for none.
+    busy: this generator is answering evaluation tasks. opened: the evaluation of the version in use was opened.
     """
 
     every: int
@@ -31,9 +31,9 @@ class EvaluationState:
 
 
 def next_version(current: int, stored: Sequence[int], known: EvaluationState, patient: bool) -> int | None:
-    """The version to load now, None to stay with ``current`` (-1 at the start).
+    """Return the version to load now, None to stay with ``current`` (-1 at the start).
 
-    stored: versions that can be had. patient: whether to wait for an evaluation that is about to be opened.
+    stored: available versions. patient: whether to wait for an evaluation that is about to be opened.
     """
     newer = sorted(version for version in stored if version > current)
     if not newer:
@@ -45,12 +45,12 @@ def next_version(current: int, stored: Sequence[int], known: EvaluationState, pa
     if known.pending in newer:
         return known.pending
     due = [version for version in newer if version % known.every == 0]
-    # At the start only what is asked for: there may be many that nobody evaluates any more.
+    # At the start, only pending evaluations count: many stored versions may not be evaluated any more.
     return due[0] if due and current >= 0 else newer[-1]
 
 
-def still_at(version: int, beats: Sequence[Heartbeat]) -> bool:
-    """Whether any living generator has this version or is on its way to it."""
+def is_served(version: int, beats: Sequence[Heartbeat]) -> bool:
+    """Return whether any live generator has this version, or an older one that leads to it."""
     now = max((beat.time for beat in beats), default=0.0)
     return any(
         beat.role == "generator" and 0 <= beat.version <= version and now - beat.time < SILENT_S for beat in beats

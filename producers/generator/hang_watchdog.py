@@ -1,7 +1,7 @@
-"""The watchdog that ends the process of a hung engine, so that the supervisor restarts it and its work is taken up.
+"""The watchdog that ends the process of a hung engine, so that the supervisor restarts it and its work is redelivered.
 
-It has a thread of its own: a hung engine may hold up the event loop, too, while the heartbeat thread renews the leases
-of what will never be done.
+It has its own thread: a hung engine may also block the event loop, while the heartbeat thread keeps renewing the leases
+of tasks that will never finish.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ import structlog
 
 from schemas.errors import ERROR_EXIT
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 
 log = structlog.get_logger()
 
 
 class Stall:
-    """Counts how long an engine with requests has not grown, without time in which nobody looked (a frozen process)."""
+    """The time that an engine with requests has not grown, less the time in which the process itself was frozen."""
 
     def __init__(self) -> None:
         self._growth: int | None = None
         self._seen = 0.0
         self._silent_s = 0.0
 
-    def look(self, growth: int | None, now: float) -> float:
+    def observe(self, growth: int | None, now: float) -> float:
         """Return the seconds without growth, given ``Engine.growth()`` at ``now``."""
         if growth is None or growth != self._growth:
             self._silent_s = 0.0
         else:
-            self._silent_s += min(now - self._seen, 2 * LOOK_S)
+            self._silent_s += min(now - self._seen, 2 * CHECK_S)
         self._growth, self._seen = growth, now
         return self._silent_s
 
 
 class HangWatchdog:
-    """Context manager: looks every second, and calls ``end`` with the reason when the engine hung for ``stall_s``."""
+    """A thread that checks every second, and calls ``end`` with a reason when the engine hung for ``stall_s``."""
 
     def __init__(self, growth: Callable[[], int | None], stall_s: float, end: Callable[[str], None]) -> None:
         self._growth = growth
@@ -61,23 +61,23 @@ class HangWatchdog:
 
     def _run(self) -> None:
         stall = Stall()
-        while not self._stop.wait(LOOK_S):
-            silent_s = stall.look(self._growth(), time.monotonic())
+        while not self._stop.wait(CHECK_S):
+            silent_s = stall.observe(self._growth(), time.monotonic())
             if silent_s >= self._stall_s:
                 self._end(f"the engine hangs: no running request has grown for {silent_s:.0f} s (generator.stall_s)")
                 return
 
 
 def end_hung_process(reason: str) -> None:
-    """Say why, and end at once with exit code 1: nothing of a hung engine can be closed."""
+    """Log the reason and end at once with exit code 1: a hung engine can't be closed."""
     log.error(reason)
     end_process(ERROR_EXIT)
 
 
 def end_process(code: int) -> NoReturn:
-    """End at once, with whatever threads and child processes an engine has.
+    """End at once, with all threads and child processes of the engine.
 
-    The children may be too deep in something to notice that they are alone; they hold the device's memory.
+    The children are killed: they hold the device's memory, and may be too busy to notice that their parent has ended.
     """
     for child in multiprocessing.active_children():
         child.kill()

@@ -1,8 +1,8 @@
-"""Whether one generator may sample anything: it follows the run's pauses, and pauses while the broker is silent.
+"""The orders that one generator follows: pauses, its capacity, live settings, evaluations and questions.
 
-Nothing is sampled from the moment that ``acknowledged`` says so until the pause ends; requests stay in the engine.
-A generator begins paused, until the orders have been read once, and pauses by itself when they can't be read for
-FENCE_S: the control plane does not wait for a generator that it has not heard of for longer than that.
+Between the acknowledgement of a pause and its end no token is sampled; requests stay in the engine. A generator starts
+paused, until it has read the orders once. It also pauses if it can't read them for FENCE_S, since the control plane
+waits no longer than that for a silent generator.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from schemas.run_record import JoinedRun
 from schemas.system.lifecycle import PauseReasons, StopFlag, until_stopped
 
 FENCE_S = 10.0
-"""Shorter than LIVE_S in deploy/control_plane/status/run_state.py, after which a silent service is not waited for."""
+"""Shorter than LIVE_S in deploy/control_plane/status/run_state.py, the longest wait for a silent service."""
 
 log = structlog.get_logger()
 
 
-class PauseFollower:
-    """Pauses and resumes one engine.
+class OrderFollower:
+    """The newest orders of a run, and the pause of one engine that follows from them.
 
-    reasons: why it pauses. control: the newest orders that were read. acknowledged: goes into the heartbeat;
-    ``changed`` is called when it has changed.
+    reasons: why the engine is paused. control: the newest orders. acknowledged: numbers of followed orders, for the
+    heartbeat; ``changed`` is called when they change.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PauseFollower:
         changed: Callable[[], None] = lambda: None,
         run: JoinedRun | None = None,
     ) -> None:
-        """run: whose orders these have to be; what other runs order ends ``run`` with the error of JoinedRun."""
+        """run: the run whose orders are followed; orders of another run raise the error of ``JoinedRun.check``."""
         self._broker = broker
         self._run = run
         self._engine = engine
@@ -59,23 +59,36 @@ class PauseFollower:
         self.acknowledged: dict[str, int] = {}
 
     @property
-    def open(self) -> bool:
-        """Whether anything may be sampled: no reason to pause is left, and the engine has resumed."""
+    def is_open(self) -> bool:
+        """Whether the engine may sample: there is no reason to pause, and the engine has resumed."""
         return self._open
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the engine is paused by an order."""
+        return self.control.pause == "freeze" and not self._open
+
+    def capacity(self, configured: int) -> int:
+        """Return the most samples in flight at once, ``configured`` unless an order changed it."""
+        return self.control.concurrency or configured
+
+    def eval_every(self, configured: int) -> int:
+        """Return the weight versions from one evaluation to the next, ``configured`` unless an order changed it."""
+        return int(self.control.settings.get("eval_every", configured))
+
     def clock(self) -> float:
-        """Seconds that pass only while something may be sampled: for deadlines, which a pause must not use up."""
+        """Return seconds that pass only while the engine may sample, so that a pause uses up no deadline."""
         now = time.monotonic()
         return now - self._closed_s - (now - self._closed_since if self._closed_since is not None else 0.0)
 
     async def run(self, stop: StopFlag) -> None:
-        """Follow the orders until stop. While the broker is silent the generator pauses; its next answer ends that."""
+        """Follow the orders until stop. The generator pauses while the broker is silent."""
         try:
             while not stop:
                 reading = asyncio.ensure_future(asyncio.to_thread(self._next_control))
                 await until_stopped(stop, asyncio.wait([reading], timeout=FENCE_S))
                 if not stop and not reading.done():
-                    log.warning("no orders can be read, generation stands still", waited_s=FENCE_S)
+                    log.warning("orders can't be read: generation is paused", waited_s=FENCE_S)
                     await self._follow(self.reasons.adding("broker silent"))
                 control = await until_stopped(stop, reading)
                 if not stop:
@@ -84,17 +97,17 @@ class PauseFollower:
             await self.end()
 
     def _next_control(self) -> ControlState | None:
-        """The orders as soon as somebody gave one, after a second at the latest."""
+        """Return the orders as soon as there is a new one, after a second at the latest."""
         if self._position:
             self._broker.run_control.wait_order(self._position)
         self._position = self._broker.run_control.order_position()
         return self._broker.run_control.read()
 
     async def follow(self, control: ControlState | None) -> None:
-        """Follow these orders; None is a broker that knows none."""
+        """Follow these orders; None if the broker has none."""
         if self._run is not None and control is not None:
             self._run.check(control.run_id, control.run_since)
-        # A broker that was wiped holds no orders until the trainer has rebuilt it: the last ones stand.
+        # A wiped broker has no orders until the trainer has rebuilt it: the last ones stay in force.
         asked = self.control.asked
         self.control = control = self.control if control is None else control
         if control.asked != asked:
@@ -107,7 +120,7 @@ class PauseFollower:
             self._changed()
 
     async def engine_started(self) -> None:
-        """From now on the engine itself has to be paused."""
+        """Note that the engine runs: from now on, a pause must pause it."""
         async with self._turned:
             self._engine_runs = True
 
@@ -141,26 +154,26 @@ class PauseFollower:
                 self._turned.notify_all()
 
     async def end(self) -> None:
-        """Nobody waits for the end of a pause any more: the generator ends."""
+        """Release every wait for the end of a pause or for a question: the generator ends."""
         async with self._turned:
             self._ended = True
             self._turned.notify_all()
 
     async def wait_question(self, seen: int) -> int | None:
-        """Wait until people have asked something since ``seen``; how often they asked, None when the generator ends."""
+        """Wait for a question after the first ``seen``; return how many there are now, None if the generator ends."""
         async with self._turned:
             await self._turned.wait_for(lambda: self.control.asked != seen or self._ended)
             return None if self._ended else self.control.asked
 
     async def wait_open(self) -> bool:
-        """Wait until nothing pauses; False when the generator ends instead."""
+        """Wait until no pause is in force; return False if the generator ends instead."""
         async with self._turned:
             await self._turned.wait_for(lambda: self._open or self._ended)
             return not self._ended
 
     @asynccontextmanager
     async def held_open(self) -> AsyncIterator[bool]:
-        """Wait until nothing pauses, and let no pause begin meanwhile; False when the generator ends instead."""
+        """Wait until no pause is in force, let none begin in the block; yield False if the generator ends instead."""
         async with self._turned:
             await self._turned.wait_for(lambda: self._open or self._ended)
             opened = not self._ended

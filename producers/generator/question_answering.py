@@ -1,20 +1,19 @@
-"""Answers of a generator to questions of people, on what room it has beside its tasks.
+"""Answers of a generator to users' questions, with the capacity that its tasks leave.
 
-A question waits until samples of training leave room, and takes one place. New weights may come in under it, as under
-any request; each token says which version sampled it.
+A question waits for the capacity of one sample. Weights may change during its answer, as during any request; each token
+names the version that sampled it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol
 
 import numpy as np
 import structlog
 
 from producers.engines.base import Completion
-from producers.generator.rollout import GeneratorContext
+from producers.generator.context import GeneratorContext
+from producers.generator.task_loop import TaskLoop
 from schemas.codec import Array
 from schemas.errors import DataError, InfraError
 from schemas.messages import Question, QuestionAnswer, Reply, Task, versions_of
@@ -23,27 +22,19 @@ from schemas.system.lifecycle import StopFlag, until_stopped
 log = structlog.get_logger()
 
 
-class Places(Protocol):
-    """The places of a generator, which tasks and questions share."""
-
-    def places(self, samples: int) -> AbstractAsyncContextManager[None]:
-        """Wait for room for so many samples, and hold it."""
-        ...
-
-
 class QuestionAnswering:
-    """Takes questions when it is woken by an order, one after another, and answers each."""
+    """The loop that answers questions, one after another, when an order announces some."""
 
-    def __init__(self, context: GeneratorContext, room: Places) -> None:
+    def __init__(self, context: GeneratorContext, tasks: TaskLoop) -> None:
         self._context = context
-        self._room = room
+        self._tasks = tasks
         self._questions = context.broker.questions
 
     async def run(self, stop: StopFlag) -> None:
-        """Answer until stop."""
-        seen = self._context.pause.control.asked
+        """Answer questions until stop."""
+        seen = self._context.orders.control.asked
         while not stop:
-            asked = await until_stopped(stop, self._context.pause.wait_question(seen))
+            asked = await until_stopped(stop, self._context.orders.wait_question(seen))
             if stop or asked is None:
                 return
             seen = asked
@@ -52,8 +43,8 @@ class QuestionAnswering:
                     break
 
     async def _answer_one(self) -> bool:
-        """Take a question as soon as there is room, and answer it; False without one."""
-        async with self._room.places(1):
+        """Take a question as soon as there is capacity, and answer it; return False if there is none."""
+        async with self._tasks.reserve(1):
             question = await asyncio.to_thread(self._questions.take)
             if question is None:
                 return False
@@ -80,9 +71,9 @@ class QuestionAnswering:
         except InfraError:
             raise
         except (DataError, ValueError) as error:
-            # The prompt is too long, or the chat template refuses it.
+            # The prompt is too long, or the chat template rejects it.
             return QuestionAnswer(id=question.id, generator=name, error=" ".join(str(error).split()))
-        return QuestionAnswer(id=question.id, generator=name, replies=[self._reply(one) for one in completions])
+        return QuestionAnswer(id=question.id, generator=name, replies=list(map(self._reply, completions)))
 
     def _reply(self, completion: Completion) -> Reply:
         return Reply(

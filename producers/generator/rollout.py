@@ -1,4 +1,4 @@
-"""A rollout: run the workflow for one task, publish each sample when it is finished, hand back the rest."""
+"""A rollout: run the workflow for one task, publish each finished sample, return the unfinished ones to the queue."""
 
 from __future__ import annotations
 
@@ -14,94 +14,27 @@ import msgspec
 import numpy as np
 import structlog
 
-from broker.client import Broker
 from broker.queues.consumer_group import Delivery
-from broker.queues.partials import Partials
-from broker.queues.tasks import TaskQueue
-from producers.engines.base import Engine
-from producers.generator.orders import PauseFollower
-from producers.generator.outbox import Outbox, PartialSaver
-from producers.generator.weight_updates import WeightUpdater
-from producers.images.placeholders import ImagePlaces
-from producers.tokenizer import HfTokenizer
-from producers.workflows.base import FailedSample, RolloutContext, Workflow, find_workflow, is_service_error
+from producers.generator.context import GeneratorContext
+from producers.workflows.base import FailedSample, RolloutContext, is_service_error
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
-from schemas.config import TidemillConfig
-from schemas.errors import DataError, TidemillError, describe_error, printable
-from schemas.messages import Call, Event, Partial, Span, Task, Trajectory
-from schemas.run_record import JoinedRun
+from schemas.errors import DataError, describe_error, printable
+from schemas.messages import Call, Partial, Span, Task, Trajectory
 from schemas.system.lifecycle import StopFlag
 
 P = TypeVar("P", Partial, Call)
-KEPT_TIMES = 3
-"""How often the images of an episode are given to a broker that loses them before it has the sample."""
+IMAGE_TRIES = 3
+"""How often an episode's images are stored before its sample fails, if the broker loses them each time."""
 
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
-class GeneratorContext:
-    """What the parts of one generator share: its engine, what it generates with, and its access to the broker."""
-
-    config: TidemillConfig
-    name: str
-    broker: Broker
-    engine: Engine
-    tokenizer: HfTokenizer
-    workflow: Workflow
-    pause: PauseFollower
-    updates: WeightUpdater
-    queue: TaskQueue
-    partials: Partials
-    outbox: Outbox
-    saver: PartialSaver
-    places: ImagePlaces | None = None
-
-    @classmethod
-    def create(
-        cls,
-        config: TidemillConfig,
-        name: str,
-        broker: Broker,
-        engine: Engine,
-        pause: PauseFollower,
-        updates: WeightUpdater,
-        run: JoinedRun,
-    ) -> GeneratorContext:
-        """Load the tokenizer and the workflow that the configuration names, and open the queues."""
-        chosen = config.generator.workflow
-        workflow = find_workflow(chosen.name, chosen.args, config.base)()
-        tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
-        queue, partials = broker.task_queue(name, run), broker.partials(name)
-        outbox, saver = Outbox(queue), PartialSaver(partials)
-        places = ImagePlaces.of(config)
-        return cls(
-            config, name, broker, engine, tokenizer, workflow, pause, updates, queue, partials, outbox, saver, places
-        )
-
-    def report(self, name: str, text: str) -> None:
-        """Tell people of an event, soon; one that can't be told is logged. Call it in the event loop."""
-        telling = asyncio.create_task(self._emit(Event(name=name, service=self.name, level="warning", text=text)))
-        _telling.add(telling)
-        telling.add_done_callback(_telling.discard)
-
-    async def _emit(self, event: Event) -> None:
-        try:
-            await asyncio.to_thread(self.broker.events.emit, event)
-        except TidemillError as error:
-            log.warning("an event could not be told", text=event.text, reason=str(error))
-
-
-_telling: set[asyncio.Task[None]] = set()
-"""Events on their way: an event loop alone does not keep its tasks."""
-
-
 class Rollout:
-    """Runs one delivery of a task once.
+    """One run of one delivery of a task.
 
-    ``published`` is called with each sample that the broker has. ``ending``: whether the generator ends, so that
-    samples are cut short.
+    published: called with each sample that the broker has accepted. ending: set when the generator ends, which cuts
+    samples short.
     """
 
     def __init__(
@@ -125,17 +58,17 @@ class Rollout:
         self._interrupted = asyncio.Event()
 
     def interrupt(self) -> None:
-        """Ask the workflow for what it has, because the generator ends soon."""
+        """Ask the workflow to yield its unfinished samples, because the generator ends soon."""
         self._interrupted.set()
 
     def stop(self) -> None:
-        """Sample no more, because another generator has the task now; what is sampled already still leaves."""
+        """Stop sampling, because another generator has taken over the task; finished samples are still published."""
         self._stopped = True
         if self._sampling is not None:
             self._sampling.cancel()
 
     async def run(self) -> None:
-        """Return when every sample is published, failed or handed back."""
+        """Return when every sample is published, failed or returned to the queue."""
         context, task = self._context, self._task
         missing: Sequence[int] = range(task.n)
         if self._delivery.redelivered:
@@ -144,8 +77,8 @@ class Rollout:
             task = self._task = msgspec.structs.replace(task, partials=longest([*task.partials, *saved]))
         files = await asyncio.to_thread(context.broker.images.fetch, {image.digest for image in task.images})
         if any(image.digest not in files for image in task.images):
-            # The group has ended, and took them along; else somebody deleted them.
-            await self._fail(missing, "an image of its prompt is not in the broker, or not the one that was stored")
+            # The images were deleted with their group, or by a user.
+            await self._fail(missing, "an image of its prompt is missing from the broker, or is not the stored one")
             return
         rollout = RolloutContext(
             context.engine,
@@ -155,7 +88,7 @@ class Rollout:
             self._save,
             context.report,
             self._interrupted,
-            context.places,
+            context.placeholders,
             files,
         )
         try:
@@ -173,7 +106,7 @@ class Rollout:
             await asyncio.to_thread(context.queue.return_task, self._delivery, partial, self._fruitless)
 
     async def _reason_of_end(self, sampling: asyncio.Task[str]) -> str:
-        """Why there are no more samples; nothing to say of a rollout that was stopped."""
+        """Return why there are no more samples, nothing for a rollout that was stopped."""
         try:
             return await sampling
         except asyncio.CancelledError:
@@ -183,12 +116,12 @@ class Rollout:
             return ""
 
     async def _run_workflow(self, rollout: RolloutContext, leaving: asyncio.TaskGroup) -> str:
-        """Deliver what the workflow yields; returns, when it has ended, why there are no more samples."""
+        """Deliver each sample that the workflow yields; return, at its end, why there are no more."""
         try:
             async for sample in self._context.workflow.run(rollout):
                 if type(sample.index) is not int or sample.index not in rollout.indices:
                     asked = ", ".join(map(str, rollout.indices))
-                    raise DataError(f"yielded sample {sample.index!r}, and was asked for the samples {asked}")
+                    raise DataError(f"yielded sample {sample.index!r}, but the samples asked for are {asked}")
                 self._ended.add(sample.index)
                 if isinstance(sample, FailedSample):
                     leaving.create_task(self._fail_one(sample))
@@ -199,28 +132,28 @@ class Rollout:
             if this is None or this.cancelling():
                 raise
             return self._describe(error)
-        except (Exception, SystemExit) as error:  # user code: whatever it raises is the fate of this one task
+        except (Exception, SystemExit) as error:  # user code: any error of it fails this one task
             if is_service_error(error):
                 raise
             return self._describe(error)
         return self._describe(DataError("ended without this sample"))
 
     def _describe(self, error: BaseException) -> str:
-        """Say why samples failed; what the workflow did not mean to raise is logged where it was raised."""
+        """Return why samples failed; log errors other than DataError with their traceback."""
         if not isinstance(error, DataError):
             log.warning("workflow failed", task_id=self._task.task_id, exc_info=error)
         text = printable(str(error)) if isinstance(error, DataError) else describe_error(error)
         return f"workflow {self._context.config.generator.workflow.name}: {text}"
 
     async def _deliver(self, sample: SampledCompletion, seconds: float) -> None:
-        """Publish a sample, or keep what is good of it for another generator; one that can't be sent fails alone."""
+        """Publish a sample, or keep its trusted tokens for another generator; fail it alone if it can't be sent."""
         context = self._context
         try:
             trajectory = await self._prepare(sample, seconds)
         except NotFinite as error:
             await context.updates.report_not_finite(error.version)
             await self._fail([sample.index], str(error), error.version)
-        except Exception as error:  # noqa: BLE001 - user code: a sample's parts are whatever the workflow put there
+        except Exception as error:  # noqa: BLE001 - user code: the workflow may put anything into a sample
             await self._fail([sample.index], self._describe(error))
         else:
             if trajectory is not None:
@@ -228,20 +161,20 @@ class Rollout:
                 await self._published(trajectory)
 
     async def _publish(self, trajectory: Trajectory, files: Mapping[str, bytes]) -> None:
-        """Hand a sample over with the images of its episode, also to a broker that has lost these in between."""
+        """Publish a sample with the images of its episode; store these again if the broker has lost them."""
         queue, outbox = self._context.queue, self._context.outbox
-        for _ in range(KEPT_TIMES):
+        for _ in range(IMAGE_TRIES):
             if files:
                 await asyncio.to_thread(queue.keep_images, trajectory.task_id, files)
             if await outbox.publish(trajectory) != "images":
                 return
-        await self._fail([trajectory.sample], "one of its images is neither its prompt's nor one of its episode's")
+        await self._fail([trajectory.sample], "one of its images belongs neither to its prompt nor to its episode")
 
     async def _prepare(self, sample: SampledCompletion, seconds: float) -> Trajectory | None:
-        """The sample's message; None when it is unfinished, and noted as such.
+        """Return the sample's message; None, and note it as unfinished, if it is not finished.
 
-        Weights that came in under the sample must have passed their probe before any token of theirs leaves. DataError
-        for one that is given back without a new token again and again, though no generator ended.
+        Waits until the probes of all weights that sampled it are decided. Raises DataError if it is returned without a
+        new token again and again, though no generator ended.
         """
         context = self._context
         good = await context.updates.wait_trusted(sample.spans, len(sample.tokens))
@@ -252,7 +185,7 @@ class Rollout:
                 bound = context.config.broker.max_deliveries
                 if self._delivery.fruitless >= bound:
                     raise DataError(
-                        "its finish is 'abort' without a new token, though the generator goes on; given back"
+                        "its finish is 'abort' without a new token, though the generator is not ending; it was returned"
                         f" {bound} times for that"
                     )
                 self._fruitless = True
@@ -261,11 +194,11 @@ class Rollout:
         return sample.to_trajectory(self._task, context.config.run.name, context.name, seconds)
 
     def _earlier(self, sample: int) -> Partial | None:
-        """What there was of a sample when this rollout began."""
+        """Return the saved state of a sample when this rollout began."""
         return next((saved for saved in self._task.partials if saved.sample == sample), None)
 
     def _has_grown(self, partial: Partial) -> bool:
-        """Whether it has more tokens than the sample had when this rollout began."""
+        """Return whether it has more tokens than the sample had when this rollout began."""
         earlier = self._earlier(partial.sample)
         return partial.size > (earlier.size if earlier is not None else 0)
 
@@ -282,7 +215,7 @@ class Rollout:
         return nothing
 
     async def _save_when_checked(self, partial: Partial) -> None:
-        """Save what has to wait for the probe of new weights, unless they fail it."""
+        """Save a partial sample once the versions of all its tokens are decided."""
         updates = self._context.updates
         await updates.wait_trusted(partial.spans, len(partial.tokens))
         for call in partial.calls:
@@ -290,8 +223,8 @@ class Rollout:
         await self._save_soon(self._trusted(partial))
 
     def _trusted(self, partial: Partial) -> Partial:
-        """The first tokens of a sample, and of each of its calls, that are of weights that passed their probe."""
-        trusted = self._context.updates.trusted_length
+        """Return a sample and its calls, each cut to its first tokens of checked versions."""
+        trusted = self._context.updates.weights.trusted_length
         calls = [head(call, trusted(call.spans, len(call.tokens))) for call in partial.calls]
         kept = [call for call, whole in zip(calls, partial.calls, strict=True) if call is whole or len(call.tokens)]
         return msgspec.structs.replace(head(partial, trusted(partial.spans, len(partial.tokens))), calls=kept)
@@ -302,7 +235,7 @@ class Rollout:
     async def _fail(
         self, samples: Sequence[int], reason: str, broken_version: int = -1, kind: str = "workflow"
     ) -> None:
-        """Make each of the samples a dead letter; their group goes on without them."""
+        """Make each of the samples a dead letter; their group continues without them."""
         if not samples:
             return
         log.warning("samples failed", task_id=self._task.task_id, samples=len(samples), reason=reason)
@@ -315,7 +248,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class _WhenAwaited:
-    """A coroutine that is made when it is awaited, which it need not be."""
+    """An awaitable that makes its coroutine only when it is awaited."""
 
     make: Callable[[], Coroutine[Any, Any, None]]
 
@@ -324,7 +257,7 @@ class _WhenAwaited:
 
 
 class NotFinite(DataError):
-    """Error for a sample with a log-probability that is NaN or infinite. version: of the weights that gave it."""
+    """A sample has a NaN or infinite log-probability. version: the weights that gave it."""
 
     def __init__(self, version: int) -> None:
         super().__init__(
@@ -335,8 +268,8 @@ class NotFinite(DataError):
 
 
 def check_finite(sample: SampledCompletion, length: int) -> None:
-    """Raise NotFinite if one of the first ``length`` log-probabilities is no number."""
-    if math.isfinite(sum(sample.logprobs)):  # as it is nearly always; a sum that overflows is looked at closely
+    """Raise NotFinite if one of the first ``length`` log-probabilities is not finite."""
+    if math.isfinite(sum(sample.logprobs)):  # the common case; a sum may also overflow
         return
     finite = np.isfinite(np.asarray(sample.logprobs[:length], dtype=np.float32))
     if not finite.all():
@@ -345,19 +278,19 @@ def check_finite(sample: SampledCompletion, length: int) -> None:
 
 
 def longest(partials: Sequence[Partial]) -> list[Partial]:
-    """The longest partial of each sample, the first of equals, with the notes of all."""
-    found: dict[int, Partial] = {}
+    """Return the longest partial of each sample, the first of equals, with the notes of all."""
+    by_sample: dict[int, Partial] = {}
     for partial in partials:
-        other = found.get(partial.sample, partial)
-        kept, left = (partial, other) if partial.size > other.size else (other, partial)
-        found[partial.sample] = msgspec.structs.replace(kept, notes={**left.notes, **kept.notes})
-    return list(found.values())
+        other = by_sample.get(partial.sample, partial)
+        longer, shorter = (partial, other) if partial.size > other.size else (other, partial)
+        by_sample[partial.sample] = msgspec.structs.replace(longer, notes={**shorter.notes, **longer.notes})
+    return list(by_sample.values())
 
 
 def with_earlier(partial: Partial, earlier: Partial | None) -> Partial:
-    """An episode that was started again, with those of its earlier calls that it has not asked for again yet.
+    """Return a restarted episode with those of its earlier calls that it has not repeated yet, and its earlier notes.
 
-    They are kept until it has as many tokens as it had before. Its earlier notes it has always.
+    The calls stay until the episode has as many tokens as before.
     """
     if earlier is None:
         return partial
@@ -368,7 +301,7 @@ def with_earlier(partial: Partial, earlier: Partial | None) -> Partial:
 
 
 def head(part: P, length: int) -> P:
-    """The first ``length`` tokens of a partial sample, or of one of its calls, which then goes on growing."""
+    """Return the first ``length`` tokens of a partial sample or call; a call that is cut counts as unfinished."""
     if length == len(part.tokens):
         return part
     cut = msgspec.structs.replace(

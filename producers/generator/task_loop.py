@@ -1,10 +1,11 @@
-"""The task loop of a generator: how many tasks it takes, and the run of each as a rollout."""
+"""The task loop of a generator: it decides how many tasks to take, and runs each as a rollout."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
@@ -12,49 +13,67 @@ import structlog
 
 from broker.queues.consumer_group import Delivery
 from producers.engines.base import KvCacheUsage
-from producers.generator.eval_versions import still_at
-from producers.generator.rollout import GeneratorContext, Rollout
+from producers.generator.context import GeneratorContext
+from producers.generator.eval_versions import is_served
+from producers.generator.rollout import Rollout
 from schemas.errors import TidemillError
 from schemas.messages import Task, Trajectory
 from schemas.system.lifecycle import StopFlag, until_stopped
 
 ABORT_AGAIN_S = 0.2
-"""A rollout may come to the engine after everything in it was aborted: then it is aborted again."""
+"""Seconds between two aborts of the engine at the end: a rollout may submit a request after the first."""
 FULL = 0.95
-"""Share of the cache that is given out; the rest is for samples that grow longer than those before."""
+"""Share of the cache that is filled; the rest is for samples that grow longer than earlier ones."""
 MEMORY = 50
-"""The mean is of about this many samples, the newest."""
+"""The mean is over about this many of the newest samples."""
+RATE_S = 5.0
+"""Seconds over which the rate of tokens is measured."""
 
 log = structlog.get_logger()
 
 
 class MeanSampleSize:
-    """Mean of what samples need in tokens; before any is known, what the ``longest`` possible one needs."""
+    """Mean tokens that a sample needs; ``longest``, the most possible, before the first is known."""
 
     def __init__(self, longest: int) -> None:
         self.tokens = float(longest)
         self._seen = 1
 
     def add(self, tokens: int) -> None:
-        """Count one more finished sample."""
+        """Add a finished sample to the mean."""
         self._seen = min(self._seen + 1, MEMORY)
         self.tokens += (tokens - self.tokens) / self._seen
 
 
+class RateMeter:
+    """The rate of a growing count over the last RATE_S."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque()
+
+    def rate(self, count: int) -> float:
+        """Add the current count; return counts per second over the measured time."""
+        now = time.monotonic()
+        self._points.append((now, count))
+        while len(self._points) > 2 and now - self._points[0][0] > RATE_S:
+            self._points.popleft()
+        then, before = self._points[0]
+        return (count - before) / (now - then) if now > then else 0.0
+
+
 def cache_need(loss_mask: bytes, n: int) -> int:
-    """Return the tokens that a sample held in the cache, with its share of a prompt that ``n`` samples have."""
+    """Return the tokens that a sample held in the cache, with its share of a prompt that ``n`` samples share."""
     first = loss_mask.find(1)
     prompt = len(loss_mask) if first < 0 else first
     return len(loss_mask) - prompt + prompt // n
 
 
 def groups_to_take(limit: int, in_flight: int, cache: KvCacheUsage | None, mean: float, n: int) -> int:
-    """Return how many groups of ``n`` samples to take now: up to the limit, and only what the cache has room for.
+    """Return how many groups of ``n`` samples to take now: up to the limit, and only as many as fit into the cache.
 
-    limit: samples in flight, of the configuration; the last group may go beyond. cache: None where memory is no
-    limit. mean: tokens that a sample is expected to need. A generator with nothing to do takes something, whatever
-    that is expected to need. One in which most samples wait for their first token takes nothing: what it took
-    beyond its room would wait while another generator has some.
+    limit: the most samples in flight; the last group may exceed it. cache: None if memory is not a limit. mean:
+    tokens that a sample is expected to need. An idle generator always takes a group, whatever its expected size. A
+    generator in which most samples wait for their first token takes none, since another one may have capacity.
     """
     if in_flight >= limit:
         return 0
@@ -70,7 +89,7 @@ def groups_to_take(limit: int, in_flight: int, cache: KvCacheUsage | None, mean:
 
 
 class TaskLoop:
-    """Takes tasks for which there is room, runs each as a rollout, and ends all of them when the generator ends.
+    """The loop that takes tasks up to the generator's capacity, runs them as rollouts, and ends these at the end.
 
     in_flight: samples taken and not yet published. tokens: generated and published so far.
     """
@@ -87,20 +106,30 @@ class TaskLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_agent = self._config.generator.workflow.name == "agent"
         evaluation = self._config.eval
-        self._most_held_out = max(evaluation.sampling_of(one).n for one in evaluation.dataset) if evaluation else 1
+        self._largest_evaluation = (
+            max(evaluation.sampling_of(part).n for part in evaluation.dataset) if evaluation else 1
+        )
+        self._rate = RateMeter()
         self.in_flight = 0
         self.tokens = 0
 
     @property
     def limit(self) -> int:
-        """Samples in flight at once, by order or by the configuration."""
+        """The most samples in flight at once, by order or by configuration."""
         generator = self._config.generator
-        return self._context.pause.control.concurrency or (
-            generator.agents.episodes if self._is_agent else generator.max_samples
-        )
+        return self._context.orders.capacity(generator.agents.episodes if self._is_agent else generator.max_samples)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the loop's figures for the heartbeat."""
+        return {
+            "tokens_per_s": self._rate.rate(self.tokens),
+            "samples_in_flight": float(self.in_flight),
+            "max_samples": float(self.limit),
+            "tokens": float(self.tokens),
+        }
 
     def renew(self) -> None:
-        """Keep the leases of what is in progress, and stop what another generator has taken over meanwhile.
+        """Renew the leases of all tasks in progress, and stop those that another generator has taken over.
 
         Called from the heartbeat thread.
         """
@@ -111,11 +140,11 @@ class TaskLoop:
     def _stop_taken(self, entries: Sequence[bytes]) -> None:
         for entry in entries:
             if rollout := self._by_entry.get(entry):
-                log.warning("a task was silent for its lease, another generator has it now", entry=entry.decode())
+                log.warning("a task's lease ended: another generator has taken it over", entry=entry.decode())
                 rollout.stop()
 
     async def run(self, stop: StopFlag) -> None:
-        """Work until stop; then everything unfinished is handed back, while the last read may still be waiting."""
+        """Take and run tasks until stop; then return all unfinished samples to the queue."""
         self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             taking = group.create_task(self._take_tasks(group, stop))
@@ -130,7 +159,7 @@ class TaskLoop:
         await self._context.saver.close()
 
     async def _let_episodes_end(self) -> None:
-        """Give episodes that are about to end the time to; none when the run is finished: nobody trains on them."""
+        """Wait up to agents.grace_s for episodes to end, unless the run is finished and would train on none of them."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.generator.agents.grace_s):
                 if not await asyncio.to_thread(self._is_run_finished):
@@ -143,11 +172,11 @@ class TaskLoop:
             return False
 
     async def _take_tasks(self, group: asyncio.TaskGroup, stop: StopFlag) -> None:
-        """Take tasks while there is room, and weights to begin with."""
+        """Take tasks whenever there is capacity, checked weights, and no pause."""
         lease_s = self._config.generator.lease_s
         next_claim = time.monotonic()
-        while not stop and await self._updates.wait_ready() and await self._context.pause.wait_open():
-            count = await until_stopped(stop, self._wait_room())
+        while not stop and await self._updates.wait_ready() and await self._context.orders.wait_open():
+            count = await until_stopped(stop, self._wait_capacity())
             if not count:
                 continue
             deliveries: list[Delivery[Task]] = []
@@ -164,8 +193,8 @@ class TaskLoop:
                 self._rollouts.add(rollout)
                 rollout.add_done_callback(self._rollouts.discard)
 
-    async def _wait_room(self) -> int:
-        """Groups to take; waits up to a second for room, because orders change ``limit``."""
+    async def _wait_capacity(self) -> int:
+        """Wait for capacity; return how many groups to take, 0 after a second, because orders change ``limit``."""
         try:
             async with asyncio.timeout(1.0), self._freed:
                 await self._freed.wait_for(lambda: self._groups_to_take(self._config.sampling.n) > 0)
@@ -174,29 +203,29 @@ class TaskLoop:
         return self._groups_to_take(self._config.sampling.n)
 
     def _groups_to_take(self, n: int) -> int:
-        # Agents hold places in the engine only while they ask for something: these are counted where they ask.
+        # An agent uses the engine only during its requests: these are counted when it makes them.
         cache = None if self._is_agent else self._context.engine.cache_usage()
         return groups_to_take(self.limit, self.in_flight, cache, self._sample_size.tokens, n)
 
     async def _take_evaluations(self) -> list[Delivery[Task]]:
-        """Evaluation tasks for the weights in use, or those for older ones that no generator has any more."""
+        """Take evaluation tasks for the weights in use, or for older weights that no generator has."""
         if self._config.eval is None:
             return []
-        version, count = self._updates.version, self._groups_to_take(self._most_held_out)
-        found = await asyncio.to_thread(self._queue.take_evaluations, version, count)
-        if not found.taken and 0 <= found.pending < version:
-            beats = await asyncio.to_thread(self._context.broker.heartbeats.list)
-            if not still_at(found.pending, beats):
-                found = await asyncio.to_thread(self._queue.take_evaluations, version, count, late=True)
-        return found.taken
+        version, count = self._updates.version, self._groups_to_take(self._largest_evaluation)
+        evaluations = await asyncio.to_thread(self._queue.take_evaluations, version, count)
+        if not evaluations.taken and 0 <= evaluations.pending < version:
+            heartbeats = await asyncio.to_thread(self._context.broker.heartbeats.list)
+            if not is_served(evaluations.pending, heartbeats):
+                evaluations = await asyncio.to_thread(self._queue.take_evaluations, version, count, late=True)
+        return evaluations.taken
 
     async def _run_task(self, delivery: Delivery[Task], stop: StopFlag) -> None:
         task = delivery.message
-        left = task.n
+        unpublished = task.n
 
         async def published(sample: Trajectory) -> None:
-            nonlocal left
-            left -= 1
+            nonlocal unpublished
+            unpublished -= 1
             self.tokens += sample.loss_mask.data.count(1)
             self._sample_size.add(cache_need(sample.loss_mask.data, task.n))
             await self._free(1)
@@ -212,11 +241,11 @@ class TaskLoop:
             if self._by_entry.get(delivery.entry_id) is rollout:
                 del self._by_entry[delivery.entry_id]
                 self._queue.release(delivery)
-            await self._free(left)
+            await self._free(unpublished)
 
     @asynccontextmanager
-    async def places(self, samples: int) -> AsyncIterator[None]:
-        """Wait for room for so many samples beside those of tasks, and hold it."""
+    async def reserve(self, samples: int) -> AsyncIterator[None]:
+        """Wait until there is capacity for ``samples`` beside those of tasks, and hold it in the block."""
         async with self._freed:
             await self._freed.wait_for(lambda: self.in_flight + samples <= self.limit)
             self.in_flight += samples

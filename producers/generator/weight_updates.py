@@ -1,8 +1,8 @@
-"""The weight updates of a generator: pull the newest version, load it in flight, check the probe.
+"""The weight updates of a generator: choose a version, fetch it, pause, load it under running requests, probe it.
 
-No trajectory leaves between a load and its passed probe. A version that can't be fetched is reported and tried
-again, with the old one in use. One that does not fit or fails its probe is reported and never used; the old one is
-put back, and a newer one waited for. Without either the process ends, and comes back on the newest version.
+A version that can't be fetched is reported and fetched again; the old version stays in use meanwhile. A version that
+does not fit or fails its probe is reported and never used: the generator restores the old version and waits for a newer
+one. If there is neither, the process ends, and its restart loads the newest version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from broker.client import Broker
 from broker.weights.local_copy import LocalWeights
 from producers.engines.base import Engine, PromptImage
 from producers.generator.eval_versions import EvaluationState, next_version
-from producers.generator.orders import PauseFollower
+from producers.generator.orders import OrderFollower
+from producers.generator.trusted_weights import TrustedWeights
 from producers.images.settings import image_settings
 from schemas.config import TidemillConfig
 from schemas.digests import base_digest
@@ -32,7 +33,7 @@ from schemas.system.lifecycle import StopFlag, until_stopped
 
 
 class ServedModel:
-    """The model of this generator, with which each version is compared before anything of it is fetched."""
+    """The model of this generator; each version is compared with it before it is fetched."""
 
     def __init__(self, config: TidemillConfig) -> None:
         self._path = config.model.path
@@ -40,57 +41,57 @@ class ServedModel:
         self._base: str | None = None
 
     def check_compatible(self, adapter: Adapter | None) -> None:
-        """Compare with a version's adapter, None for a whole model; reads model.path the first time.
+        """Compare with a version's adapter, None for a whole model; read model.path the first time.
 
-        DataError says why such weights can't be used here.
+        Raises DataError if such weights can't be used here.
         """
         if adapter is None:
             if self._lora is None:
                 return
-            raise DataError("it is a whole model, and this generator is configured with trainer.lora: start it without")
+            raise DataError("it is a whole model, and this generator is configured with trainer.lora: remove that")
         if self._lora is None:
             raise DataError(
-                "it is an adapter, and this generator is configured without trainer.lora: start it with the run's"
+                "it is an adapter, and this generator is configured without trainer.lora: use the run's configuration"
             )
         for name in ("rank", "alpha"):
-            theirs, ours = getattr(adapter, name), getattr(self._lora, name)
-            if theirs != ours:
+            given, configured = getattr(adapter, name), getattr(self._lora, name)
+            if given != configured:
                 raise DataError(
-                    f"it is an adapter of {name} {theirs:g}, and this generator's trainer.lora.{name} is {ours:g}"
+                    f"it is an adapter of {name} {given:g}, and this generator's trainer.lora.{name} is {configured:g}"
                 )
         try:
             self._base = self._base or base_digest(resolve_folder(self._path))
         except (ConfigError, DataError) as error:
-            raise DataError(f"it is an adapter, and the model that it belongs to can't be compared: {error}") from error
+            raise DataError(f"it is an adapter, and its base model can't be compared: {error}") from error
         if self._base != adapter.base:
             raise DataError(f"it is an adapter of another model than this generator's model.path {self._path}")
 
 
 OPEN_DEADLINE_S = 2.0
-"""How long a version that is to be evaluated stays in use until its evaluation is opened."""
-LOOK_S = 0.05
-"""How often to look whether an evaluation is over."""
+"""How long a version that is due for evaluation stays in use until its evaluation is opened."""
+POLL_S = 0.05
+"""Seconds between two checks whether an evaluation has ended."""
 FETCH_DEADLINE_S = 300.0
-"""After this time a version that is still the newest and can't be fetched ends the process."""
+"""The process ends if the newest version can't be fetched for this time."""
 REFUSED_DEADLINE_S = 15.0
-"""After this time a version that was refused, and that no newer one follows, ends the process."""
+"""The process ends if no newer version follows a refused one within this time."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest probe difference in nats, by dtype."""
 WIDER = {"float16": "bfloat16 or float32", "bfloat16": "float32"}
-"""Dtypes to try where numbers get too large for one."""
+"""Dtypes to try if numbers get too large for the key."""
 
 log = structlog.get_logger()
 
 
 class WeightUpdater:
-    """Keeps an engine's weights up to date, and says which may be used and trusted.
+    """The follower of published weights for one engine; tasks wait here for weights that they may use.
 
-    version: what the engine has. last_load_s: seconds that the last load took.
-    evaluating: evaluation tasks in progress, which hold new weights back.
+    weights: which versions may be used and trusted. last_load_s: seconds that the last load took.
+    evaluating: evaluation tasks in progress, which delay new weights.
     """
 
     def __init__(
-        self, config: TidemillConfig, name: str, broker: Broker, engine: Engine, folder: Path, pause: PauseFollower
+        self, config: TidemillConfig, name: str, broker: Broker, engine: Engine, folder: Path, orders: OrderFollower
     ) -> None:
         self._broker = broker
         self._engine = engine
@@ -98,39 +99,40 @@ class WeightUpdater:
         self._local = LocalWeights(broker.weights, folder)
         self._model = ServedModel(config)
         self._images = image_settings(config)
-        # What others may fetch from here stays, as does what the next delta goes on from.
+        # Peers may fetch the local copy, and the next delta is applied to it.
         self._keep_copy = config.trainer.publish.deltas or config.trainer.publish.from_peers
         self._drains = config.generator.update == "drain"
-        self._pause = pause
+        self._orders = orders
         self._tolerance = config.generator.probe_tolerance or TOLERANCE[config.model.dtype]
         wider = WIDER.get(config.model.dtype, "")
         self._remedy = f"try model.dtype {wider}" if wider else "check generator.engine and generator.args"
         self._changed = asyncio.Condition()
-        self._verified = False
         self._manifest: Manifest | None = None
-        self._refused: set[int] = set()
         self._not_finite: set[int] = set()
-        self._newest_loaded = -1
-        self._restoring = False
         self._refusal: tuple[float, str] | None = None
         self._closed = False
         self._draining = False
         self._tasks = 0
-        self.evaluating = 0
         self._every = config.eval.every if config.eval else None
         self._queue = broker.task_queue(name)
         self._unreachable: set[int] = set()
         self._hold_s = config.eval.hold_s if config.eval else 0.0
         self._loaded = time.monotonic()
         self._waiting_since: float | None = None
-        self.version = -1
+        self.weights = TrustedWeights()
+        self.evaluating = 0
         self.last_load_s = 0.0
+
+    @property
+    def version(self) -> int:
+        """The weight version in use, -1 before the first."""
+        return self.weights.version
 
     async def run(self, stop: StopFlag) -> None:
         """Follow the published versions until stop."""
         try:
             while not stop:
-                seen = max(self.version, *self._refused, -1)
+                seen = max(self.version, *self.weights.refused_versions, -1)
                 manifest = await until_stopped(stop, asyncio.to_thread(self._broker.weights.wait_newer, seen))
                 if manifest is not None:
                     manifest = await self._choose(manifest)
@@ -144,46 +146,44 @@ class WeightUpdater:
                 self._changed.notify_all()
 
     async def _choose(self, newest: Manifest) -> Manifest | None:
-        """The version to load next, which evaluations have a say in; None, after a moment, to stay for now."""
+        """Return the version to load next, which evaluations may delay; None, after a moment, to keep the current."""
         if self._every is None:
             return newest
         now = time.monotonic()
-        found = await asyncio.to_thread(self._queue.take_evaluations, self.version, 0)
-        every = int(self._pause.control.settings.get("eval_every", self._every))
-        known = EvaluationState(every, found.pending, self.evaluating > 0, found.opened)
+        evaluations = await asyncio.to_thread(self._queue.take_evaluations, self.version, 0)
+        every = self._orders.eval_every(self._every)
+        known = EvaluationState(every, evaluations.pending, self.evaluating > 0, evaluations.opened)
         stored = {item.version: item for item in await asyncio.to_thread(self._broker.weights.published)}
-        out = self._refused | self._unreachable
-        versions = [version for version in stored if version not in out]
+        excluded = self.weights.refused_versions | self._unreachable
+        versions = [version for version in stored if version not in excluded]
         chosen = next_version(self.version, versions, known, now - self._loaded < OPEN_DEADLINE_S)
         if chosen is None:
             self._waiting_since = self._waiting_since or now
             if now - self._waiting_since < self._hold_s:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
                 return None
-            log.warning("an evaluation takes long; new weights are loaded under it", waited_s=self._hold_s)
+            log.warning("an evaluation takes too long: new weights are loaded during it", waited_s=self._hold_s)
             chosen = newest.version
         self._waiting_since = None
         return stored.get(chosen, newest)
 
     async def wait_ready(self, version: int = 0) -> bool:
-        """Wait until a task may begin that needs ``version`` or a newer one; False when it never may any more.
+        """Wait until a task that needs ``version`` or a newer one may begin; return False if the updates ended first.
 
-        The engine has these weights then, they are checked, and it does not drain for newer ones.
+        The engine then has checked weights, and the generator is not draining for newer ones.
         """
-
-        def may_begin() -> bool:
-            return self._verified and self.version >= version and not self._draining
-
         async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or may_begin())
+            await self._changed.wait_for(
+                lambda: self._closed or (self.weights.may_begin(version) and not self._draining)
+            )
             return not self._closed
 
     @asynccontextmanager
     async def using(self, version: int, evaluating: bool) -> AsyncIterator[bool]:
         """Wait until a task may begin, and yield whether it may; the block is the task.
 
-        With ``generator.update: drain`` the weights stay meanwhile. New weights also wait for evaluations, so that one
-        version answers all.
+        With ``generator.update: drain`` the weights stay during the block. New weights also wait for evaluations, so
+        that one version answers a whole evaluation.
         """
         ready = await self.wait_ready(version)
         self._tasks += ready
@@ -197,33 +197,19 @@ class WeightUpdater:
                 self._changed.notify_all()
 
     async def wait_trusted(self, spans: Sequence[Span], length: int) -> int:
-        """Wait until the weights of all spans are checked, or will not be any more; return ``trusted_length`` then.
+        """Wait until the versions of all spans are decided or the updates end; return the trusted length of the sample.
 
-        DataError for a version that was never in use here, which would be waited for without end.
+        Raises DataError for a version that was never in use here, since it would never be decided.
         """
-        newest = max((span.version for span in spans), default=-1)
-        if newest > self._newest_loaded:
-            raise DataError(f"its spans name weights version {newest}, which was never in use here")
-
-        def checked() -> bool:
-            return self._closed or all(self._is_trusted(span) or span.version in self._refused for span in spans)
-
-        if not checked():
+        if not self.weights.is_decided(spans):
             async with self._changed:
-                await self._changed.wait_for(checked)
-        return self.trusted_length(spans, length)
-
-    def trusted_length(self, spans: Sequence[Span], length: int) -> int:
-        """Return how many of a sample's first tokens are of weights that passed their probe: all, as a rule."""
-        return min((span.start for span in spans if not self._is_trusted(span)), default=length)
-
-    def _is_trusted(self, span: Span) -> bool:
-        return span.version <= self.version and span.version not in self._refused and not self._restoring
+                await self._changed.wait_for(lambda: self._closed or self.weights.is_decided(spans))
+        return self.weights.trusted_length(spans, length)
 
     async def _fetch(self, manifest: Manifest, stop: StopFlag) -> WeightSource | None:
-        """Checked bytes on this machine; None when it is no longer the newest version, or when asked to stop.
+        """Return verified bytes on this machine; None if a newer version replaced this one, or on stop.
 
-        What is missing may be put back, and a full disk emptied: the old version serves on while it is tried again.
+        Retries with the old version in use, since missing chunks may be restored and a full disk freed. Raises
         InfraError after the deadline.
         """
         deadline = time.monotonic() + FETCH_DEADLINE_S
@@ -235,13 +221,13 @@ class WeightUpdater:
                 newest = await asyncio.to_thread(self._broker.weights.newest)
                 if newest is None or newest.version != manifest.version:
                     self._unreachable.add(manifest.version)
-                    log.info("version was replaced while it was fetched", version=manifest.version)
+                    log.info("a newer version replaced this one during its fetch", version=manifest.version)
                     return None
                 if tries == 0:
                     await self._report(f"weights version {manifest.version} cannot be fetched: {error}")
                 if time.monotonic() > deadline:
                     raise
-                log.warning("waiting for weights that cannot be fetched", version=manifest.version, error=str(error))
+                log.warning("retrying to fetch weights", version=manifest.version, error=str(error))
             tries += 1
             await until_stopped(stop, asyncio.sleep(wait))
             if stop:
@@ -261,8 +247,8 @@ class WeightUpdater:
         source = await self._fetch(manifest, stop)
         if source is None:
             return
-        async with self._drained(), self._pause.held_open() as opened:
-            # Neither loaded nor probed while the run is frozen.
+        async with self._drained(), self._orders.held_open() as opened:
+            # A frozen run neither loads nor probes.
             if opened:
                 await self._load_and_probe(manifest, source)
         if self._manifest is manifest:
@@ -270,7 +256,7 @@ class WeightUpdater:
 
     @asynccontextmanager
     async def _drained(self) -> AsyncIterator[None]:
-        """With ``generator.update: drain``, no task is in progress; a freeze need not wait for that."""
+        """Wait, with ``generator.update: drain``, until no task is in progress; a freeze does not wait for that."""
         async with self._changed:
             self._draining = self._drains
             await self._changed.wait_for(lambda: not (self._draining and self._tasks))
@@ -295,14 +281,12 @@ class WeightUpdater:
             await self._restore(await self._refuse(manifest, problem))
 
     async def _load(self, manifest: Manifest, source: WeightSource) -> None:
-        async with self._changed:
-            self._verified = False
-        self._newest_loaded = max(self._newest_loaded, manifest.version)
+        self.weights.loading(manifest.version)
         started = time.monotonic()
         try:
             await self._engine.load(source, manifest.version)
         except OSError as error:
-            # The trainer frees old versions; of a model that is half loaded nothing can be used.
+            # The trainer frees old versions; a half-loaded model is unusable.
             raise InfraError(f"weights version {manifest.version} cannot be loaded: {error}") from error
         finally:
             if not self._keep_copy:
@@ -310,25 +294,25 @@ class WeightUpdater:
         self.last_load_s = time.monotonic() - started
 
     async def _set_in_use(self, manifest: Manifest) -> None:
-        """Note that the engine has these weights, and that they are what they should be."""
+        """Note that the engine has these weights, and that they are checked."""
         async with self._changed:
-            self._manifest, self.version, self._verified = manifest, manifest.version, True
-            self._restoring = False
+            self._manifest = manifest
+            self.weights.passed(manifest.version)
             self._loaded = time.monotonic()
             self._unreachable = {version for version in self._unreachable if version > self.version}
-            if self._refused and manifest.version > max(self._refused):
+            if manifest.version > max(self.weights.refused_versions, default=-1):
                 self._refusal = None
             self._changed.notify_all()
 
     async def _refuse(self, manifest: Manifest, text: str) -> Manifest:
-        """Never use this version; returns the one to go on with, without any the process ends.
+        """Never use this version; return the version to keep. Raises InfraError if there is none.
 
-        Then it counts against the version, which every generator may find as bad. Of a generator that has other weights
-        it does not: it may be that only the way from those to this version failed, and started anew it tries the other.
+        Only in that case the refusal counts as a verdict on the version. In a generator that has other weights, the
+        fault may be in the update from those to this version, and a restart loads the version whole.
         """
         await self._report(text)
         async with self._changed:
-            self._refused.add(manifest.version)
+            self.weights.refused(manifest.version)
             self._changed.notify_all()
         if self._manifest is None:
             await self._note_verdict(manifest, text)
@@ -337,49 +321,48 @@ class WeightUpdater:
         return self._manifest
 
     async def _note_verdict(self, manifest: Manifest, reason: str = "") -> None:
-        """Tell the trainer, which ends the run when no generator can use a version."""
+        """Report a verdict to the trainer, which ends the run if no generator can use a version."""
         try:
             await asyncio.to_thread(self._broker.weights.note_verdict, manifest.version, self._name, reason)
         except InfraError as error:
-            log.warning("a verdict on weights was not sent", version=manifest.version, error=str(error))
+            log.warning("could not report a verdict on weights", version=manifest.version, error=str(error))
 
     async def _restore(self, old: Manifest) -> None:
-        """Go back to the version before; what was sampled meanwhile ends, and its good part is gone on with.
+        """Load the previous version again; requests in flight are aborted, and resume from their trusted tokens.
 
-        InfraError when that version is gone or is no longer what it was: then nothing may leave any more.
+        Raises InfraError if that version is gone or fails its probe: then no sample may leave.
         """
-        async with self._changed:
-            self._restoring = True
+        self.weights.restoring()
         await self._engine.abort_all()
         await self._load(old, await asyncio.to_thread(self._source, old))
         problem = await self._probe(old)
         if problem is not None:
-            raise InfraError(f"the weights in use before can't be restored: {problem}")
+            raise InfraError(f"the previous weights can't be restored: {problem}")
         await self._set_in_use(old)
-        log.warning("went back to the weights before", version=old.version)
+        log.warning("restored the previous weights", version=old.version)
 
     async def _probe(self, manifest: Manifest) -> str | None:
-        """Return what is wrong with the weights in the engine; None when they are what the manifest says."""
+        """Return what is wrong with the weights in the engine, None if they match the manifest."""
         if manifest.probe is None:
             return None
         tokens = manifest.probe.tokens.numpy().tolist()
         if manifest.probe.image is None:
-            ours = await self._engine.logprobs(tokens)
+            logprobs = await self._engine.logprobs(tokens)
         else:
             image = self._probe_image(*manifest.probe.image)
-            ours = await self._engine.logprobs(tokens, [image])
-        if not np.isfinite(ours).all():
+            logprobs = await self._engine.logprobs(tokens, [image])
+        if not np.isfinite(logprobs).all():
             return (
-                f"weights version {manifest.version} fails its probe: its log-probabilities are not finite here, though"
+                f"weights version {manifest.version} fails its probe: its log-probabilities are not finite here, but"
                 f" the trainer's are; {self._remedy}"
             )
-        difference = float(np.abs(ours - manifest.probe.logprobs.numpy()).max())
+        difference = float(np.abs(logprobs - manifest.probe.logprobs.numpy()).max())
         log.debug("probe", version=manifest.version, difference=difference)
         if difference <= self._tolerance:
             return None
         return (
             f"weights version {manifest.version} fails its probe: log-probabilities differ by"
-            f" {difference:.2g} nats from the trainer's, {self._tolerance:.2g} is allowed"
+            f" {difference:.2g} nats from the trainer's, at most {self._tolerance:.2g} is allowed"
         )
 
     def _probe_image(self, start: int, end: int) -> PromptImage:
@@ -388,7 +371,7 @@ class WeightUpdater:
         return PromptImage("probe", start, end, probe_image(self._images))
 
     async def report_not_finite(self, version: int) -> None:
-        """Tell people, once for each version, that its weights gave log-probabilities that are no numbers."""
+        """Report an event, once per version, that its weights gave log-probabilities that are not finite."""
         if version not in self._not_finite:
             self._not_finite.add(version)
             text = f"weights version {version} gave log-probabilities that are not finite"

@@ -18,14 +18,14 @@ from schemas.model_folder import resolve_folder
 
 
 @dataclass(frozen=True)
-class ImagePlaces:
+class ImagePlaceholders:
     """Finds the places of images. token: that which stands for images. settings: how the model wants them."""
 
     token: int
     settings: ImageSettings
 
     @classmethod
-    def of(cls, config: TidemillConfig) -> ImagePlaces | None:
+    def of(cls, config: TidemillConfig) -> ImagePlaceholders | None:
         """Those of a run's model; None for a model of text. ConfigError if the model reads no images."""
         settings = image_settings(config)
         if settings is None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import structlog
 
 from producers.engines.base import Completion, Engine, PromptImage
-from producers.images.placeholders import ImagePlaces
+from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer, Tokenizer
 from producers.workflows import WORKFLOWS
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
@@ -61,8 +61,8 @@ class RolloutContext:
     for whoever has to go on with it if this process dies; it is found again in ``saved``. It is kept soon; await what
     ``save`` returns where it has to be kept before you go on. report: tells people of an event, by a word and a
     sentence. interrupted: set when the process ends soon, and what is unfinished has to be yielded with finish
-    ``abort``; requests in the engine are aborted by themselves. places, files: how images stand in prompts, and the
-    files of the task's images by digest; None and nothing with a model of text.
+    ``abort``; requests in the engine are aborted by themselves. placeholders, files: how images stand in prompts, and
+    the files of the task's images by digest; None and nothing with a model of text.
     """
 
     engine: Engine
@@ -72,7 +72,7 @@ class RolloutContext:
     save: Callable[[Partial], Awaitable[None]] = _keep_nothing
     report: Callable[[str, str], None] = _tell_nobody
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)
-    places: ImagePlaces | None = None
+    placeholders: ImagePlaceholders | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
@@ -93,8 +93,8 @@ class RolloutContext:
     @cached_property
     def _prompt(self) -> tuple[list[int], list[PlacedImage]]:
         ids = self.tokenizer.prompt_ids(self.task)
-        if self.places is not None:
-            return self.places.expand(ids, self.task.images)
+        if self.placeholders is not None:
+            return self.placeholders.expand(ids, self.task.images)
         if self.task.images:
             raise DataError("the prompt has images, and this generator was started with model.kind text")
         return ids, []

@@ -148,10 +148,10 @@ def _feeder(evidence: Evidence, folder: Path) -> None:
 
 def _generator(evidence: Evidence, folder: Path) -> None:
     from producers.engines.scripted import ScriptedEngine
-    from producers.generator import rollout
+    from producers.generator import context
 
-    assert hasattr(rollout, "HfTokenizer")
-    setattr(rollout, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
+    assert hasattr(context, "HfTokenizer")
+    setattr(context, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
     _once(evidence, ScriptedEngine, "start", "ready")
     _watch_agents(Evidence(folder / calls.FOLDER, evidence.name), folder)
     _once(evidence, TaskQueue, "read", "answered")

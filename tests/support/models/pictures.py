@@ -9,14 +9,14 @@ from typing import Any
 
 from PIL import Image as Pillow
 
-from producers.images.placeholders import ImagePlaces
+from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer
 from schemas.images import ImageSettings
 
 PAD = 6
 """The token of a tiny vision model that stands for images."""
 SETTINGS = ImageSettings(14, 2, 2, 28 * 28, 112 * 112, (0.5,) * 3, (0.5,) * 3)
-PLACES = ImagePlaces(PAD, SETTINGS)
+PLACES = ImagePlaceholders(PAD, SETTINGS)
 
 
 def picture(color: str | None = "red", width: int = 56, height: int = 56) -> bytes:

@@ -12,7 +12,7 @@ import numpy as np
 
 from producers.engines.base import Completion, Engine, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
-from producers.images.placeholders import ImagePlaces
+from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, Kept, RolloutContext, WorkflowServices, find_workflow, running
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -96,14 +96,14 @@ async def play(
     *,
     saved: list[Partial] | None = None,
     interrupted: asyncio.Event | None = None,
-    places: ImagePlaces | None = None,
+    placeholders: ImagePlaceholders | None = None,
     files: dict[str, bytes] | None = None,
 ) -> list[SampledCompletion | FailedSample]:
     """The samples of a task, as the configured workflow plays them, in the order of their indices."""
     chosen = config.generator.workflow
     workflow = find_workflow(chosen.name, chosen.args, config.base)()
     async with running(workflow, WorkflowServices(engine, tokenizer, config)):
-        rollout = RolloutContext(engine, tokenizer, task, range(task.n), places=places, files=files or {})
+        rollout = RolloutContext(engine, tokenizer, task, range(task.n), placeholders=placeholders, files=files or {})
         if saved is not None:
             rollout = replace(rollout, save=keep_in(saved))
         if interrupted is not None:

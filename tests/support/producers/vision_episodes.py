@@ -21,7 +21,7 @@ from producers.conversation.images import EpisodeImages, ImageLimits
 from producers.conversation.parsing.answers import ParsedAnswer
 from producers.conversation.template_check import check_bridge
 from producers.engines.base import Engine
-from producers.images.placeholders import ImagePlaces
+from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer
 from schemas.codec import encode
 from schemas.config import AgentsConfig
@@ -104,7 +104,7 @@ async def play_vision_episodes(
         shown, has_own = number % 4, number % 3 == 0 and number % 4 > 0
         task_image, body = prepare_image(noise(rng), settings)
         own, files = ([task_image], {task_image.digest: body}) if has_own else ([], {})
-        images = EpisodeImages(ImagePlaces(PAD, settings), ImageLimits(8, 1 << 20, 1 << 20), own, files)
+        images = EpisodeImages(ImagePlaceholders(PAD, settings), ImageLimits(8, 1 << 20, 1 << 20), own, files)
         sampling = Sampling(max_tokens=12, seed=number)
         policy = Policy(engine, NumberedParser(tokenizer), places, 900, 99, tokenizer.encode, tokenizer.longest_token)
         session = Session(policy, Conversation(template, images=images), sampling)

@@ -33,12 +33,12 @@ def start_service(
 
 
 def main() -> None:
-    from producers.generator import rollout
+    from producers.generator import context
 
     finished_run.SETTLED_S = float(os.environ.get(SETTLED, finished_run.SETTLED_S))
     guard.prctl(guard.PR_SET_PDEATHSIG, 9)
-    assert hasattr(rollout, "HfTokenizer")
-    setattr(rollout, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
+    assert hasattr(context, "HfTokenizer")
+    setattr(context, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
     app.main()
 
 

@@ -204,7 +204,7 @@ def test_the_tool_and_the_environment_show_pictures(tmp_path: Path) -> None:
         remaining = iter(answers)
         engine = SpeakingEngine(tokenizer, lambda prompt, remaining=remaining: next(remaining))
         task = msgspec.structs.replace(chat_task("See."), data={"answer": "red"})
-        (sample,) = asyncio.run(play(loop_config(tmp_path, name, args), engine, tokenizer, task, places=PLACES))
+        (sample,) = asyncio.run(play(loop_config(tmp_path, name, args), engine, tokenizer, task, placeholders=PLACES))
         assert isinstance(sample, SampledCompletion)
         assert len(sample.images) == len(sample.files) == 1
         assert sample.reward == (1.0 if name == "environment" else None)

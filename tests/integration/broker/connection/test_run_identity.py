@@ -23,7 +23,7 @@ from producers.datasets.arithmetic import Arithmetic
 from producers.datasets.mixture import Mixture, Part
 from producers.engines.base import Engine
 from producers.feeder import Feeder
-from producers.generator.orders import PauseFollower
+from producers.generator.orders import OrderFollower
 from schemas.config import RewardTerm, TidemillConfig
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Score
@@ -120,7 +120,7 @@ def test_a_feeder_of_another_runs_folder_admits_nothing(broker: Broker, tmp_path
 
 def test_a_generator_ends_when_the_run_that_it_works_for_is_replaced(broker: Broker, tmp_path: Path) -> None:
     engine = cast(Engine, SimpleNamespace())
-    follower = PauseFollower(broker, engine, run=JoinedRun(tmp_path / "elsewhere"))
+    follower = OrderFollower(broker, engine, run=JoinedRun(tmp_path / "elsewhere"))
 
     async def follow() -> None:
         take_over_as(broker, change_request(FIRST, owner=OURS))
@@ -140,7 +140,7 @@ def test_a_generator_ends_when_the_run_that_it_works_for_is_replaced(broker: Bro
 def test_a_generator_in_another_runs_folder_is_refused(broker: Broker, tmp_path: Path) -> None:
     claim_folder(configuration_in(tmp_path))
     take_over_as(broker, change_request(FIRST, owner=OURS))
-    follower = PauseFollower(broker, cast(Engine, SimpleNamespace()), run=JoinedRun(tmp_path))
+    follower = OrderFollower(broker, cast(Engine, SimpleNamespace()), run=JoinedRun(tmp_path))
     with pytest.raises(ConfigError, match=r"RUN\.json"):
         asyncio.run(follower.follow(broker.run_control.read()))
 
@@ -252,7 +252,7 @@ def feed_once(broker: Broker, config: TidemillConfig) -> None:
 
 
 async def follow_once(broker: Broker, folder: Path) -> None:
-    follower = PauseFollower(broker, cast(Engine, SimpleNamespace()), run=JoinedRun(folder))
+    follower = OrderFollower(broker, cast(Engine, SimpleNamespace()), run=JoinedRun(folder))
     await follower.follow(broker.run_control.read())
     await follower.follow(broker.run_control.read())
 

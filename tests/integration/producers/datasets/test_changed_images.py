@@ -136,7 +136,7 @@ def test_an_image_whose_bytes_were_changed_in_the_broker_is_shown_to_no_engine(
     assert engine.loaded == [1]
     assert set(engine.shown) == {others[other]}
     reasons = [stored.letter.reason for stored in broker.dead_letters.list(10)]
-    assert all("an image of its prompt is not in the broker, or not the one that was stored" in one for one in reasons)
+    assert all("an image of its prompt is missing from the broker, or is not the stored one" in one for one in reasons)
 
 
 def test_a_generator_with_another_vision_tower_fails_the_probe(

@@ -19,7 +19,7 @@ from consumers.trainer.records.evaluations import EvaluationLog
 from consumers.trainer.step.build import build_train_step
 from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
-from producers.generator.orders import PauseFollower
+from producers.generator.orders import OrderFollower
 from producers.generator.weight_updates import WeightUpdater
 from schemas.config import LoraConfig, TidemillConfig, parse_config
 from schemas.digests import base_digest
@@ -150,7 +150,7 @@ def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
     engine = TransformersEngine(
         EngineSettings(str(model), dtype, max_length=64, max_samples=4, lora=config.trainer.lora)
     )
-    pause, stop = PauseFollower(broker, engine), StopFlag()
+    pause, stop = OrderFollower(broker, engine), StopFlag()
     updates = WeightUpdater(config, "g", broker, engine, tmp_path / "in", pause)
 
     def train_and_publish(version: int) -> None:

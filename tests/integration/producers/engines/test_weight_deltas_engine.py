@@ -17,7 +17,7 @@ from consumers.trainer.model.hf_weights import reference_logprobs
 from consumers.trainer.model.policy import Policy, load_model
 from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
-from producers.generator.orders import PauseFollower
+from producers.generator.orders import OrderFollower
 from producers.generator.weight_updates import WeightUpdater
 from schemas.codec import Array
 from schemas.config import TidemillConfig, parse_config
@@ -88,7 +88,7 @@ def test_an_engine_follows_a_chain_of_deltas_and_passes_every_probe(
     model = make_tiny_model(tmp_path / "model", hidden=32, layers=1)
     learner, stop = Learner(broker, model, tmp_path / "out"), StopFlag()
     engine = TransformersEngine(EngineSettings(str(model), "bfloat16", max_length=64, max_samples=4))
-    pause = PauseFollower(broker, engine)
+    pause = OrderFollower(broker, engine)
     updates = WeightUpdater(config, "g", broker, engine, tmp_path / "in", pause)
 
     async def run() -> None:

@@ -141,7 +141,10 @@ BAD_SAMPLES: dict[str, tuple[Callable[[SampledCompletion], Any], str]] = {
     "large token": (lambda sample: replace(sample, tokens=[2**40] * len(sample.tokens)), "OverflowError"),
     "no spans": (lambda sample: replace(sample, spans=[]), "spans do not cover"),
     "tuple for a span": (lambda sample: replace(sample, spans=[(1, 0, 3)]), "AttributeError"),
-    "unknown image": (lambda sample: replace(sample, images=[SEEN]), "one of its images is neither its prompt's nor"),
+    "unknown image": (
+        lambda sample: replace(sample, images=[SEEN]),
+        "belongs neither to its prompt nor to its episode",
+    ),
     "weights to come": (lambda sample: replace(sample, spans=[Span(9, 0, len(sample.tokens))]), "version 9"),
 }
 
@@ -188,8 +191,8 @@ def test_a_sample_that_is_always_yielded_unfinished_though_nothing_ends_it_fails
     assert generate(broker, config, tmp_path, 7) == expected
     assert letters(broker) == [("generator", BAD_TASK, 0)]
     assert broker.dead_letters.list()[0].letter.reason == (
-        f"workflow {WORKFLOW}: its finish is 'abort' without a new token, though the generator goes on; given back"
-        f" {config.broker.max_deliveries} times for that"
+        f"workflow {WORKFLOW}: its finish is 'abort' without a new token, though the generator is not ending; it was"
+        f" returned {config.broker.max_deliveries} times for that"
     )
 
 
@@ -197,7 +200,7 @@ def test_a_sample_that_is_always_yielded_unfinished_though_nothing_ends_it_fails
     ("after", "reason"),
     [
         (lambda sample: None, "AttributeError"),
-        (lambda sample: replace(sample, index=7), "yielded sample 7, and was asked for the samples 0, 1"),
+        (lambda sample: replace(sample, index=7), "yielded sample 7, but the samples asked for are 0, 1"),
         (lambda sample: replace(sample, index=np.int64(0)), "yielded sample np.int64(0)"),
     ],
     ids=["nothing", "unasked", "numpy"],

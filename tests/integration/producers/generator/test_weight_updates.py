@@ -13,7 +13,7 @@ from broker.client import Broker
 from broker.flow.trainer_session import TrainerSession
 from producers.engines.base import Engine
 from producers.generator import weight_updates as updates_module
-from producers.generator.orders import PauseFollower
+from producers.generator.orders import OrderFollower
 from producers.generator.weight_updates import WeightUpdater
 from schemas.codec import decode
 from schemas.config import TidemillConfig, parse_config
@@ -60,7 +60,7 @@ def play(config: TidemillConfig, broker: Broker, folder: Path, scene: Scene, ada
     """Run ``scene`` beside the updates of one generator, which starts with version 1 in use."""
     training, engine, stop = take_over(broker), Loads(), StopFlag()
     publish_weights(broker, training.leader_term, 1, folder, adapter=adapter)
-    pause = PauseFollower(broker, cast(Engine, engine))
+    pause = OrderFollower(broker, cast(Engine, engine))
     updates = WeightUpdater(config, "g", broker, cast(Engine, engine), folder / "cache", pause)
 
     async def run() -> None:

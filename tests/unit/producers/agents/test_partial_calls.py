@@ -99,7 +99,7 @@ class Checked:
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.updates = self.saver = self
+        self.updates = self.weights = self.saver = self
         self.saved: list[Partial] = []
         self.checked = asyncio.Event()
 

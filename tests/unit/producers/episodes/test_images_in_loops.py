@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from producers.conversation.images import content_of, join_content
-from producers.images.placeholders import ImagePlaces
+from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -102,12 +102,14 @@ def played(
     args: dict[str, Any],
     answers: Sequence[str],
     task: Task | None = None,
-    places: ImagePlaces | None = PLACES,
+    placeholders: ImagePlaceholders | None = PLACES,
     files: dict[str, bytes] | None = None,
 ) -> tuple[SampledCompletion | FailedSample, SpeakingEngine]:
     engine = SpeakingEngine(tokenizer, Said(*answers))
     config = loop_config(base, name, args)
-    (sample,) = asyncio.run(play(config, engine, tokenizer, task or chat_task("See."), places=places, files=files))
+    (sample,) = asyncio.run(
+        play(config, engine, tokenizer, task or chat_task("See."), placeholders=placeholders, files=files)
+    )
     return sample, engine
 
 
@@ -137,7 +139,7 @@ def test_an_image_that_cannot_be_used_is_told_as_an_error_of_the_call(base: Path
     assert first.startswith("error: the result of look: an image can't be decoded (PNG, JPEG")
     assert second.startswith("error: the result of look: the image https://example.org/x.png is not fetched")
     assert sample.metrics["tool_errors"] == 2
-    blind, _ = played(base, tokenizer, "tools", args, (look("red"), look("both"), "done"), places=None)
+    blind, _ = played(base, tokenizer, "tools", args, (look("red"), look("both"), "done"), placeholders=None)
     assert isinstance(blind, SampledCompletion)
     alone, mixed = [message["content"] for message in blind.data["messages"] if message["role"] == "tool"]
     assert alone == "error: the result of look has an image, and this policy reads text only (model.kind)"

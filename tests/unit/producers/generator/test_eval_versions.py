@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from producers.generator.eval_versions import EvaluationState, next_version, still_at
+from producers.generator.eval_versions import EvaluationState, is_served, next_version
 from schemas.messages import Heartbeat
 
 
@@ -53,9 +53,9 @@ def test_tasks_wait_for_generators_that_have_their_version_or_come_to_it() -> No
     def beat(version: int, role: str = "generator", time: float = 100.0) -> Heartbeat:
         return Heartbeat(service=f"s{version}", role=role, host="h", pid=1, state="running", version=version, time=time)
 
-    assert still_at(4, [beat(6), beat(4)])
-    assert still_at(4, [beat(6), beat(2)])
-    assert not still_at(4, [beat(6), beat(5)])
-    assert not still_at(4, [beat(6), beat(-1)]), "one that has no weights yet will take the newest"
-    assert not still_at(4, [beat(6), beat(4, role="trainer")])
-    assert not still_at(4, [beat(6), beat(4, time=90.0)])
+    assert is_served(4, [beat(6), beat(4)])
+    assert is_served(4, [beat(6), beat(2)])
+    assert not is_served(4, [beat(6), beat(5)])
+    assert not is_served(4, [beat(6), beat(-1)]), "one that has no weights yet will take the newest"
+    assert not is_served(4, [beat(6), beat(4, role="trainer")])
+    assert not is_served(4, [beat(6), beat(4, time=90.0)])

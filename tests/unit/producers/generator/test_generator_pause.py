@@ -12,7 +12,7 @@ from broker.client import Broker
 from broker.flow.run_control import ControlState
 from producers.engines.base import Engine
 from producers.generator import orders
-from producers.generator.orders import PauseFollower
+from producers.generator.orders import OrderFollower
 from schemas.system.lifecycle import PauseReasons, StopFlag
 
 
@@ -46,18 +46,18 @@ class SilentBroker:
         return self.control
 
 
-def follower() -> tuple[PauseFollower, RecordingEngine]:
+def follower() -> tuple[OrderFollower, RecordingEngine]:
     engine = RecordingEngine()
-    return PauseFollower(cast(Broker, None), cast(Engine, engine)), engine
+    return OrderFollower(cast(Broker, None), cast(Engine, engine)), engine
 
 
 def test_a_generator_begins_paused_until_it_has_read_the_orders_once() -> None:
     async def scenario() -> None:
         pause, engine = follower()
-        assert not pause.open
+        assert not pause.is_open
         assert pause.reasons == PauseReasons.of("starting")
         await pause.follow(None)
-        assert pause.open
+        assert pause.is_open
         assert not pause.reasons
         assert engine.calls == []
 
@@ -69,13 +69,13 @@ def test_a_freeze_pauses_the_engine_and_the_next_order_resumes_it() -> None:
         pause, engine = follower()
         await pause.engine_started()
         await pause.follow(ControlState(pause="freeze", pause_id=3))
-        assert not pause.open
+        assert not pause.is_open
         assert pause.reasons == PauseReasons.of("ordered")
         assert pause.acknowledged == {"pause": 3}
         await pause.follow(None)
-        assert not pause.open, "a broker that knows no orders ends no pause"
+        assert not pause.is_open, "a broker that knows no orders ends no pause"
         await pause.follow(ControlState(pause_id=4))
-        assert pause.open
+        assert pause.is_open
         assert engine.calls == ["pause", "resume"]
         assert pause.acknowledged == {"pause": 4}
 
@@ -87,7 +87,7 @@ def test_a_silent_broker_pauses_and_its_answer_ends_that_reason_alone(monkeypatc
 
     async def scenario() -> None:
         broker, engine, stop = SilentBroker(), RecordingEngine(), StopFlag()
-        pause = PauseFollower(cast(Broker, broker), cast(Engine, engine))
+        pause = OrderFollower(cast(Broker, broker), cast(Engine, engine))
         await pause.engine_started()
         await pause.follow(ControlState(pause="freeze", pause_id=1))
         running = asyncio.create_task(pause.run(stop))
@@ -100,7 +100,7 @@ def test_a_silent_broker_pauses_and_its_answer_ends_that_reason_alone(monkeypatc
             while "broker silent" in pause.reasons:  # noqa: ASYNC110 - the pause goes on for another reason
                 await asyncio.sleep(0.001)
             assert pause.reasons == PauseReasons.of("ordered")
-            assert not pause.open
+            assert not pause.is_open
             broker.control = ControlState(pause_id=2)
             assert await pause.wait_open()
             stop.set()

@@ -107,7 +107,7 @@ def test_weights_that_are_broken_in_every_generator_and_only_there_end_the_run(
     text = str(caught.value)
     assert text.startswith("no generator can use weights version 0: ")
     assert " refusals by 2 of them, the last: weights version 0 fails its probe" in text
-    assert text.endswith("though the trainer's are; try model.dtype bfloat16 or float32")
+    assert text.endswith("but the trainer's are; try model.dtype bfloat16 or float32")
     assert [event.text for event in broker.events.tail(99) if event.name == "run_failed"] == [text]
 
 

@@ -1,0 +1,63 @@
+"""The state machine that decides which weight versions of one generator may be used, and which tokens may leave it.
+
+It has no I/O. A version is checked when its probe passed; no token of an unchecked or refused version is trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from schemas.errors import DataError
+from schemas.messages import Span
+
+
+class TrustedWeights:
+    """The weight versions of one engine, as its loads and probes go.
+
+    Each load is announced by ``loading``, then ended by ``passed`` or ``refused``; after a refusal the engine either
+    keeps the version in use, or ``restoring`` announces that it loads that version again, up to its ``passed``.
+
+    version: the version in use, -1 before the first. refused_versions: versions that are never used again.
+    """
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.refused_versions: set[int] = set()
+        self._newest_loaded = -1
+        self._checked = False
+        self._restoring = False
+
+    def loading(self, version: int) -> None:
+        """Note that the engine begins to load ``version``: no task may begin until its probe passed."""
+        self._checked = False
+        self._newest_loaded = max(self._newest_loaded, version)
+
+    def passed(self, version: int) -> None:
+        """Note that the engine has the weights of ``version``, and that they are the published ones."""
+        self.version, self._checked, self._restoring = version, True, False
+
+    def refused(self, version: int) -> None:
+        """Never use ``version`` again."""
+        self.refused_versions.add(version)
+
+    def restoring(self) -> None:
+        """Trust no token until the version in use is loaded again and ``passed``."""
+        self._restoring = True
+
+    def may_begin(self, version: int) -> bool:
+        """Return whether a task that needs ``version`` or a newer one may begin."""
+        return self._checked and self.version >= version
+
+    def is_decided(self, spans: Sequence[Span]) -> bool:
+        """Return whether the version of each span is checked or refused. DataError if one was never loaded here."""
+        newest = max((span.version for span in spans), default=-1)
+        if newest > self._newest_loaded:
+            raise DataError(f"its spans name weights version {newest}, which was never in use here")
+        return all(self._is_trusted(span) or span.version in self.refused_versions for span in spans)
+
+    def trusted_length(self, spans: Sequence[Span], length: int) -> int:
+        """Return how many of a sample's first ``length`` tokens are of checked versions."""
+        return min((span.start for span in spans if not self._is_trusted(span)), default=length)
+
+    def _is_trusted(self, span: Span) -> bool:
+        return span.version <= self.version and span.version not in self.refused_versions and not self._restoring

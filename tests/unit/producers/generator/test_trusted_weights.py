@@ -1,0 +1,122 @@
+"""Which weights of a generator are trusted, whatever it loads, and whatever their probes say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from producers.generator.trusted_weights import TrustedWeights
+from schemas.errors import DataError
+from schemas.messages import Span
+
+TOKENS = 4
+"""Tokens of each span."""
+
+
+class GeneratorModel(RuleBasedStateMachine):
+    """A generator that loads versions, and a sample that grows by a span of whatever weights the engine has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = TrustedWeights()
+        self.checked: set[int] = set()
+        self.refused: set[int] = set()
+        self.loading: int | None = None
+        self.restoring = False
+        self.engine = -1
+        self.newest = -1
+        self.spans: list[Span] = []
+
+    @precondition(lambda self: self.loading is None)
+    @rule(step=st.integers(1, 3))
+    def load_a_newer_version(self, step: int) -> None:
+        self.newest += step
+        self.loading = self.engine = self.newest
+        self.weights.loading(self.newest)
+
+    @precondition(lambda self: self.engine >= 0 and not self.restoring)
+    @rule()
+    def sample(self) -> None:
+        start = TOKENS * len(self.spans)
+        self.spans.append(Span(self.engine, start, start + TOKENS))
+
+    @precondition(lambda self: self.loading is not None)
+    @rule()
+    def pass_the_probe(self) -> None:
+        assert self.loading is not None
+        self.checked.add(self.loading)
+        self.weights.passed(self.loading)
+        self.loading, self.restoring = None, False
+
+    @precondition(lambda self: self.loading is not None and not self.restoring and self.checked)
+    @rule()
+    def fail_the_probe(self) -> None:
+        assert self.loading is not None
+        self.refused.add(self.loading)
+        self.weights.refused(self.loading)
+        self.weights.restoring()
+        self.loading = self.engine = max(self.checked)
+        self.weights.loading(self.loading)
+        self.restoring = True
+
+    @precondition(lambda self: self.loading is None and self.checked)
+    @rule()
+    def refuse_a_version_before_it_is_loaded(self) -> None:
+        self.newest += 1
+        self.refused.add(self.newest)
+        self.weights.refused(self.newest)
+        self.weights.passed(self.weights.version)
+
+    @precondition(lambda self: self.restoring)
+    @rule()
+    def resume_from_the_trusted_tokens(self) -> None:
+        self.pass_the_probe()
+        self.spans = self.spans[: self.weights.trusted_length(self.spans, TOKENS * len(self.spans)) // TOKENS]
+        assert all(span.version in self.checked for span in self.spans)
+
+    @invariant()
+    def no_token_of_an_unchecked_version_leaves(self) -> None:
+        length = self.weights.trusted_length(self.spans, TOKENS * len(self.spans))
+        assert all(span.version in self.checked - self.refused for span in self.spans if span.start < length)
+
+    @invariant()
+    def nothing_is_trusted_while_the_old_version_is_restored(self) -> None:
+        if self.restoring and self.spans:
+            assert self.weights.trusted_length(self.spans, TOKENS * len(self.spans)) == 0
+
+    @invariant()
+    def a_task_begins_on_the_newest_checked_weights_alone(self) -> None:
+        assert self.weights.may_begin(0) == (self.loading is None and bool(self.checked))
+        assert not self.weights.may_begin(max(self.checked, default=-1) + 1)
+
+    @invariant()
+    def what_is_decided_leaves_or_is_refused(self) -> None:
+        if self.loading is None:
+            assert self.weights.is_decided(self.spans)
+            if not self.refused.intersection(span.version for span in self.spans):
+                assert self.weights.trusted_length(self.spans, TOKENS * len(self.spans)) == TOKENS * len(self.spans)
+
+
+TestTrustedWeights = GeneratorModel.TestCase
+
+
+def test_a_version_that_was_never_in_use_is_an_error_and_not_waited_for() -> None:
+    weights = TrustedWeights()
+    weights.loading(3)
+    assert not weights.is_decided([Span(3, 0, 5)])
+    with pytest.raises(DataError, match="weights version 4, which was never in use here"):
+        weights.is_decided([Span(3, 0, 5), Span(4, 5, 8)])
+
+
+def test_the_first_untrusted_span_cuts_a_sample_off() -> None:
+    weights = TrustedWeights()
+    weights.loading(1)
+    weights.passed(1)
+    weights.loading(2)
+    spans = [Span(1, 0, 5), Span(2, 5, 8), Span(1, 8, 9)]
+    assert weights.trusted_length(spans, 9) == 5
+    assert not weights.is_decided(spans)
+    weights.refused(2)
+    assert weights.is_decided(spans)
+    assert weights.trusted_length(spans, 9) == 5
