@@ -1,7 +1,6 @@
-"""Follows the commands that people give to the supervisor through the broker: numbers of replicas, and the run's end.
+"""Follows the users' orders to the supervisor in the broker: numbers of replicas, and the end of the run.
 
-The wanted numbers of replicas are in the broker. At the start those of the configuration are written there, and no
-command from before is followed.
+At the start the numbers of the configuration are written into the broker, and earlier orders are ignored.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ log = structlog.get_logger()
 
 
 class CommandFollower:
-    """The supervisor calls ``follow`` at every tick; ``describe`` goes into its heartbeat.
+    """Carries out orders: ``follow`` is called at every tick, ``describe`` for the heartbeat.
 
-    ``ordered`` tells whether a command has ended the run; set ``stopping`` when services are being stopped.
+    ``ordered``: whether an order has ended the run. Set ``stopping`` when services are being stopped.
     """
 
     def __init__(self, supervisor: Supervisor, broker: Broker) -> None:
@@ -36,7 +35,7 @@ class CommandFollower:
         self.ordered = False
 
     def begin(self, replicas: Mapping[str, int]) -> None:
-        """Write how many replicas there are to be at first, and remember which commands are old."""
+        """Write the initial numbers of replicas, and remember which orders are old."""
         for role, count in replicas.items():
             self._broker.run_control.scale(role, count, BY)
         orders = self._broker.run_control.read() or ControlState()
@@ -44,11 +43,11 @@ class CommandFollower:
         self._done = dict(orders.scaled)
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
-        """State, weight version (none) and figures (none) of the supervisor's heartbeat."""
+        """Return state, weight version (none) and metrics (none) for the supervisor's heartbeat."""
         return "stopping" if self.stopping else "running", -1, {}
 
     def follow(self, orders: ControlState | None) -> None:
-        """Carry out commands that are new; a command that was carried out once is not repeated."""
+        """Carry out new orders, each once."""
         if orders is None or self.stopping:
             return
         if orders.stop > self._stop_seen:
@@ -64,11 +63,11 @@ class CommandFollower:
             except ConfigError as error:
                 log.warning("cannot scale", role=role, replicas=replicas, error=str(error))
             self._done[role] = number
-        # A broker that was wiped counts anew.
+        # A broker that lost its data counts from 0 again.
         self._done = {role: number for role, number in self._done.items() if role in orders.replicas}
 
     def record(self, outcome: RunOutcome) -> None:
-        """Write into the broker how the run ended, unless the trainer has written that it is finished."""
+        """Write into the broker how the run ended, unless the trainer has reported that it is finished."""
         if outcome.reason == "finished":
             return
         try:
@@ -76,5 +75,5 @@ class CommandFollower:
             self._broker.ledger.set_run_state("state", outcome.reason)
             self._broker.ledger.set_run_state("cause", str(outcome.cause) if outcome.cause else "")
         except (TidemillError, redis.RedisError) as error:
-            # It may have ended because of the broker.
-            log.warning("cannot say how the run ended", error=str(error))
+            # The run may have ended because of the broker.
+            log.warning("cannot record how the run ended", error=str(error))

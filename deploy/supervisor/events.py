@@ -1,7 +1,7 @@
-"""Writes what the supervisor did into the run's timeline, for people who look at the run from elsewhere.
+"""Writes the supervisor's changes into the run's timeline, where the control plane shows them.
 
-A thread writes, so that a broker which does not answer holds nothing up. The thread tries again until the broker
-answers; when too many changes wait, the oldest are forgotten first.
+A thread writes, so that a broker which does not answer blocks nothing. The thread retries until the broker answers. If
+too many changes wait, the oldest are dropped.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ NAME = "supervisor"
 KEPT = 200
 RETRY_S = 1.0
 END_S = 2.0
-"""How long the last changes may take at the end."""
+"""How long the last changes may take when the run ends."""
 
 log = structlog.get_logger()
 
 
 class TimelineWriter:
-    """Changes are ``put`` at any time, also before there is a broker; a context manager that writes all of them.
+    """Accepts changes at any time, also before there is a broker; a context manager that writes all of them.
 
     ::
 
@@ -47,12 +47,12 @@ class TimelineWriter:
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
     def to(self, broker: Broker) -> Self:
-        """Name the broker that the changes go to."""
+        """Set the broker that the changes are written to."""
         self._broker = broker
         return self
 
     def put(self, change: Change) -> None:
-        """Keep a change until it is written; never waits for the broker."""
+        """Queue a change. Never waits for the broker."""
         with self._wake:
             self._waiting.append(change)
             self._wake.notify()
@@ -67,7 +67,7 @@ class TimelineWriter:
         with self._wake:
             self._ending = True
             self._wake.notify()
-        # It may hang on a broker that is gone, and dies with the process.
+        # If the broker is gone the thread may hang; it dies with the process.
         self._thread.join(END_S)
 
     def _run(self) -> None:
@@ -93,5 +93,5 @@ class TimelineWriter:
                 self._broker.events.emit(event)
             return self._broker is not None
         except (TidemillError, redis.RedisError) as error:
-            log.warning("a change is not in the timeline yet", service=change.service, error=str(error))
+            log.warning("cannot write a change into the timeline, retrying", service=change.service, error=str(error))
             return False

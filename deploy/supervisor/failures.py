@@ -1,6 +1,6 @@
-"""Why a run failed: the service that failed first, not those that failed as a consequence.
+"""The root cause of a failed run: the service that failed first, not those that failed as a consequence.
 
-Pure functions over what the supervisor saw and over a service's log.
+Pure functions over the exits that the supervisor saw and over a service's log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from schemas.errors import ERROR_EXIT, HOPELESS, RUN_FAILED_EXIT
 TAIL_BYTES = 65536
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Message)\b.*")
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""Signals that others send: nothing that a process wrote before says why they did."""
+"""Signals that other processes send. The log of a killed process does not say why."""
 NOT_STARTED = frozenset({126, 127})
 _OWN = re.compile(r"^tidemill: (.+)")
 _PEACEFUL = re.compile(r"\b(DEBUG|INFO|WARNING)\b")
@@ -28,7 +28,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class ServiceFailure:
-    """The end of a service that nobody had asked to end. ``rank``: its place in the order of starting."""
+    """An unexpected end of a service. ``rank``: its position in the order of starting."""
 
     service: str
     exit: Exit
@@ -38,16 +38,16 @@ class ServiceFailure:
     log: Path
 
     def __str__(self) -> str:
-        """A line that names the service, how it ended, its last words and its log."""
+        """Return a line with the service, how it ended, its error and its log."""
         reason = f": {self.line}" if self.line else ""
         log = f" [log: {self.log}]" if self.log.is_file() else ""
         return f"{self.service} failed ({self.exit}){reason}{log}"
 
 
 def root_cause(unrecovered: Iterable[ServiceFailure]) -> ServiceFailure | None:
-    """The earliest of the failures that services have not recovered from; at one moment, the one started first.
+    """Return the earliest failure that no restart has mended; of two at one moment, that of the service started first.
 
-    But first of all the one that found that everything of the run fails: what fails for that reason may do so earlier.
+    A service that found the whole run to fail comes before all others, since they may fail earlier for that reason.
     """
 
     def order(failure: ServiceFailure) -> tuple[bool, float, int]:
@@ -57,12 +57,12 @@ def root_cause(unrecovered: Iterable[ServiceFailure]) -> ServiceFailure | None:
 
 
 def last_error(log: Path, start: int = 0, code: int = ERROR_EXIT) -> str:
-    """The line of a log that says why its process ended, "" if none does; looks at what came after byte ``start``.
+    """Return the line of a log, after byte ``start``, that says why its process ended, or "".
 
-    An error record of a JSON log, else an exception's line, else what the command itself complained of, else a line
-    that speaks of an error; where no restart helps the command's complaint comes first. The very last line, of
-    whatever kind, counts only for a program that could not be started or crashed in native code: of others it only
-    tells what they did before. A process that was killed from outside did not know why.
+    An error record of a JSON log, else the line of an exception, else the command's own error, else a line with a word
+    such as "error"; if no restart helps, the command's own error comes first. The last line, of any kind, counts only
+    if the program could not be started or crashed in native code. A process that was killed from outside logs no
+    reason.
     """
     if -code in FROM_OUTSIDE:
         return ""
@@ -79,9 +79,8 @@ def last_error(log: Path, start: int = 0, code: int = ERROR_EXIT) -> str:
         finders.insert(0, _own)
     for find in finders:
         for line in reversed(lines):
-            found = find(line)
-            if found:
-                return found[:500]
+            if reason := find(line):
+                return reason[:500]
     has_last_words = code in NOT_STARTED or code < 0
     return lines[-1][:500] if lines and has_last_words and _is_prose(lines[-1]) else ""
 
@@ -115,5 +114,5 @@ def _wording(line: str) -> str:
 
 
 def _is_prose(line: str) -> bool:
-    """Whether it is no record of a log, neither JSON nor that of a library with its level."""
+    """Return whether the line is not a log record, neither JSON nor a library's with its level."""
     return not line.startswith("{") and not _PEACEFUL.search(line)

@@ -1,9 +1,8 @@
 """Guarded child processes: nothing that this process starts is left behind.
 
-Three nets: a guardian per child (schemas/system/guard.py) that kills everything below it when the
-child ends or this process dies; the kernel's parent-death signal should the guardian itself
-be killed; and ``Strays.sweep``, with which this process then finds the grandchildren. ``Processes`` is the starter
-made of such processes, for services on this machine.
+Three nets: a guardian for each child (schemas/system/guard.py), which kills everything below it when the child ends or
+this process dies; the kernel's parent-death signal, if the guardian itself is killed; and ``OrphanReaper.sweep``, with
+which this process then finds the grandchildren. ``Processes`` is the starter for services on this machine.
 """
 
 from __future__ import annotations
@@ -145,8 +144,8 @@ def become_subreaper() -> bool:
     return guard.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
 
 
-class Strays:
-    """Processes that killed guardians left: found among this process's adopted children, killed and collected.
+class OrphanReaper:
+    """Kills and collects the processes that killed guardians left, found among this process's adopted children.
 
     ``mark`` goes into the environment of every process that is started.
     """
@@ -157,25 +156,25 @@ class Strays:
         self._killed: set[int] = set()
 
     def orphaned(self, guard_pid: int) -> None:
-        """This guardian was killed; its session's processes come here."""
+        """Note that this guardian was killed, so that the processes of its session become children of this process."""
         self._sessions.add(guard_pid)
 
     def sweep(self, guards: set[int]) -> list[int]:
-        """Kill and collect what there is besides ``guards``; call it again until it returns nothing."""
+        """Kill and collect orphans, but not ``guards``. Return those that are left; call it until there are none."""
         if not self._sessions:
             return []
         parent_of = guard.parents()
         children = [pid for pid, parent in parent_of.items() if parent == os.getpid() and pid not in guards]
-        strays = [pid for pid in children if pid in self._killed or self._is_ours(pid)]
-        for stray in strays:
-            below = guard.descendants(stray, parent_of)
-            guard.kill([stray, *below])
-            self._killed.update((stray, *below))
+        orphans = [pid for pid in children if pid in self._killed or self._is_ours(pid)]
+        for orphan in orphans:
+            below = guard.descendants(orphan, parent_of)
+            guard.kill([orphan, *below])
+            self._killed.update((orphan, *below))
             try:
-                os.waitpid(stray, os.WNOHANG)
+                os.waitpid(orphan, os.WNOHANG)
             except ChildProcessError:
                 continue
-        return strays
+        return orphans
 
     def _is_ours(self, pid: int) -> bool:
         try:

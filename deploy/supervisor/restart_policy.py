@@ -1,7 +1,7 @@
-"""The policy by which a dead service is started again: a pure state machine, time comes in as an argument.
+"""The policy for restarting a dead service: a pure state machine that gets the time as an argument.
 
-Promises: at most ``max_restarts`` within any ``window_s``, waits that double from
-``backoff_s`` to 15 s, and no restart after an exit that a restart cannot mend.
+Promises: at most ``max_restarts`` within any ``window_s``, waits that double from ``backoff_s`` to 15 s, and no restart
+after an exit that a restart cannot fix.
 """
 
 from __future__ import annotations
@@ -15,60 +15,60 @@ from schemas.errors import HOPELESS, OK_EXIT
 
 MAX_BACKOFF_S = 15.0
 RETURN_S = 5.0
-"""Wait before a service comes back that ended well without being asked: perhaps the run is just over."""
+"""Wait before a restart of a service that ended with exit code 0 without being asked: the run may just be over."""
 SETTLED_S = 10.0
-"""A service that ran this long after a restart has recovered: what fails later is another matter."""
+"""A service that runs this long after a restart has recovered: a later failure is a new one."""
 
 
 class State(StrEnum):
-    """The states of a service's life."""
+    """The states of a supervised service."""
 
     RUNNING = "running"
     WAITING = "waiting"
-    """Dead, to be started again."""
+    """Dead, will be restarted."""
     STOPPING = "stopping"
     """Asked to end."""
     STOPPED = "stopped"
     """Ended when asked."""
     LEFT = "left"
-    """Ended on its own with exit code 0, which its kind may."""
+    """Ended on its own with exit code 0, as services of its kind may."""
     FINISHED = "finished"
     """Ended with exit code 0, and with it the run."""
     FAILED = "failed"
-    """Dead for good."""
+    """Dead, and not restarted."""
 
 
 @dataclass
 class RestartState:
-    """The life of a service, from its starts and exits. ``finishes``, ``may_leave``: what its exit code 0 means."""
+    """The state of a service, from its starts and exits. ``finishes``, ``may_leave``: what exit code 0 means for it."""
 
     policy: SupervisorConfig
     finishes: bool = False
     may_leave: bool = False
     state: State = State.WAITING
     restarts: int = 0
-    """All restarts ever."""
+    """Number of all restarts."""
     due: float = 0.0
-    """When it is to be started, while waiting."""
+    """Time of the restart, while waiting."""
     failing_since: float | None = None
-    """Time of the first failure that it has not recovered from."""
+    """Time of the first failure since the last recovery."""
     _started: float = 0.0
     _recent: deque[float] = field(default_factory=deque)
 
     def started(self, now: float) -> None:
-        """Take note of a start."""
+        """Record a start."""
         self.state = State.RUNNING
         self._started = now
 
     def asked(self) -> None:
-        """Take note that the service was asked to end."""
+        """Record that the service was asked to end."""
         if self.state is State.RUNNING:
             self.state = State.STOPPING
         elif self.state is State.WAITING:
             self.state = State.STOPPED
 
     def exited(self, code: int, now: float) -> State:
-        """Take note of an exit; the new state says what to do, ``due`` when."""
+        """Record an exit. Return the new state; ``due`` is the time of a restart."""
         if self.state is State.STOPPING:
             self.state = State.STOPPED
         elif code == OK_EXIT and self.finishes:
@@ -84,7 +84,7 @@ class RestartState:
         return self.state
 
     def healthy(self, now: float) -> bool:
-        """Whether it runs and has recovered from what it failed on."""
+        """Return whether the service runs and has recovered from its last failure."""
         return self.state is State.RUNNING and (self.failing_since is None or now - self._started >= SETTLED_S)
 
     def _failed(self, code: int, now: float) -> None:

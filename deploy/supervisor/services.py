@@ -1,7 +1,7 @@
 """Services as the supervisor knows them: specification, running handle, exit, and the starter that starts them.
 
-Where services run is a ``Starter``'s business: this machine (deploy/supervisor/process.py), Ray
-(deploy/launchers/ray.py), or a user's own. Restarts, scaling and the orderly end are the supervisor's.
+A ``Starter`` decides where services run: on this machine (deploy/supervisor/process.py), on Ray
+(deploy/launchers/ray.py), or elsewhere (a user's own). The supervisor restarts, scales and stops them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from schemas.control_api import RunStatus
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """A service that is to run.
+    """The specification of a service.
 
-    essential: the run is over when it fails for good; else when the last replica of its role does.
-    optional: the run goes on without it. finishes: its exit code 0 means that the run is done.
-    stop_order: lower ones are stopped earlier, higher ones are started earlier.
-    shared_output: it writes to this process's own output, not to a log.
+    essential: the run fails if the service fails for good; otherwise if the last replica of its role does.
+    optional: the run continues without the service. finishes: exit code 0 means that the run is finished.
+    stop_order: services with lower numbers stop earlier. shared_output: no log, but the output of this process.
     """
 
     name: str
@@ -38,7 +37,7 @@ class ServiceSpec:
 
 @dataclass(frozen=True)
 class Change:
-    """An event in a service's life, for people. ends_run: it is told as the cause of the run's end."""
+    """A change of a service, for display. ends_run: it is reported as the reason why the run ended."""
 
     service: str
     text: str
@@ -63,47 +62,47 @@ class Exit:
 
 
 class RunningService(Protocol):
-    """The handle of a service that was started. None of these calls may block."""
+    """The handle of a started service. No method may block."""
 
     @property
     def pid(self) -> int | None:
-        """Its process id on this machine, None if it runs elsewhere or not yet."""
+        """Process id on this machine, None if the service runs elsewhere or not yet."""
 
     @property
     def guard_pid(self) -> int:
-        """Process id of its guardian on this machine, 0 if there is none."""
+        """Process id of the guardian on this machine, 0 if there is none."""
 
     @property
     def orphaned(self) -> bool:
-        """Whether what it started may be left on this machine, for the supervisor to find."""
+        """Whether processes that it started may be left on this machine, for the supervisor to find."""
 
     def poll(self) -> Exit | None:
-        """Exit of the service; None while anything of it runs."""
+        """Return the exit of the service, None while any of its processes runs."""
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Ask the service to end."""
 
     def kill(self) -> None:
-        """Kill it and everything that it started."""
+        """Kill the service and all processes that it started."""
 
 
 class Scaler(Protocol):
-    """The part of the supervisor that a starter may call to change how many replicas there are."""
+    """The part of the supervisor that a starter may call to change the number of replicas."""
 
     def scale(self, role: str, count: int) -> None:
-        """Start or stop replicas of a role until ``count`` of them live; ConfigError if that can't be."""
+        """Start or stop replicas of a role until ``count`` of them live. Raises ConfigError for another role."""
 
     def replicas(self, role: str) -> int:
-        """Number of services of a role that live, or are about to be started again."""
+        """Return the number of services of a role that run or are about to be restarted."""
 
 
 class Starter(Protocol):
-    """Starts services of a run. ``role`` says what a service is for; its log is a path that this process can write."""
+    """Starts the services of a run. ``role``: the service's role. ``log``: a path that this process can write."""
 
     def start(
         self, argv: Sequence[str], name: str, role: str, log: Path | None, environment: Mapping[str, str], mark: str
     ) -> RunningService:
-        """Start it; returns at once, InfraError if that can't be. mark: tells processes of this run from others."""
+        """Start a service and return at once. mark: identifies processes of this run. Raises InfraError."""
 
     def tick(self, scaler: Scaler, status: RunStatus | None) -> None:
-        """Called several times a second: a place to scale. ``status`` is the newest look at the run, if any."""
+        """Called several times a second, for scaling. ``status``: the newest status of the run, if any."""

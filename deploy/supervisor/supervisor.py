@@ -1,8 +1,8 @@
 """Keeps the services of one machine running, and stops them in order; behind ``tidemill up``.
 
-A service that dies is started again (deploy/supervisor/restart_policy.py says when). When that is hopeless the
-run is given up with its root cause. Nothing is left behind, however this process ends
-(deploy/supervisor/process.py). One thread: everything happens in ``poll``.
+A service that dies is restarted (deploy/supervisor/restart_policy.py says when). If restarts cannot help, the run ends
+with its root cause. No process is left behind, however this process ends (deploy/supervisor/process.py). One thread:
+everything happens in ``poll``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 from typing import Literal, Self
 
 from deploy.supervisor.failures import ServiceFailure, last_error, root_cause
-from deploy.supervisor.process import Processes, Strays, become_subreaper
+from deploy.supervisor.process import OrphanReaper, Processes, become_subreaper
 from deploy.supervisor.restart_policy import RestartState, State
 from deploy.supervisor.services import Change, Exit, RunningService, ServiceSpec, Starter
 from schemas.config import SupervisorConfig
@@ -27,7 +27,7 @@ from schemas.errors import CONFIG_EXIT, HOPELESS, OK_EXIT, RUN_FAILED_EXIT, Conf
 
 TICK_S = 0.1
 SWEEP_S = 3.0
-"""How long to look for what a killed guardian left."""
+"""How long to look for orphans of a killed guardian."""
 KILL_DEADLINE_S = 15.0
 
 
@@ -40,13 +40,13 @@ class RunOutcome:
 
     @property
     def is_config_error(self) -> bool:
-        """Whether the configuration is wrong, so that no start of anything can help."""
+        """Whether the configuration is wrong, so that no restart can help."""
         return self.cause is not None and self.cause.exit.code == CONFIG_EXIT
 
 
 @dataclass(frozen=True)
 class ServiceView:
-    """A service as it is now, for people."""
+    """The present state of a service, for display."""
 
     name: str
     role: str
@@ -87,14 +87,14 @@ class Supervisor:
         on_change: Callable[[Change], None] = lambda change: None,
         starter: Starter | None = None,
     ) -> None:
-        """starter: where services run; on this machine by default."""
+        """starter: starts the services, on this machine by default."""
         self._starter = starter or Processes()
         self._policy = policy
         self._logs = logs
         self._on_change = on_change
         self._services: dict[str, _Service] = {}
         self._factories: dict[str, Callable[[int], ServiceSpec]] = {}
-        self._strays = Strays()
+        self._orphans = OrphanReaper()
         self._started = 0
         self._interrupts = 0
         self._stopping = False
@@ -127,7 +127,7 @@ class Supervisor:
 
     @property
     def services(self) -> list[ServiceView]:
-        """Every service that is or was there, in the order of their first start."""
+        """All services, present and past, in the order of their first start."""
         return [
             ServiceView(
                 s.spec.name, s.spec.role, s.lifecycle.state, s.lifecycle.restarts, s.process.pid if s.process else None
@@ -143,7 +143,7 @@ class Supervisor:
         lifecycle = RestartState(self._policy, finishes=spec.finishes, may_leave=not spec.essential)
         self._started += 1
         service = _Service(spec, lifecycle, self._logs / f"{spec.name}.log", self._started)
-        # One that can't be started at all was never there.
+        # A service that cannot be started at all is not added.
         self._start(service, time.monotonic())
         self._services[spec.name] = service
 
@@ -153,7 +153,7 @@ class Supervisor:
         self.scale(role, count)
 
     def scale(self, role: str, count: int) -> None:
-        """Start or stop replicas of a role until ``count`` of them live; stopping ones end on their own time."""
+        """Start or stop replicas of a role until ``count`` of them live. Does not wait for those that stop."""
         factory = self._factories.get(role)
         if factory is None:
             roles = ", ".join(sorted(self._factories)) or "none"
@@ -173,13 +173,13 @@ class Supervisor:
                 live.append(self._services[spec.name])
 
     def replicas(self, role: str) -> int:
-        """Number of services of a role that live, or are about to be started again."""
+        """Return the number of services of a role that run or are about to be restarted."""
         return sum(s.spec.role == role and _lives(s) for s in self._services.values())
 
     def run(self, on_tick: Callable[[], None] = lambda: None) -> RunOutcome:
-        """Supervise until the run is finished, given up, or SIGINT, SIGTERM or SIGHUP arrives.
+        """Supervise until the run is finished or has failed, or SIGINT, SIGTERM or SIGHUP arrives.
 
-        All services but the finished or failed one still run then: ``stop`` them.
+        All other services still run then: ``stop`` them.
         """
         while True:
             outcome = self.poll()
@@ -191,7 +191,7 @@ class Supervisor:
             self._pause()
 
     def poll(self, now: float | None = None) -> RunOutcome | None:
-        """Do what is due; the outcome when the run is over."""
+        """Do what is due. Return the outcome if the run is over."""
         now = time.monotonic() if now is None else now
         for service in list(self._services.values()):
             self._collect(service, now)
@@ -202,7 +202,7 @@ class Supervisor:
             if service.lifecycle.state is State.WAITING and now >= service.lifecycle.due and may_start:
                 self._start(service, now)
         if now < self._sweep_until:
-            self._strays.sweep(self._guards())
+            self._orphans.sweep(self._guards())
         if any(s.lifecycle.state is State.FINISHED for s in self._services.values()):
             return RunOutcome("finished")
         if any(s.lifecycle.state is State.FAILED and self._is_fatal(s) for s in self._services.values()):
@@ -210,13 +210,13 @@ class Supervisor:
         return None
 
     def stop(self, keep: Sequence[str] = (), at_once: bool = False) -> None:
-        """Stop all services but those named in ``keep``, in their order, each with the grace it has.
+        """Stop all services but those in ``keep``, in their order.
 
-        SIGTERM, then SIGKILL to all of it after ``grace_s``; a further interrupt, or ``at_once``, kills now.
+        SIGTERM, then SIGKILL to their process trees after ``grace_s``; a further interrupt, or ``at_once``, kills now.
         """
-        # Nobody but the kept may come back while the others are being stopped.
+        # Only the kept services may be restarted while the others stop.
         self._stopping, self._kept = True, frozenset(keep)
-        # The first interrupt asked for this stop. A second one may have come since: it must not be swallowed.
+        # The first interrupt asked for this stop. A second one that has come since must count.
         already = min(self._interrupts, 1)
         mine = [s for s in self._services.values() if s.spec.name not in self._kept]
         if at_once:
@@ -234,16 +234,16 @@ class Supervisor:
                 self._pause()
 
     def kill(self) -> None:
-        """Kill everything that is left, at once, and wait until it is gone."""
+        """Kill all that still runs, at once, and wait until it is gone."""
         for service in self._services.values():
             self._kill(service)
         deadline = time.monotonic() + KILL_DEADLINE_S
-        while any(s.process for s in self._services.values()) or self._strays.sweep(self._guards()):
+        while any(s.process for s in self._services.values()) or self._orphans.sweep(self._guards()):
             for service in self._services.values():
                 self._collect(service, time.monotonic())
             if time.monotonic() > deadline:
                 names = ", ".join(s.spec.name for s in self._services.values() if s.process)
-                raise InfraError(f"still there {KILL_DEADLINE_S:.0f} s after SIGKILL: {names or 'strays of the run'}")
+                raise InfraError(f"still alive {KILL_DEADLINE_S:.0f} s after SIGKILL: {names or 'orphans of the run'}")
             time.sleep(0.01)
 
     def _start(self, service: _Service, now: float) -> None:
@@ -255,25 +255,25 @@ class Supervisor:
             service.spec.role,
             None if service.spec.shared_output else service.log,
             service.spec.environment,
-            self._strays.mark,
+            self._orphans.mark,
         )
         again = service.lifecycle.restarts > 0
         service.lifecycle.started(now)
-        self._on_change(Change(service.spec.name, "started again" if again else "started"))
+        self._on_change(Change(service.spec.name, "restarted" if again else "started"))
 
     def _collect(self, service: _Service, now: float) -> None:
         ended = service.process.poll() if service.process else None
         if ended is None:
             return
         if service.process and service.process.orphaned:
-            # Its children come to this process a moment later.
-            self._strays.orphaned(service.process.guard_pid)
+            # Its children become children of this process a moment later.
+            self._orphans.orphaned(service.process.guard_pid)
             self._sweep_until = now + SWEEP_S
         service.process = None
         asked = service.lifecycle.state is State.STOPPING
         state = service.lifecycle.exited(ended.code, now)
         if state is State.WAITING and ended.code == OK_EXIT:
-            text = f"ended, started again in {service.lifecycle.due - now:.0f} s"
+            text = f"ended, restarts in {service.lifecycle.due - now:.0f} s"
             self._on_change(Change(service.spec.name, text))
         elif state in (State.WAITING, State.FAILED):
             self._note_failure(service, ended, now)
@@ -296,7 +296,7 @@ class Supervisor:
             return
         why = "" if ended.code in HOPELESS else f" after {lifecycle.restarts} restarts"
         ends_run = ended.code in (CONFIG_EXIT, RUN_FAILED_EXIT) and self._is_fatal(service)
-        self._on_change(Change(service.spec.name, f"{ended}{reason}; given up{why}", "error", ends_run))
+        self._on_change(Change(service.spec.name, f"{ended}{reason}; not restarted{why}", "error", ends_run))
 
     def _cause(self, now: float) -> ServiceFailure | None:
         unrecovered = [s.failure for s in self._services.values() if s.failure and not s.lifecycle.healthy(now)]
@@ -307,7 +307,7 @@ class Supervisor:
             return False
         if service.spec.essential:
             return True
-        # All replicas read one configuration: if it is wrong for one it is wrong for all.
+        # All replicas read the same configuration: if it is wrong for one, it is wrong for all.
         hopeless = service.failure is not None and service.failure.exit.code in HOPELESS
         return hopeless or not any(
             _lives(other) for other in self._services.values() if other.spec.role == service.spec.role
@@ -337,7 +337,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[int]:
-        """Count interrupts instead of dying of them; yields a descriptor that becomes readable with each."""
+        """Count interrupts instead of dying of them. Yield a descriptor that becomes readable with each."""
 
         def count(signum: int, frame: FrameType | None) -> None:
             self._interrupts += 1

@@ -200,7 +200,7 @@ def test_the_first_to_fail_is_named_not_those_that_failed_after_it(tmp_path: Pat
     assert outcome.cause is not None
     assert outcome.cause.service == "broker"
     assert outcome.cause.line == "OSError: disk full"
-    assert any("given up" in text for text in rig.texts("trainer"))
+    assert any("not restarted" in text for text in rig.texts("trainer"))
 
 
 def test_a_configuration_error_is_not_tried_again(tmp_path: Path, token: str) -> None:

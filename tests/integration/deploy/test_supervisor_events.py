@@ -15,7 +15,8 @@ from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from deploy.control_plane.status.poller import StatusPoller
 from deploy.run.folder import settle_configuration
-from deploy.run.up import _Run, latest
+from deploy.run.observer import RunObserver, latest
+from deploy.run.up import SupervisedRun
 from deploy.supervisor.commands import CommandFollower
 from deploy.supervisor.events import KEPT, TimelineWriter
 from deploy.supervisor.process import Processes
@@ -23,7 +24,7 @@ from deploy.supervisor.restart_policy import State
 from deploy.supervisor.services import Change, ServiceSpec
 from deploy.supervisor.supervisor import Supervisor
 from deploy.terminal.live import Picture, plain_line
-from schemas.config import BrokerConfig, SupervisorConfig, parse_config
+from schemas.config import BrokerConfig, SupervisorConfig, TidemillConfig, parse_config
 from schemas.errors import InfraError
 from schemas.messages import Event
 
@@ -71,8 +72,8 @@ def test_a_broker_that_takes_nothing_gets_them_later_and_the_oldest_go_first(bro
     assert len(texts(broker)) <= KEPT + 1
 
 
-def up_run(folder: Path) -> _Run:
-    config = parse_config(
+def live_config(folder: Path) -> TidemillConfig:
+    return parse_config(
         {
             "run": {"name": "live", "folder": str(folder)},
             "model": {"path": "nowhere"},
@@ -80,13 +81,12 @@ def up_run(folder: Path) -> _Run:
             "reward": {"terms": [{"name": "exact"}]},
         }
     )
-    return _Run(config, folder / "config.yaml", Processes())
 
 
 def test_settings_that_changed_since_the_last_attempt_are_in_the_timeline(
     server: EmbeddedServer, broker: Broker, tmp_path: Path
 ) -> None:
-    first = up_run(tmp_path).config
+    first = live_config(tmp_path)
     name = broker.connection.keys.run
     first = first.model_copy(
         update={
@@ -96,32 +96,32 @@ def test_settings_that_changed_since_the_last_attempt_are_in_the_timeline(
     )
     second = first.model_copy(update={"trainer": first.trainer.model_copy(update={"steps": 20})})
     for config, told in ((first, 0), (first, 0), (second, 1)):
-        run = _Run(config, tmp_path / "config.yaml", Processes(), settle_configuration(config))
-        with run.timeline.to(run.take_name()):
+        run = SupervisedRun(config, tmp_path / "config.yaml", Processes(), settle_configuration(config))
+        with run.observer.timeline.to(run.take_name()):
             pass
         assert len(texts(broker)) == told
-    assert texts(broker) == [f"up: goes on with other settings: trainer.steps {first.trainer.steps} -> 20"]
+    assert texts(broker) == [f"up: resumes with changed settings: trainer.steps {first.trainer.steps} -> 20"]
 
 
 def test_the_live_view_does_not_say_twice_what_the_supervisor_did(broker: Broker, tmp_path: Path) -> None:
-    run = up_run(tmp_path)
+    observer = RunObserver(live_config(tmp_path))
 
     def heard() -> bool:
         # The view follows the timeline from where it stands when the view begins.
         broker.events.emit(Event(name="checkpoint", service="trainer", text="written"))
-        return bool(run.other_events)
+        return bool(observer.other_events)
 
-    with run._watch(broker), TimelineWriter().to(broker) as timeline:
+    with observer.polling(broker), TimelineWriter().to(broker) as timeline:
         timeline.put(Change("trainer", "started"))
         wait("an event", heard)
-    assert {(event.service, event.text) for event in run.other_events} == {("trainer", "written")}
-    assert run.other_events[0].time > 0
+    assert {(event.service, event.text) for event in observer.other_events} == {("trainer", "written")}
+    assert observer.other_events[0].time > 0
 
 
 def test_while_the_broker_is_down_the_last_look_is_shown_as_such_and_nothing_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.run.up.QUIET_S", 0.2)
+    monkeypatch.setattr("deploy.run.observer.QUIET_S", 0.2)
     server = EmbeddedServer(tmp_path / "broker")
     settings = BrokerConfig(deadline_s=60)
     broker = Broker(Connection(server.start(), Keys(settings.prefix, "live"), settings.deadline_s), settings)
@@ -132,7 +132,7 @@ def test_while_the_broker_is_down_the_last_look_is_shown_as_such_and_nothing_wai
 
     try:
         broker.run_control.scale("generator", 2, "somebody")
-        with up_run(tmp_path / "run")._watch(broker) as watch:
+        with RunObserver(live_config(tmp_path / "run")).polling(broker) as watch:
             wait("the first look", lambda: shown(watch) != "")
             assert shown(watch).endswith("starting")
             server.stop()

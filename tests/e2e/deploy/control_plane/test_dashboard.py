@@ -256,7 +256,7 @@ def test_what_the_supervisor_does_is_in_the_timeline(visit: Open, system: System
     reward.kill()
     events = seen.page.locator(".event[data-name=service]")
     expect(events.filter(has_text="killed by SIGKILL").first).to_contain_text("reward-0", timeout=PATIENCE_MS)
-    expect(events.filter(has_text="started again").first).to_be_visible(timeout=PATIENCE_MS)
+    expect(events.filter(has_text="restarted").first).to_be_visible(timeout=PATIENCE_MS)
     assert seen.errors == []
 
 

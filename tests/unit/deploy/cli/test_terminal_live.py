@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from deploy.control_plane.status.poller import StatusPoller, unreachable
-from deploy.run.up import QUIET_S, latest, with_processes
+from deploy.run.observer import QUIET_S, latest, with_processes
 from deploy.supervisor.restart_policy import State
 from deploy.supervisor.supervisor import ServiceView
 from deploy.terminal.live import Picture, View, clock, plain_line, render, sparkline
