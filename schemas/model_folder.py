@@ -35,4 +35,4 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
         return Path(snapshot_download(id, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.path {path}: no such folder, and the model hub says: {reason}") from error
+        raise ConfigError(f"model.path {path}: no such folder, and the Hub answered: {reason}") from error

@@ -60,7 +60,7 @@ def test_a_revision_of_a_model_of_the_hub_is_trained(tmp_path: Path) -> None:
         assert first_line.split() == [OLD, "torch.float32", str(sizes[0])]
         assert second_line.split() == [NEW, "torch.float32", str(sizes[1])]
         for line in (asked, missing):
-            assert line.startswith("model.path me/tiny@second: no such folder, and the model hub says: ")
+            assert line.startswith("model.path me/tiny@second: no such folder, and the Hub answered: ")
             assert "404" in line
         assert {commit: names.count("model.safetensors") for commit, names in hub.fetched.items()} == {OLD: 1, NEW: 1}
 
