@@ -15,6 +15,8 @@ import structlog
 from broker.connection.connection import Connection, check_server, find_url
 from broker.connection.keys import Keys
 from broker.connection.runs import check_schema, memory_of
+from broker.evaluations.samples import EvalSamples
+from broker.evaluations.store import Evals
 from broker.flow.ledger import Ledger
 from broker.flow.owner import RunOwner
 from broker.flow.run_control import RunControl
@@ -25,8 +27,9 @@ from broker.queues.partials import Partials
 from broker.queues.questions import Questions
 from broker.queues.scores import ScoreQueue
 from broker.queues.tasks import TaskQueue
-from broker.telemetry.eval_samples import EvalSamples
-from broker.telemetry.streams import Evals, Events, Heartbeats, Metrics
+from broker.telemetry.events import Events
+from broker.telemetry.heartbeats import Heartbeats
+from broker.telemetry.metrics import Metrics
 from broker.telemetry.trajectories import TrajectoryStore
 from broker.weights.store import WeightStore
 from schemas.config import BrokerConfig, TidemillConfig

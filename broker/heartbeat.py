@@ -18,7 +18,7 @@ import structlog
 from broker.client import Broker
 from broker.health import ProbeServer, Pulse
 from broker.process_meter import ProcessMeter
-from broker.telemetry.streams import parse_heartbeat
+from broker.telemetry.heartbeats import parse_heartbeat
 from schemas.config import ProbesConfig
 from schemas.errors import InfraError, TidemillError
 from schemas.messages import Heartbeat

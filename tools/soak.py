@@ -31,7 +31,8 @@ from benchmarks.end_to_end.process_meter import process_name
 from benchmarks.harness.processes import serving
 from broker.client import Broker
 from broker.connection.connection import open_client
-from broker.telemetry.streams import KEEP_LINES, KEPT_EVALUATIONS
+from broker.connection.stream_pages import KEEP_LINES
+from broker.evaluations.store import KEPT_EVALUATIONS
 from deploy.control_plane.status.series import MetricsSeries
 from deploy.run_files import CONFIG as CONFIG_FILE
 from schemas.config.loading import load_config

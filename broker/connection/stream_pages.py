@@ -1,10 +1,13 @@
-"""Streams a page at a time, for people: from the oldest entry on, or from the newest back."""
+"""Streams for users: bounded, and read a page at a time, forwards from the oldest entry or back from the newest."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from broker.connection.connection import Connection
+
+KEEP_LINES = 10_000
+"""Entries that streams of telemetry keep."""
 
 Entry = tuple[bytes, dict[bytes, bytes]]
 

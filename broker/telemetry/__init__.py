@@ -1,1 +1,4 @@
-"""Telemetry of a run for people: figures, events and trajectories, each in a bounded stream."""
+"""Telemetry of a run: heartbeats, and bounded streams of events, metrics and trajectories.
+
+Losing an entry harms no training, and an entry may come twice after a lost answer.
+"""

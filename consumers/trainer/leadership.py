@@ -20,10 +20,10 @@ from pathlib import Path
 
 import structlog
 
+from broker.evaluations.store import KEPT_EVALUATIONS
 from broker.flow.fencing import term_number
 from broker.flow.owner import Owner
 from broker.flow.progress import TakeoverRequest
-from broker.telemetry.streams import KEPT_EVALUATIONS
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.records.evaluations import EvaluationLog
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, DiskError, FencedError

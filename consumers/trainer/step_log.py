@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from broker.telemetry.streams import EvalResult, MendedSamples
+from broker.evaluations.results import EvalResult
+from broker.evaluations.store import MendedSamples
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.microbatches import Batch
 from consumers.trainer.metrics.throughput import compute_metrics, device_name, memory_metrics

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from broker.telemetry.pass_at import DatasetResult
+from broker.evaluations.results import DatasetResult
 from consumers.reward.scorer import Scorer, check_reward
 from deploy.logs import configure_logging
 from producers.datasets.loading import build_dataset

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from broker.client import Broker
-from broker.telemetry.streams import StoredEvent
+from broker.telemetry.events import StoredEvent
 from deploy.control_plane.address import address_of
 from deploy.control_plane.alerts.run_watch import RunWatch
 from deploy.control_plane.status.poller import REWARDS, StatusPoller, unreachable

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from broker.client import Broker
-from broker.telemetry.streams import EvalResult
+from broker.evaluations.results import EvalResult
 from consumers.trainer.records.evaluations import read_evaluations
 from deploy.run_files import SUMMARY
 from deploy.supervisor.supervisor import RunOutcome

@@ -10,7 +10,8 @@ from fastapi import APIRouter, Header, Path, Query
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from broker.telemetry.streams import KEEP_LINES, StoredEvent
+from broker.connection.stream_pages import KEEP_LINES
+from broker.telemetry.events import StoredEvent
 from deploy.control_plane.files.pictures import ANSWER, Digest, kept_picture, picture_answer
 from deploy.control_plane.routes import views
 from deploy.control_plane.routes.context import InContext

@@ -11,10 +11,11 @@ from itertools import pairwise
 from statistics import median
 
 from broker.client import Broker
+from broker.evaluations.results import EvalResult
 from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
+from broker.telemetry.heartbeats import FORGOTTEN_S
 from broker.telemetry.stream_lag import StreamLag, read_stream_lags
-from broker.telemetry.streams import FORGOTTEN_S, EvalResult
 from deploy.control_plane.status.bottleneck import Evidence, find_bottleneck
 from deploy.control_plane.status.run_state import LOADING, is_live, pause_status, run_state
 from deploy.control_plane.status.scaling import scaling

@@ -11,7 +11,7 @@ import structlog
 
 from broker.client import Broker
 from broker.flow.run_control import ControlState
-from broker.telemetry.streams import StoredEvent
+from broker.telemetry.events import StoredEvent
 from deploy.control_plane.status.collector import Collector, PlannedRun, evaluation
 from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.prometheus import render

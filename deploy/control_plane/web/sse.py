@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from broker.telemetry.streams import StoredEvent
+from broker.telemetry.events import StoredEvent
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api import MetricsHistory, TimelineEvent
 

@@ -11,9 +11,12 @@ import pytest
 
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
+from broker.evaluations.store import Evals
 from broker.queues.dead_letters import DeadLetters
 from broker.telemetry import trajectories
-from broker.telemetry.streams import Evals, Events, Heartbeats, Metrics
+from broker.telemetry.events import Events
+from broker.telemetry.heartbeats import Heartbeats
+from broker.telemetry.metrics import Metrics
 from broker.telemetry.trajectories import PAGE, TrajectoryStore
 from schemas.codec import encode
 from schemas.errors import DataError

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from broker.client import Broker
+from broker.evaluations import store
 from broker.flow.pipeline import ScoredSample
 from broker.queues.tasks import eval_task_id
-from broker.telemetry import streams
 from schemas.messages import BatchRecord, Score
 from tests.support.broker.prompt_groups import make_batch_record, make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
@@ -56,7 +56,7 @@ def test_keys_of_the_pipeline_stay_within_the_most_live_groups(broker: Broker) -
 def test_the_broker_keeps_the_newest_evaluations_and_those_under_way(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "KEPT_EVALUATIONS", 3)
+    monkeypatch.setattr(store, "KEPT_EVALUATIONS", 3)
     take_over(broker)
     generators, rewards, lengths = broker.task_queue("g"), broker.score_queue("r"), list[int]()
     for version in range(9):

@@ -8,9 +8,9 @@ import pytest
 
 from broker.client import Broker
 from broker.connection.keys import Keys
+from broker.evaluations.results import EvalResult
 from broker.queues.dead_letters import UnusableTask
 from broker.queues.tasks import eval_task_id
-from broker.telemetry.streams import EvalResult
 from schemas.errors import BrokerLost, ConfigError, FencedError
 from tests.support.broker.broker_loss import checkpoint, train_one, training_lifetime, wipe
 from tests.support.broker.prompt_groups import make_task

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from broker.client import Broker
-from broker.telemetry.streams import FORGOTTEN_S
+from broker.telemetry.heartbeats import FORGOTTEN_S
 from schemas.codec import encode
 from schemas.errors import FencedError
 from schemas.messages import Heartbeat, Score

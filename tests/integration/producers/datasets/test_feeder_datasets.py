@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from broker.client import Broker
-from broker.telemetry.streams import EvalResult
+from broker.evaluations.results import EvalResult
 from producers.datasets.mixture import Mixture, Part
 from producers.feeder import Feeder
 from schemas.config import TidemillConfig, parse_config

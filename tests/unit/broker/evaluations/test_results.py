@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from broker.telemetry.pass_at import DatasetResult, pass_at
+from broker.evaluations.results import DatasetResult, pass_at
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])

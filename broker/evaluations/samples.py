@@ -1,6 +1,6 @@
-"""Scored samples of evaluations as people read them, on their way from reward services to the run's folder.
+"""Readable samples of evaluations, on their way from reward services to the run's folder.
 
-They are texts and figures without tokens, bounded in number and size, and nothing depends on them.
+They are texts and rewards without tokens, bounded in number and size, and nothing depends on them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class EvalSamples:
         self._connection = connection
 
     def keep(self, scored: Sequence[tuple[Trajectory, Score]]) -> None:
-        """Keep samples for people. Tried once; InfraError when the broker has no room, or does not answer."""
+        """Store samples. Tried once; InfraError if the broker is full or does not answer."""
         bodies = [json.dumps(describe(trajectory, score)) for trajectory, score in scored]
         if bodies:
             self._connection.run_script_once("keep_eval_samples", KEEP, *bodies)
 
     def take(self, after: str, written: str) -> list[tuple[str, dict[str, Any]]]:
-        """Samples after the entry ``after``, each with its entry. written: up to this entry none is needed any more."""
-        found: Any = self._connection.run_script("take_eval_samples", after, AT_ONCE, written)
+        """Read samples after the entry ``after``, each with its entry; delete those up to the entry ``written``."""
+        entries: Any = self._connection.run_script("take_eval_samples", after, AT_ONCE, written)
         samples = []
-        for entry, fields in found:
+        for entry, fields in entries:
             try:
                 line = json.loads(fields[1])
             except (ValueError, IndexError):
@@ -46,7 +46,7 @@ class EvalSamples:
 
 
 def describe(trajectory: Trajectory, score: Score) -> dict[str, Any]:
-    """A sample as JSON; its reward is null where there is none."""
+    """Describe a sample as JSON; the reward is null if it has none."""
     versions = [span.version for span in trajectory.spans]
     return {
         "version": trajectory.task_id // EVAL_BASE - 1,

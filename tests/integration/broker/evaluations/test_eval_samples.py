@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from broker.client import Broker
+from broker.evaluations.samples import COMPLETION
 from broker.queues.tasks import eval_task_id
-from broker.telemetry.eval_samples import COMPLETION
 from schemas.messages import Score
 from tests.support.trainer.trajectories import make_trajectory
 

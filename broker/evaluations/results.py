@@ -1,0 +1,152 @@
+"""Results of an evaluation, in all and by dataset: mean reward, accuracy, and unbiased pass@k."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DatasetResult:
+    """Counts of an evaluation's samples from one dataset. mean: of the rewards; length: mean loss tokens.
+
+    prompts: how many prompts, of those whose samples have all ended, have so many scored and so many correct samples.
+    """
+
+    n: int
+    scored: int = 0
+    failed: int = 0
+    mean: float = 0.0
+    length: float | None = None
+    prompts: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of correct samples, the mean over all samples of all prompts; None if none was scored."""
+        scored = sum(count * samples for (samples, _), count in self.prompts.items())
+        correct = sum(count * correct for (_, correct), count in self.prompts.items())
+        return correct / scored if scored else None
+
+    def pass_at(self, k: int) -> float | None:
+        """Return the mean pass@k over the prompts with at least k scored samples; None if there are none."""
+        enough = {outcome: count for outcome, count in self.prompts.items() if outcome[0] >= k}
+        total = sum(enough.values())
+        if not total:
+            return None
+        return sum(count * pass_at(k, samples, correct) for (samples, correct), count in enough.items()) / total
+
+    def figures(self, passes: Iterable[int]) -> dict[str, float]:
+        """Return the known metrics by name: reward, accuracy, length, and pass@k for each k of ``passes``."""
+        metrics = {"reward": self.mean if self.scored else None, "accuracy": self.accuracy, "length": self.length}
+        metrics |= {f"pass@{k}": self.pass_at(k) for k in passes}
+        return {name: value for name, value in metrics.items() if value is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as evaluations.jsonl has them; ``prompts`` as [scored, correct, number of prompts]."""
+        return {
+            "n": self.n,
+            "scored": self.scored,
+            "failed": self.failed,
+            "mean": self.mean if self.scored else None,
+            "length": self.length,
+            "prompts": [[*outcome, count] for outcome, count in sorted(self.prompts.items())],
+        }
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Counts of an evaluation. mean: of the scored samples' rewards; time: of the last score, Unix seconds.
+
+    length: mean loss tokens of the scored samples; None if not known.
+    off_version: samples with tokens of another weight version, because no generator had the evaluated one any more.
+    datasets: the same counts by the label of the dataset.
+    """
+
+    version: int
+    n: int
+    scored: int
+    failed: int
+    mean: float
+    time: float
+    off_version: int = 0
+    length: float | None = None
+    datasets: Mapping[str, DatasetResult] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return self.scored + self.failed >= self.n
+
+
+def parse_results(fields: Mapping[bytes, bytes]) -> list[EvalResult]:
+    """Parse the broker's counts, VERSION:NAME, by version; what can't be read is left out."""
+    versions: dict[int, dict[str, float]] = {}
+    for key, value in fields.items():
+        version, _, name = key.partition(b":")
+        try:
+            versions.setdefault(int(version), {})[name.decode()] = float(value)
+        except ValueError:
+            continue
+    return [
+        EvalResult(
+            version=version,
+            n=int(counts["n"]),
+            scored=int(counts.get("scored", 0)),
+            failed=int(counts.get("failed", 0)),
+            mean=_mean(counts),
+            time=counts.get("time", 0.0),
+            off_version=int(counts.get("off_version", 0)),
+            length=_length(counts),
+            datasets=_by_dataset(counts),
+        )
+        for version, counts in sorted(versions.items())
+        if "n" in counts
+    ]
+
+
+def _by_dataset(fields: Mapping[str, float]) -> dict[str, DatasetResult]:
+    """Results by dataset, from fields LABEL:NAME and LABEL:prompts:SCORED:CORRECT."""
+    by_label: dict[str, dict[str, float]] = {}
+    prompts: dict[str, dict[tuple[int, int], int]] = {}
+    for name, value in fields.items():
+        label, colon, rest = name.partition(":")
+        kind, _, outcome = rest.partition(":")
+        scored, _, correct = outcome.partition(":")
+        if kind == "prompts" and scored.isdigit() and correct.isdigit():
+            prompts.setdefault(label, {})[int(scored), int(correct)] = int(value)
+        elif colon:
+            by_label.setdefault(label, {})[rest] = value
+    return {
+        label: DatasetResult(
+            n=int(counts["n"]),
+            scored=int(counts.get("scored", 0)),
+            failed=int(counts.get("failed", 0)),
+            mean=_mean(counts),
+            length=_length(counts),
+            prompts=prompts.get(label, {}),
+        )
+        for label, counts in sorted(by_label.items())
+        if "n" in counts
+    }
+
+
+def _mean(counts: Mapping[str, float]) -> float:
+    return counts.get("sum", 0.0) / max(counts.get("scored", 0.0), 1.0)
+
+
+def _length(counts: Mapping[str, float]) -> float | None:
+    return counts["tokens"] / counts["scored"] if "tokens" in counts and counts.get("scored") else None
+
+
+def pass_at(k: int, n: int, correct: int) -> float:
+    """Estimate the probability that at least one of k samples is correct, from n samples of which ``correct`` are.
+
+    1 - C(n - correct, k) / C(n, k), the unbiased estimator of Chen et al. 2021, "Evaluating Large Language Models
+    Trained on Code" (arXiv 2107.03374), as a product. ValueError unless 1 <= k <= n and 0 <= correct <= n.
+    """
+    if not (1 <= k <= n and 0 <= correct <= n):
+        raise ValueError(f"pass@{k} of {n} samples, {correct} correct, is not defined")
+    missed = 1.0
+    for i in range(k):
+        missed *= max(0, n - correct - i) / (n - i)
+    return 1.0 - missed

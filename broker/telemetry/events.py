@@ -1,0 +1,72 @@
+"""The timeline of a run: a bounded stream of events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from broker.connection.connection import Connection
+from broker.connection.stream_pages import KEEP_LINES, Entry, read_page
+from schemas.codec import BadMessage, decode, encode
+from schemas.messages import Event
+
+
+class Events:
+    """The timeline of a run."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def emit(self, event: Event) -> None:
+        self._connection.run_script("append_telemetry", "events", "b", encode(event), KEEP_LINES)
+
+    def tail(self, count: int) -> list[Event]:
+        """Return the newest ``count`` events, oldest first."""
+        return [stored.event for stored in self.newest(count)]
+
+    def newest(self, count: int) -> list[StoredEvent]:
+        """Return the newest ``count`` events with their ids, oldest first."""
+        entries: Any = self._connection.run(
+            "reading events", lambda client: client.xrevrange(self._connection.keys.events, count=count)
+        )
+        return _stored(reversed(entries))
+
+    def page(self, count: int, cursor: str | None, newest: bool) -> tuple[list[StoredEvent], str | None]:
+        """Return a page of events, from the oldest on or from the newest back, and the cursor of the next page."""
+        entries, following = read_page(self._connection, self._connection.keys.events, "events", count, cursor, newest)
+        return _stored(entries), following
+
+    def read_after(self, id: str, count: int, block_ms: int | None = None) -> list[StoredEvent]:
+        """Read up to ``count`` events after ``id``, oldest first; waits up to ``block_ms`` for one if given."""
+        key = self._connection.keys.events
+        reply: Any = self._connection.run("following events", lambda client: client.xread({key: id}, count, block_ms))
+        streams = reply.values() if isinstance(reply, dict) else [entries for _, entries in reply or []]
+        return _stored(entry for entries in streams for entry in _flat(entries))
+
+
+@dataclass(frozen=True)
+class StoredEvent:
+    """An event with its id in the stream. time: Unix seconds by the broker's clock, from the id."""
+
+    id: str
+    time: float
+    event: Event
+
+
+def _stored(entries: Iterable[Entry]) -> list[StoredEvent]:
+    """Decode entries of the stream, without those that are not events."""
+    events = []
+    for entry_id, fields in entries:
+        try:
+            event = decode(fields.get(b"b", b""), Event)
+        except BadMessage:
+            continue
+        id = entry_id.decode()
+        events.append(StoredEvent(id, int(id.partition("-")[0]) / 1000, event))
+    return events
+
+
+def _flat(entries: Any) -> Any:
+    """Return the entries of one stream, which RESP3 nests in one more list."""
+    return entries[0] if entries and isinstance(entries[0], list) else entries

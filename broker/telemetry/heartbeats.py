@@ -1,0 +1,96 @@
+"""Heartbeats of services, by the broker's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+
+from broker.connection.connection import Connection
+from schemas.codec import BadMessage, decode, encode
+from schemas.messages import Heartbeat
+
+FORGOTTEN_S = 600
+"""Seconds of silence after which a service is no longer listed."""
+
+
+def _stamp(client: redis.Redis) -> float:
+    seconds, micros = client.time()
+    return float(seconds) + micros / 1e6
+
+
+class Heartbeats:
+    """The last heartbeat of each service."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, heartbeat: Heartbeat) -> None:
+        """Send a heartbeat, stamped with the broker's clock. Tried once: the next one comes soon.
+
+        The same thread renews leases, which must not wait for a retry.
+        """
+        heartbeat.time = self._connection.run_once("reading the broker's clock", _stamp)
+        self._connection.run_script_once("heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S)
+
+    def claim(self, heartbeat: Heartbeat, left: bytes) -> bytes | None:
+        """Send the first heartbeat of a process that must be the only one of its name; None if it got the name.
+
+        Otherwise nothing is stored, and the heartbeat of the name's owner is returned. left: bytes of the heartbeat
+        that a dead process is known to have left under this name, b"" for none; any other is of a living process.
+        """
+        heartbeat.time = self.read_clock()
+        answer: bytes = self._connection.run_script(
+            "heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S, left
+        )
+        return None if answer == b"ok" else answer
+
+    def send_all(self, heartbeats: Sequence[Heartbeat]) -> None:
+        """Send heartbeats of many services in one round trip; the caller has stamped them."""
+        calls = [(heartbeat.service, encode(heartbeat), FORGOTTEN_S) for heartbeat in heartbeats]
+        self._connection.run_scripts("heartbeat", calls)
+
+    def read_clock(self) -> float:
+        """Return Unix seconds by the broker's clock."""
+        return self._connection.run("reading the broker's clock", _stamp)
+
+    def remove(self, service: str) -> None:
+        """Remove a service that ends on purpose. Tried once, so that the exit is not delayed."""
+        self._connection.run_once("leaving", lambda client: client.hdel(self._connection.keys.services, service))
+
+    def read(self, service: str) -> Heartbeat | None:
+        """Return the last heartbeat of a service; None if there is none, or one of another version of Tidemill."""
+        return parse_heartbeat(self.read_bytes(service))
+
+    def read_bytes(self, service: str) -> bytes:
+        """Return the last heartbeat of a service as it was sent, b"" if there is none."""
+        body: Any = self._connection.run(
+            "reading a heartbeat", lambda c: c.hget(self._connection.keys.services, service)
+        )
+        return body or b""
+
+    def read_age_s(self, service: str) -> float | None:
+        """Return the seconds since the last heartbeat of a service, by the broker's clock; None if there is none."""
+        heartbeat = self.read(service)
+        return None if heartbeat is None else max(0.0, self.read_clock() - heartbeat.time)
+
+    def list_heard(self, within_s: float) -> list[str]:
+        """List the services with a readable heartbeat of the last ``within_s`` seconds, by name."""
+        now = self.read_clock()
+        return [heartbeat.service for heartbeat in self.list() if now - heartbeat.time < within_s]
+
+    def list(self) -> list[Heartbeat]:
+        """List the last heartbeat of every service by name, except those of another version of Tidemill."""
+        key = self._connection.keys.services
+        by_name: Any = self._connection.run("listing services", lambda client: client.hgetall(key))
+        heartbeats = [heartbeat for body in by_name.values() if (heartbeat := parse_heartbeat(body)) is not None]
+        return sorted(heartbeats, key=lambda heartbeat: heartbeat.service)
+
+
+def parse_heartbeat(body: bytes) -> Heartbeat | None:
+    """Parse a heartbeat as it was sent; None if it is empty or of another version of Tidemill."""
+    try:
+        return decode(body, Heartbeat)
+    except BadMessage:
+        return None
