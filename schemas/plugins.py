@@ -117,13 +117,13 @@ def check_method(kind: str, owner: Any, method: str, parameters: Sequence[str]) 
     name = getattr(owner, "__name__", str(owner))
     wanted = f"{method}({', '.join(parameters)})"
     if not callable(found):
-        raise ConfigError(f"{kind} {name} has no method {wanted}: see docs/bring-your-own.md")
+        raise ConfigError(f"{kind} {name} has no method {wanted}: see docs/bring-your-own/")
     signature = inspect.signature(found)
     try:
         signature.bind(None, **dict.fromkeys(parameters))
     except TypeError as error:
         raise ConfigError(
-            f"{kind} {name}: {method}{signature} must be {wanted} ({error}): see docs/bring-your-own.md"
+            f"{kind} {name}: {method}{signature} must be {wanted} ({error}): see docs/bring-your-own/"
         ) from error
 
 

@@ -13,6 +13,7 @@ from schemas.messages import Span, Trajectory
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALLEST = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
+OWN_CODE = sorted((ROOT / "docs" / "bring-your-own").glob("*.md"))
 CODE = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 
@@ -24,10 +25,11 @@ def write_code(page: Path, folder: Path) -> list[str]:
     return [title for title, _ in blocks]
 
 
-def yaml_of(page: str) -> list[dict[str, Any]]:
-    """The YAML blocks of a page."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    return [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+def own_code_yaml(title: str = "") -> list[dict[str, Any]]:
+    """Return the YAML blocks of docs/bring-your-own/ that have this title, by default those without one."""
+    start = rf' title="{re.escape(title)}"' if title else ""
+    pattern = re.compile(rf"^```yaml{start}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [yaml.safe_load(block) for page in OWN_CODE for block in pattern.findall(page.read_text(encoding="utf-8"))]
 
 
 def trajectory(completion: str, tokens: int, **data: Any) -> Trajectory:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from consumers.reward.rewards.programs.score import read_cases
 from consumers.reward.rewards.terms import RewardInput, resolve
@@ -15,7 +13,7 @@ from consumers.reward.scorer import check_reward
 from producers.datasets.loading import build_dataset
 from producers.datasets.mixture import build_mixture
 from schemas.config import DatasetConfig, parse_config
-from tests.support.user_code.docs_code import ROOT, SMALLEST
+from tests.support.user_code.docs_code import SMALLEST, own_code_yaml
 
 
 def test_the_dataset_is_one(snippets: Path) -> None:
@@ -25,10 +23,9 @@ def test_the_dataset_is_one(snippets: Path) -> None:
 
 
 def test_the_mixture_mixes_its_datasets(snippets: Path) -> None:
-    text = (ROOT / "docs" / "bring-your-own.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r'^```yaml title="mixture.yaml"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
+    (block,) = own_code_yaml("mixture.yaml")
     (snippets / "facts.jsonl").write_text('{"prompt": "capital of France?", "answer": "Paris"}\n')
-    config = parse_config({**SMALLEST, **yaml.safe_load(block)}, base=snippets)
+    config = parse_config({**SMALLEST, **block}, base=snippets)
     mixture = build_mixture(config.train, config.base, seed=0)
     labels = [mixture.parts[mixture.at(position).part].label for position in range(8)]
     assert sorted(labels) == ["arithmetic"] * 6 + ["facts"] * 2
@@ -59,11 +56,10 @@ ROWS = {
 
 
 def test_the_collections_are_read_by_a_line_each(snippets: Path) -> None:
-    text = (ROOT / "docs" / "bring-your-own.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r'^```yaml title="collections.yaml"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
+    (block,) = own_code_yaml("collections.yaml")
     for name, rows in ROWS.items():
         (snippets / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = parse_config({**SMALLEST, **yaml.safe_load(block)}, base=snippets)
+    config = parse_config({**SMALLEST, **block}, base=snippets)
     examples = {one.label: build_dataset(one, snippets)[0] for one in config.train}
     assert (examples["math"].text, examples["math"].data["answer"]) == ("half of 1", "\\frac{1}{2}")
     assert (examples["aime"].text, examples["aime"].data) == ("Find x.", {"answer": 25})
@@ -84,9 +80,8 @@ def test_the_collections_are_read_by_a_line_each(snippets: Path) -> None:
 
 @pytest.mark.parametrize(("title", "statistics"), [("curriculum.yaml", 9000), ("levels.yaml", 3)])
 def test_the_curricula_are_ones(snippets: Path, title: str, statistics: int) -> None:
-    text = (ROOT / "docs" / "bring-your-own.md").read_text(encoding="utf-8")
-    (block,) = re.findall(rf'^```yaml title="{title}"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
-    config = parse_config({**SMALLEST, **yaml.safe_load(block)}, base=snippets)
+    (block,) = own_code_yaml(title)
+    config = parse_config({**SMALLEST, **block}, base=snippets)
     mixture = build_mixture(config.train, config.base, seed=0)
     assert mixture.parts[0].statistics == pytest.approx(statistics, rel=0.01)
     assert mixture.parts[0].curriculum.name != "uniform"

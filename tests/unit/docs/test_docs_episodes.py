@@ -16,7 +16,6 @@ from producers.agents.places import EnginePlaces
 from producers.agents.session import Policy as AskedPolicy
 from producers.agents.session import Session
 from producers.agents.sessions import Sessions
-from producers.agents.workers.check import check_agent
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
 from producers.conversation.images import EpisodeImages, ImageLimits
@@ -34,7 +33,7 @@ from schemas.messages import Sampling, Task, Trajectory
 from schemas.plugins import load
 from tests.support.models.pictures import PLACES, picture, user, vision_tokenizer
 from tests.support.producers.played_episodes import SpeakingEngine, chat_task, loop_config, play
-from tests.support.user_code.docs_code import ROOT, write_code, yaml_of
+from tests.support.user_code.docs_code import ROOT, own_code_yaml, write_code
 from tests.support.user_code.sandboxes import sandbox
 
 
@@ -85,7 +84,7 @@ def test_the_policy_calls_the_tools(snippets: Path) -> None:
 
 def test_the_tool_python_stands_beside_functions(snippets: Path) -> None:
     sandbox("bwrap")
-    workflows = [block.get("generator", {}).get("workflow", {}) for block in yaml_of("bring-your-own.md")]
+    workflows = [block.get("generator", {}).get("workflow", {}) for block in own_code_yaml()]
     (args,) = [flow["args"] for flow in workflows if "{'python': {" in str(flow.get("args", {}).get("tools"))]
     assert list(ToolBox(args["tools"], snippets).schemas) == ["calculator", "python"]
 
@@ -110,25 +109,6 @@ def test_the_game_of_two_players_ends_with_a_reward_for_each(snippets: Path) -> 
     turns = [game.reset({"seed": 7}), *(game.step(taken) for taken in ("2", "2", "1"))]
     assert [read_turn(turn, "step").player for turn in turns] == ["first", "second", "first", ""]
     assert turns[-1] == {"rewards": {"first": 1.0, "second": -1.0}, "done": True}
-
-
-def test_the_agent_asks_until_it_is_right(snippets: Path) -> None:
-    args = workflow_args("agent")
-    assert args["run"] == "solver.py:run"
-    find_workflow("agent", args, snippets)
-    check_agent(args["run"], None, {}, snippets, AgentsConfig())
-    asked: list[list[dict[str, str]]] = []
-
-    async def create(model: str, messages: list[dict[str, str]]) -> Any:
-        asked.append(list(messages))
-        message = SimpleNamespace(content=["6?", None, "It is 7."][len(asked) - 1])
-        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
-
-    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
-    episode = SimpleNamespace(metrics=lambda wrong: None)
-    task = {"messages": [{"role": "user", "content": "3+4"}], "data": {"answer": "7"}}
-    assert asyncio.run(load(args["run"], "agent", snippets)(task, client, episode)) == pytest.approx(0.6)
-    assert [message["content"] for message in asked[2]] == ["3+4", "6?", "No. Once more.", "", "No. Once more."]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/agents/index.md"])
@@ -156,8 +136,8 @@ def test_the_agent_calls_its_tools_until_the_model_answers(page: str, tmp_path: 
 
 
 def workflow_args(name: str) -> Any:
-    """The arguments of a built-in workflow in the YAML of the page."""
-    found = [block.get("generator", {}).get("workflow", {}) for block in yaml_of("bring-your-own.md")]
+    """The arguments of a built-in workflow in the YAML of the pages."""
+    found = [block.get("generator", {}).get("workflow", {}) for block in own_code_yaml()]
     return next(workflow["args"] for workflow in found if workflow.get("name") == name)
 
 

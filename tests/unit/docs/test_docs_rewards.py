@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from benchmarks.rewards.server import FlakyJudge
 from consumers.reward.rewards.terms import RewardInput, resolve
@@ -17,7 +15,7 @@ from consumers.reward.scorer import check_reward
 from producers.datasets.loading import build_dataset
 from schemas.config import RewardConfig, RewardTerm, parse_config
 from schemas.plugins import load
-from tests.support.user_code.docs_code import ROOT, SMALLEST, trajectory, write_code
+from tests.support.user_code.docs_code import ROOT, SMALLEST, own_code_yaml, trajectory, write_code
 from tests.support.user_code.sandboxes import sandbox
 
 
@@ -33,9 +31,8 @@ def test_the_reward_functions_score(snippets: Path) -> None:
 
 def test_the_programs_are_scored_in_the_sandbox(snippets: Path) -> None:
     sandbox("bwrap")
-    text = (ROOT / "docs" / "bring-your-own.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r'^```yaml title="functions.yaml"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
-    config = parse_config({**SMALLEST, **yaml.safe_load(block)}, base=snippets)
+    (block,) = own_code_yaml("functions.yaml")
+    config = parse_config({**SMALLEST, **block}, base=snippets)
     assert config.train[0].name == "functions.py:Functions"
     add, last = build_dataset(config.train[0], snippets)
     (term,) = resolve(config.reward.terms, snippets)
@@ -86,9 +83,7 @@ def test_the_terms_of_reward_models_are_terms(tmp_path: Path) -> None:
 
 def reward_section(name: str) -> Any:
     """The reward section of the page's YAML that has a term of this name."""
-    text = (ROOT / "docs" / "bring-your-own.md").read_text(encoding="utf-8")
-    blocks = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
-    found = [block.get("reward", {}) for block in blocks]
+    found = [block.get("reward", {}) for block in own_code_yaml()]
     return next(one for one in found if any(term["name"] == name for term in one.get("terms", [])))
 
 
