@@ -11,7 +11,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +24,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from consumers.trainer.data.patches import probe_batch
+from consumers.trainer.model.file_layout import Conversion, conversions, dtype_rule
 from consumers.trainer.model.lora import NAME, peft_config
 from consumers.trainer.model.policy import DTYPES, Policy
 from schemas.config import ModelConfig
 from schemas.messages import TensorSpec
 from schemas.model_folder import resolve_folder
 
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _PREFIX = "causal_lm."
 _TOWER = "model.visual."
@@ -37,14 +40,41 @@ _UNDER = ".base_layer."
 """The part of a name that peft inserts for a layer that it adapts."""
 
 
-def weight_specs(policy: Policy, dtype: str) -> list[TensorSpec]:
-    """Names, dtypes and shapes of the file, in its order. Tied weights appear once."""
-    return [TensorSpec(name, dtype, list(tensor.shape)) for name, tensor in wire_weights(policy)]
+@dataclass(frozen=True)
+class FileLayout:
+    """What a published file of a policy holds, and how it is made of the policy's weights.
+
+    conversions: in the order of the file. dtypes: of each of the policy's tensors in the file, by its name in memory.
+    """
+
+    conversions: Sequence[Conversion]
+    dtypes: Mapping[str, torch.dtype]
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """Names, dtypes and shapes of the file's tensors. Tied weights appear once."""
+        return [
+            TensorSpec(name, _NAMES[self.dtypes[conversion.sources[0]]], list(shape))
+            for conversion in self.conversions
+            for name, shape in conversion.shapes.items()
+        ]
+
+
+def file_layout(policy: Policy, dtype: str) -> FileLayout:
+    """Return the layout of the files in which this policy is published; an adapter keeps peft's names."""
+    weights = dict(wire_weights(policy))
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if policy.adapter is not None:
+        return FileLayout(
+            [Conversion([name], {name: shape}) for name, shape in shapes.items()], dict.fromkeys(weights, DTYPES[dtype])
+        )
+    rule = dtype_rule(policy.causal_lm, DTYPES[dtype])
+    return FileLayout(conversions(policy.causal_lm, shapes), {name: rule(name) for name in weights})
 
 
 def save_model(policy: Policy, folder: Path, dtype: str, *, main: bool = True) -> None:
     """Write the model, ready for transformers and vLLM; every rank of a sharded one must call this."""
-    save_weights(policy.causal_lm, _merged(policy, DTYPES[dtype]), folder, dtype, main=main)
+    save_weights(policy.causal_lm, _merged(policy), folder, dtype, main=main)
 
 
 def save_weights(
@@ -52,8 +82,9 @@ def save_weights(
 ) -> None:
     """Write a model with these, possibly sharded, weights by their Hugging Face names; all ranks must call this."""
     state = {}
+    rule = dtype_rule(model, DTYPES[dtype])
     for name, tensor in weights:
-        gathered = whole(tensor, DTYPES[dtype])
+        gathered = whole(tensor, rule(name))
         if main:
             state[name] = gathered.cpu()
     if main:
@@ -113,20 +144,20 @@ def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name.removeprefix(_PREFIX).replace(_UNDER, "."), tensor.detach()
 
 
-def _merged(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """All weights, whole, with the adapter added in float32 before they are rounded to ``dtype``."""
+def _merged(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """All weights; those with an adapter are whole and have it added, in float32."""
     if policy.adapter is None:
-        yield from ((name, whole(tensor, dtype)) for name, tensor in named_weights(policy))
+        yield from named_weights(policy)
         return
     parts, scale = dict(wire_weights(policy)), policy.adapter.alpha / policy.adapter.rank
     for name, tensor in named_weights(policy):
         layer = f"base_model.model.{name.removesuffix('.weight')}"
         down, up = parts.get(f"{layer}.lora_A.weight"), parts.get(f"{layer}.lora_B.weight")
         if down is None or up is None:
-            yield name, whole(tensor, dtype)
+            yield name, tensor
         else:
             change = scale * (whole(up, torch.float32) @ whole(down, torch.float32))
-            yield name, (whole(tensor, torch.float32) + change).to(dtype)
+            yield name, whole(tensor, torch.float32) + change
 
 
 def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
 """Weights to publish are copied to host memory while the next step computes, and written to a file from there.
 
-Parameters are copied one by one, in the wire dtype, into one buffer that is the safetensors file to be: held are that
-buffer, used again for every version, and on the device at most the largest parameter in the wire dtype.
+Parameters are copied one by one, in the wire dtype, into one buffer that becomes the safetensors file. The buffer is
+used again for every version. On the device, memory is needed for a copy of the largest parameter.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from consumers.trainer.model.hf_weights import header, weight_specs, whole, wire_weights
+from consumers.trainer.distributed.parts import local_part
+from consumers.trainer.model.file_layout import Conversion
+from consumers.trainer.model.hf_weights import FileLayout, file_layout, header, whole, wire_weights
 from consumers.trainer.model.policy import DTYPES, Policy
 from schemas.digests import CHUNK_BYTES, digest
 from schemas.errors import InfraError
@@ -24,6 +27,20 @@ from schemas.messages import TensorSpec
 
 COPY_DEADLINE_S = 600.0
 """Seconds that the optimizer waits for the copy of the weights that it is about to change."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Tensors of a policy, whole, and the views of the file's image that they are converted and copied to."""
+
+    conversion: Conversion
+    sources: Sequence[Tensor]
+    views: Sequence[Tensor]
+
+    def run(self) -> None:
+        """Copy on the current stream; the image may not be filled yet when it returns."""
+        for view, made in zip(self.views, self.conversion.apply(self.sources), strict=True):
+            view.copy_(made, non_blocking=True)
 
 
 class Snapshot:
@@ -37,16 +54,16 @@ class Snapshot:
     specs: names, dtypes and shapes, in the order of the file.
     """
 
-    def __init__(self, specs: list[TensorSpec], image: Tensor, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make a snapshot. image: uint8 [bytes of the file]. copies: (view of the image, tensor to be copied there)."""
-        self.specs = specs
+    def __init__(self, layout: FileLayout, image: Tensor, copies: Sequence[Copy]) -> None:
+        """Make a snapshot. image: uint8 [bytes of the file]. copies: what ``fill`` has to do."""
+        self.specs = layout.specs
         self._image = image
         self._copies = copies
         self._filled = not copies
         self._released = threading.Event()
         if self._filled:
             self._released.set()
-        source = copies[0][1] if copies else image
+        source = copies[0].sources[0] if copies else image
         self._device = source.device
         self._ready = torch.cuda.Event() if source.is_cuda else None
         if self._ready is not None:
@@ -71,8 +88,8 @@ class Snapshot:
             self._released.set()
 
     def _copy(self) -> None:
-        for target, source in self._copies:
-            target.copy_(source, non_blocking=True)
+        for copy in self._copies:
+            copy.run()
 
     def wait(self) -> None:
         """Wait until the weights may change; InfraError after the deadline."""
@@ -113,6 +130,7 @@ class Snapshots:
         self._main = main
         self._sharded = sharded
         self._image: Tensor | None = None
+        self._layout: FileLayout | None = None
 
     @torch.no_grad()
     def take(self) -> Snapshot:
@@ -125,20 +143,23 @@ class Snapshots:
             if isinstance(module, FSDPModule):
                 # A forward without backward leaves gathered parameters behind, which the next step would free.
                 module.reshard()
-        specs = weight_specs(self._policy, self._dtype)
-        weights = [tensor for _, tensor in wire_weights(self._policy)]
-        if not self._sharded:
-            image = self._buffer(specs)
-            # A module's parameter is replaced by its gathered form while the step computes; its one part stays.
-            parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in weights]
-            return Snapshot(specs, image, list(zip(self._views(image, specs), parts, strict=True)))
-        image = self._buffer(specs) if self._main else torch.empty(0, dtype=torch.uint8)
-        views = self._views(image, specs) if self._main else iter(())
-        for tensor in weights:
-            gathered = whole(tensor, DTYPES[self._dtype])
-            if self._main:
-                next(views).copy_(gathered)
-        return Snapshot(specs, image, ())
+        layout = self._layout = self._layout or file_layout(self._policy, self._dtype)
+        weights = dict(wire_weights(self._policy))
+        keeps = self._main or not self._sharded
+        image = self._buffer(layout.specs) if keeps else torch.empty(0, dtype=torch.uint8)
+        views = self._views(image, layout.specs) if keeps else iter(())
+        copies = []
+        for conversion in layout.conversions:
+            if self._sharded:
+                sources = [whole(weights[name], layout.dtypes[name]) for name in conversion.sources]
+            else:
+                # A module's parameter is replaced by its gathered form while the step computes; its one part stays.
+                sources = [local_part(weights[name]) for name in conversion.sources]
+            if keeps:
+                copies.append(Copy(conversion, sources, list(islice(views, len(conversion.shapes)))))
+            if self._sharded and copies:
+                copies.pop().run()
+        return Snapshot(layout, image, copies)
 
     def _buffer(self, specs: Sequence[TensorSpec]) -> Tensor:
         """The buffer for a file, with the file's head in it: uint8 [bytes], pinned where weights are on a GPU."""

@@ -18,7 +18,7 @@ from consumers.trainer.checkpoint.compare import compare
 from consumers.trainer.checkpoint.convert import export_checkpoint
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.distributed.ranks import Ranks
-from consumers.trainer.model.hf_weights import reference_logprobs, weight_specs
+from consumers.trainer.model.hf_weights import file_layout, reference_logprobs
 from consumers.trainer.model.lora import make_policy
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.rank_group import RankGroup
@@ -126,7 +126,7 @@ def test_what_is_published_is_the_adapter_by_pefts_names(
     policy = saved[0].policy
     specs = write_weights(policy, tmp_path / "file", dtype)
     written = load_file(tmp_path / "file")
-    assert specs == weight_specs(policy, dtype)
+    assert specs == file_layout(policy, dtype).specs
     assert written["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"].shape == (4, 128)
     assert len(written) == 28
     assert {str(tensor.dtype) for tensor in written.values()} == {f"torch.{dtype}"}

@@ -1,0 +1,63 @@
+"""Small random models of families whose tensors have another form or name in memory than in their folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.models.tiny_model import make_tokenizer
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+_ROUTED = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _ROUTED
+    | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    | {"num_key_value_heads": 4},
+    "ernie4_5_moe": {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2},
+    "glm4_moe": _ROUTED | {"head_dim": 8},
+    "gpt_neox": {},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 8, "layer_types": ["full_attention"] * 2},
+    "granitemoe": {"num_local_experts": 4},
+    "jamba": {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "mixtral": {"num_local_experts": 4},
+    "nemotron_h": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 4},
+    "qwen3_moe": _EXPERTS,
+    "qwen3_next": _EXPERTS
+    | {"shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+"""Settings of each family's configuration, beside sizes that all have."""
+
+
+def make_family(folder: Path, family: str, seed: int = 0) -> Path:
+    """Write a random model of this family, with a byte tokenizer, in float32; returns the folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **_SIZES | {"eos_token_id": tokenizer.eos_token_id} | FAMILIES[family])
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
