@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from consumers.offline.encoding import Encoded, pad
+from consumers.offline.loop import MemoryLimits, MicroBatches, OfflineStep, answer_logprobs
 from consumers.offline.pairs import bradley_terry_loss, dpo_loss, preference_margin
-from consumers.offline.step import MemoryLimits, MicroBatches, OfflineStep, answer_logprobs
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy
 
@@ -82,7 +82,7 @@ def measure(kind: str, given: argparse.Namespace) -> dict[str, object]:
     # So that the peak is that of what follows, as Linux counts it.
     Path("/proc/self/clear_refs").write_text("5")
     started = time.process_time()
-    total = step.run(items, lambda some: loss(some) / len(items))
+    total = step.run(items, lambda some: loss(some) / len(items), lr=1e-3)
     peak = 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
     return {
         "kind": kind,

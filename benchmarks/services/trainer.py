@@ -198,7 +198,7 @@ def limit(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callabl
     step = build_train_step(configuration(folder, micro_batch_tokens))
     # Only the plan and the model with its packed attention are taken over.
     micro_batches, model = step.planner.plan(groups).batch().micro_batches, step.policy.causal_lm
-    step.optimizer.state.clear()
+    step.update.optimizer.state.clear()
     packed = [
         (found, micro.targets[found.rows])
         for micro in micro_batches

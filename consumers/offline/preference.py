@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from consumers.offline.encoding import LoadTokenizer, PolicyTokenizer, pad
+from consumers.offline.loop import (
+    DEFAULT_LIMITS,
+    MemoryLimits,
+    MicroBatches,
+    OfflineLoop,
+    OfflineStep,
+    answer_logprobs,
+)
 from consumers.offline.pairs import (
     PairIds,
     Preference,
@@ -29,7 +36,6 @@ from consumers.offline.pairs import (
     ipo_loss,
     preference_margin,
 )
-from consumers.offline.step import DEFAULT_LIMITS, MemoryLimits, MicroBatches, OfflineStep, answer_logprobs
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
@@ -56,7 +62,6 @@ class PairwiseProgress:
 
 
 Progress = Callable[[PairwiseProgress], None]
-_Margins = Callable[[Sequence[PairIds]], Tensor]
 
 
 def train_dpo(
@@ -101,8 +106,8 @@ def train_dpo(
 
         own, other = ([encode(tokenizer, pair, model.max_length) for pair in part] for part in (pairs, heldout))
         cut = MicroBatches(ranks, _packed_tokens if policy.packed else _padded_tokens, limits, policy.packed)
-        fit = _Fit(policy, own, other, settings, seed, cut, ranks, DTYPES[model.dtype])
-        result = fit.run(margins, loss, progress)
+        training = _PairwiseTraining(other, settings, cut, ranks, margins, loss, progress)
+        result = training.run(policy, own, DTYPES[model.dtype], seed)
         _save(policy.causal_lm, policy, model.dtype, tokenizer, aside, result, ranks.is_main)
     return result
 
@@ -148,72 +153,61 @@ def train_reward_model(
 
         own, other = ([encode(tokenizer, pair, model.max_length) for pair in part] for part in (pairs, heldout))
         cut = MicroBatches(ranks, _padded_tokens, limits, packed=False)
-        fit = _Fit(scorer, own, other, settings, seed, cut, ranks, DTYPES[model.dtype])
-        result = fit.run(margins, loss, progress)
+        training = _PairwiseTraining(other, settings, cut, ranks, margins, loss, progress)
+        result = training.run(scorer, own, DTYPES[model.dtype], seed)
         _save(scorer, scorer, model.dtype, tokenizer, aside, result, ranks.is_main)
     return result
 
 
-class _Fit:
-    """The loop that both trainers share: batches, optimizer, evaluations on the held-out pairs."""
+class _PairwiseTraining:
+    """Training of a model on pairs, with evaluations on the held-out ones.
+
+    margins: from pairs to float32 [P], positive where the chosen answer is ahead. losses: from margins to losses [P].
+    """
 
     def __init__(
         self,
-        model: nn.Module,
-        pairs: Sequence[PairIds],
         heldout: Sequence[PairIds],
         settings: PreferenceConfig,
-        seed: int,
-        micro_batches: MicroBatches[PairIds],
+        cut: MicroBatches[PairIds],
         ranks: Ranks,
-        dtype: torch.dtype,
+        margins: Callable[[Sequence[PairIds]], Tensor],
+        losses: Callable[[Tensor], Tensor],
+        progress: Progress | None,
     ) -> None:
-        if not pairs or not heldout:
-            raise ConfigError(f"preferences are needed in both sets, there are {len(pairs)} and {len(heldout)}")
-        self.settings = settings
-        self.ranks = ranks
-        self.heldout = heldout
-        self.batches = batches(pairs, settings.batch_size, seed)
-        self.micro_batches = micro_batches
-        optimizer = build_optimizer(model.parameters(), settings.optimizer)
-        self.schedule = Schedule(optimizer, settings.optimizer, settings.steps)
-        self.step = OfflineStep(model, optimizer, micro_batches, ranks, dtype, settings.optimizer.max_grad_norm)
+        self.heldout, self.settings, self.cut, self.ranks = heldout, settings, cut, ranks
+        self.margins, self.losses, self.progress = margins, losses, progress
+        self.started = time.perf_counter()
 
-    def run(self, margins: _Margins, loss: Callable[[Tensor], Tensor], progress: Progress | None) -> PairwiseProgress:
-        """Train, and return the last evaluation.
+    def run(self, model: nn.Module, pairs: Sequence[PairIds], dtype: torch.dtype, seed: int) -> PairwiseProgress:
+        """Train, and return the last evaluation."""
+        settings, optimizer = self.settings, self.settings.optimizer
+        if not pairs or not self.heldout:
+            raise ConfigError(f"preferences are needed in both sets, there are {len(pairs)} and {len(self.heldout)}")
+        adamw = build_optimizer(model.parameters(), optimizer)
+        step = OfflineStep(model, adamw, self.cut, self.ranks, dtype, optimizer.max_grad_norm)
+        schedule = Schedule(optimizer, optimizer.lr, settings.steps)
+        OfflineLoop(step, self._loss, schedule.at, self._evaluate).run(
+            batches(pairs, settings.batch_size, seed), first=min(settings.eval_every, settings.steps)
+        )
+        return self.last
 
-        margins: from pairs to float32 [P], positive where the chosen answer is ahead. loss: from margins to losses [P].
-        """
-        started = time.perf_counter()
-        for step in range(1, self.settings.steps + 1):
-            self.schedule.apply()
-            batch = next(self.batches)
-            self.step.run(batch, partial(_mean_part, margins, loss, len(batch)))
-            self.schedule.advance()
-            if step % self.settings.eval_every == 0 and step < self.settings.steps:
-                self._report(self._look(step, margins, loss, started), progress)
-        last = self._look(self.settings.steps, margins, loss, started)
-        self._report(last, progress)
-        return last
-
-    def _report(self, look: PairwiseProgress, progress: Progress | None) -> None:
-        if progress and self.ranks.is_main:
-            progress(look)
+    def _loss(self, batch: Sequence[PairIds], pairs: Sequence[PairIds]) -> Tensor:
+        """Compute these pairs' part of the mean loss of the batch."""
+        return self.losses(self.margins(pairs)).sum() / len(batch)
 
     @torch.no_grad()
-    def _look(self, step: int, margins: _Margins, loss: Callable[[Tensor], Tensor], started: float) -> PairwiseProgress:
+    def _evaluate(self, step: int, _: float) -> int | None:
         sums = torch.zeros(3, dtype=torch.float64)
-        for pairs in self.micro_batches.of(self.heldout):
-            found = margins(pairs)
-            sums += torch.stack([loss(found), (found > 0).to(found.dtype), found]).double().cpu().sum(-1)
+        for pairs in self.cut.of(self.heldout):
+            found = self.margins(pairs)
+            sums += torch.stack([self.losses(found), (found > 0).to(found.dtype), found]).double().cpu().sum(-1)
         totals = self.ranks.all_reduce_sum(sums.tolist())
-        mean_loss, accuracy, margin = (total / len(self.heldout) for total in totals)
-        return PairwiseProgress(step, mean_loss, accuracy, margin, round(time.perf_counter() - started, 2))
-
-
-def _mean_part(margins: _Margins, loss: Callable[[Tensor], Tensor], count: int, pairs: Sequence[PairIds]) -> Tensor:
-    """These pairs' part of the mean loss of ``count`` pairs."""
-    return loss(margins(pairs)).sum() / count
+        loss, accuracy, margin = (total / len(self.heldout) for total in totals)
+        self.last = PairwiseProgress(step, loss, accuracy, margin, round(time.perf_counter() - self.started, 2))
+        if self.progress and self.ranks.is_main:
+            self.progress(self.last)
+        return min(step + self.settings.eval_every, self.settings.steps) if step < self.settings.steps else None
 
 
 def _pair_logprobs(policy: Policy, batch: Sequence[PairIds]) -> tuple[Tensor, Tensor]:

@@ -28,9 +28,16 @@ from consumers.offline.encoding import (
     encode_prompt,
 )
 from consumers.offline.greedy import greedy
+from consumers.offline.loop import (
+    DEFAULT_LIMITS,
+    MemoryLimits,
+    MicroBatches,
+    OfflineLoop,
+    OfflineStep,
+    answer_logprobs,
+)
 from consumers.offline.pairs import batches
 from consumers.offline.provenance import DETAILS, settings_digest
-from consumers.offline.step import DEFAULT_LIMITS, MemoryLimits, MicroBatches, OfflineStep, answer_logprobs
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
@@ -115,9 +122,12 @@ def train_sft(
         model = ranks.prepare(model, DTYPES[dtype])
         if isinstance(model, FSDPModule):
             register_fsdp_forward_method(model, "predict")
-        trainer = _Trainer(model, tokenizer.eos_id, own, other, settings, limits, ranks, DTYPES[dtype])
-        digest = settings_digest(settings, seed, dtype, base)
-        result = trainer.train(progress if ranks.is_main else None, seed, digest)
+        reported = progress if ranks.is_main else None
+        last = _Training(model, tokenizer.eos_id, other, settings, limits, ranks, reported).run(
+            own, DTYPES[dtype], seed
+        )
+        reached, digest = last.accuracy >= settings.stop_accuracy, settings_digest(settings, seed, dtype, base)
+        result = SftResult(last.accuracy, last.step, round(last.seconds, 2), reached, digest)
         if not result.reached:
             raise ConfigError(
                 f"warm start reached accuracy {result.accuracy:.2f} of {settings.stop_accuracy} within"
@@ -147,76 +157,60 @@ class _Model(Policy):
         return self.causal_lm(**arguments)
 
 
-class _Trainer:
-    """The training loop: optimizer steps, and an evaluation now and then, more often as the accuracy nears its mark."""
+class _Training:
+    """Training with evaluations now and then, more often as the accuracy nears its mark."""
 
     def __init__(
         self,
         model: _Model,
         eos: int,
-        examples: Sequence[Encoded],
         heldout: Sequence[Encoded],
         settings: WarmStartConfig,
         limits: MemoryLimits,
         ranks: Ranks,
-        dtype: torch.dtype,
+        progress: Callable[[SftProgress], None] | None,
     ) -> None:
-        self.model = model
-        self.eos = eos
-        self.settings = settings
-        self.ranks = ranks
-        self.examples = examples
-        self.heldout = heldout
-        self.limits = limits
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        self.model, self.eos, self.heldout = model, eos, heldout
+        self.settings, self.limits, self.ranks, self.progress = settings, limits, ranks, progress
+        self.started, self.best = time.perf_counter(), 0.0
+
+    def run(self, examples: Sequence[Encoded], dtype: torch.dtype, seed: int) -> SftProgress:
+        """Train, and return the last evaluation."""
+        settings = self.settings
+        optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        micro_batches = MicroBatches(ranks, _tokens, limits, model.packed)
-        self.step = OfflineStep(model, self.optimizer, micro_batches, ranks, dtype, max_grad_norm=1.0)
+        cut = MicroBatches(self.ranks, _tokens, self.limits, self.model.packed)
+        step = OfflineStep(self.model, optimizer, cut, self.ranks, dtype, max_grad_norm=1.0)
+        OfflineLoop(step, self._loss, self._lr, self._evaluate).run(
+            batches(examples, settings.batch_size, seed), first=min(settings.eval_every, settings.max_steps)
+        )
+        return self.last
 
-    def train(self, progress: Callable[[SftProgress], None] | None, seed: int, digest: str) -> SftResult:
-        settings, started = self.settings, time.perf_counter()
+    def _loss(self, batch: Sequence[Encoded], rows: Sequence[Encoded]) -> Tensor:
+        """Compute these rows' part of the mean loss of the batch's completion tokens."""
+        return -answer_logprobs(self.model, rows).sum() / sum(len(completion) for _, completion in batch)
+
+    def _evaluate(self, step: int, loss: float) -> int | None:
+        settings, accuracy = self.settings, self._accuracy()
+        self.best = max(self.best, accuracy)
+        self.last = SftProgress(step, loss, accuracy, time.perf_counter() - self.started)
+        if self.progress:
+            self.progress(self.last)
         mark = settings.stop_accuracy
-        accuracy, best, step, losses = 0.0, 0.0, 0, list[float]()
-        next_look = settings.eval_every
-        for batch in batches(self.examples, settings.batch_size, seed):
-            step += 1
-            loss = self._step(batch, self._lr(step, best))
-            losses += [] if loss is None else [loss]
-            if step < next_look and step < settings.max_steps:
-                continue
-            accuracy = self._accuracy()
-            best = max(best, accuracy)
-            if progress:
-                mean = sum(losses) / len(losses) if losses else float("nan")
-                progress(SftProgress(step, mean, accuracy, time.perf_counter() - started))
-            losses.clear()
-            if accuracy >= mark or step >= settings.max_steps:
-                break
-            # Accuracy can jump by tenths within a few steps: look often when it is near.
-            closeness = 10 if accuracy >= mark / 2 else 4 if accuracy >= mark / 4 else 1
-            next_look = step + max(1, settings.eval_every // closeness)
-        seconds = time.perf_counter() - started
-        return SftResult(accuracy, step, round(seconds, 2), accuracy >= mark, digest)
+        if accuracy >= mark or step >= settings.max_steps:
+            return None
+        # Accuracy can jump by tenths within a few steps: look often when it is near.
+        closeness = 10 if accuracy >= mark / 2 else 4 if accuracy >= mark / 4 else 1
+        return min(step + max(1, settings.eval_every // closeness), settings.max_steps)
 
-    def _lr(self, step: int, best: float) -> float:
+    def _lr(self, step: int) -> float:
         """Warm-up, then falling as the best accuracy so far nears its mark, so that it isn't overshot.
 
         It does not rise again when the accuracy falls, which would make an unsteady training unsteadier.
         """
-        left = max(0.0, 1.0 - best / self.settings.stop_accuracy)
+        left = max(0.0, 1.0 - self.best / self.settings.stop_accuracy)
         return self.settings.lr * min(1.0, step / WARMUP_STEPS) * max(FINISH_FACTOR, min(1.0, 1.5 * left))
-
-    def _step(self, batch: Sequence[Encoded], lr: float) -> float | None:
-        """Update the weights; returns the mean loss of the batch's completion tokens, None if it was not finite."""
-        count = sum(len(completion) for _, completion in batch)
-
-        def loss(rows: Sequence[Encoded]) -> Tensor:
-            return -answer_logprobs(self.model, rows).sum() / count
-
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        return self.step.run(batch, loss)
 
     def _accuracy(self) -> float:
         """Accuracy on all held-out prompts, of which each rank answers its share."""

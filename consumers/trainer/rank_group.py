@@ -111,7 +111,7 @@ class RankGroup:
         self._dtype = config.model.dtype
         self._snapshots = Snapshots(step.policy, self._dtype, main=self.ranks.is_main, sharded=self.ranks.world > 1)
         self._snapshot: Snapshot | None = None
-        step.optimizer.register_step_pre_hook(lambda *_: self._wait_copied())
+        step.update.optimizer.register_step_pre_hook(lambda *_: self._wait_copied())
 
     def train(
         self,

@@ -25,8 +25,8 @@ def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardMo
 
     Returns what came of it, as ``--json`` prints it; None in all ranks but the first.
     """
+    from consumers.offline.loop import MemoryLimits
     from consumers.offline.preference import train_dpo, train_reward_model
-    from consumers.offline.step import MemoryLimits
     from consumers.trainer.distributed.ranks import Ranks
 
     dpo = isinstance(settings, DpoConfig)

@@ -65,8 +65,8 @@ def up_to_date(config: TidemillConfig, settings: WarmStartConfig) -> bool:
 
 
 def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> SftResult:
+    from consumers.offline.loop import MemoryLimits
     from consumers.offline.sft import SftProgress, train_sft
-    from consumers.offline.step import MemoryLimits
     from producers.tokenizer import HfTokenizer
 
     folder = Path(config.model.path)

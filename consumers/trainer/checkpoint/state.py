@@ -30,10 +30,10 @@ def tensors_of(train: TrainStep, critic: bool = True) -> dict[str, Any]:
 
     critic: whether that of the critic counts, if there is one.
     """
-    model, optimizer = get_state_dict(train.policy, train.optimizer, options=_options(train.policy))
+    model, optimizer = get_state_dict(train.policy, train.update.optimizer, options=_options(train.policy))
     tensors = {"model": _trained(train.policy, model), "optimizer": optimizer}
     if train.critic is not None and critic:
-        model, optimizer = get_state_dict(train.critic.critic, train.critic.optimizer)
+        model, optimizer = get_state_dict(train.critic.critic, train.critic.update.optimizer)
         tensors |= {"critic": model, "critic_optimizer": optimizer}
     return tensors
 
@@ -55,7 +55,7 @@ def put_tensors(train: TrainStep, tensors: dict[str, Any]) -> None:
     """Make ``tensors`` the state of training; a critic of which they have nothing stays as it is."""
     set_state_dict(
         train.policy,
-        train.optimizer,
+        train.update.optimizer,
         model_state_dict=tensors["model"],
         optim_state_dict=tensors["optimizer"],
         options=_options(train.policy),
@@ -63,7 +63,7 @@ def put_tensors(train: TrainStep, tensors: dict[str, Any]) -> None:
     if train.critic is not None and "critic" in tensors:
         set_state_dict(
             train.critic.critic,
-            train.critic.optimizer,
+            train.critic.update.optimizer,
             model_state_dict=tensors["critic"],
             optim_state_dict=tensors["critic_optimizer"],
         )

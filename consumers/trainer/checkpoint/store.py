@@ -30,7 +30,7 @@ from consumers.trainer.checkpoint.state import copy_tensors, put_tensors, random
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.ranks import Ranks, reason
 from consumers.trainer.model.lora import check_same, describe
-from consumers.trainer.step.loss_scale import LossScale
+from consumers.trainer.step.gradient_update import LossScale
 from consumers.trainer.step.train_step import TrainStep
 from schemas.errors import ConfigError, InfraError
 from schemas.system.files import make_folder
@@ -277,8 +277,9 @@ def leader_term_of(path: Path) -> int:
 
 
 def _loss_scales(train: TrainStep) -> list[LossScale]:
-    """The scales of the policy's loss and of the critic's."""
-    return [train.loss_scale, *([train.critic.loss_scale] if train.critic is not None else [])]
+    """List the scales of the policy's loss and of the critic's; none unless they compute in float16."""
+    updates = [train.update, *([train.critic.update] if train.critic is not None else [])]
+    return [update.loss_scale for update in updates if update.loss_scale is not None]
 
 
 @contextmanager

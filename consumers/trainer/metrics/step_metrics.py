@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from consumers.trainer.algorithms.losses import LOG_RATIO_LIMIT, LossOutput
 from consumers.trainer.data.microbatches import MicroBatch, StepPlan
+from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import TokenScores
 
 FRACTIONS = {
@@ -111,8 +111,14 @@ class StepMeter:
         largest["advantage"] = max(largest["advantage"], float(advantages.max()))
         largest["less_advantage"] = max(largest["less_advantage"], -float(advantages.min()))
 
-    def reduce(self, add: Callable[[list[float]], list[float]], most: Callable[[list[float]], list[float]]) -> None:
-        """Combine ranks: ``add`` and ``most`` are element-wise all-reduces by sum and maximum."""
+    @property
+    def loss(self) -> float:
+        """The step's loss."""
+        return self.sums["loss"]
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Combine the figures of all ranks."""
+        add, most = ranks.all_reduce_sum, ranks.all_reduce_max
         names = sorted(self.sums)
         self.sums = dict(zip(names, add([self.sums[name] for name in names]), strict=True))
         names = sorted(self.largest)

@@ -25,15 +25,19 @@ class StepTimer:
         self._now = now
         self._began = now()
         self._spent: defaultdict[str, float] = defaultdict(float)
+        self._within = 0.0
+        """Seconds of the phases inside the one that is open."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the block for the phase ``name``; phases are not nested."""
-        began = self._now()
+        """Count the time inside the block for the phase ``name``, less that of phases inside the block."""
+        began, within, self._within = self._now(), self._within, 0.0
         try:
             yield
         finally:
-            self._spent[name] += self._now() - began
+            seconds = self._now() - began
+            self._spent[name] += seconds - self._within
+            self._within = within + seconds
 
     def split(self, name: str, parts: Mapping[str, float]) -> None:
         """Move seconds of the phase ``name`` to the phases ``parts``."""

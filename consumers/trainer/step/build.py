@@ -12,7 +12,7 @@ from consumers.trainer.model.compile import compile_layers
 from consumers.trainer.model.lora import load_policy, make_policy
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.critic import Critic, CriticStep
-from consumers.trainer.step.loss_scale import LossScale
+from consumers.trainer.step.gradient_update import GradientUpdate
 from consumers.trainer.step.optimizer import Schedule, build_optimizer
 from consumers.trainer.step.prepare import Preparation
 from consumers.trainer.step.train_step import TrainStep
@@ -90,9 +90,9 @@ def build_train_step(
         critic=critic_step,
     )
     optimizer = build_optimizer(policy.parameters(), trainer.optimizer)
-    schedule = Schedule(optimizer, trainer.optimizer, trainer.steps)
-    scale = LossScale(ranks, dtype)
-    return TrainStep(policy, planner, preparation, objective, optimizer, schedule, ranks, scale)
+    update = GradientUpdate(policy, optimizer, ranks, trainer.optimizer.max_grad_norm, dtype)
+    schedule = Schedule(trainer.optimizer, trainer.optimizer.lr, trainer.steps)
+    return TrainStep(policy, planner, preparation, objective, update, schedule, ranks)
 
 
 def _before_sharding(model: Policy | Critic, config: TidemillConfig, ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ from consumers.trainer.data.microbatches import MicroBatch
 from consumers.trainer.distributed.parts import ParallelModule
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.packing import pack, switch_to_packing, use_packing
-from consumers.trainer.step.loss_scale import LossScale
+from consumers.trainer.step.gradient_update import GradientUpdate, Sums
 from consumers.trainer.step.optimizer import build_optimizer, lr_factor
 from schemas.config import CriticConfig
 
@@ -73,12 +73,11 @@ class CriticStep:
     def __init__(
         self, critic: Critic, settings: CriticConfig, steps: int, ranks: Ranks, dtype: torch.dtype = torch.float32
     ) -> None:
-        self.ranks = ranks
         self.critic = ranks.prepare(critic, dtype)
         self.settings = settings
         self.steps = steps
-        self.optimizer = build_optimizer(self.critic.parameters(), settings.optimizer)
-        self.loss_scale = LossScale(ranks, dtype)
+        optimizer = build_optimizer(self.critic.parameters(), settings.optimizer)
+        self.update = GradientUpdate(self.critic, optimizer, ranks, settings.optimizer.max_grad_norm, dtype)
 
     @torch.no_grad()
     def values(self, micro: MicroBatch) -> Tensor:
@@ -96,46 +95,36 @@ class CriticStep:
         returns are equal.
         """
         optimizer = self.settings.optimizer
-        while True:
-            self.optimizer.zero_grad(set_to_none=True)
-            sums = [0.0] * 6
-            for part in parts:
-                found = self._accumulate(*part, tokens)
-                sums = [total + value for total, value in zip(sums, found, strict=True)]
-            loss, error, square, count, error_sum, return_sum = self.ranks.all_reduce_sum(sums)
-            norm = self.loss_scale.clip_grad_norm(self.critic.parameters(), optimizer.max_grad_norm)
-            if not self.loss_scale.retry(norm, loss):
-                break
         lr = optimizer.lr * lr_factor(done, optimizer, self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if not self.ranks.any(not (norm < float("inf") and abs(loss) < float("inf"))):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        update = self.update.run(lambda: self._accumulate(parts, tokens), lr)
+        loss, error, square, count, error_sum, return_sum = update.sums.values
         return {
             "critic_loss": loss,
             "critic_error": (error / square) ** 0.5 if square else 0.0,
-            "critic_grad_norm": norm,
+            "critic_grad_norm": update.norm,
             "critic_lr": lr,
             **_explained_variance(count, error_sum, error, return_sum, square),
-            **self.loss_scale.metrics("critic_"),
+            **self.update.metrics("critic_"),
         }
 
-    def _accumulate(self, micro: MicroBatch, old_values: Tensor, returns: Tensor, tokens: float) -> list[float]:
-        """Run backward from a micro-batch's part of the loss; returns that, and the sums that its metrics need."""
-        values = self.critic(micro.tokens, micro.mask, micro.lengths)
-        loss = value_loss(values, old_values, returns, self.settings.clip)
-        total = torch.where(micro.mask, loss, 0.0).sum() / max(tokens, 1.0)
-        self.loss_scale.backward(total)
-        errors, found = (returns - old_values)[micro.mask].double(), returns[micro.mask].double()
-        return [
-            float(total.detach()),
-            float(errors.square().sum()),
-            float(found.square().sum()),
-            float(found.numel()),
-            float(errors.sum()),
-            float(found.sum()),
-        ]
+    def _accumulate(self, parts: Sequence[tuple[MicroBatch, Tensor, Tensor]], tokens: float) -> Sums:
+        """Run backward from each micro-batch's part of the loss; returns the loss and the sums that metrics need."""
+        sums = Sums(6)
+        for micro, old_values, returns in parts:
+            values = self.critic(micro.tokens, micro.mask, micro.lengths)
+            loss = value_loss(values, old_values, returns, self.settings.clip)
+            total = torch.where(micro.mask, loss, 0.0).sum() / max(tokens, 1.0)
+            self.update.backward(total)
+            errors, found = (returns - old_values)[micro.mask].double(), returns[micro.mask].double()
+            sums.add(
+                float(total.detach()),
+                float(errors.square().sum()),
+                float(found.square().sum()),
+                float(found.numel()),
+                float(errors.sum()),
+                float(found.sum()),
+            )
+        return sums
 
 
 def _explained_variance(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -85,23 +86,18 @@ def lr_factor(step: int, settings: OptimizerConfig, steps: int) -> float:
     return 1.0
 
 
+@dataclass
 class Schedule:
-    """Sets the learning rate of each optimizer step. Its whole state is how many steps there were.
+    """The learning rate of each optimizer step. Its whole state is ``done``, the number of steps before this one.
 
-    lr, steps: the peak, and steps of the run, which people may change under way.
+    lr, steps: the peak, and the steps of the run, which users may change while it runs.
     """
 
-    def __init__(self, optimizer: AdamW, settings: OptimizerConfig, steps: int) -> None:
-        self._optimizer, self.settings, self.lr, self.steps = optimizer, settings, settings.lr, steps
-        self.done = 0
+    settings: OptimizerConfig
+    lr: float
+    steps: int
+    done: int = 0
 
-    def apply(self) -> float:
-        """Set the learning rate of the step that comes now; returns it."""
-        lr = self.lr * lr_factor(self.done, self.settings, self.steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        return lr
-
-    def advance(self) -> None:
-        """Count a step that is over, skipped or not."""
-        self.done += 1
+    def at(self, step: int) -> float:
+        """Return the learning rate of a step; the first is 1."""
+        return self.lr * lr_factor(step - 1, self.settings, self.steps)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.data.microbatches import StepBatch, StepPlanner
@@ -22,7 +21,7 @@ from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.critic import CriticStep
-from consumers.trainer.step.loss_scale import LossScale
+from consumers.trainer.step.gradient_update import GradientUpdate
 from consumers.trainer.step.optimizer import Schedule
 from consumers.trainer.step.prepare import Preparation, Prepared
 
@@ -60,19 +59,17 @@ class TrainStep:
         planner: StepPlanner,
         preparation: Preparation,
         objective: Objective,
-        optimizer: AdamW,
+        update: GradientUpdate,
         schedule: Schedule,
         ranks: Ranks,
-        loss_scale: LossScale,
     ) -> None:
         self.policy = policy
         self.planner = planner
         self.preparation = preparation
         self.objective = objective
-        self.optimizer = optimizer
+        self.update = update
         self.schedule = schedule
         self.ranks = ranks
-        self.loss_scale = loss_scale
         self.expert_load = ExpertLoad(policy)
 
     @property
@@ -86,54 +83,38 @@ class TrainStep:
         with timer.phase("prepare"):
             micro_batches = [micro.to(self.policy.device) for micro in batch.micro_batches]
             prepared = self.preparation.run(self.policy, micro_batches, version, self.ranks.all_reduce_sum)
-        meter, norm = self._compute_gradient(prepared, version, timer)
+        lr = self.schedule.at(self.schedule.done + 1)
         with timer.phase("optimizer"):
-            lr, skipped = self._update(norm, meter.sums["loss"])
+            update = self.update.run(lambda: self._accumulate(prepared, version, timer), lr)
+        meter = update.sums
         with timer.phase("critic"):
             critic_metrics = self._train_critic(prepared, meter.sums["tokens"])
-        # The schedule follows the run's steps, of which a skipped one is one too.
-        self.schedule.advance()
+        # A skipped step counts: the schedule follows the steps of the run.
+        self.schedule.done += 1
         metrics = {
             **(sample_metrics(batch.plan) if batch.plan else {}),
             **meter.result(),
             **self.expert_load.result(self.ranks.sum_over_ranks),
             **(replay.result(self.ranks.sum_over_ranks) if (replay := self.policy.router_replay) else {}),
             **critic_metrics,
-            "grad_norm": norm,
+            "grad_norm": update.norm,
             "lr": lr,
-            "skipped": float(skipped),
-            **self.loss_scale.metrics(),
+            "skipped": float(update.skipped),
+            **self.update.metrics(),
         }
         one_each = batch.plan is not None and self.preparation.token_advantage is None
         advantages = batch.plan.advantages.tolist() if one_each and batch.plan else ()
-        return StepResult(metrics, dict(sorted(meter.staleness.items())), skipped, timer.lap(), advantages)
+        return StepResult(metrics, dict(sorted(meter.staleness.items())), update.skipped, timer.lap(), advantages)
 
-    def _compute_gradient(
-        self, prepared: Sequence[Prepared], version: int, timer: StepTimer
-    ) -> tuple[StepMeter, float]:
-        """Compute the step's clipped gradient; returns the metrics of all ranks, and the norm before clipping."""
-        while True:
-            self.optimizer.zero_grad(set_to_none=True)
-            meter = StepMeter(version)
-            for part in prepared:
-                with timer.phase("forward"):
-                    loss = self._forward(part, meter)
-                with timer.phase("backward"):
-                    self.loss_scale.backward(loss)
-            with timer.phase("optimizer"):
-                meter.reduce(self.ranks.all_reduce_sum, self.ranks.all_reduce_max)
-                norm = self.loss_scale.clip_grad_norm(self.policy.parameters(), self.schedule.settings.max_grad_norm)
-            if not self.loss_scale.retry(norm, meter.sums["loss"]):
-                return meter, norm
-
-    def _update(self, norm: float, loss: float) -> tuple[float, bool]:
-        """Change the weights unless something is not finite; returns the learning rate, and whether it was skipped."""
-        lr = self.schedule.apply()
-        skipped = self.ranks.any(not (norm < float("inf") and abs(loss) < float("inf")))
-        if not skipped:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return lr, skipped
+    def _accumulate(self, prepared: Sequence[Prepared], version: int, timer: StepTimer) -> StepMeter:
+        """Run forward and backward for each micro-batch; returns the metrics of this rank."""
+        meter = StepMeter(version)
+        for part in prepared:
+            with timer.phase("forward"):
+                loss = self._forward(part, meter)
+            with timer.phase("backward"):
+                self.update.backward(loss)
+        return meter
 
     def _forward(self, part: Prepared, meter: StepMeter) -> Tensor:
         """Compute this micro-batch's part of the step's loss, with its gradient graph."""

@@ -13,10 +13,10 @@ import pytest
 from torch import nn
 
 from consumers.offline.encoding import Prompt
+from consumers.offline.loop import MemoryLimits
 from consumers.offline.pairs import Preference
 from consumers.offline.preference import train_dpo, train_reward_model
 from consumers.offline.sft import train_sft
-from consumers.offline.step import MemoryLimits
 from consumers.reward.rewards.reward_model import scores
 from consumers.reward.scorer import Scorer
 from producers.engines.base import Completion

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from consumers.offline.encoding import Encoded
-from consumers.offline.step import MOST_SKIPPED, MemoryLimits, MicroBatches, OfflineStep, answer_logprobs
+from consumers.offline.loop import MOST_SKIPPED, MemoryLimits, MicroBatches, OfflineStep, answer_logprobs
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model
 from schemas.errors import ConfigError
@@ -53,7 +53,7 @@ def test_a_step_in_micro_batches_changes_the_weights_like_one_in_a_piece(path: P
             seen.append(sum(map(tokens, rows)) if packed else longest * len(rows))
             return -answer_logprobs(policy, rows).sum() / 40
 
-        assert step.run(ROWS, loss) is not None
+        assert step.run(ROWS, loss, lr=1.0) is not None
         changed.append((torch.cat([p.detach().flatten() for p in policy.parameters()]), seen))
     (whole, one), (cut, several) = changed
     assert len(one) <= 2
@@ -82,11 +82,11 @@ def test_a_step_that_is_not_finite_changes_nothing_and_several_end_the_training(
     def good(rows: Sequence[Encoded]) -> Tensor:
         return -answer_logprobs(policy, rows).sum() / 40
 
-    assert step.run(ROWS, broken) is None
+    assert step.run(ROWS, broken, lr=1.0) is None
     assert all(torch.equal(was, now) for was, now in zip(before, policy.parameters(), strict=True))
-    assert step.run(ROWS, good) is not None
+    assert step.run(ROWS, good, lr=1.0) is not None
     assert not all(torch.equal(was, now) for was, now in zip(before, policy.parameters(), strict=True))
     for _ in range(MOST_SKIPPED - 1):
-        assert step.run(ROWS, broken) is None
+        assert step.run(ROWS, broken, lr=1.0) is None
     with pytest.raises(ConfigError, match=f"{MOST_SKIPPED} steps in a row"):
-        step.run(ROWS, broken)
+        step.run(ROWS, broken, lr=1.0)

@@ -114,9 +114,9 @@ def test_the_learning_rate_does_not_rise_again_when_the_accuracy_falls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, used = iter([0.0, 0.0, 0.0, 0.0, 0.6, 0.8, 0.3, 0.1] + 99 * [1.0]), list[float]()
-    step = sft._Trainer._step
-    monkeypatch.setattr(sft._Trainer, "_accuracy", lambda trainer: next(seen))
-    monkeypatch.setattr(sft._Trainer, "_step", lambda trainer, batch, lr: used.append(lr) or step(trainer, batch, lr))
+    lr = sft._Training._lr
+    monkeypatch.setattr(sft._Training, "_accuracy", lambda training: next(seen))
+    monkeypatch.setattr(sft._Training, "_lr", lambda training, step: used.append(lr(training, step)) or used[-1])
     train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings(stop_accuracy=0.9, max_steps=300), **COMMON)
     after_warm_up = used[sft.WARMUP_STEPS - 1 :]
     assert after_warm_up[0] == 3e-3

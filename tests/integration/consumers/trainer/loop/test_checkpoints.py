@@ -66,7 +66,7 @@ def test_the_step_after_loading_is_bit_identical(model: PreTrainedModel, tmp_pat
     advance(resumed, 3)
     advance(resumed, 4)
     assert same(original, resumed)
-    assert original.optimizer.param_groups[0]["lr"] == resumed.optimizer.param_groups[0]["lr"]
+    assert original.update.optimizer.param_groups[0]["lr"] == resumed.update.optimizer.param_groups[0]["lr"]
 
 
 def test_the_state_before_the_first_step_can_be_kept(model: PreTrainedModel, tmp_path: Path) -> None:

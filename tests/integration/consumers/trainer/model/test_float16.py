@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.step.build import build_train_step
+from consumers.trainer.step.gradient_update import GradientUpdate, LossScale
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import parse_config
 from tests.support.models.tiny_model import make_tiny_model
@@ -50,10 +51,15 @@ def train(step: TrainStep) -> tuple[Tensor, dict[str, float]]:
         gradients = [p.grad for p in step.policy.parameters() if p.grad is not None]
         seen.append(torch.cat([(g.to_local() if isinstance(g, DTensor) else g).flatten() for g in gradients]).clone())
 
-    handle = step.optimizer.register_step_pre_hook(look)
+    handle = step.update.optimizer.register_step_pre_hook(look)
     result = step.run(step.planner.plan(make_groups([4, 4], seed=1)).batch(), version=5)
     handle.remove()
     return (seen[0] if seen else torch.zeros(0)), result.metrics
+
+
+def scale_of(update: GradientUpdate) -> LossScale:
+    assert update.loss_scale is not None
+    return update.loss_scale
 
 
 def test_small_gradients_are_those_of_float32(model: Path) -> None:
@@ -65,12 +71,12 @@ def test_small_gradients_are_those_of_float32(model: Path) -> None:
 
 def test_a_scale_at_which_gradients_overflow_is_lowered_within_the_step(model: Path) -> None:
     step = make_step(model, "float16", aggregation="token_mean")
-    step.loss_scale.value = 2.0**40
+    scale_of(step.update).value = 2.0**40
     got, found = train(step)
     want, _ = train(make_step(model, "float32", aggregation="token_mean"))
     assert found["skipped"] == 0.0
-    assert step.loss_scale.value < 2.0**40
-    assert found["loss_scale"] == step.loss_scale.value
+    assert scale_of(step.update).value < 2.0**40
+    assert found["loss_scale"] == scale_of(step.update).value
     assert float(torch.cosine_similarity(want, got, dim=0)) > 0.999
     assert found["samples"] == 8, "what was computed before is not counted"
 
@@ -79,37 +85,37 @@ def test_a_gradient_that_is_broken_at_any_scale_skips_the_step_and_keeps_the_sca
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = make_step(model, "float16")
-    before, backward = step.loss_scale.value, step.ranks.backward
+    before, backward = scale_of(step.update).value, step.ranks.backward
     monkeypatch.setattr(step.ranks, "backward", lambda loss: backward(loss * float("nan")))
     _, found = train(step)
     assert found["skipped"] == 1.0
-    assert step.loss_scale.value == before
+    assert scale_of(step.update).value == before
 
 
 def test_the_scale_grows_again_after_steps_without_overflow(model: Path) -> None:
     step = make_step(model, "float16")
-    step.loss_scale.value, step.loss_scale.interval = 64.0, 2
+    scale_of(step.update).value, scale_of(step.update).interval = 64.0, 2
     for _ in range(2):
         train(step)
-    assert step.loss_scale.value == 128.0
+    assert scale_of(step.update).value == 128.0
 
 
 def test_a_critic_has_a_scale_of_its_own(model: Path) -> None:
     step = make_step(model, "float16", advantage={"name": "gae"}, critic={})
     assert step.critic is not None
-    step.critic.loss_scale.value = 2.0**40
+    scale_of(step.critic.update).value = 2.0**40
     _, found = train(step)
     assert found["critic_grad_norm"] < float("inf")
-    assert found["critic_loss_scale"] == step.critic.loss_scale.value < 2.0**40
+    assert found["critic_loss_scale"] == scale_of(step.critic.update).value < 2.0**40
 
 
 def test_a_checkpoint_keeps_the_scale(model: Path, tmp_path: Path) -> None:
     step, store = make_step(model, "float16"), CheckpointStore(tmp_path)
-    step.loss_scale.value, step.loss_scale.steps = 256.0, 7
+    scale_of(step.update).value, scale_of(step.update).steps = 256.0, 7
     path = store.save(step, step=1, version=1, leader_term=1, extra={})
     other = make_step(model, "float16")
     store.load(path, other)
-    assert (other.loss_scale.value, other.loss_scale.steps) == (256.0, 7)
+    assert (scale_of(other.update).value, scale_of(other.update).steps) == (256.0, 7)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

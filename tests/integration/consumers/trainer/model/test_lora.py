@@ -84,7 +84,7 @@ def test_a_fresh_adapter_changes_nothing_and_training_changes_nothing_else(model
     for name, tensor in step.policy.causal_lm.named_parameters():
         if name not in moved:
             assert torch.equal(tensor, base[name.replace(".base_layer", "")]), name
-    assert {id(p) for group in step.optimizer.param_groups for p in group["params"]} == {
+    assert {id(p) for group in step.update.optimizer.param_groups for p in group["params"]} == {
         id(p) for p in step.policy.parameters() if p.requires_grad
     }
 

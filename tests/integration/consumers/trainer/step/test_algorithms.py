@@ -138,7 +138,7 @@ def test_a_reference_equal_to_the_policy_adds_no_gradient(model: PreTrainedModel
 def test_kl_in_the_loss_pulls_towards_the_reference(model: PreTrainedModel, other: Policy) -> None:
     groups = rollout_near(model, make_groups([4, 4], seed=2), noise=0.0)
     step = make_step(model, other, kl={"coef": 1.0, "estimator": "k2"}, advantage={"name": "raw"})
-    step.schedule.settings.max_grad_norm = 1e9
+    step.update.max_grad_norm = 1e9
     first = step.run(step.planner.plan(groups).batch(), version=5).metrics["reference_kl"]
     for version in range(6, 12):
         last = step.run(step.planner.plan(groups).batch(), version=version).metrics["reference_kl"]

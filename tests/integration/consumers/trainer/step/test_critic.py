@@ -160,7 +160,7 @@ def test_a_critic_that_only_the_checkpoint_or_only_the_configuration_has_is_told
     assert new is not None
     for ours, theirs in zip(begun.critic.parameters(), new.critic.parameters(), strict=True):
         assert torch.equal(ours, theirs), "the critic begins with its first step"
-    assert str(begun.optimizer.state_dict()) == str(new.optimizer.state_dict())
+    assert str(begun.update.optimizer.state_dict()) == str(new.update.optimizer.state_dict())
     target.run(batch, 0)
 
 

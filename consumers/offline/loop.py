@@ -1,13 +1,14 @@
-"""The optimizer step of training without generators: micro-batches under a limit of tokens, as in the trainer.
+"""The loop of training without generators: optimizer steps, evaluated now and then on held-out items.
 
-The step's loss is a sum over its items, so how they are cut changes its gradient by rounding only. A step whose loss or
-gradient is not finite changes no weight; several in a row end the training.
+Micro-batches keep a limit of tokens, as in the trainer. The loss of a step is a sum over its items, so how they are cut
+changes the gradient by rounding only. Several steps in a row that are not finite end the training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import structlog
@@ -21,7 +22,7 @@ from consumers.trainer.data.load_balancing import shares
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.activations import Checkpointing, save_activations
 from consumers.trainer.model.policy import Policy
-from consumers.trainer.step.loss_scale import LossScale
+from consumers.trainer.step.gradient_update import GradientUpdate, Sums
 from schemas.errors import ConfigError
 
 Item = TypeVar("Item")
@@ -69,7 +70,7 @@ class MicroBatches(Generic[Item]):
 class OfflineStep(Generic[Item]):
     """Updates a model's weights by the gradient of one batch.
 
-    dtype: that the model computes in. max_grad_norm: norm that the gradient is clipped to.
+    dtype: that the model computes in. max_grad_norm: the norm that the gradient is clipped to.
     """
 
     def __init__(
@@ -81,47 +82,63 @@ class OfflineStep(Generic[Item]):
         dtype: torch.dtype,
         max_grad_norm: float,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._micro_batches, self._ranks = micro_batches, ranks
-        self._scale = LossScale(ranks, dtype)
-        self._max_grad_norm = max_grad_norm
+        self._update = GradientUpdate(model, optimizer, ranks, max_grad_norm, dtype)
+        self._micro_batches = micro_batches
         self._skipped = 0
 
-    def run(self, batch: Sequence[Item], loss: Callable[[Sequence[Item]], Tensor]) -> float | None:
+    def run(self, batch: Sequence[Item], loss: Callable[[Sequence[Item]], Tensor], lr: float) -> float | None:
         """Change the weights; returns the step's loss, and None if it or its gradient was not finite.
 
         loss: part of the step's loss, from the items of a micro-batch. ConfigError if too many steps are skipped.
         """
-        total, norm = self._gradient(self._micro_batches.of(batch), loss)
-        finite = not self._ranks.any(not (norm < float("inf") and abs(total) < float("inf")))
-        if finite:
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self._skipped = 0 if finite else self._skipped + 1
-        if not finite:
-            log.warning("step skipped: its loss or gradient is not finite", loss=total, gradient=norm)
+        update = self._update.run(partial(self._accumulate, self._micro_batches.of(batch), loss), lr)
+        if not update.skipped:
+            self._skipped = 0
+            return update.sums.loss
+        self._skipped += 1
+        log.warning("step skipped: its loss or gradient is not finite", loss=update.sums.loss, gradient=update.norm)
         if self._skipped == MOST_SKIPPED:
             raise ConfigError(
                 f"{MOST_SKIPPED} steps in a row had a loss or a gradient that is not finite: model.path has broken"
                 " weights, or the learning rate is too high, or model.dtype too narrow"
             )
-        return total if finite else None
+        return None
 
-    def _gradient(
-        self, micro_batches: Sequence[Sequence[Item]], loss: Callable[[Sequence[Item]], Tensor]
-    ) -> tuple[float, float]:
-        """Compute the clipped gradient; returns the loss over all ranks, and the norm before clipping."""
-        while True:
-            self._optimizer.zero_grad(set_to_none=True)
-            own = 0.0
-            for items in micro_batches:
-                part = loss(items)
-                self._scale.backward(part)
-                own += float(part.detach())
-            (total,) = self._ranks.all_reduce_sum([own])
-            norm = self._scale.clip_grad_norm(self._model.parameters(), self._max_grad_norm)
-            if not self._scale.retry(norm, total):
-                return total, norm
+    def _accumulate(self, parts: Sequence[Sequence[Item]], loss: Callable[[Sequence[Item]], Tensor]) -> Sums:
+        sums = Sums()
+        for items in parts:
+            part = loss(items)
+            self._update.backward(part)
+            sums.add(float(part.detach()))
+        return sums
+
+
+@dataclass(frozen=True)
+class OfflineLoop(Generic[Item]):
+    """Optimizer steps, and evaluations in between that decide when training ends.
+
+    loss: from a batch, and those of its items that are in a micro-batch, to their part of its loss. lr: learning rate
+    of a step; the first step is 1. evaluate: from a step, and the mean loss since the last evaluation, to the step of
+    the next evaluation; None ends the training.
+    """
+
+    step: OfflineStep[Item]
+    loss: Callable[[Sequence[Item], Sequence[Item]], Tensor]
+    lr: Callable[[int], float]
+    evaluate: Callable[[int, float], int | None]
+
+    def run(self, batches: Iterable[Sequence[Item]], first: int) -> None:
+        """Train until an evaluation ends it; the ``first`` evaluation follows this step."""
+        due: int | None = first
+        losses: list[float] = []
+        for number, batch in enumerate(batches, start=1):
+            loss = self.step.run(batch, partial(self.loss, batch), self.lr(number))
+            losses += [] if loss is None else [loss]
+            if number == due:
+                due = self.evaluate(number, sum(losses) / len(losses) if losses else float("nan"))
+                losses.clear()
+            if due is None:
+                return
 
 
 def answer_logprobs(policy: Policy, rows: Sequence[Encoded]) -> Tensor:

@@ -1,0 +1,166 @@
+"""One update of a model's weights: of the policy, of the critic, and in training without a broker.
+
+An update zeroes the gradient, accumulates it over micro-batches, combines the sums of all ranks and clips. It changes
+the weights only if loss and gradient are finite.
+
+float16 needs loss scaling (arXiv:1710.03740): its smallest number is 6e-8, the gradients of a mean over a large step
+are smaller, and would be 0. The loss is multiplied before backward, and the float32 gradient divided after. The scale
+is a power of two, so that it rounds nothing. If a gradient overflows, it is computed again at a lower scale, because
+sampling the step's data again would be expensive. bfloat16 and float32 reach down to 1e-38 and need no scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from consumers.trainer.distributed.ranks import Ranks
+
+FIRST = 2.0**24
+LARGEST = 2.0**40
+INTERVAL = 200
+"""Steps without an overflow after which the scale is doubled."""
+LOWERED = 4.0
+"""What the scale is divided by after an overflow."""
+
+
+class Summed(Protocol):
+    """What one pass over the micro-batches adds up beside the gradient."""
+
+    @property
+    def loss(self) -> float:
+        """The step's loss: of this rank's micro-batches, and of all ranks after ``reduce``."""
+        ...
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Combine with the other ranks."""
+        ...
+
+
+class Sums:
+    """Sums over micro-batches, the loss first."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.values = [0.0] * count
+
+    @property
+    def loss(self) -> float:
+        """The step's loss."""
+        return self.values[0]
+
+    def add(self, *values: float) -> None:
+        """Add a micro-batch's values."""
+        self.values = [total + value for total, value in zip(self.values, values, strict=True)]
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Sum over ranks."""
+        self.values = ranks.all_reduce_sum(self.values)
+
+
+S = TypeVar("S", bound=Summed)
+
+
+@dataclass(frozen=True)
+class Update(Generic[S]):
+    """What an update found. sums: of all ranks. norm: of the gradient before clipping. skipped: no weight changed."""
+
+    sums: S
+    norm: float
+    skipped: bool
+
+
+class GradientUpdate:
+    """Updates the weights of a model; every rank calls ``run``.
+
+    dtype: that the model computes in. max_grad_norm: the norm that the gradient is clipped to.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, ranks: Ranks, max_grad_norm: float, dtype: torch.dtype
+    ) -> None:
+        self._model, self.optimizer, self._ranks = model, optimizer, ranks
+        self.max_grad_norm = max_grad_norm
+        self.loss_scale = LossScale() if dtype == torch.float16 else None
+
+    def run(self, accumulate: Callable[[], S], lr: float) -> Update[S]:
+        """Change the weights, unless the loss or the gradient is not finite.
+
+        accumulate: calls ``backward`` for each micro-batch, and returns what it added up; it is called again if the
+        gradient overflowed.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        sums, norm = self._compute_gradient(accumulate)
+        skipped = self._ranks.any(not (norm < float("inf") and abs(sums.loss) < float("inf")))
+        if not skipped:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Update(sums, norm, skipped)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward from a micro-batch's part of the loss; see Ranks.backward."""
+        self._ranks.backward(loss if self.loss_scale is None else loss * self.loss_scale.value)
+
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Return the loss scale as a metric, if there is one."""
+        return {} if self.loss_scale is None else {f"{prefix}loss_scale": self.loss_scale.value}
+
+    def _compute_gradient(self, accumulate: Callable[[], S]) -> tuple[S, float]:
+        """Compute the clipped gradient; returns the sums of all ranks, and the norm before clipping."""
+        while True:
+            self.optimizer.zero_grad(set_to_none=True)
+            sums = accumulate()
+            sums.reduce(self._ranks)
+            parameters = list(self._model.parameters())
+            if self.loss_scale is not None:
+                self.loss_scale.undo(parameters)
+            norm = self._ranks.clip_grad_norm(parameters, self.max_grad_norm)
+            if self.loss_scale is None or not self.loss_scale.retry(norm, sums.loss):
+                return sums, norm
+
+
+class LossScale:
+    """The factor on a float16 model's loss, found by trying. steps: without an overflow, since the factor changed."""
+
+    def __init__(self) -> None:
+        self.value = FIRST
+        self.steps = 0
+        self.interval = INTERVAL
+        self._before = self.value
+
+    def undo(self, parameters: list[nn.Parameter]) -> None:
+        """Divide all gradients by the factor."""
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.0 / self.value)
+
+    def retry(self, norm: float, loss: float) -> bool:
+        """Lower the scale and return True if the gradient overflowed, so that it must be computed again.
+
+        False if the gradient is good, and if it is broken for another reason: the scale is then what it was before the
+        step. norm: of the gradient. loss: of the step, over all ranks.
+        """
+        if math.isfinite(norm):
+            self.steps += 1
+            if self.steps >= self.interval and self.value < LARGEST:
+                self.value, self.steps = self.value * 2.0, 0
+            self._before = self.value
+            return False
+        if math.isfinite(loss) and self.value > 1.0:
+            self.value, self.steps = max(1.0, self.value / LOWERED), 0
+            return True
+        self.value = self._before
+        return False
+
+    def state(self) -> list[Any]:
+        """Return the state for a checkpoint, as JSON."""
+        return [self.value, self.steps]
+
+    def restore(self, state: list[Any]) -> None:
+        """Continue from a checkpoint's state."""
+        self.value, self.steps = float(state[0]), int(state[1])
+        self._before = self.value
