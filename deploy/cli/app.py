@@ -16,14 +16,16 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.control import app as control_commands
 from deploy.cli.files import app as file_commands
-from deploy.cli.inspect import app as inspect_commands
 from deploy.cli.launch import app as launch_commands
+from deploy.cli.letters import app as letter_commands
 from deploy.cli.offline import app as offline_commands
 from deploy.cli.options import BENCHMARKS, RUN, Json, Overrides, print_json
+from deploy.cli.orders import app as order_commands
 from deploy.cli.runs import app as run_commands
 from deploy.cli.services import app as service_commands
+from deploy.cli.status import app as status_commands
+from deploy.cli.trajectories import app as trajectory_commands
 from schemas.errors import (
     CONFIG_EXIT,
     ERROR_EXIT,
@@ -54,8 +56,10 @@ app = typer.Typer(
 )
 
 app.add_typer(launch_commands)
-app.add_typer(control_commands)
-app.add_typer(inspect_commands)
+app.add_typer(status_commands)
+app.add_typer(order_commands)
+app.add_typer(letter_commands)
+app.add_typer(trajectory_commands)
 app.add_typer(file_commands)
 app.add_typer(run_commands)
 app.add_typer(offline_commands)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from deploy.client.client import Client
     from schemas.config import TidemillConfig
 
 RUN, WATCH, AFTER, SERVICES, BENCHMARKS = "Run", "Watch and steer", "Afterwards", "Services", "Benchmarks"
@@ -38,6 +42,48 @@ Url = Annotated[str | None, typer.Option(help="The broker; REDIS_URL, else the e
 Prefix = Annotated[str, typer.Option(help="broker.prefix of the run; read from the configuration if that is given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Wait = Annotated[float, typer.Option(min=0, max=300, help="Seconds to wait until it is done.")]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The run that a command is about, and how to reach it. Its fields are the options that such commands share."""
+
+    run: Run
+    control: Control = None
+    url: Url = None
+    prefix: Prefix = "tidemill"
+    as_json: Json = False
+
+    def open(self) -> Client:
+        """Return a client of the run's control plane, or of its broker if no control plane answers."""
+        from deploy.client.client import open_client
+
+        return open_client(self.run, self.control, self.url, self.prefix)
+
+
+def _with_target(command: Callable[..., None], names: tuple[str, ...]) -> Callable[..., None]:
+    """Give a command options for these fields of its first parameter, ``target``."""
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    run, *shared = (inspect.signature(Target, eval_str=True).parameters[name] for name in names)
+
+    @functools.wraps(command)
+    def wrapper(**given: Any) -> None:
+        command(Target(**{name: given.pop(name) for name in names}), **given)
+
+    merged = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in (run, *own, *shared)]
+    wrapper.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in merged}
+    return wrapper
+
+
+def on_run(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command RUN, --control, --url, --prefix and --json: it asks the control plane, or the broker."""
+    return _with_target(command, ("run", "control", "url", "prefix", "as_json"))
+
+
+def on_control_plane(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command RUN, --control and --json: it asks the control plane only."""
+    return _with_target(command, ("run", "control", "as_json"))
 
 
 def print_json(found: object) -> None:

@@ -1,7 +1,7 @@
-"""The sources that the command line asks about a run: its control plane, else its broker, with the same answers.
+"""The client of a run's control plane, over HTTP or, if none answers, over the run's broker in this process.
 
 ``--url`` names a broker and asks that; ``--control`` names a control plane and asks nothing else. A control plane that
-answers is always preferred: it knows rates, which one look at a broker can't tell.
+answers is always preferred: it knows rates, which a single reading of the broker can't show.
 """
 
 from __future__ import annotations
@@ -9,54 +9,39 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.error import HTTPError, URLError
+from typing import Any
 from urllib.parse import urlencode
-from urllib.request import ProxyHandler, Request, build_opener
 
 from deploy.client import find
 from deploy.client.find import whoami
+from deploy.client.transport import NoControlPlane, Transport, over_http
 from deploy.control_plane.address import address_of, read_token
 from deploy.run_files import RUNS, named_config
-from schemas.control_api import (
-    Accepted,
-    DeadLetters,
-    LetterDetail,
-    RunStatus,
-    Settings,
-    SettingsChange,
-    Timeline,
-    Trajectories,
-    TrajectoryDetail,
-)
 from schemas.errors import InfraError, RefusedError, TidemillError
 
 URL = "TIDEMILL_CONTROL_URL"
 OVER = ("finished", "failed", "stopped")
 ANSWER_S = 30.0
-
-
-class NoControlPlane(InfraError):
-    """No control plane of the run is known, or none answers."""
+IN_PROCESS = "http://in-process"
+"""URL of an application in this process."""
 
 
 class Client:
     """The client of a control plane. ``get`` and ``send`` return what it answers, decoded."""
 
-    def __init__(self, url: str, token: str | None) -> None:
+    def __init__(self, url: str, token: str | None, transport: Transport = over_http) -> None:
         self.url = url.rstrip("/")
         self._token = token
-        self._opener = build_opener(ProxyHandler({}))
+        self._transport = transport
 
     def get(self, path: str, **query: Any) -> Any:
-        """RefusedError says why not; NoControlPlane when nobody answers."""
+        """Read. RefusedError gives the reason of a rejection; NoControlPlane if no control plane answers."""
         given = {name: value for name, value in query.items() if value is not None}
         return self._ask("GET", f"{path}?{urlencode(given)}" if given else path, None, ANSWER_S)
 
     def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, wait_s: float = 0.0) -> Any:
-        """Like ``get``, for commands; wait_s: by how much longer the answer may take."""
+        """Give an order, with the errors of ``get``. wait_s: by how much longer the answer may take."""
         return self._ask(method, path, body, ANSWER_S + wait_s)
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
@@ -67,26 +52,23 @@ class Client:
             data = json.dumps(body).encode()
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
-        request = Request(self.url + path, data, headers, method=method)
+        status, answer = self._transport(method, self.url + path, headers, data, timeout_s)
+        if status >= 400:
+            raise _refusal(status, answer)
         try:
-            with self._opener.open(request, timeout=timeout_s) as answer:
-                return json.loads(answer.read())
-        except HTTPError as error:
-            raise _refusal(error) from error
-        except (URLError, OSError, HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise NoControlPlane(f"the control plane at {self.url} does not answer: {reason}") from error
+            return json.loads(answer)
+        except ValueError as error:
+            raise NoControlPlane(f"the server at {self.url} is not a control plane: {error}") from error
 
 
-def _refusal(error: HTTPError) -> TidemillError:
+def _refusal(status: int, answer: bytes) -> TidemillError:
     try:
-        problem = json.loads(error.read())
-        detail = str(problem["detail"])
-    except (ValueError, KeyError, TypeError, OSError):
-        detail = f"{error.code} {error.reason}"
-    if error.code == 401:
+        detail = str(json.loads(answer)["detail"])
+    except (ValueError, KeyError, TypeError):
+        detail = f"the control plane answers with status {status}"
+    if status == 401:
         detail += "; the command line takes it from TIDEMILL_CONTROL_TOKEN or TIDEMILL_CONTROL_TOKEN_FILE"
-    return InfraError(detail) if error.code >= 500 else RefusedError(detail)
+    return InfraError(detail) if status >= 500 else RefusedError(detail)
 
 
 def connect(run: str, url: str | None) -> Client:
@@ -115,78 +97,21 @@ def _nobody(run: str, folder: Path) -> str:
     )
 
 
-class Source(Protocol):
-    """A control plane or a broker that can be asked about a run. Lists begin with the newest.
-
-    RefusedError says why something is not done; InfraError that nobody answers.
-    """
-
-    def status(self) -> RunStatus: ...
-
-    def timeline(self, limit: int) -> Timeline: ...
-
-    def letters(self, limit: int) -> DeadLetters: ...
-
-    def letter(self, id: str) -> LetterDetail: ...
-
-    def requeue(self, id: str) -> Accepted: ...
-
-    def drop(self, id: str) -> Accepted: ...
-
-    def trajectories(self, wanted: Mapping[str, Any]) -> Trajectories: ...
-
-    def trajectory(self, task: int, sample: int) -> TrajectoryDetail: ...
-
-    def change(self, wanted: SettingsChange) -> Settings: ...
-
-
-def open_source(run: str, control: str | None, url: str | None, prefix: str) -> Source:
-    """The run's control plane if there is one that answers, else its broker; ConfigError when there is neither."""
+def open_client(run: str, control: str | None, url: str | None, prefix: str) -> Client:
+    """Return a client of the run's control plane if one answers, else of its broker; ConfigError without either."""
     if url is None:
         try:
             client = connect(run, control)
             client.get("/v1/services")
-            return ControlPlane(client)
+            return client
         except NoControlPlane:
             if control is not None:
                 raise
     broker = find.find(run, url, prefix)
-    # Imported here: a control plane that answers needs nothing of the broker's client.
-    from deploy.client.direct import Direct
+    # Imported here: with a control plane that answers, a command loads neither a web server nor the broker's client.
+    from deploy.client.in_process import in_process
+    from deploy.control_plane.status.collector import PlannedRun
 
-    return Direct(broker, run)
-
-
-class ControlPlane:
-    """A source that asks a control plane over REST."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    def status(self) -> RunStatus:
-        return RunStatus.model_validate(self._client.get("/v1/status"))
-
-    def timeline(self, limit: int) -> Timeline:
-        return Timeline.model_validate(self._client.get("/v1/timeline", limit=limit, order="newest"))
-
-    def letters(self, limit: int) -> DeadLetters:
-        return DeadLetters.model_validate(self._client.get("/v1/dead-letters", limit=limit, order="newest"))
-
-    def letter(self, id: str) -> LetterDetail:
-        return LetterDetail.model_validate(self._client.get(f"/v1/dead-letters/{id}"))
-
-    def requeue(self, id: str) -> Accepted:
-        return Accepted.model_validate(self._client.send("POST", f"/v1/dead-letters/{id}/requeue"))
-
-    def drop(self, id: str) -> Accepted:
-        return Accepted.model_validate(self._client.send("DELETE", f"/v1/dead-letters/{id}"))
-
-    def trajectories(self, wanted: Mapping[str, Any]) -> Trajectories:
-        return Trajectories.model_validate(self._client.get("/v1/trajectories", **wanted, order="newest"))
-
-    def trajectory(self, task: int, sample: int) -> TrajectoryDetail:
-        return TrajectoryDetail.model_validate(self._client.get(f"/v1/trajectories/{task}/{sample}"))
-
-    def change(self, wanted: SettingsChange) -> Settings:
-        body = wanted.model_dump(exclude_unset=True)
-        return Settings.model_validate(self._client.send("PATCH", "/v1/settings", body))
+    config = named_config(run)
+    plan = PlannedRun.of(config) if config else PlannedRun(run, folder=RUNS / run)
+    return Client(IN_PROCESS, None, in_process(broker, plan))

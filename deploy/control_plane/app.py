@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 
 from deploy.control_plane.files.archive import Archive
 from deploy.control_plane.files.run_folder import RunFolder
-from deploy.control_plane.routes import control, dead_letters, playground, reads, runs
+from deploy.control_plane.routes import control, dead_letters, playground, reads, runs, trajectories
 from deploy.control_plane.routes.context import Context, InContext
 from deploy.control_plane.status.prometheus import CONTENT_TYPE
 from deploy.control_plane.web import problems
@@ -66,10 +66,11 @@ def make_app(
         generate_unique_id_function=operation_id,
     )
     app.state.context = context
-    app.state.archive = Archive(watched=RunFolder(context.config.folder, context.config.run.name))
+    app.state.archive = Archive(watched=RunFolder(context.plan.folder, context.plan.run))
     problems.install(app)
-    for router in (reads.router, control.router, dead_letters.router, playground.router, runs.router, probes):
-        app.include_router(router)
+    for rooms in (reads, trajectories, control, dead_letters, playground, runs):
+        app.include_router(rooms.router)
+    app.include_router(probes)
     pages(app)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
     return RequestGuard(Idempotency(app), token, hosts, is_public, read_token)

@@ -23,6 +23,7 @@ from deploy.control_plane.address import READ_TOKEN, TOKEN, announce, listen, re
 from deploy.control_plane.alerts.run_watch import RunWatch
 from deploy.control_plane.app import LOOPBACK_NAMES, make_app, make_files_app
 from deploy.control_plane.routes.context import Context
+from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.poller import StatusPoller
 from deploy.control_plane.web.sse import Hub
@@ -52,7 +53,8 @@ def run_control(config: TidemillConfig, name: str) -> None:
     hub = Hub()
     deployments = Deployments.here(config.control.deployments.model_dump())
     watch = RunWatch(config, lambda text, level: tell_alert(broker, name, text, level))
-    context = Context(config, name, broker, StatusPoller(broker, config, deployments), hub, deployments)
+    plan = PlannedRun.of(config)
+    context = Context(plan, name, broker, StatusPoller(broker, plan, deployments), hub, deployments)
 
     def look(status: RunStatus) -> None:
         # A supervisor watches by itself.

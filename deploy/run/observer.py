@@ -18,6 +18,7 @@ from broker.client import Broker
 from broker.telemetry.events import StoredEvent
 from deploy.control_plane.address import address_of
 from deploy.control_plane.alerts.run_watch import RunWatch
+from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.poller import REWARDS, StatusPoller, unreachable
 from deploy.control_plane.web.sse import timeline_event
 from deploy.supervisor.events import NAME, TimelineWriter
@@ -73,7 +74,8 @@ class RunObserver:
     @contextmanager
     def polling(self, broker: Broker) -> Iterator[StatusPoller]:
         """Poll the run's status and events in threads."""
-        poller = StatusPoller(broker, self._config, every_s=POLL_EVERY_S, measure_memory=False, keep_steps=REWARDS)
+        plan = PlannedRun.of(self._config)
+        poller = StatusPoller(broker, plan, every_s=POLL_EVERY_S, measure_memory=False, keep_steps=REWARDS)
         poller.on_events = self._remember
         poller.start()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -13,9 +14,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from deploy.client.client import open_source
+from deploy.client.client import Client
 from deploy.terminal.live import LEVEL_STYLES, STATE_STYLES, clock
-from schemas.control_api import RunStatus, ServiceStatus, TimelineEvent
+from schemas.control_api import RunStatus, ServiceStatus, Timeline, TimelineEvent
 from schemas.errors import InfraError
 
 EVERY_S = 1.0
@@ -29,18 +30,17 @@ FIXED_LINES = 19
 """Lines of the page besides services, streams and events."""
 
 
-def watch(run: str, control: str | None, url: str | None, prefix: str) -> None:
-    """Until Ctrl-C; says so while nobody answers, and goes on when somebody does."""
-    source = open_source(run, control, url, prefix)
+def watch(client: Client) -> None:
+    """Show the run until Ctrl-C; while neither control plane nor broker answers, show the error above the last page."""
     console = Console()
-    shown, events = source.status(), source.timeline(EVENTS).events[::-1]
+    shown, events = _look(client)
     with Live(page(shown, events, console.height), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
                 live.refresh()
                 time.sleep(EVERY_S)
                 try:
-                    shown, events = source.status(), source.timeline(EVENTS).events[::-1]
+                    shown, events = _look(client)
                     live.update(page(shown, events, console.height))
                 except InfraError as error:
                     live.update(Group(Text(str(error), "bold red"), page(shown, events, console.height - 1)))
@@ -48,12 +48,17 @@ def watch(run: str, control: str | None, url: str | None, prefix: str) -> None:
             return
 
 
-def stream(run: str, control: str | None, url: str | None, prefix: str) -> None:
-    """Print a status a second, as JSON lines, until Ctrl-C or until nobody reads; InfraError when nobody answers."""
-    source = open_source(run, control, url, prefix)
+def _look(client: Client) -> tuple[RunStatus, list[TimelineEvent]]:
+    """Return the status and the newest events, oldest first."""
+    timeline = Timeline.model_validate(client.get("/v1/timeline", limit=EVENTS, order="newest"))
+    return RunStatus.model_validate(client.get("/v1/status")), timeline.events[::-1]
+
+
+def stream(client: Client) -> None:
+    """Print a status each second as a JSON line, until Ctrl-C or until the reader closes the pipe."""
     try:
         while True:
-            print(source.status().model_dump_json(), flush=True)
+            print(json.dumps(client.get("/v1/status")), flush=True)
             time.sleep(EVERY_S)
     except (KeyboardInterrupt, BrokenPipeError):
         # What is left in the buffer has no reader.

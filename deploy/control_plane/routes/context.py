@@ -12,14 +12,14 @@ from typing import Annotated, Literal
 from fastapi import Depends, Request
 
 from broker.client import Broker
-from deploy.control_plane.routes import views
-from deploy.control_plane.routes.views import Decode, load_decoder
+from deploy.control_plane.routes.decoding import Decode, load_decoder
+from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.poller import StatusPoller
 from deploy.control_plane.web.sse import Hub
-from schemas.config import TidemillConfig
 from schemas.control_api import RunStatus
 from schemas.errors import InfraError
+from schemas.messages import Event
 
 BY_HEADER = "x-tidemill-by"
 LOOK_S = 0.1
@@ -30,7 +30,7 @@ LOOK_S = 0.1
 class Context:
     """State of a control plane. deployments: those that it scales, on Kubernetes."""
 
-    config: TidemillConfig
+    plan: PlannedRun
     name: str
     broker: Broker
     poller: StatusPoller
@@ -41,12 +41,13 @@ class Context:
     def decoder(self) -> Decode | None:
         """Decoder of the model's tokenizer, loaded at its first use."""
         if not self.decoders:
-            self.decoders.append(load_decoder(self.config.model.path))
+            self.decoders.append(load_decoder(self.plan.model) if self.plan.model else None)
         return self.decoders[0]
 
     def record_event(self, name: str, text: str, by: str, level: Literal["info", "warning"] = "info") -> None:
         """Add an event to the timeline: what was ordered, and by whom."""
-        views.record_event(self.broker, self.name, name, text, by, level)
+        event = Event(name=name, service=self.name, level=level, text=f"{text} by {by}", data={"by": by})
+        self.broker.events.emit(event)
 
     async def wait_status(self, reached: Callable[[RunStatus], bool], wait_s: float) -> RunStatus:
         """Poll the run until ``reached`` is true, at most ``wait_s`` seconds; return the last status."""

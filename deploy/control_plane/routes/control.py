@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import get_args
 
 from fastapi import APIRouter
 
-from deploy.control_plane.routes import views
+from broker.flow.ledger import Setting
 from deploy.control_plane.routes.context import By, Context, InContext
 from deploy.control_plane.status.scaling import NOBODY, scale_command
 from deploy.control_plane.web.refusal import Refusal
@@ -21,8 +22,10 @@ from schemas.control_api import (
     SettingsChange,
     WaitRequest,
 )
+from schemas.errors import RefusedError
 
 router = APIRouter(prefix="/v1", tags=["orders"])
+SETTINGS: tuple[Setting, ...] = get_args(Setting)
 OVER = ("finished", "failed", "stopped")
 STOP_ELSEWHERE = {
     "kubernetes": "Kubernetes keeps these services running: drain the run, then `kubectl delete -k` what started it",
@@ -114,7 +117,7 @@ async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None
 async def evaluate(context: InContext, by: By, body: EvaluationRequest | None = None) -> Accepted:
     """Have the held-out prompts answered with the present weights, or with a version to come."""
     body = body or EvaluationRequest()
-    if context.config.eval is None:
+    if not context.plan.held_out:
         raise Refusal(409, "the configuration has no eval section: there are no held-out prompts")
     latest = await asyncio.to_thread(context.poller.refresh)
     if latest.state in OVER:
@@ -191,13 +194,31 @@ def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
     if by_whom == "kubernetes" and context.deployments is not None:
         return context.deployments.scale(body.role, body.replicas)
     if by_whom != "supervisor":
-        hint = context.config.control.scale_hint or ""
-        raise Refusal(409, NOBODY + scale_command(hint, body.role, str(body.replicas)))
+        raise Refusal(409, NOBODY + scale_command(context.plan.scale_hint, body.role, str(body.replicas)))
     return context.broker.run_control.scale(body.role, body.replicas, by)
 
 
 @router.patch("/settings")
 async def settings(context: InContext, by: By, body: SettingsChange) -> Settings:
-    """Change settings while the run goes on: what is not given stays, null goes back to the configuration's."""
-    await asyncio.to_thread(views.change, context.broker, body, context.name, by)
+    """Change settings of a running run, all or none: a missing one stays, null restores the configured value."""
+    await asyncio.to_thread(_change, context, body, by)
     return (await asyncio.to_thread(context.poller.refresh)).settings
+
+
+def _change(context: Context, wanted: SettingsChange, by: str) -> None:
+    """Change the given settings, and record each. Refusal if they do not fit together."""
+    ledger, given = context.broker.ledger, wanted.model_fields_set
+    if not given:
+        raise Refusal(422, f"nothing to change: give one of {', '.join(SETTINGS)}")
+    if wanted.steps is not None and wanted.steps <= (step := ledger.read_state().step):
+        raise Refusal(409, f"the run has taken {step} steps: give it more than these, or stop it")
+    values: dict[Setting, float | None] = {name: getattr(wanted, name) for name in SETTINGS if name in given}
+    try:
+        begun = ledger.change_settings(values)
+    except RefusedError as error:
+        raise Refusal(409, str(error)) from error
+    if not begun:
+        raise Refusal(409, "the run has no trainer yet that could follow; try again when it has begun")
+    for name, value in values.items():
+        text = f"{name} set to {value}" if value is not None else f"{name} set back to the configuration's"
+        context.record_event("settings", text, by)

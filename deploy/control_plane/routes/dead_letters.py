@@ -1,17 +1,20 @@
-"""Routes for dead letters: list, show, admit again, drop."""
+"""Routes for dead letters: list, show, requeue, drop."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Path
 
-from broker.queues.dead_letters import KEPT
-from deploy.control_plane.routes import views
-from deploy.control_plane.routes.context import By, InContext
+from broker.queues.dead_letters import KEPT, StoredLetter
+from broker.queues.tasks import EVAL_BASE
+from deploy.control_plane.routes.context import By, Context, InContext
+from deploy.control_plane.routes.decoding import plain
 from deploy.control_plane.routes.paging import page_of
 from deploy.control_plane.web.paging import Page
-from schemas.control_api import Accepted, DeadLetters, LetterDetail
+from deploy.control_plane.web.refusal import Refusal
+from schemas.control_api import Accepted, DeadLetters, LetterDetail, LetterHead
 
 router = APIRouter(prefix="/v1/dead-letters", tags=["dead letters"])
 Letter = Annotated[str, Path(pattern=r"^[0-9]{1,19}-[0-9]{1,19}$", description="Id of the letter, from the list.")]
@@ -19,25 +22,72 @@ Letter = Annotated[str, Path(pattern=r"^[0-9]{1,19}-[0-9]{1,19}$", description="
 
 @router.get("")
 def list_letters(context: InContext, page: Annotated[Page, page_of(100, KEPT)]) -> DeadLetters:
-    """The messages that could not be processed and are kept. A cursor is the id of a letter."""
-    return views.letters(context.broker, page)
+    """List the stored messages that could not be processed. A cursor is the id of a letter."""
+    found, following = context.broker.dead_letters.page(page.limit, page.entry(), page.newest)
+    heads = [LetterHead.model_validate(_letter(filed)) for filed in found]
+    return DeadLetters(letters=heads, total=context.broker.ledger.read_state().dead_letters, next=following)
 
 
 @router.get("/{id}")
 def show_letter(context: InContext, id: Letter) -> LetterDetail:
-    """A dead letter in full, with its payload."""
-    return views.letter(context.broker, id)
+    """Return a dead letter with its payload."""
+    filed = context.broker.dead_letters.get(id)
+    return LetterDetail.model_validate(_letter(filed) | {"payload": payload(filed.letter.payload)})
 
 
 @router.post("/{id}/requeue")
 def requeue_letter(context: InContext, by: By, id: Letter) -> Accepted:
-    """Admit the letter's prompt group again, before all others."""
-    changed = views.requeue(context.broker, id, context.name, by)
-    return views.requeued(changed, context.poller.latest.state)
+    """Requeue the letter's prompt group, before all other prompts."""
+    letters = context.broker.dead_letters
+    task_id = letters.get(id).letter.task_id
+    if not 0 <= task_id < EVAL_BASE:
+        raise Refusal(409, f"dead letter {id} belongs to no training prompt, it can only be dropped")
+    answer = letters.requeue(id)
+    if answer == "active":
+        raise Refusal(409, f"the prompt group of dead letter {id} is still in the pipeline; wait until it has ended")
+    if answer == "ended":
+        raise Refusal(
+            409,
+            f"the prompt group of dead letter {id} has not failed (it finished without this sample, or the broker was"
+            " repaired), so sampling it again could train it twice: drop the letter",
+        )
+    if answer == "ok":
+        context.record_event("requeue", f"the prompt group of dead letter {id} is requeued", by)
+    return _accepted(context, "requeue", answer == "ok", "its prompt group is admitted next")
 
 
 @router.delete("/{id}")
 def drop_letter(context: InContext, by: By, id: Letter) -> Accepted:
     """Delete a dead letter."""
-    views.drop(context.broker, id, context.name, by)
-    return views.dropped(context.poller.latest.state)
+    context.broker.dead_letters.drop(id)
+    context.record_event("drop", f"dead letter {id} deleted", by)
+    return _accepted(context, "drop", True, "deleted")
+
+
+def _accepted(context: Context, order: str, changed: bool, text: str) -> Accepted:
+    state = context.poller.latest.state
+    return Accepted.model_validate(
+        {"order": order, "changed": changed, "done": True, "waiting_for": [], "state": state, "text": text}
+    )
+
+
+def _letter(filed: StoredLetter) -> dict[str, Any]:
+    letter = filed.letter
+    return {
+        "id": filed.id,
+        "time": int(filed.id.partition("-")[0]) / 1000,
+        "source": letter.source,
+        "reason": letter.reason,
+        "deliveries": letter.deliveries,
+        "task_id": letter.task_id if letter.task_id >= 0 else None,
+        "sample": letter.sample if letter.sample >= 0 else None,
+        "bytes": len(letter.payload),
+    }
+
+
+def payload(data: bytes) -> Any:
+    """Return a payload as JSON values if it is MessagePack, else as hexadecimal digits."""
+    try:
+        return plain(msgspec.msgpack.decode(data))
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):
+        return data.hex()

@@ -7,11 +7,9 @@ import secrets
 
 from fastapi import APIRouter
 
-from deploy.control_plane.address import is_loopback
 from deploy.control_plane.routes.context import Context, InContext
-from deploy.control_plane.routes.views import Decode, pieces, plain
+from deploy.control_plane.routes.decoding import Decode, pieces, plain
 from deploy.control_plane.web.refusal import Refusal
-from schemas.config import ControlConfig
 from schemas.control_api import Generated, GeneratedReply, GenerateRequest, TokenTable
 from schemas.messages import ChatMessage, Question, QuestionAnswer, Reply, Sampling
 
@@ -19,15 +17,10 @@ router = APIRouter(prefix="/v1", tags=["orders"])
 PAUSED = ("paused", "pausing", "stopping", "stopped", "finished", "failed", "unreachable")
 
 
-def may_ask(control: ControlConfig) -> bool:
-    """Whether people may ask: as configured, else only on this machine."""
-    return is_loopback(control.host) if control.playground is None else control.playground
-
-
 @router.post("/generate")
 async def generate(context: InContext, body: GenerateRequest) -> Generated:
     """Ask the present policy something. A generator answers when it has room beside training, or nobody does."""
-    if not may_ask(context.config.control):
+    if not context.plan.playground:
         raise Refusal(403, "the playground is off beyond this machine: set control.playground: true")
     if (body.prompt is None) == (body.messages is None):
         raise Refusal(422, "give one of prompt and messages")

@@ -1,42 +1,37 @@
-"""Routes that read: status, services, metrics, timeline, trajectories, evaluations, and the stream of all that."""
+"""Routes that read: status, services, metrics, timeline, weights, evaluations, and the stream of all that."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
-from fastapi import APIRouter, Header, Path, Query
+from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from broker.connection.stream_pages import KEEP_LINES
 from broker.telemetry.events import StoredEvent
 from deploy.control_plane.files.pictures import ANSWER, Digest, kept_picture, picture_answer
-from deploy.control_plane.routes import views
 from deploy.control_plane.routes.context import InContext
 from deploy.control_plane.routes.paging import page_of
-from deploy.control_plane.routes.views import Search
 from deploy.control_plane.status.collector import evaluation
 from deploy.control_plane.web.paging import Page, cut
-from deploy.control_plane.web.sse import Hub
+from deploy.control_plane.web.sse import Hub, timeline_event
 from deploy.control_plane.web.sse import Page as OpenPage
 from schemas.control_api import (
     Evaluations,
-    Finish,
     MetricsHistory,
     RunStatus,
     Services,
     ThroughputHistory,
     Timeline,
-    Trajectories,
-    TrajectoryDetail,
     Weights,
+    WeightVersion,
 )
 
 JSON = "application/json"
 EVENT_ID = r"^[0-9]{1,19}(-[0-9]{1,19})?$"
-MAX_TASK = 2**53
 
 router = APIRouter(prefix="/v1", tags=["reading"])
 Few = Annotated[Page, page_of(1000, 1000)]
@@ -91,7 +86,8 @@ def throughput_history(context: InContext) -> Response:
 @router.get("/timeline")
 def timeline(context: InContext, page: Some) -> Timeline:
     """The events that are kept. A cursor is the id of an event."""
-    return views.timeline(context.broker, page)
+    found, following = context.broker.events.page(page.limit, page.entry(), page.newest)
+    return Timeline(events=[timeline_event(noted) for noted in found], next=following)
 
 
 @router.get(
@@ -128,41 +124,32 @@ async def events(
 @router.get("/weights")
 def weights(context: InContext, page: Few) -> Weights:
     """The weight versions that are kept for generators; which of them has what, /v1/services says."""
-    return views.weights(context.broker, page)
-
-
-@router.get("/trajectories")
-def trajectories(
-    context: InContext,
-    page: Annotated[Page, page_of(50, 200)],
-    task_id: Annotated[int | None, Query(ge=0, le=MAX_TASK)] = None,
-    version: Annotated[int | None, Query(ge=0, le=MAX_TASK, description="One that sampled any of its tokens.")] = None,
-    finish: Finish | None = None,
-    state: Literal["generated", "scored", "trained"] | None = None,
-    kind: Literal["train", "eval"] | None = None,
-    reward_min: Annotated[float | None, Query(allow_inf_nan=False)] = None,
-    reward_max: Annotated[float | None, Query(allow_inf_nan=False)] = None,
-) -> Trajectories:
-    """Search the trained samples that are kept for reading, and after them what is in the pipeline."""
-    search = Search(task_id, version, finish, state, kind, reward_min, reward_max)
-    return views.trajectories(context.broker, search, page)
-
-
-@router.get("/trajectories/{task_id}/{sample}")
-def trajectory(
-    context: InContext,
-    task_id: Annotated[int, Path(ge=0, le=MAX_TASK)],
-    sample: Annotated[int, Path(ge=0, le=1_000_000)],
-) -> TrajectoryDetail:
-    """A trajectory in full: text, and for every token its log-probability, weight version and mask."""
-    return views.trajectory(context.broker, task_id, sample, context.decoder())
+    shown, following = cut(context.broker.weights.published(), lambda one: (one.version, ""), page)
+    return Weights(
+        next=following,
+        weights=[
+            WeightVersion(
+                version=one.version,
+                step=one.step,
+                leader_term=one.leader_term,
+                transport=(one.state if one.whole or one.delta is None else one.delta.payload).uri.partition(":")[0],
+                bytes=one.state.size,
+                whole=one.whole,
+                delta_base=one.delta.base if one.delta else None,
+                delta_bytes=one.delta.payload.size if one.delta else None,
+                tensors=len(one.tensors),
+                adapter_rank=one.adapter.rank if one.adapter else None,
+            )
+            for one in shown
+        ],
+    )
 
 
 @router.get("/images/{digest}", response_class=Response, responses=ANSWER)
 def image(context: InContext, digest: Digest) -> Response:
     """A picture that the policy was shown, as the model reads it: of the pipeline, or kept in the run's folder."""
     stored = context.broker.images.fetch([digest]).get(digest)
-    return picture_answer(digest, stored or kept_picture(context.config.folder, digest))
+    return picture_answer(digest, stored or kept_picture(context.plan.folder, digest))
 
 
 @router.get("/evaluations")

@@ -16,7 +16,6 @@ from deploy.control_plane.files.resources import read_alerts
 from deploy.control_plane.files.tar import tar_members, tar_size, tar_stream
 from deploy.control_plane.routes.context import Context
 from deploy.control_plane.routes.paging import page_of
-from deploy.control_plane.routes.playground import may_ask
 from deploy.control_plane.web.paging import Page, cut
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api.run_folders import (
@@ -65,7 +64,7 @@ def list_runs(archive: InArchive, request: Request, page: Few) -> Runs:
     """The runs that this server shows, running and finished, by name."""
     found = archive.runs(page)
     context = getattr(request.app.state, "context", None)
-    return found.model_copy(update={"playground": isinstance(context, Context) and may_ask(context.config.control)})
+    return found.model_copy(update={"playground": isinstance(context, Context) and context.plan.playground})
 
 
 @router.get("/{run}")

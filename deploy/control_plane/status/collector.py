@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
 from broker.client import Broker
@@ -16,6 +17,7 @@ from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
 from broker.telemetry.heartbeats import FORGOTTEN_S
 from broker.telemetry.stream_lag import StreamLag, read_stream_lags
+from deploy.control_plane.address import is_loopback
 from deploy.control_plane.status.bottleneck import Evidence, find_bottleneck
 from deploy.control_plane.status.run_state import LOADING, is_live, pause_status, run_state
 from deploy.control_plane.status.scaling import scaling
@@ -49,7 +51,10 @@ METRICS_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The part of the configuration that the status needs; 0 where a value is not known."""
+    """The part of the configuration that the control plane needs; 0 or empty if a value is not known.
+
+    folder: of the run. held_out: whether it has held-out prompts. playground: whether users may ask the policy.
+    """
 
     run: str
     steps: int = 0
@@ -58,6 +63,10 @@ class PlannedRun:
     max_samples: int = 0
     n: int = 1
     scale_hint: str = ""
+    folder: Path = Path()
+    model: str = ""
+    held_out: bool = False
+    playground: bool = False
 
     @classmethod
     def of(cls, config: TidemillConfig) -> PlannedRun:
@@ -70,6 +79,12 @@ class PlannedRun:
             max_samples=config.generator.max_samples,
             n=config.sampling.n,
             scale_hint=config.control.scale_hint or "",
+            folder=config.folder,
+            model=config.model.path,
+            held_out=config.eval is not None,
+            playground=is_loopback(config.control.host)
+            if config.control.playground is None
+            else config.control.playground,
         )
 
 

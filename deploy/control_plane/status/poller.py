@@ -16,7 +16,6 @@ from deploy.control_plane.status.collector import Collector, PlannedRun, evaluat
 from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.prometheus import render
 from deploy.control_plane.status.series import STEPS_KEPT, ThroughputSeries
-from schemas.config import TidemillConfig
 from schemas.control_api import Bottleneck, EvaluationStatus, MetricsHistory, RunStatus, ThroughputHistory
 from schemas.errors import InfraError, TidemillError
 
@@ -38,7 +37,7 @@ class StatusPoller:
     def __init__(
         self,
         broker: Broker,
-        config: TidemillConfig,
+        plan: PlannedRun,
         deployments: Deployments | None = None,
         every_s: float = EVERY_S,
         measure_memory: bool = True,
@@ -51,7 +50,7 @@ class StatusPoller:
         self._broker = broker
         self._deployments = deployments
         self._every_s = every_s
-        self._collector = Collector(broker, PlannedRun.of(config), measure_memory, keep_steps)
+        self._collector = Collector(broker, plan, measure_memory, keep_steps)
         self._pace = ThroughputSeries()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -180,6 +179,18 @@ class StatusPoller:
             if events:
                 position = events[-1].id
                 self.on_events(events)
+
+
+class DirectStatus(StatusPoller):
+    """A poller without threads: each request reads the run anew."""
+
+    @property
+    def latest(self) -> RunStatus:
+        return self.refresh()
+
+    @property
+    def answer(self) -> bytes:
+        return self.refresh().model_dump_json().encode()
 
 
 def unreachable(status: RunStatus, cause: str) -> RunStatus:

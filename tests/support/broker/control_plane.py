@@ -17,6 +17,7 @@ from broker.client import Broker
 from deploy.control_plane.address import listen
 from deploy.control_plane.app import make_app
 from deploy.control_plane.routes.context import Context
+from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.poller import StatusPoller
 from deploy.control_plane.web.sse import Hub
@@ -57,8 +58,9 @@ class ControlPlane:
         hub = Hub()
         self.socket = listen("127.0.0.1", 0, None)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        poller = StatusPoller(broker, config, deployments, every_s=EVERY_S)
-        app = make_app(Context(config, "control", broker, poller, hub, deployments), token, read_token=reader)
+        plan = PlannedRun.of(config)
+        poller = StatusPoller(broker, plan, deployments, every_s=EVERY_S)
+        app = make_app(Context(plan, "control", broker, poller, hub, deployments), token, read_token=reader)
         self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
         self.hub = hub
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)

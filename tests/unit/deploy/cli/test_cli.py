@@ -78,16 +78,16 @@ def test_what_trains_no_model_loads_no_model_library() -> None:
     """Nor what only the end of a run needs."""
     heavy = ("torch", "transformers", "vllm", "matplotlib")
     modules = (
-        "deploy.run.up, deploy.cli.control, producers.feeder, producers.generator.service, consumers.reward.service"
+        "deploy.run.up, deploy.cli.orders, producers.feeder, producers.generator.service, consumers.reward.service"
     )
     code = f"import sys, {modules}\nprint([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "[]\n"
 
 
-def test_what_asks_about_a_run_loads_no_web_server() -> None:
+def test_a_command_loads_no_web_server_while_a_control_plane_answers() -> None:
     code = (
-        "import sys, deploy.client.direct, deploy.client.run_commands, deploy.run.up\n"
+        "import sys, deploy.client.client, deploy.cli.app, deploy.terminal.top, deploy.run.up\n"
         "print([m for m in ('fastapi', 'uvicorn', 'starlette') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.poller import StatusPoller, unreachable
 from deploy.run.observer import QUIET_S, latest, with_processes
 from deploy.supervisor.restart_policy import State
@@ -134,7 +135,7 @@ def test_pause_and_a_lost_broker_are_shown() -> None:
 
 def test_a_look_that_takes_long_shows_the_last_one_as_unreachable() -> None:
     told = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
-    watch = StatusPoller(None, parse_config(told))  # type: ignore[arg-type]
+    watch = StatusPoller(None, PlannedRun.of(parse_config(told)))  # type: ignore[arg-type]
     assert latest(watch) is None
     watch._keep(BUSY.status)
     found = latest(watch)

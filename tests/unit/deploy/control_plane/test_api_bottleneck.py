@@ -11,7 +11,7 @@ from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
 from broker.telemetry.stream_lag import StreamLag
 from broker.telemetry.trajectories import choose
-from deploy.control_plane.routes.views import pieces
+from deploy.control_plane.routes.decoding import pieces
 from deploy.control_plane.status.bottleneck import Evidence, find_bottleneck
 from deploy.control_plane.status.collector import Collector, PlannedRun, natural
 from deploy.control_plane.status.poller import StatusPoller
@@ -204,7 +204,7 @@ def test_a_broker_that_is_gone_is_the_limit_and_the_last_look_stays() -> None:
     config = parse_config(
         {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
     )
-    poller = StatusPoller(None, config)  # type: ignore[arg-type]
+    poller = StatusPoller(None, PlannedRun.of(config))  # type: ignore[arg-type]
     poller._keep(make_status())
     poller._lost("no answer\nfor 5 s")
     assert (poller.latest.state, poller.latest.cause, poller.latest.step) == ("unreachable", "no answer for 5 s", 3)

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from deploy.control_plane.app import make_app
 from deploy.control_plane.routes.context import Context
+from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.poller import StatusPoller
 from deploy.control_plane.web.sse import MAX_PAGES, Hub
 from schemas.config import parse_config
@@ -23,8 +24,8 @@ def app() -> Any:
     )
     hub = Hub()
     hub.close()  # A stream ends as soon as it has sent what there is.
-    poller = StatusPoller(None, config)  # type: ignore[arg-type]
-    return make_app(Context(config, "control", None, poller, hub))  # type: ignore[arg-type]
+    poller = StatusPoller(None, PlannedRun.of(config))  # type: ignore[arg-type]
+    return make_app(Context(PlannedRun.of(config), "control", None, poller, hub))  # type: ignore[arg-type]
 
 
 async def follow(app: Any, spec_version: str, rude: bool) -> int:

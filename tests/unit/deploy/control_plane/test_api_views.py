@@ -9,9 +9,11 @@ import msgspec
 import pytest
 
 from broker.telemetry.trajectories import StoredTrajectory
-from deploy.client.run_commands import print_trajectories, print_trajectory
+from deploy.cli.trajectories import print_trajectories, print_trajectory
 from deploy.control_plane.routes.conversation import spoken_messages
-from deploy.control_plane.routes.views import detail, head, payload, pieces
+from deploy.control_plane.routes.dead_letters import payload
+from deploy.control_plane.routes.decoding import pieces
+from deploy.control_plane.routes.trajectories import detail, head
 from schemas.control_api import Trajectories
 from schemas.messages import Segment, Turn
 from tests.support.trainer.trajectories import make_trajectory
@@ -154,11 +156,11 @@ def test_an_episode_of_several_rows_is_shown_with_what_its_turns_earned(capsys: 
     ]
     assert [(turn.call, turn.reward) for turn in shown.turns] == [(-1, None), (0, 0.5), (1, None)]
     assert (shown.workflow_reward, shown.metrics, len(shown.messages)) == (0.25, {"tools": 2.0}, 5)
-    print_trajectory(shown, False)
+    print_trajectory(shown)
     printed = capsys.readouterr().out
     assert "finish deadline, 2 model calls in 2 rows" in printed
     assert 'reasoning: It is a product.\ncalls: calculator({"a": 37})\nresult: 3108\n' in printed
     assert "user: 37*84[image_url]\n" in printed
     for one, said in ((listed, True), (head(StoredTrajectory(make_trajectory(), None, "generated", 0.0)), False)):
-        print_trajectories(Trajectories(trajectories=[one], examined=1, complete=True), False)
+        print_trajectories(Trajectories(trajectories=[one], examined=1, complete=True))
         assert (" 2/2 " in capsys.readouterr().out) == said

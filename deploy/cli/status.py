@@ -1,0 +1,112 @@
+"""``tidemill status`` and ``tidemill top``: the state of a run, from its control plane, its broker or its folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from deploy.cli.options import WATCH, Target, on_run, print_json
+from schemas.errors import ERROR_EXIT, OK_EXIT
+
+if TYPE_CHECKING:
+    from schemas.control_api import RunStatus, ServiceStatus
+
+app = typer.Typer()
+
+
+@app.command(rich_help_panel=WATCH)
+@on_run
+def status(target: Target) -> None:
+    """Show the state of a run; exit code 1 if its ledger is not balanced."""
+    from deploy.client import find
+    from schemas.control_api import RunStatus
+
+    try:
+        answer = target.open().get("/v1/status")
+    except find.NoSuchRun:
+        if target.url is not None or not _print_finished(target):
+            raise
+        return
+    if target.as_json:
+        print_json(answer)
+    else:
+        _print_rows(rows(RunStatus.model_validate(answer)))
+    raise typer.Exit(OK_EXIT if answer["ledger"]["balanced"] else ERROR_EXIT)
+
+
+@app.command(rich_help_panel=WATCH)
+@on_run
+def top(target: Target) -> None:
+    """Watch a run in the terminal, until Ctrl-C; with --json one status a line."""
+    from deploy.terminal.top import stream, watch
+
+    (stream if target.as_json else watch)(target.open())
+
+
+def _print_finished(target: Target) -> bool:
+    """Print the state of a run that no broker has, from its folder; False if it has no folder."""
+    from rich.markup import escape
+
+    from deploy.client import find
+
+    left = find.left_run(target.run)
+    head = left.head() if left is not None else None
+    if left is None or head is None:
+        return False
+    if target.as_json:
+        print_json({**head.model_dump(), "summary": left.summary})
+    else:
+        _print_rows([(name, escape(value)) for name, value in find.left_rows(head, left.summary)])
+    return True
+
+
+def _print_rows(lines: list[tuple[str, str]]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    for name, value in lines:
+        console.print(f"{name:<16} {value}", highlight=False, soft_wrap=True)
+
+
+def rows(s: RunStatus) -> list[tuple[str, str]]:
+    """Return the names and values that describe a status, line by line."""
+    from rich.markup import escape
+
+    from deploy.client import find
+
+    ledger = s.ledger
+    dropped, failed = sum(ledger.dropped.values()), sum(ledger.failed.values())
+    total = (
+        f"{ledger.admitted} admitted = {ledger.active} active + {ledger.trained} trained"
+        f" + {dropped} dropped + {failed} failed"
+    )
+    balance = "balanced" if ledger.balanced else "[bold red]NOT BALANCED: slots leak[/]"
+    ended = [f"{count} dropped: {reason}" for reason, count in ledger.dropped.items()]
+    ended += [f"{count} failed: {reason}" for reason, count in ledger.failed.items()]
+    memory = "unknown memory" if s.memory_bytes is None else find.size(s.memory_bytes)
+    lines = [
+        ("state", f"{s.state}{': ' + escape(s.cause) if s.cause else ''}"),
+        ("limited by", s.bottleneck.text),
+        ("step", f"{s.step} of {s.steps}, weights version {s.version}, the trainer's leader term {s.leader_term}"),
+        ("prompt groups", f"{total}: {balance}"),
+        ("ended untrained", ", ".join(ended) or "none"),
+        ("to admit again", str(ledger.readmit)),
+        (
+            "slots",
+            f"{ledger.active} of {ledger.capacity} (staleness bound {s.settings.staleness}, batch {s.settings.batch})",
+        ),
+        ("live groups", f"{ledger.live_groups} of at most {ledger.live_bound}, {memory} in the broker"),
+        ("waiting", ", ".join(f"{stream.name} {stream.waiting + stream.pending}" for stream in s.streams)),
+        ("dead letters", str(s.dead_letters)),
+        ("services", ", ".join(_service(service) for service in s.services) or "none"),
+    ]
+    if s.pause.mode != "none":
+        done = "done" if s.pause.done else f"waiting for {', '.join(s.pause.waiting_for)}"
+        lines.insert(1, ("pause", f"{s.pause.mode} by {s.pause.by}: {done}"))
+    return lines
+
+
+def _service(service: ServiceStatus) -> str:
+    silent = "" if service.live else f", silent for {service.silent_s:.0f} s"
+    return f"{service.name} {service.state}{silent}"

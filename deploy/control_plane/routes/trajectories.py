@@ -1,0 +1,168 @@
+"""Routes for trajectories: search them, and read one token by token, where the model's tokenizer.json is at hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Path, Query
+
+from broker.telemetry.trajectories import StoredTrajectory
+from deploy.control_plane.routes.context import InContext
+from deploy.control_plane.routes.conversation import spoken_messages
+from deploy.control_plane.routes.decoding import Decode, pieces, plain
+from deploy.control_plane.routes.paging import page_of
+from deploy.control_plane.web.paging import Page, wrong
+from deploy.control_plane.web.refusal import Refusal
+from schemas.control_api import (
+    Finish,
+    ImageRange,
+    SegmentRange,
+    TokenTable,
+    Trajectories,
+    TrajectoryDetail,
+    TrajectoryHead,
+    TurnRange,
+)
+
+EXAMINED = 2000
+"""Most trajectories that a page of a search reads."""
+HEAD_CHARACTERS = 200
+MAX_TASK = 2**53
+
+router = APIRouter(prefix="/v1/trajectories", tags=["reading"])
+
+
+@dataclass(frozen=True)
+class Search:
+    """Filter of a search for trajectories; None matches all. version: one that sampled any of its tokens."""
+
+    task_id: int | None = None
+    version: int | None = None
+    finish: str | None = None
+    state: str | None = None
+    kind: str | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+
+    def wants(self, seen: StoredTrajectory) -> bool:
+        """Return whether a trajectory passes the filter."""
+        body, score = seen.trajectory, seen.score
+        if self.reward_min is not None or self.reward_max is not None:
+            if score is None or score.status != "ok":
+                return False
+            if self.reward_min is not None and score.reward < self.reward_min:
+                return False
+            if self.reward_max is not None and score.reward > self.reward_max:
+                return False
+        return (
+            self.task_id in (None, body.task_id)
+            and self.finish in (None, body.finish)
+            and self.state in (None, seen.state)
+            and self.kind in (None, body.kind)
+            and (self.version is None or any(span.version == self.version for span in body.spans))
+        )
+
+
+@router.get("")
+def trajectories(
+    context: InContext,
+    page: Annotated[Page, page_of(50, 200)],
+    task_id: Annotated[int | None, Query(ge=0, le=MAX_TASK)] = None,
+    version: Annotated[int | None, Query(ge=0, le=MAX_TASK, description="One that sampled any of its tokens.")] = None,
+    finish: Finish | None = None,
+    state: Literal["generated", "scored", "trained"] | None = None,
+    kind: Literal["train", "eval"] | None = None,
+    reward_min: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+    reward_max: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+) -> Trajectories:
+    """Search the stored trained samples, then those in the pipeline."""
+    if page.cursor is not None and not re.fullmatch(r"(trained|pipeline):[0-9]{1,19}-[0-9]{1,19}", page.cursor):
+        raise wrong(page.cursor)
+    search = Search(task_id, version, finish, state, kind, reward_min, reward_max)
+    found = context.broker.trajectory_store.search(
+        search.wants, page.limit, EXAMINED, state == "trained", page.cursor, page.newest
+    )
+    heads = [head(seen) for seen in found.items]
+    return Trajectories(trajectories=heads, examined=found.examined, complete=found.complete, next=found.next)
+
+
+@router.get("/{task_id}/{sample}")
+def trajectory(
+    context: InContext,
+    task_id: Annotated[int, Path(ge=0, le=MAX_TASK)],
+    sample: Annotated[int, Path(ge=0, le=1_000_000)],
+) -> TrajectoryDetail:
+    """Return a trajectory in full: text, and for each token its log-probability, weight version and mask."""
+    seen = context.broker.trajectory_store.get(task_id, sample)
+    if seen is None:
+        raise Refusal(
+            404, f"sample {sample} of task {task_id} is not in the pipeline, and not among the stored trained samples"
+        )
+    return detail(seen, context.decoder())
+
+
+def head(seen: StoredTrajectory) -> TrajectoryHead:
+    """Return a trajectory as a list shows it."""
+    return TrajectoryHead.model_validate(_head(seen))
+
+
+def _head(seen: StoredTrajectory) -> dict[str, Any]:
+    body, score = seen.trajectory, seen.score
+    versions = [span.version for span in body.spans]
+    return {
+        "task_id": body.task_id,
+        "sample": body.sample,
+        "kind": body.kind,
+        "state": seen.state,
+        "step": seen.step,
+        "reward": score.reward if score and score.status == "ok" else None,
+        "score_status": score.status if score else None,
+        "oldest_version": min(versions, default=None),
+        "newest_version": max(versions, default=None),
+        "finish": body.finish,
+        "tokens": body.sampled_tokens,
+        "calls": body.calls,
+        "rows": max(1, len(body.segments)),
+        "generator": body.generator,
+        "time": seen.time,
+        "prompt": body.prompt[:HEAD_CHARACTERS],
+        "completion": body.completion[:HEAD_CHARACTERS],
+    }
+
+
+def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
+    """Return a trajectory in full, with a table of its tokens."""
+    body, score = seen.trajectory, seen.score
+    ids, mask = body.tokens.numpy().tolist(), body.loss_mask.numpy().tolist()
+    versions, logprobs = body.versions().tolist(), body.logprobs.numpy().tolist()
+    # No character begins in one segment and ends in the next.
+    parts = [ids[segment.start : segment.end] for segment in body.segments] or [ids]
+    table = TokenTable(
+        id=ids,
+        text=None if decode is None else [text for part in parts for text in pieces(decode, part)],
+        logprob=[value if own else None for value, own in zip(logprobs, mask, strict=True)],
+        version=[value if own else None for value, own in zip(versions, mask, strict=True)],
+        mask=mask,
+    )
+    return TrajectoryDetail.model_validate(
+        _head(seen)
+        | {
+            "full_prompt": body.prompt,
+            "full_completion": body.completion,
+            "temperature": body.temperature,
+            "seconds": body.seconds,
+            "components": dict(score.components) if score else {},
+            "score_reason": score.reason if score else "",
+            "turns": [TurnRange(**msgspec.structs.asdict(turn)) for turn in body.turns],
+            "segments": [SegmentRange(**msgspec.structs.asdict(segment)) for segment in body.segments],
+            "images": [ImageRange(**msgspec.structs.asdict(image)) for image in body.images],
+            "messages": spoken_messages(body.data.get("messages")),
+            "workflow_reward": body.reward,
+            "metrics": body.metrics,
+            "token_table": table,
+            "data": plain(body.data),
+        }
+    )
