@@ -68,12 +68,12 @@ class Checkpointing:
             self._intake.keep_uncommitted(self._uncommitted)
         return [record for record in records if record.step >= self._progress.step]
 
-    def add_uncommitted(self, record: BatchRecord) -> None:
-        """Count a step that the weights have now, and that no checkpoint covers."""
-        self._uncommitted.append(record)
+    def trained(self, batch: Batch) -> None:
+        """Note a step that no checkpoint covers; with trainer.record, write its batch to a file.
 
-    def record_batch(self, batch: Batch) -> None:
-        """Record, with trainer.record, the batch that the weights, still counted as before, were just trained on."""
+        The weights have the step, and ``progress`` does not count it yet.
+        """
+        self._uncommitted.append(batch.record)
         if self._records:
             with self._context.timer.phase("record"):
                 record = step_record(

@@ -136,10 +136,9 @@ class Trainer:
     def train_step(self, batch: Batch) -> None:
         """Train one step: its batch is in the journal already, and its slots return at the end."""
         with self.timer.phase("assemble"):
-            trace = self.step_log.profile_folder(batch.record.step)
             settings = self.context.settings
             result = self.rank_group.train(
-                batch.groups, self.progress.version, trace, lr=settings.lr, steps=settings.steps
+                batch.groups, self.progress.version, batch.record.step, lr=settings.lr, steps=settings.steps
             )
         # What is left of the phase: planning, sending, collating.
         parts = {name: seconds for name, seconds in result.seconds.items() if name not in ("other", "total")}
@@ -149,16 +148,13 @@ class Trainer:
             log.warning("step skipped: its loss or gradient is not finite", step=self.progress.step)
         if self.skipped == MOST_SKIPPED:
             raise RunFailed(f"{MOST_SKIPPED} steps in a row were skipped: their loss or gradient is not finite")
-        self.checkpoints.record_batch(batch)
+        self.checkpoints.trained(batch)
         self.progress.advance(batch.record)
-        self.step_log.write_trained(batch)
-        self.checkpoints.add_uncommitted(batch.record)
+        self.step_log.trained(batch)
         with self.timer.phase("publish"):
             self.publisher.publish()
-        figures = self.step_log.write(batch, result)
+        self.step_log.finished(batch, result)
         self.session.complete_step(batch.record, batch.solve_rates)
-        self.step_log.show(figures, batch)
-        self.step_log.write_evaluations()
 
     def finish(self, stop: StopFlag) -> None:
         """Leave a checkpoint; and the model, when all steps are done."""

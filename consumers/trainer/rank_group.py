@@ -108,6 +108,9 @@ class RankGroup:
         self._asynchronous = config.trainer.checkpoint.asynchronous
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Path] | None = None
+        self._profiles: dict[int | None, Path] = {
+            step: config.folder / "profiles" / f"step-{step:08d}" for step in config.trainer.profile_steps
+        }
         self._dtype = config.model.dtype
         self._snapshots = Snapshots(step.policy, self._dtype, main=self.ranks.is_main, sharded=self.ranks.world > 1)
         self._snapshot: Snapshot | None = None
@@ -117,15 +120,16 @@ class RankGroup:
         self,
         groups: Sequence[Group],
         version: int,
-        trace: Path | None = None,
+        step: int | None = None,
         lr: float | None = None,
         steps: int | None = None,
     ) -> StepResult:
         """Take an optimizer step over groups, dealt to the ranks; ``version`` is that of the weights before.
 
-        trace: folder in which every rank writes a profile of it. lr, steps: peak learning rate and steps of the run
+        step: its number, by which trainer.profile_steps names it. lr, steps: peak learning rate and steps of the run
         from now on; as before by default.
         """
+        trace = self._profiles.get(step)
         schedule = self.step.schedule
         schedule.lr, schedule.steps = lr or schedule.lr, steps or schedule.steps
         plan = self.step.planner.plan(groups)

@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from broker.evaluations.results import EvalResult
@@ -66,17 +65,12 @@ class StepLog:
         self._next_look = 0.0
         self.tokens_per_s = 0.0
 
-    def profile_folder(self, step: int) -> Path | None:
-        """Folder for the profile of this step, None unless trainer.profile_steps names the step."""
-        wanted = step in self._config.trainer.profile_steps
-        return self._config.folder / "profiles" / f"step-{step:08d}" if wanted else None
-
     def write_resumed(self) -> None:
         """Log that this trainer goes on from the weights as they are."""
         self._append(self._trained, {"resumed": self._progress.step, "leader_term": self._session.leader_term})
 
-    def write_trained(self, batch: Batch) -> None:
-        """Log which samples are in the weights now; called before anything that may find the broker lost."""
+    def trained(self, batch: Batch) -> None:
+        """Log which samples are in the weights now; call it before anything that may find the broker lost."""
         samples = [
             [group.task_id, member.sample]
             for group in batch.record.groups
@@ -86,8 +80,8 @@ class StepLog:
         line = {"step": batch.record.step, "leader_term": self._session.leader_term}
         self._append(self._trained, line | {"samples": samples, "excluded": batch.excluded})
 
-    def write(self, batch: Batch, result: StepResult) -> dict[str, Any]:
-        """End the step's time, and write its figures to metrics.jsonl and the trackers; returns them for ``show``."""
+    def finished(self, batch: Batch, result: StepResult) -> None:
+        """End the step's time, and write its figures and samples to the run's folder, the trackers and the broker."""
         times = self._timer.lap()
         self.tokens_per_s = result.metrics["tokens"] / (times["total"] - times.get("paused", 0.0))
         figures = self._figures(batch, result) | {f"time/{name}_s": seconds for name, seconds in times.items()}
@@ -97,17 +91,12 @@ class StepLog:
         self._samples, self._terms = [sample for group in batch.groups for sample in group.samples], batch.terms
         step = self._progress.step
         self._sample_log.write(step, batch.record.version, batch.groups, result.advantages, batch.terms)
-        if self._config.eval is None and self._progress.step % self._config.trainer.checkpoint.every == 0:
+        if self._config.eval is None and step % self._config.trainer.checkpoint.every == 0:
             self._log_completions()
-        return figures
-
-    def show(self, figures: dict[str, Any], batch: Batch) -> None:
-        """Send the step's figures and samples to the broker, where dashboards read them."""
         self._broker.metrics.append(figures)
-        kept = self._broker.trajectory_store.keep(
-            self._progress.step, [sample for group in batch.groups for sample in group.samples], batch.terms
-        )
+        kept = self._broker.trajectory_store.keep(step, self._samples, batch.terms)
         self._sample_log.keep_pictures(kept, batch.groups)
+        self.write_evaluations()
 
     def write_evaluations(self) -> None:
         """Write the evaluations that have become complete. Waits for room when the disk is full.

@@ -295,18 +295,18 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
         return run
 
     def logging(original: Callable[..., Any]) -> Callable[..., Any]:
-        def write_trained(self: StepLog, batch: Any) -> None:
+        def log_trained(self: StepLog, batch: Any) -> None:
             original(self, batch)
             evidence.write("step", step=batch.record.step, leader_term=self._session.leader_term, **last)
 
-        return write_trained
+        return log_trained
 
     _replace(CheckpointStore, "take", saving)
     _replace(CheckpointStore, "load", loading)
     _replace(TrainerSession, "take_over", beginning)
     _replace(StepPlanner, "plan", planning)
     _replace(TrainStep, "run", running)
-    _replace(StepLog, "write_trained", logging)
+    _replace(StepLog, "trained", logging)
     _fill_disk(folder / FULL_DISK, (evidence.descriptor, trained.descriptor))
 
 

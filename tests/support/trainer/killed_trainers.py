@@ -21,7 +21,7 @@ from consumers.trainer.checkpoint.batch_files import BatchFiles
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.service import run_trainer
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.gradient_update import GradientUpdate
 from consumers.trainer.step_log import StepLog
 from deploy.export.checkpoints import replay_steps
 from schemas.config import parse_config
@@ -50,9 +50,9 @@ POINTS: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
     "in the journal": (TrainerSession, "journal_batch", "after", 4, None),
     "forward": (Ranks, "backward", "before", 4, None),
     "backward": (Ranks, "backward", "after", 4, None),
-    "optimizer step": (TrainStep, "_update", "after", 4, None),
+    "optimizer step": (GradientUpdate, "run", "after", 4, None),
     "batch recorded": (BatchFiles, "write", "after", 4, None),
-    "step in the run's log": (StepLog, "write_trained", "after", 4, None),
+    "step in the run's log": (StepLog, "trained", "after", 4, None),
     "weights written, not sent": (RankGroup, "gather", "after", 5, None),
     "weights published": (WeightStore, "publish", "after", 5, None),
     "slots not returned": (TrainerSession, "complete_step", "before", 4, None),
@@ -69,11 +69,11 @@ POINTS: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
     "old checkpoint renamed, not removed": (shutil, "rmtree", "before", 2, _named(".removing")),
     "all trained, not finished": (TrainerSession, "finish_run", "before", 1, None),
     "forward, while a checkpoint is written": (Ranks, "backward", "before", 5, None),
-    "optimizer step, while a checkpoint is written": (TrainStep, "_update", "after", 5, None),
+    "optimizer step, while a checkpoint is written": (GradientUpdate, "run", "after", 5, None),
     "weights published, while a checkpoint is written": (WeightStore, "publish", "after", 6, None),
     "slots returned, while a checkpoint is written": (TrainerSession, "complete_step", "after", 5, None),
     "slots returned, checkpoint durable but not committed": (TrainerSession, "complete_step", "after", 5, None),
-    "replayed": (TrainStep, "_update", "after", 1, None),
+    "replayed": (GradientUpdate, "run", "after", 1, None),
 }
 
 # A save that does not get further than this before the kill, so that a step is trained meanwhile.
