@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks.rewards.server import FlakyJudge
-from consumers.reward.rewards.terms import RewardInput, resolve
 from consumers.reward.scorer import check_reward
-from producers.datasets.loading import build_dataset
-from schemas.config import RewardConfig, RewardTerm, parse_config
+from schemas.config import RewardConfig, RewardTerm
 from schemas.plugins import load
-from tests.support.user_code.docs_code import ROOT, SMALLEST, own_code_yaml, trajectory, write_code
-from tests.support.user_code.sandboxes import sandbox
+from tests.support.user_code.docs_code import ROOT, own_code_yaml, trajectory, write_code
 
 
 def test_the_reward_functions_score(snippets: Path) -> None:
@@ -27,21 +24,6 @@ def test_the_reward_functions_score(snippets: Path) -> None:
     score = check_reward(terms, snippets, trajectory("the answer is 7", tokens=4, answer="7"), timeout_s=30.0)
     assert score is not None
     assert (score.status, score.reward) == ("ok", 1.5)
-
-
-def test_the_programs_are_scored_in_the_sandbox(snippets: Path) -> None:
-    sandbox("bwrap")
-    (block,) = own_code_yaml("functions.yaml")
-    config = parse_config({**SMALLEST, **block}, base=snippets)
-    assert config.train[0].name == "functions.py:Functions"
-    add, last = build_dataset(config.train[0], snippets)
-    (term,) = resolve(config.reward.terms, snippets)
-    for example, program, share in (
-        (add, "```python\ndef add(a, b):\n    return a + b\n```", 1.0),
-        (add, "def add(a, b):\n    return 5", 0.5),
-        (last, "def last(items):\n    return items[0]", 0.0),
-    ):
-        assert term.call(RewardInput(example.text or "", program, [], [], example.data)).value == share
 
 
 def test_the_judge_rates_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
