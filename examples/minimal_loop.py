@@ -58,7 +58,6 @@ async def train(config: TidemillConfig) -> None:
     tokenizer = HfTokenizer(config.model.path)
     step = build_train_step(config)
     snapshots = Snapshots(step.policy, config.model.dtype)
-    scorer = Scorer(config.reward.terms, config.base, config.reward.workers, config.reward.timeout_s)
     engine = TransformersEngine(
         EngineSettings(
             model_path=config.model.path,
@@ -70,35 +69,35 @@ async def train(config: TidemillConfig) -> None:
     )
     await engine.start()
     prompts = tasks(config)
-    for version in range(config.trainer.steps):
-        # Sample: G prompts, S completions of each; the engine keeps the log-probability of every token.
-        batch = [next(prompts) for _ in range(config.trainer.batch_groups)]
-        trajectories_G_S = await asyncio.gather(*(sample_group(engine, tokenizer, task) for task in batch))
+    async with Scorer(config.reward.terms, config.base, config.reward.workers, config.reward.timeout_s) as scorer:
+        for version in range(config.trainer.steps):
+            # Sample: G prompts, S completions of each; the engine keeps the log-probability of every token.
+            batch = [next(prompts) for _ in range(config.trainer.batch_groups)]
+            trajectories_G_S = await asyncio.gather(*(sample_group(engine, tokenizer, task) for task in batch))
 
-        # Score: a function of the text. A sample that cannot be scored is left out, it is never a zero.
-        groups = []
-        for task, trajectories_S in zip(batch, trajectories_G_S, strict=True):
-            scored = zip(trajectories_S, scorer.score(trajectories_S), strict=True)
-            groups.append(Group(task.task_id, [(t, score.reward) for t, score in scored if score.status == "ok"]))
+            # Score: a function of the text. A sample that cannot be scored is left out, it is never a zero.
+            groups = []
+            for task, trajectories_S in zip(batch, trajectories_G_S, strict=True):
+                scored = zip(trajectories_S, await scorer.score_all(trajectories_S), strict=True)
+                groups.append(Group(task.task_id, [(t, score.reward) for t, score in scored if score.status == "ok"]))
 
-        # Train: rewards become advantages within each group, these and the log-probabilities one update of the weights.
-        result = step.run(step.planner.plan(groups).batch(), version)
+            # Train: rewards become advantages in their group; these and the log-probabilities make one update.
+            result = step.run(step.planner.plan(groups).batch(), version)
 
-        # Hand over: the engine samples the next batch with the weights that this step made, so that none is stale.
-        snapshot = snapshots.take()
-        snapshot.fill()
-        snapshot.write(file)
-        await engine.load(FileSource(file), version + 1)
+            # Hand over: the engine samples the next batch with the weights that this step made, so that none is stale.
+            snapshot = snapshots.take()
+            snapshot.fill()
+            snapshot.write(file)
+            await engine.load(FileSource(file), version + 1)
 
-        rewards = [reward for group in groups for _, reward in group.samples]
-        print(
-            f"step {version + 1:3d}/{config.trainer.steps}  reward {sum(rewards) / len(rewards):.3f}"
-            f"  loss {result.metrics['loss']:+.4f}  grad {result.metrics['grad_norm']:.3f}"
-            f"  entropy {result.metrics['entropy']:.3f}",
-            flush=True,
-        )
+            rewards = [reward for group in groups for _, reward in group.samples]
+            print(
+                f"step {version + 1:3d}/{config.trainer.steps}  reward {sum(rewards) / len(rewards):.3f}"
+                f"  loss {result.metrics['loss']:+.4f}  grad {result.metrics['grad_norm']:.3f}"
+                f"  entropy {result.metrics['entropy']:.3f}",
+                flush=True,
+            )
     await engine.close()
-    scorer.close()
 
 
 def tasks(config: TidemillConfig) -> Iterator[Task]:

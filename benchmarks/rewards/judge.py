@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import time
 from pathlib import Path
@@ -50,24 +51,22 @@ LIMITED = Table(
 
 def measure_in_flight(calls: int, concurrency: int, seconds: float) -> Row:
     """Judge samples as fast as it goes: calls a second, and processor time of a call in the judge's worker."""
+    return asyncio.run(_measure_in_flight(calls, concurrency, seconds))
+
+
+async def _measure_in_flight(calls: int, concurrency: int, seconds: float) -> Row:
     with FlakyJudge(seconds=seconds) as server:
         before = _children_s()
-        scorer = _scorer(server.url, concurrency)
-        try:
-            scorer.score([_sample("first")])
+        async with _scorer(server.url, concurrency) as scorer:
+            await scorer.score(_sample("first"))
             started = time.perf_counter()
-            scores = scorer.score([_sample(str(number)) for number in range(calls)])
+            scores = await scorer.score_all([_sample(str(number)) for number in range(calls)])
             wall_s = time.perf_counter() - started
-        finally:
-            scorer.close()
         spent_s = _children_s() - before
         # What the start of a worker costs is left out.
         before = _children_s()
-        empty = _scorer(server.url, concurrency)
-        try:
-            empty.score([_sample("first")])
-        finally:
-            empty.close()
+        async with _scorer(server.url, concurrency) as empty:
+            await empty.score(_sample("first"))
         start_s = _children_s() - before
     return IN_FLIGHT.row(
         calls=calls,
@@ -87,17 +86,8 @@ def measure_limited(
     """Judge samples under a rate limit, with a server that refuses, talks nonsense, and hangs once."""
     with FlakyJudge(refuse=refuse, garble=garble, hang=frozenset({samples // 3}), seconds=0.3) as server:
         scorer = _scorer(server.url, 64, timeout_s, requests_per_minute=requests_per_minute)
-        try:
-            scorer.score([_sample("first")])
-            seen, started = server.seen, time.perf_counter()
-            futures = [scorer.submit(_sample(str(number))) for number in range(samples)]
-            ended: list[float] = []
-            for future in futures:
-                future.add_done_callback(lambda _: ended.append(time.perf_counter()))
-            scores: list[Score] = [future.result(600) for future in futures]
-        finally:
-            scorer.close()
-    # The one that hangs runs alone to its deadline; it holds up nobody, and is no part of the throughput.
+        scores, ended, seen, started = asyncio.run(_score_limited(scorer, server, samples))
+    # The sample that hangs runs to its deadline; it delays no other, and is not part of the throughput.
     wall_s = sorted(ended)[-2] - started
     counts = {status: sum(score.status == status for score in scores) for status in ("ok", "error", "timeout")}
     return LIMITED.row(
@@ -111,6 +101,20 @@ def measure_limited(
         made_up_zeros=sum(score.status == "ok" and score.reward == 0 for score in scores),
         **counts,
     )
+
+
+async def _score_limited(
+    scorer: Scorer, server: FlakyJudge, samples: int
+) -> tuple[list[Score], list[float], int, float]:
+    """Return the scores, when each was there, and the server's requests and the time before the first."""
+    ended: list[float] = []
+    async with scorer:
+        await scorer.score(_sample("first"))
+        seen, started = server.seen, time.perf_counter()
+        tasks = [asyncio.create_task(scorer.score(_sample(str(number)))) for number in range(samples)]
+        for task in tasks:
+            task.add_done_callback(lambda _: ended.append(time.perf_counter()))
+        return await asyncio.wait_for(asyncio.gather(*tasks), 600), ended, seen, started
 
 
 def _scorer(url: str, concurrency: int, timeout_s: float = TIMEOUT_S, **more: Any) -> Scorer:

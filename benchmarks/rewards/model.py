@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import tempfile
 import time
 from functools import partial
@@ -44,18 +46,21 @@ def measure(sequences: int, batch: int, rounds: int, seed: int = 0) -> Row:
 
         def score(name: str) -> Figures:
             started = time.perf_counter()
-            scores = scorers[name].score(samples)
+            scores = runner.run(scorers[name].score_all(samples))
             seconds = time.perf_counter() - started
             if failed := [score.reason for score in scores if score.status != "ok"]:
                 raise RuntimeError(failed[0])
             rewards[name] = [score.reward or 0.0 for score in scores]
             return {"sequences_per_s": sequences / seconds}
 
-        try:
-            done = compare({name: partial(score, name) for name in scorers}, rounds)
-        finally:
-            for scorer in scorers.values():
-                scorer.close()
+        with asyncio.Runner() as runner:
+            workers = contextlib.AsyncExitStack()
+            try:
+                for scorer in scorers.values():
+                    runner.run(workers.enter_async_context(scorer))
+                done = compare({name: partial(score, name) for name in scorers}, rounds)
+            finally:
+                runner.run(workers.aclose())
     return REWARD_MODEL.row(
         sequences=sequences,
         mean_tokens=float(lengths.mean()),

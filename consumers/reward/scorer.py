@@ -1,38 +1,35 @@
 """Scores of trajectories: the sum of the reward's terms by weight, each called in this process or in a worker.
 
-Terms that share the workers come first, one after the other; then those that have a worker of their own.
-
-A sample whose function raises, hangs, crashes or returns no number that can be a reward gets a Score that says so,
-never a reward of 0, and neither delays nor fails another sample.
+If a function raises, hangs, crashes or returns something that can't be a reward, the sample's Score says so. The sample
+never gets a reward of 0 for that, and neither delays nor fails another sample.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import hashlib
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from consumers.reward.rewards.signatures import RewardInput
 from consumers.reward.rewards.terms import Term, TermResult, resolve
 from consumers.reward.workers.pool import LOAD_TIMEOUT_S, START_TIMEOUT_S, WorkerPool
-from consumers.reward.workers.shared import SharedPool
+from consumers.reward.workers.worker import WorkerSetup
 from schemas.config import RewardTerm
-from schemas.errors import ConfigError, InfraError
+from schemas.errors import ConfigError
 from schemas.messages import REWARD_RANGE, Score, ScoreStatus, Segment, Trajectory, is_reward
 
 
 class Scorer:
-    """Scores trajectories by a list of terms. Thread-safe; several threads may score at once::
+    """Scores trajectories by a list of terms::
 
-        scorer = Scorer(config.reward.terms, config.base, workers=2, timeout_s=15.0)
-        scores = scorer.score(trajectories)
-        scorer.close()
+        async with Scorer(config.reward.terms, config.base, workers=2, timeout_s=15.0) as scorer:
+            scores = await scorer.score_all(trajectories)
 
-    ConfigError if a term is wrong. ``places`` is how many samples the workers do at once, 0 if no term needs any, so
-    that ``submit`` returns what is done.
+    ConfigError if a term is wrong. ``capacity`` is how many samples the workers score at once, 0 if no term needs any.
     """
 
     def __init__(
@@ -46,64 +43,64 @@ class Scorer:
         correct_term: str | None = None,
     ) -> None:
         """env: names of further environment variables that reward functions see. correct_from, correct_term: as in
-        RewardConfig; the sum decides where a sample has no such term."""
+        RewardConfig; the sum decides if a sample has no such term."""
         self._terms = resolve(terms, base)
         self._correct_from, self._correct_term = correct_from, correct_term
-        self._inline = [i for i, term in enumerate(self._terms) if term.inline]
-        pooled = [i for i, term in enumerate(self._terms) if not term.inline]
         check_secrets(self._terms)
-        self.places = 0
-        self._stages: list[tuple[list[int], WorkerPool | SharedPool]] = []
-        if plain := [i for i in pooled if not self._terms[i].places]:
-            start_s = _start_timeout_s([self._terms[i] for i in plain])
-            self._stages.append((plain, WorkerPool(terms, base, workers, timeout_s, start_s, env, plain)))
-            self.places += workers
-        for i in pooled:
-            if places := self._terms[i].places:
-                shown = [*env, *self._terms[i].secrets]
-                start_s = _start_timeout_s([self._terms[i]])
-                self._stages.append(([i], SharedPool(terms, base, i, places, timeout_s, start_s, shown)))
-                self.places += places
+        # Terms in this process first, then those that share workers, then those with a worker of their own.
+        numbered = sorted(enumerate(self._terms), key=lambda item: (not item[1].inline, item[1].capacity > 0))
+        self._order = [i for i, _ in numbered]
+        self._pools: dict[int, WorkerPool] = {}
+        shared = [i for i, term in numbered if not (term.inline or term.capacity)]
+        own = [[i] for i, term in numbered if not term.inline and term.capacity]
+        for serves in [shared, *own] if shared else own:
+            served = [self._terms[i] for i in serves]
+            shown, count, capacity = env, workers, 1
+            if served[0].capacity:
+                shown, count, capacity = [*env, *served[0].secrets], 1, served[0].capacity
+            setup = WorkerSetup.of(terms, base, serves, timeout_s)
+            pool = WorkerPool(setup, count, capacity, _start_timeout_s(served), shown)
+            self._pools.update(dict.fromkeys(serves, pool))
+        self.capacity = sum(pool.capacity for pool in set(self._pools.values()))
+        self._running = contextlib.AsyncExitStack()
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Score trajectories and return when all are done, in their order. InfraError if the workers cannot run."""
-        return [self._result(future) for future in [self.submit(trajectory) for trajectory in trajectories]]
+    async def __aenter__(self) -> Scorer:
+        """Start the workers, and wait for none of them."""
+        for pool in set(self._pools.values()):
+            await self._running.enter_async_context(pool)
+        return self
 
-    def submit(self, trajectory: Trajectory) -> Future[Score]:
-        """Score a trajectory without waiting, so that a slow sample holds up no other.
+    async def __aexit__(self, *_: object) -> None:
+        """Kill the workers; what is being scored raises InfraError."""
+        await self._running.aclose()
 
-        The inline terms are called at once, the others by the workers, unless an inline one failed. The future can be
-        cancelled until a worker takes it.
-        """
-        outcomes: dict[int, TermResult] = {}
-        dataset = trajectory.dataset
-        inline = self._for_dataset(self._inline, dataset)
-        if inline:
-            sample = reward_input(trajectory)
-            for i in inline:
-                outcomes[i] = self._terms[i].call(sample)
-                if outcomes[i].status != "ok":
-                    return _done(self._sum(outcomes, trajectory))
-        stages = [(wanted, pool) for terms, pool in self._stages if (wanted := self._for_dataset(terms, dataset))]
-        if not stages:
-            return _done(self._sum(outcomes, trajectory))
-        return _Staged(stages, lambda: reward_input(trajectory), outcomes, lambda found: self._sum(found, trajectory))
+    async def score_all(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Score trajectories side by side and return the scores in their order. InfraError if the workers can't run."""
+        return await asyncio.gather(*map(self.score, trajectories))
 
-    def _for_dataset(self, terms: list[int], dataset: str) -> list[int]:
-        """Those of the terms that samples of this dataset get."""
-        return [i for i in terms if (wanted := self._terms[i].datasets) is None or dataset in wanted]
+    async def score(self, trajectory: Trajectory) -> Score:
+        """Call the trajectory's terms in their order, until one fails. InfraError if the workers can't run."""
+        results: dict[int, TermResult] = {}
+        # Made when a worker takes the sample: what waits is no larger than its message.
+        sample = functools.cache(lambda: reward_input(trajectory))
+        begun = False
+        for i in self._order:
+            term = self._terms[i]
+            if term.datasets is not None and trajectory.dataset not in term.datasets:
+                continue
+            if term.inline:
+                results[i] = await term.call_async(sample())
+            else:
+                results[i] = await self._pools[i].call(i, sample, begun)
+                begun = True
+            if results[i].status != "ok":
+                break
+        return self._sum(results, trajectory)
 
-    def close(self) -> None:
-        """End the workers; a second call does nothing."""
-        for _, pool in self._stages:
-            pool.close()
-
-    def _result(self, future: Future[Score]) -> Score:
-        limit = sum(pool.longest_wait_s() for _, pool in self._stages)
-        try:
-            return future.result(limit)
-        except TimeoutError:
-            raise InfraError(f"no reward worker answered within {limit:.0f} s") from None
+    def cancel_waiting(self) -> None:
+        """Cancel the scoring of samples that no worker has begun."""
+        for pool in self._pools.values():
+            pool.cancel_waiting()
 
     def _sum(self, outcomes: dict[int, TermResult], trajectory: Trajectory) -> Score:
         seconds = 0.0
@@ -145,64 +142,12 @@ class Scorer:
         )
 
 
-class _Staged(Future[Score]):
-    """The score of a sample that goes through stages of terms, until one fails.
-
-    It can be cancelled until a worker takes it for the first time.
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[tuple[list[int], WorkerPool | SharedPool]],
-        sample: Callable[[], RewardInput],
-        outcomes: dict[int, TermResult],
-        total: Callable[[dict[int, TermResult]], Score],
-    ) -> None:
-        super().__init__()
-        self._ahead = list(stages)
-        self._sample = sample
-        self._outcomes = outcomes
-        self._total = total
-        self._first = self._begin()
-
-    def cancel(self) -> bool:
-        return self._first.cancel() and super().cancel()
-
-    def _begin(self) -> Future[list[TermResult]]:
-        terms, pool = self._ahead.pop(0)
-        future = pool.submit(terms, self._sample, list)
-        future.add_done_callback(partial(self._done_with, terms))
-        return future
-
-    def _done_with(self, terms: list[int], future: Future[list[TermResult]]) -> None:
-        if future.cancelled():
-            return
-        if (error := future.exception()) is not None:
-            self.set_exception(error)
-            return
-        results = future.result()
-        self._outcomes.update(zip(terms, results, strict=False))
-        if self._ahead and results[-1].status == "ok":
-            try:
-                self._begin()
-            except InfraError as error:
-                self.set_exception(error)
-            return
-        self.set_result(self._total(self._outcomes))
-
-
 def check_secrets(terms: Sequence[Term]) -> None:
     """ConfigError if an environment variable that a term names is not set in this process."""
     for term in terms:
         for name in term.secrets:
             if not os.environ.get(name):
                 raise ConfigError(f"reward {term.label!r}: the environment variable {name} that it names is not set")
-
-
-def _done(score: Score) -> Future[Score]:
-    future: Future[Score] = Future()
-    future.set_result(score)
-    return future
 
 
 def reward_input(trajectory: Trajectory) -> RewardInput:
@@ -256,21 +201,29 @@ def check_reward(
     env: Sequence[str] = (),
     within_s: float | None = None,
 ) -> Score | None:
-    """Import and check every term, without starting anything; with a trajectory, score it as well.
+    """Import and check every term; if there is a trajectory, start a worker and return its score.
 
     ConfigError, in one line, if a term is wrong. The score's ``seconds`` leave out the start of the worker. within_s:
-    there is no score where that takes longer, with the start.
+    the score is None if it takes longer than this, with the start.
     """
     resolve(terms, base)
-    if trajectory is None:
-        return None
-    scorer = Scorer(terms, base, workers=1, timeout_s=timeout_s, env=env)
-    try:
-        return scorer.score([trajectory])[0] if within_s is None else scorer.submit(trajectory).result(within_s)
-    except TimeoutError:
-        return None
-    finally:
-        scorer.close()
+    return None if trajectory is None else asyncio.run(_score_one(terms, base, trajectory, timeout_s, env, within_s))
+
+
+async def _score_one(
+    terms: list[RewardTerm],
+    base: Path,
+    trajectory: Trajectory,
+    timeout_s: float,
+    env: Sequence[str],
+    within_s: float | None,
+) -> Score | None:
+    async with Scorer(terms, base, workers=1, timeout_s=timeout_s, env=env) as scorer:
+        try:
+            async with asyncio.timeout(within_s):
+                return await scorer.score(trajectory)
+        except TimeoutError:
+            return None
 
 
 def _start_timeout_s(terms: Sequence[Term]) -> float:

@@ -6,9 +6,10 @@ it ends it gives back what no worker has begun.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import redis
 import structlog
@@ -57,15 +58,11 @@ def run_reward(config: TidemillConfig, name: str) -> None:
         check=lambda: joined.check(*broker.run_control.read_run()),
         keep=broker.eval_samples.keep,
     )
-    try:
-        renew_s = config.reward.timeout_s / 2
-        with HeartbeatThread(
-            broker, name, "reward", service.describe, service.renew, renew_s, probes=config.probes, sole=True
-        ):
-            service.run(stop)
-    finally:
-        for one in {id(one): one for one in (scorer, *held_out.values())}.values():
-            one.close()
+    renew_s = config.reward.timeout_s / 2
+    with HeartbeatThread(
+        broker, name, "reward", service.describe, service.renew, renew_s, probes=config.probes, sole=True
+    ):
+        asyncio.run(service.run(stop))
 
 
 def _scorer(config: TidemillConfig, terms: list[RewardTerm]) -> Scorer:
@@ -120,9 +117,10 @@ class RewardService:
         self._scorer, self._held_out = scorer, held_out
         self._lease_s = lease_s
         self._counts = {"ok": 0, "error": 0, "timeout": 0}
-        self._places = max(one.places for one in (scorer, *held_out.values()))
+        self._scorers = {scorer, *held_out.values()}
+        self._capacity = max(one.capacity for one in self._scorers)
         self._sample_s = AHEAD_S
-        self._pending: dict[Future[Score], Delivery[Trajectory]] = {}
+        self._pending: dict[asyncio.Task[Score], Delivery[Trajectory]] = {}
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
         return "running", -1, {name: float(count) for name, count in self._counts.items()}
@@ -131,45 +129,69 @@ class RewardService:
         """Renew the leases of the trajectories that are being scored."""
         self._queue.renew_leases()
 
-    def run(self, stop: StopFlag) -> None:
+    async def run(self, stop: StopFlag) -> None:
         """Score until ``stop`` is set; then give back what has not begun, and score the rest."""
+        async with contextlib.AsyncExitStack() as workers:
+            for scorer in self._scorers:
+                await workers.enter_async_context(scorer)
+            try:
+                await self._score(stop)
+                await self._end()
+            finally:
+                for task in self._pending:
+                    task.cancel()
+
+    async def _score(self, stop: StopFlag) -> None:
         next_claim = next_check = 0.0
         while not stop:
             if time.monotonic() >= next_check:
-                self._check()
+                await asyncio.to_thread(self._check)
                 next_check = time.monotonic() + CHECK_S
-            if self._room() and time.monotonic() >= next_claim:
-                self._submit(self._queue.claim_stale(self._lease_s, self._room()))
+            if (room := self._room()) and time.monotonic() >= next_claim:
+                self._submit(await asyncio.to_thread(self._queue.claim_stale, self._lease_s, room))
                 next_claim = time.monotonic() + self._lease_s / 2
             if room := self._room():
-                self._submit(self._queue.read(min(READ, room), BUSY_MS if self._pending else BLOCK_MS))
+                wait_ms = BUSY_MS if self._pending else BLOCK_MS
+                self._submit(await asyncio.to_thread(self._queue.read, min(READ, room), wait_ms))
+                # What no worker is needed for is scored now.
+                await asyncio.sleep(0)
             else:
-                wait(self._pending, timeout=1.0, return_when=FIRST_COMPLETED)
-            self._publish()
-        waiting = [future for future in self._pending if future.cancel()]
-        self._queue.give_back([self._pending.pop(future) for future in waiting])
+                await asyncio.wait(self._pending, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            await self._publish()
+
+    async def _end(self) -> None:
+        """Give back the samples that no worker has begun, and publish the others."""
+        for scorer in self._scorers:
+            scorer.cancel_waiting()
+        await asyncio.sleep(0)
+        waiting = [task for task in self._pending if task.cancelled()]
+        await asyncio.to_thread(self._queue.give_back, [self._pending.pop(task) for task in waiting])
         while self._pending:
-            wait(self._pending, timeout=1.0, return_when=FIRST_COMPLETED)
-            self._publish()
+            await asyncio.wait(self._pending, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            await self._publish()
 
     def _room(self) -> int:
         """Trajectories that may be taken now: work for each place, and as much again for the next ``AHEAD_S``."""
-        most = self._places * (1 + max(1, int(AHEAD_S / max(self._sample_s, AHEAD_S / BATCH)))) or BATCH
-        return max(0, min(max(BATCH, 2 * self._places), most) - len(self._pending))
+        most = self._capacity * (1 + max(1, int(AHEAD_S / max(self._sample_s, AHEAD_S / BATCH)))) or BATCH
+        return max(0, min(max(BATCH, 2 * self._capacity), most) - len(self._pending))
 
     def _submit(self, deliveries: Sequence[Delivery[Trajectory]]) -> None:
         for delivery in deliveries:
-            self._pending[self._scorer_of(delivery.message).submit(delivery.message)] = delivery
+            scoring = self._scorer_of(delivery.message).score(delivery.message)
+            self._pending[asyncio.create_task(scoring)] = delivery
 
     def _scorer_of(self, trajectory: Trajectory) -> Scorer:
         return self._held_out.get(trajectory.dataset, self._scorer) if trajectory.kind == "eval" else self._scorer
 
-    def _publish(self) -> None:
+    async def _publish(self) -> None:
         """Publish every score that is ready; a slow sample holds up no other."""
-        done = [future for future in self._pending if future.done()]
-        results = [(self._pending.pop(future), future.result()) for future in done]
+        done = [task for task in self._pending if task.done()]
+        if results := [(self._pending.pop(task), task.result()) for task in done]:
+            await asyncio.to_thread(self._publish_scores, results)
+
+    def _publish_scores(self, results: Sequence[tuple[Delivery[Trajectory], Score]]) -> None:
         for delivery, score in results:
-            if self._scorer_of(delivery.message).places:
+            if self._scorer_of(delivery.message).capacity:
                 self._sample_s += RECENT * (score.seconds - self._sample_s)
         self._keep_for_people(results)
         self._queue.publish(results)

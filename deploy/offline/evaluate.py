@@ -134,7 +134,7 @@ async def _evaluate(config: TidemillConfig, held_out: list[HeldOut], path: str) 
     results = []
     for one in held_out:
         groups = [next(answered) for _ in one.tasks]
-        results.append(await asyncio.to_thread(_score, config, one, groups))
+        results.append(await _score(config, one, groups))
     return results
 
 
@@ -143,16 +143,13 @@ def _known(sample: SampledCompletion, engine: Engine) -> SampledCompletion:
     return replace(sample, logprobs=[0.0] * len(sample.logprobs)) if "training" in engine.lacks else sample
 
 
-def _score(config: TidemillConfig, held_out: HeldOut, groups: list[list[Trajectory]]) -> DatasetResult:
+async def _score(config: TidemillConfig, held_out: HeldOut, groups: list[list[Trajectory]]) -> DatasetResult:
     """The result of a dataset whose prompts were answered with these samples."""
     reward = config.reward
     correct = (reward.correct_from, reward.correct_term)
-    scorer = Scorer(held_out.terms, config.base, reward.workers, reward.timeout_s, reward.env, *correct)
     trajectories = [trajectory for group in groups for trajectory in group]
-    try:
-        scores = scorer.score(trajectories)
-    finally:
-        scorer.close()
+    async with Scorer(held_out.terms, config.base, reward.workers, reward.timeout_s, reward.env, *correct) as scorer:
+        scores = await scorer.score_all(trajectories)
     following = iter(scores)
     scored_groups = [[score for _ in group if (score := next(following)).status == "ok"] for group in groups]
     scored = [score for group in scored_groups for score in group]

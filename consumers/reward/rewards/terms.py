@@ -124,8 +124,8 @@ class Term:
     datasets: frozenset[str] | None = None
 
     @property
-    def places(self) -> int:
-        """Samples that its own worker does at once, 0 where it shares workers."""
+    def capacity(self) -> int:
+        """Samples that its own worker does at once, 0 if it shares workers."""
         return self.concurrency or self.batch
 
     @property
@@ -146,10 +146,12 @@ class Term:
         return _result(self._score(value), time.perf_counter() - started)
 
     async def call_async(self, sample: RewardInput) -> TermResult:
-        """The same for an async function, in a running event loop."""
+        """Call the function in a running event loop; never raises either."""
         started = time.perf_counter()
         try:
-            value = await self._start(sample)
+            value = self._start(sample)
+            if inspect.isawaitable(value):
+                value = await value
         except Exception as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one sample
             return _failed(error, started)
         return _result(self._score(value), time.perf_counter() - started)

@@ -1,306 +1,273 @@
 """Killable worker processes for reward functions that may block, hang or crash.
 
-A worker whose call is past its deadline is killed with everything it started, and replaced; calls that wait are neither
-failed nor charged for it. schemas/system/guarded_process.py says what a worker takes with it, and what it sees.
-Nothing is pickled.
+A worker that is silent for as long as a call may take is killed with everything it started, and replaced; calls that
+wait neither fail nor are charged for it. If several calls shared the worker, the one that silenced it, killed it or
+wrote nonsense is not known. Each of them is then called again, alone, and the culprit is excluded.
+schemas/system/guarded_process.py says what ends with a worker, and what a worker sees. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import queue
-import socket
+import asyncio
 import sys
-import threading
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
 
 import msgspec
 
 from consumers.reward.rewards.signatures import RewardInput
 from consumers.reward.rewards.terms import TermResult
-from consumers.reward.workers.worker import PREFIX, Answer, Call, Ready, Setup, packed
-from schemas.config import RewardTerm
+from consumers.reward.workers.worker import WorkerCall, WorkerReady, WorkerReply, WorkerSetup
 from schemas.errors import InfraError
-from schemas.system.guarded_process import CLOSE_TIMEOUT_S, GuardedProcess, environment
+from schemas.messages import ScoreStatus
+from schemas.system.guarded_process import environment
+from schemas.system.worker_process import BadReply, WorkerProcess, frame, read_message
 
-T = TypeVar("T")
 START_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 900.0
 """For a worker that loads what its function needs before its first call."""
-_READY, _ANSWER = msgspec.msgpack.Decoder(Ready), msgspec.msgpack.Decoder(Answer)
-"""Made before there are threads: msgspec crashes when several look at a type for the first time."""
-MOST_BYTES = 1 << 16
-"""More than any answer has."""
+MAX_REPLY_BYTES = 1 << 16
+_READY, _REPLY = msgspec.msgpack.Decoder(WorkerReady), msgspec.msgpack.Decoder(WorkerReply)
 _PROGRAM = [sys.executable, "-P", "-m", "consumers.reward.workers.worker"]
+_CLOSED = "the reward workers are closed"
+_NO_REPLY = "something that is not a reply"
 
 
-class WrongAnswer(Exception):
-    """The worker's connection has something else than the answer to this call."""
+@dataclass(eq=False)
+class _Call:
+    """A call of a term, by its index. sample: makes the function's input when a worker takes the call.
 
-
-class WorkerEnded(Exception):
-    """The worker process is gone; the text says how it ended."""
-
-
-@dataclass(frozen=True)
-class Job(Generic[T]):
-    """Terms (by index) to call on a sample in this order, until a call fails.
-
-    sample: makes the functions' input when a worker is free; what waits is no larger than its message.
-    finish: makes the future's result of the calls' results.
+    begun: a worker has taken a call of its sample. alone: it shared a worker that was lost, so it is called again
+    alone. bad_reply: that worker sent something that is no reply.
     """
 
-    terms: list[int]
+    term: int
     sample: Callable[[], RewardInput]
-    finish: Callable[[list[TermResult]], T]
-    future: Future[T]
+    begun: bool
+    result: asyncio.Future[TermResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    started: float = 0.0
+    alone: bool = False
+    bad_reply: bool = False
+
+    def fail(self, error: Exception) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+
+    def finish(self, result: TermResult) -> None:
+        if not self.result.done():
+            self.result.set_result(result)
 
 
 class WorkerPool:
-    """A number of workers, each with a thread that feeds it. Thread-safe::
+    """Worker processes with up to ``capacity`` calls in flight in each::
 
-    pool = WorkerPool(terms, base, size=2, timeout_s=15.0)
-    outcomes = pool.submit([0, 2], lambda: sample, list).result(pool.longest_wait_s())
-    pool.close()
+        async with WorkerPool(setup, workers=2) as pool:
+            result = await pool.call(0, lambda: sample)
+
+    env: names of further environment variables that the workers see.
     """
 
     def __init__(
         self,
-        terms: Sequence[RewardTerm],
-        base: Path,
-        size: int,
-        timeout_s: float,
+        setup: WorkerSetup,
+        workers: int,
+        capacity: int = 1,
         start_timeout_s: float = START_TIMEOUT_S,
         env: Sequence[str] = (),
-        serves: Sequence[int] | None = None,
     ) -> None:
-        """env: names of further environment variables that the workers see. serves: which terms are called, or all."""
-        if size < 1:
-            raise ValueError(f"a pool needs 1 worker or more, has {size}")
-        self._timeout_s = timeout_s
-        self._start_timeout_s = start_timeout_s
-        serves = range(len(terms)) if serves is None else serves
-        self._term_count = len(serves)
-        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        setup = Setup.of(terms, base, serves, timeout_s)
-        self._workers = [Worker(setup, start_timeout_s, env) for _ in range(size)]
-        self._threads = [
-            threading.Thread(target=self._serve, args=(worker,), name=f"reward-worker-{i}", daemon=True)
-            for i, worker in enumerate(self._workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.capacity = workers * capacity
+        self._closed = False
+        self._waiting: deque[_Call] = deque()
+        self._workers = [_Worker(setup, self._waiting, capacity, start_timeout_s, env) for _ in range(workers)]
+        self._running: list[asyncio.Task[None]] = []
 
-    def submit(
-        self, terms: list[int], sample: Callable[[], RewardInput], finish: Callable[[list[TermResult]], T]
-    ) -> Future[T]:
-        """Call terms, by index, on a sample; ``finish`` gets the results in their order, up to the first that failed.
+    async def __aenter__(self) -> WorkerPool:
+        self._running = [asyncio.create_task(worker.run()) for worker in self._workers]
+        for task in self._running:
+            task.add_done_callback(self._drop_all)
+        return self
 
-        The future can be cancelled until a worker takes it. InfraError if the pool is closed; the future raises it if
-        no worker starts.
-        """
-        if self._closing.is_set():
-            raise InfraError("the reward workers are closed")
-        future: Future[T] = Future()
-        self._jobs.put(Job(terms, sample, finish, future))
-        return future
-
-    def longest_wait_s(self) -> float:
-        """A bound on the time until everything submitted so far is done, seconds."""
-        per_job = self._term_count * self._timeout_s + 3 * self._start_timeout_s
-        return (self._jobs.qsize() + len(self._workers)) * per_job
-
-    def close(self) -> None:
-        """Kill the workers; calls that wait get InfraError."""
-        self._closing.set()
+    async def __aexit__(self, *_: object) -> None:
+        """Kill the workers; calls that wait raise InfraError."""
+        self._closed = True
         for worker in self._workers:
             worker.close()
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(CLOSE_TIMEOUT_S)
-        while True:
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                break
-            if job is not None and job.future.set_running_or_notify_cancel():
-                job.future.set_exception(InfraError("the reward workers were closed"))
+        await asyncio.gather(*self._running)
 
-    def _serve(self, worker: Worker) -> None:
-        self._try_start(worker)
-        while not self._closing.is_set():
-            job = self._jobs.get()
-            if job is None:
-                break
-            if job.future.set_running_or_notify_cancel():
-                try:
-                    job.future.set_result(job.finish(self._run(worker, job)))
-                except InfraError as error:
-                    job.future.set_exception(error)
-            if not self._closing.is_set():
-                self._try_start(worker)
-        worker.kill()
+    async def call(self, term: int, sample: Callable[[], RewardInput], begun: bool = False) -> TermResult:
+        """Call a term, by its index. InfraError if no worker starts, or if the pool is closed.
 
-    def _run(self, worker: Worker, job: Job[Any]) -> list[TermResult]:
-        outcomes: list[TermResult] = []
-        sample = job.sample()
-        for term in job.terms:
-            worker.start()
-            outcomes.append(self._call(worker, term, sample))
-            if outcomes[-1].status != "ok":
-                break
-        return outcomes
+        begun: a worker has called another term on this sample, so this call comes before those that wait.
+        """
+        if self._closed:
+            raise InfraError(_CLOSED)
+        call = _Call(term, sample, begun)
+        (self._waiting.appendleft if begun else self._waiting.append)(call)
+        for worker in self._workers:
+            worker.news.set()
+        return await call.result
 
-    def _call(self, worker: Worker, term: int, sample: RewardInput) -> TermResult:
-        started = time.perf_counter()
-        try:
-            try:
-                return worker.call(term, sample, self._timeout_s)
-            except WrongAnswer:
-                # Perhaps an earlier call's code wrote it: this one is called again, by a worker that is new.
-                worker.kill()
-                worker.start()
-                return worker.call(term, sample, self._timeout_s)
-        except WrongAnswer:
-            worker.kill()
-            reason = "its worker wrote what is no answer to this call, and was killed"
-            return TermResult(status="error", reason=reason, seconds=time.perf_counter() - started)
-        except TimeoutError:
-            worker.kill()
-            reason = f"no result within {self._timeout_s:g} s, its worker was killed"
-            return TermResult(status="timeout", reason=reason, seconds=time.perf_counter() - started)
-        except WorkerEnded as error:
-            if self._closing.is_set():
-                raise InfraError("the reward workers were closed") from error
-            return TermResult(status="error", reason=str(error), seconds=time.perf_counter() - started)
+    def cancel_waiting(self) -> None:
+        """Cancel the calls of samples that no worker has begun."""
+        for call in self._waiting:
+            if not call.begun:
+                call.result.cancel()
 
-    def _try_start(self, worker: Worker) -> None:
-        # Ahead of the next call, so that none waits for it; a failure is told to the call that needs the worker.
-        try:
-            worker.start()
-        except InfraError:
-            return
+    def _drop_all(self, _: asyncio.Task[None]) -> None:
+        # A worker's task ends when the pool is closed, or by a bug: nothing may wait for it then.
+        self._closed = True
+        while self._waiting:
+            self._waiting.popleft().fail(InfraError(_CLOSED))
 
 
-class Worker:
-    """A worker process, started again when it was killed. All methods but ``close`` belong to one thread."""
+class _Worker:
+    """One worker process at a time, and the calls in it. waiting: the pool's calls. news: wakes what feeds it."""
 
-    def __init__(self, setup: Setup, start_timeout_s: float, env: Sequence[str] = ()) -> None:
-        self._setup = setup
-        self._env = env
-        self._calls = 0
-        self._start_timeout_s = start_timeout_s
-        self._lock = threading.Lock()
+    _process: WorkerProcess | None = None
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+
+    def __init__(
+        self, setup: WorkerSetup, waiting: deque[_Call], capacity: int, start_timeout_s: float, env: Sequence[str]
+    ) -> None:
+        self.news = asyncio.Event()
+        self._setup, self._waiting, self._capacity = setup, waiting, capacity
+        self._start_timeout_s, self._env = start_timeout_s, env
         self._closed = False
-        self._process: GuardedProcess | None = None
-        self._connection: socket.socket | None = None
+        self._calls: dict[int, _Call] = {}
+        self._number = 0
+        self._heard = 0.0
 
-    def start(self) -> None:
-        """Start the process unless it runs; InfraError if it is not ready in time."""
-        if self._connection is not None:
-            return
-        with self._lock:
-            if self._closed:
-                raise InfraError("the reward workers are closed")
-            try:
-                self._start()
-            except OSError as error:
-                # A pool whose threads died of it would take work and never do it.
-                raise InfraError(f"a reward worker could not be started: {error}") from error
+    async def run(self) -> None:
+        """Serve calls until the worker is closed, in one process after the other."""
+        needed = False
         try:
-            error_text = self._exchange(self._setup, self._start_timeout_s, _READY).error
-        except TimeoutError:
-            self.kill()
-            raise InfraError(f"a reward worker did not start within {self._start_timeout_s:g} s") from None
-        except WorkerEnded as error:
-            raise InfraError(f"a reward worker did not start: {error}") from error
-        except WrongAnswer:
-            self.kill()
-            raise InfraError("a reward worker did not start: it wrote what is no answer") from None
-        if error_text:
-            self.kill()
-            raise InfraError(f"a reward worker cannot start: {error_text}")
-
-    def call(self, term: int, sample: RewardInput, timeout_s: float) -> TermResult:
-        """Call a term. TimeoutError past the deadline and WrongAnswer: kill the worker then. WorkerEnded: it died."""
-        number = self.next_number()
-        answer = self._exchange(Call(number, term, sample), timeout_s, _ANSWER)
-        if answer.number != number:
-            raise WrongAnswer
-        return answer.result
-
-    def next_number(self) -> int:
-        """The number of a new call."""
-        self._calls += 1
-        return self._calls
-
-    @property
-    def connection(self) -> socket.socket:
-        """The connection to the process; InfraError if it is gone."""
-        if self._connection is None:
-            raise InfraError("the reward workers are closed")
-        return self._connection
-
-    def kill(self) -> str:
-        """Kill the process with all that it started; returns how the process ended."""
-        with self._lock:
-            process, self._process = self._process, None
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-        return "it is gone" if process is None else process.kill()
+            while not self._closed:
+                try:
+                    # Ahead of the next call. If this fails, that call tries again, and gets the error of its attempt.
+                    await self._start()
+                except InfraError as error:
+                    if needed and self._waiting and not self._closed:
+                        self._waiting.popleft().fail(error)
+                    else:
+                        await self._wait_for_call()
+                    needed = not needed
+                else:
+                    needed = False
+                    await self._serve()
+        finally:
+            for call in self._calls.values():
+                call.fail(InfraError(_CLOSED))
 
     def close(self) -> None:
-        """Kill the process and start no other; from any thread."""
-        with self._lock:
-            self._closed = True
-            if self._process is not None:
-                # The worker's own thread sees the end of the connection and reaps it.
-                self._process.order_kill()
+        """Kill the process and start no other."""
+        self._closed = True
+        self.news.set()
+        if self._process is not None:
+            self._process.order_kill()
 
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = GuardedProcess(
-                _PROGRAM, "reward-worker", environment(self._env), stdin=theirs.fileno(), stdout=theirs.fileno()
-            )
-        self._connection = ours
+    async def _wait_for_call(self) -> None:
+        while not (self._waiting or self._closed):
+            self.news.clear()
+            await self.news.wait()
 
-    def _exchange(self, message: Any, timeout_s: float, expected: msgspec.msgpack.Decoder[T]) -> T:
-        connection = self._connection
-        if connection is None:
-            raise WorkerEnded("the worker is not running")
-        deadline = time.monotonic() + timeout_s
+    async def _start(self) -> None:
+        """Start a process. InfraError if it is not ready in time."""
         try:
-            connection.settimeout(timeout_s)
-            connection.sendall(packed(message))
-            (size,) = PREFIX.unpack(_receive(connection, PREFIX.size, deadline))
-            if size > MOST_BYTES:
-                raise WrongAnswer
-            return expected.decode(_receive(connection, size, deadline))
+            process = self._process = WorkerProcess(_PROGRAM, "reward-worker", environment(self._env))
+        except OSError as error:
+            raise InfraError(f"a reward worker could not be started: {error}") from error
+        self._reader, self._writer = await asyncio.open_connection(sock=process.connection)
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                self._writer.write(frame(self._setup))
+                ready = await read_message(self._reader, _READY, MAX_REPLY_BYTES)
+            if ready is not None and not ready.error:
+                return
+            problem = f"cannot start: {ready.error if ready else _NO_REPLY}"
         except TimeoutError:
-            raise
-        except msgspec.MsgspecError:
-            raise WrongAnswer from None
-        except OSError:
-            raise WorkerEnded(f"the worker process died: {self.kill()}") from None
+            problem = f"did not start within {self._start_timeout_s:g} s"
+        except BadReply:
+            problem = f"did not start: it sent {_NO_REPLY}"
+        except (asyncio.IncompleteReadError, OSError):
+            problem = ""
+        ended = await self._kill()
+        raise InfraError(f"a reward worker {problem or f'did not start: its process died: {ended}'}")
 
+    async def _serve(self) -> None:
+        """Feed calls to the process until it is lost, then settle the calls that were in it."""
+        timeout_s = self._setup.timeout_s
+        loop = asyncio.get_running_loop()
+        listening = asyncio.create_task(self._listen())
+        listening.add_done_callback(lambda _: self.news.set())
+        silent = False
+        while not (self._closed or listening.done() or silent):
+            self.news.clear()
+            self._send()
+            try:
+                # A worker without a call says nothing.
+                async with asyncio.timeout_at(self._heard + timeout_s if self._calls else None):
+                    await self.news.wait()
+            except TimeoutError:
+                silent = bool(self._calls) and loop.time() >= self._heard + timeout_s
+        bad_reply = listening.done() and listening.result()
+        listening.cancel()
+        ended = await self._kill()
+        if silent:
+            self._settle("timeout", f"no result within {timeout_s:g} s, its worker was killed")
+        elif bad_reply:
+            self._settle("error", f"its worker sent {_NO_REPLY}, and was killed", bad_reply=True)
+        elif not self._closed:
+            self._settle("error", f"the worker process died: {ended}")
 
-def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        connection.settimeout(left)
-        part = connection.recv(size - len(parts))
-        if not part:
-            raise ConnectionResetError
-        parts += part
-    return bytes(parts)
+    def _send(self) -> None:
+        while self._waiting and len(self._calls) < self._capacity:
+            call = self._waiting[0]
+            if self._calls and (call.alone or any(other.alone for other in self._calls.values())):
+                return
+            self._waiting.popleft()
+            if call.result.done():
+                continue
+            call.begun, call.started = True, asyncio.get_running_loop().time()
+            if not self._calls:
+                self._heard = call.started
+            self._number += 1
+            self._calls[self._number] = call
+            self._writer.write(frame(WorkerCall(self._number, call.term, call.sample())))
+
+    async def _listen(self) -> bool:
+        """Read replies until the connection ends; return whether something else came."""
+        try:
+            while True:
+                reply = await read_message(self._reader, _REPLY, MAX_REPLY_BYTES)
+                self._heard = asyncio.get_running_loop().time()
+                if reply is not None:
+                    call = self._calls.pop(reply.number, None)
+                    if call is None:
+                        return True
+                    call.finish(reply.result)
+                    self.news.set()
+        except BadReply:
+            return True
+        except (asyncio.IncompleteReadError, OSError):
+            return False
+
+    def _settle(self, status: ScoreStatus, reason: str, bad_reply: bool = False) -> None:
+        """Give a call that was alone its result, and have the others called again.
+
+        The code of an earlier call may have sent a bad reply, so a call fails by its second one.
+        """
+        calls = list(self._calls.values())
+        self._calls.clear()
+        for call in reversed(calls):
+            if len(calls) == 1 and (call.bad_reply or not bad_reply):
+                seconds = asyncio.get_running_loop().time() - call.started
+                call.finish(TermResult(status=status, reason=reason, seconds=seconds))
+            else:
+                call.alone, call.bad_reply = True, call.bad_reply or bad_reply
+                self._waiting.appendleft(call)
+
+    async def _kill(self) -> str:
+        self._writer.transport.abort()
+        return await asyncio.to_thread(self._process.kill) if self._process is not None else ""

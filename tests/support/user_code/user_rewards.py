@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 from consumers.reward.scorer import Scorer
 from schemas.codec import Array
 from schemas.config import RewardTerm
-from schemas.messages import Span, Trajectory
+from schemas.messages import Score, Span, Trajectory
 
 USERS_OWN = '''
 import asyncio, os, subprocess, sys, time
@@ -105,9 +107,16 @@ def terms(*names: str | dict) -> list[RewardTerm]:
     return [RewardTerm(name=n) if isinstance(n, str) else RewardTerm(**n) for n in names]
 
 
-def score(terms_, base: Path, *trajectories: Trajectory, workers: int = 1, timeout_s: float = 30.0):
-    scorer = Scorer(terms_, base, workers, timeout_s)
-    try:
-        return scorer.score(trajectories)
-    finally:
-        scorer.close()
+def score(
+    terms_: list[RewardTerm],
+    base: Path,
+    *trajectories: Trajectory,
+    workers: int = 1,
+    timeout_s: float = 30.0,
+    **settings: Any,
+) -> list[Score]:
+    async def score_all() -> list[Score]:
+        async with Scorer(terms_, base, workers, timeout_s, **settings) as scorer:
+            return await scorer.score_all(trajectories)
+
+    return asyncio.run(score_all())

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.rewards.model import make_reward_model, make_samples
-from consumers.reward.scorer import Scorer
 from schemas.config import RewardTerm
+from tests.support.user_code.user_rewards import score
 
 pytestmark = [
     pytest.mark.matrix("a second way to serve a reward model; test_reward_model scores in the worker"),
@@ -80,11 +80,7 @@ def test_vllms_scores_are_those_of_the_worker(folder: Path, server: str, tmp_pat
     samples = make_samples(12)
     local = RewardTerm(name="reward_model", args={"path": str(folder), "batch_tokens": 512})
     served = RewardTerm(name="reward_model_server", args={"base_url": server, "eos_id": 1})
-    scorer = Scorer([local, served], tmp_path, workers=1, timeout_s=120.0)
-    try:
-        scores = scorer.score(samples)
-    finally:
-        scorer.close()
+    scores = score([local, served], tmp_path, *samples, timeout_s=120.0)
     assert [score.reason for score in scores] == [""] * len(samples)
     rewards = [score.components["reward_model"] for score in scores]
     assert len(set(rewards)) == len(samples)

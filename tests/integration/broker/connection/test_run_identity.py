@@ -157,8 +157,7 @@ def test_a_reward_service_scores_nothing_of_another_run(broker: Broker, tmp_path
         broker.score_queue("r"), scorer, {}, 30, check=lambda: joined.check(*broker.run_control.read_run())
     )
     with pytest.raises(ConfigError, match="another run of this name"):
-        service.run(StopFlag())
-    scorer.close()
+        asyncio.run(service.run(StopFlag()))
     assert [entry.waiting for entry in read_stream_lags(broker.connection) if entry.name == "trajectories"] == [1]
 
 

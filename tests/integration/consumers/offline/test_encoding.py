@@ -18,7 +18,6 @@ from consumers.offline.pairs import Preference
 from consumers.offline.preference import train_dpo, train_reward_model
 from consumers.offline.sft import train_sft
 from consumers.reward.rewards.reward_model import scores
-from consumers.reward.scorer import Scorer
 from producers.engines.base import Completion
 from producers.tokenizer import HfTokenizer
 from producers.workflows.trajectory_builder import TrajectoryBuilder
@@ -27,6 +26,7 @@ from schemas.config import DpoConfig, ModelConfig, RewardModelConfig, RewardTerm
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, Sampling, Segment, Span, Task, Trajectory, Turn
 from tests.support.models.tiny_model import BOS, add_bos, make_tiny_model
+from tests.support.user_code.user_rewards import score
 
 pytestmark = pytest.mark.integration
 
@@ -124,11 +124,7 @@ def test_the_reward_service_gives_the_trained_scores(model: ModelConfig, tmp_pat
     tokenizer = HfTokenizer(model.path)
     sampled = [as_sampled(tokenizer, pair.prompt, text) for pair in pairs for text in (pair.chosen, pair.rejected)]
     terms = [RewardTerm(name="reward_model", args={"path": str(settings.out)})]
-    scorer = Scorer(terms, tmp_path, workers=1, timeout_s=120.0)
-    try:
-        scores = scorer.score(sampled)
-    finally:
-        scorer.close()
+    scores = score(terms, tmp_path, *sampled, timeout_s=120.0)
     assert all(score.status == "ok" for score in scores), [score.reason for score in scores]
     rewards = [score.reward for score in scores]
     assert result.margin == pytest.approx((rewards[0] - rewards[1] + rewards[2] - rewards[3]) / 2, rel=1e-3)
@@ -160,11 +156,7 @@ def test_of_an_episode_of_several_rows_a_reward_model_reads_the_one_with_the_las
         prompt="what was said before",
     )
     terms = [RewardTerm(name="reward_model", args={"path": str(settings.out)})]
-    scorer = Scorer(terms, tmp_path, workers=1, timeout_s=120.0)
-    try:
-        of_row, of_episode = scorer.score([alone, episode])
-    finally:
-        scorer.close()
+    of_row, of_episode = score(terms, tmp_path, alone, episode, timeout_s=120.0)
     assert (of_row.status, of_episode.reason) == ("ok", "")
     assert of_episode.reward == pytest.approx(of_row.reward)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -77,14 +78,14 @@ def service(broker: Broker, base: Path, function: str, workers: int = 2, timeout
     """A reward service in a thread; when the block ends it is stopped and has ended."""
     scorer = Scorer([RewardTerm(name=f"rewards.py:{function}")], base, workers=workers, timeout_s=timeout_s)
     stop = StopFlag()
-    thread = threading.Thread(target=RewardService(broker.score_queue("r"), scorer, {}, lease_s=30).run, args=[stop])
+    scoring = RewardService(broker.score_queue("r"), scorer, {}, lease_s=30).run(stop)
+    thread = threading.Thread(target=asyncio.run, args=[scoring])
     thread.start()
     try:
         yield stop
     finally:
         stop.set()
         thread.join(30)
-        scorer.close()
 
 
 def scores(training: TrainerSession, count: int) -> list[ScoredSample]:

@@ -20,6 +20,7 @@ from consumers.reward.scorer import Scorer, check_reward
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError
 from tests.support.user_code.reward_samples import trajectory
+from tests.support.user_code.user_rewards import score
 
 PARSE = {"regex": r"Score: (\d+)", "min": 1, "max": 10}
 ARGS = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "template": "Rate {completion}", "parse": PARSE}
@@ -204,12 +205,8 @@ def test_only_the_judges_worker_sees_its_key(tmp_path: Path, monkeypatch: pytest
     with FlakyJudge() as server:
         args = {**ARGS, "base_url": server.url, "api_key_env": "JUDGE_KEY"}
         terms = [RewardTerm(name="judge", args=args), RewardTerm(name="mine.py:sees")]
-        scorer = Scorer(terms, tmp_path, 1, 30.0)
-        try:
-            (score,) = scorer.score([trajectory("46", model="a field of the data is no setting")])
-        finally:
-            scorer.close()
-        assert score.components == {"judge": 4.0, "mine.py:sees": 0.0}
+        (scored,) = score(terms, tmp_path, trajectory("46", model="a field of the data is not a setting"))
+        assert scored.components == {"judge": 4.0, "mine.py:sees": 0.0}
         monkeypatch.delenv("JUDGE_KEY")
         check_reward(terms, tmp_path)
         with pytest.raises(ConfigError, match="the environment variable JUDGE_KEY that it names is not set"):

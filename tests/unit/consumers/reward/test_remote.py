@@ -15,10 +15,11 @@ import pytest
 
 from consumers.reward.rewards.clock import CLOCK, CallClock
 from consumers.reward.rewards.remote import remote, reward_model_server
-from consumers.reward.scorer import Scorer, check_reward, reward_input
+from consumers.reward.scorer import check_reward, reward_input
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError
 from tests.support.user_code.reward_samples import trajectory
+from tests.support.user_code.user_rewards import score
 
 Answer = tuple[int, Any]
 
@@ -135,13 +136,9 @@ def test_a_scorer_that_is_down_is_tried_until_the_deadline():
 
 def test_the_term_names_each_sample_by_its_content(tmp_path: Path):
     with serving((200, {"reward": 0.5})) as server:
-        scorer = Scorer([RewardTerm(name="remote", args={"url": server.url})], tmp_path, 1, 30.0)
-        try:
-            sample = trajectory("46", answer="46", url="a field of the data is no setting")
-            (score,) = scorer.score([sample])
-        finally:
-            scorer.close()
-    assert (score.status, score.reward) == ("ok", 0.5)
+        sample = trajectory("46", answer="46", url="a field of the data is not a setting")
+        (scored,) = score([RewardTerm(name="remote", args={"url": server.url})], tmp_path, sample)
+    assert (scored.status, scored.reward) == ("ok", 0.5)
     assert server.keys == [reward_input(sample).trajectory_id]
     assert server.requests[0]["data"] == {"answer": "46"}
 

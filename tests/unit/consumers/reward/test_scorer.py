@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from consumers.reward.rewards import REWARDS
 from consumers.reward.rewards.signatures import RewardInput
 from consumers.reward.rewards.terms import Term, TermResult
-from consumers.reward.scorer import Scorer, check_reward, reward_input
+from consumers.reward.scorer import check_reward, reward_input
 from schemas.errors import ConfigError
 from schemas.messages import LARGEST_REWARD, Turn
 from tests.support.user_code.user_rewards import USERS_OWN, score, terms, trajectory
@@ -222,9 +222,6 @@ def test_a_sample_is_correct_by_its_reward_or_by_the_term_that_decides(base: Pat
     sum_ = terms({"name": "exact", "weight": 0.7}, {"name": "mine.py:third", "weight": 0.9})
     right, wrong = trajectory("46", answer="46"), trajectory("47", answer="46")
     for least, expected in ((1.0, [True, False]), (0.3, [True, True])):
-        scorer = Scorer(sum_, base, 1, 30.0, correct_from=least)
-        assert [one.correct for one in scorer.score([right, wrong])] == expected
-        scorer.close()
-    scorer = Scorer(sum_, base, 1, 30.0, correct_from=0.5, correct_term="exact")
-    assert [one.correct for one in scorer.score([right, wrong])] == [True, False]
-    scorer.close()
+        assert [scored.correct for scored in score(sum_, base, right, wrong, correct_from=least)] == expected
+    decided = score(sum_, base, right, wrong, correct_from=0.5, correct_term="exact")
+    assert [scored.correct for scored in decided] == [True, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -9,19 +10,18 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 
 from consumers.reward.rewards.signatures import RewardInput
 from consumers.reward.rewards.terms import TermResult
 from consumers.reward.scorer import Scorer, reward_input
 from consumers.reward.workers.pool import WorkerPool
-from consumers.reward.workers.worker import PREFIX, Answer
+from consumers.reward.workers.worker import WorkerReply, WorkerSetup
 from schemas.errors import InfraError
+from schemas.system.worker_process import frame
 from tests.support.user_code.user_rewards import USERS_OWN, score, terms, trajectory
-
-STALE = msgspec.msgpack.encode(Answer(0, TermResult(value=99.0)))
 
 
 @pytest.fixture
@@ -48,19 +48,17 @@ def test_a_hanging_call_costs_nobody_else_anything(base: Path):
     assert all(r.reward == 0.5 for do, r in zip(actions, results, strict=True) if do == "fine")
 
 
-def test_a_slow_sample_holds_up_no_other(base: Path):
-    scorer = Scorer(terms("mine.py:by_data"), base, workers=2, timeout_s=20.0)
-    try:
-        hanging = scorer.submit(trajectory(do="hang"))
-        results = [scorer.submit(trajectory(do="fine")).result(timeout=60) for _ in range(20)]
+@pytest.mark.anyio
+async def test_a_slow_sample_holds_up_no_other(base: Path):
+    async with Scorer(terms("mine.py:by_data"), base, workers=2, timeout_s=20.0) as scorer:
+        hanging = asyncio.create_task(scorer.score(trajectory(do="hang")))
+        results = [await scorer.score(trajectory(do="fine")) for _ in range(20)]
         assert {r.reward for r in results} == {0.5}
         assert not hanging.done()
-    finally:
-        scorer.close()
     with pytest.raises(InfraError, match="closed"):
-        hanging.result(timeout=10)
+        await hanging
     with pytest.raises(InfraError, match="closed"):
-        scorer.score([trajectory(do="fine")])
+        await scorer.score_all([trajectory(do="fine")])
 
 
 def test_inline_and_worker_terms_are_summed_and_async_functions_work(base: Path):
@@ -76,36 +74,45 @@ def test_the_first_error_ends_a_sample(base: Path):
     assert result.reason.startswith("exact: ")
 
 
-def test_the_input_of_a_sample_that_waits_is_not_made_yet(base: Path):
-    pool = WorkerPool(terms("mine.py:by_data"), base, size=1, timeout_s=60.0)
+def workers(base: Path, name: str, timeout_s: float = 30.0, **options: Any) -> WorkerPool:
+    """A pool with one worker of this function."""
+    return WorkerPool(WorkerSetup.of(terms(name), base, [0], timeout_s), 1, **options)
+
+
+def empty() -> RewardInput:
+    return RewardInput("", "", [], [], {})
+
+
+@pytest.mark.anyio
+async def test_the_input_of_a_sample_that_waits_is_not_made_yet(base: Path):
     made: list[int] = []
-    begun = threading.Event()
+    begun = asyncio.Event()
 
     def make(number: int) -> RewardInput:
         made.append(number)
         begun.set()
         return RewardInput("", "", [], [], {"do": "hang"})
 
-    try:
-        futures = [pool.submit([0], partial(make, number), list) for number in range(3)]
-        assert begun.wait(60)
+    async with workers(base, "mine.py:by_data", timeout_s=60.0) as pool:
+        calls = [asyncio.create_task(pool.call(0, partial(make, number))) for number in range(3)]
+        await asyncio.wait_for(begun.wait(), 60)
+        pool.cancel_waiting()
+        await asyncio.wait(calls[1:], timeout=10)
         assert made == [0]
-        assert [future.cancel() for future in futures] == [False, True, True]
-    finally:
-        pool.close()
+        assert [call.cancelled() for call in calls] == [False, True, True]
+    with pytest.raises(InfraError, match="closed"):
+        await calls[0]
 
 
-def test_a_worker_that_cannot_start_is_an_infrastructure_error(base: Path):
-    pool = WorkerPool(terms("mine.py:gone"), base, size=1, timeout_s=5.0)
-    try:
-        future = pool.submit([0], lambda: RewardInput("", "", [], [], {}), list)
+@pytest.mark.anyio
+async def test_a_worker_that_cannot_start_is_an_infrastructure_error(base: Path):
+    async with workers(base, "mine.py:gone") as pool:
         with pytest.raises(InfraError, match=r"a reward worker cannot start: .*has no 'gone'"):
-            future.result(timeout=60)
-    finally:
-        pool.close()
+            await pool.call(0, empty)
 
 
-def test_a_system_without_room_for_another_process_is_an_infrastructure_error_and_no_hang(
+@pytest.mark.anyio
+async def test_a_system_without_room_for_another_process_is_an_infrastructure_error_and_no_hang(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ):
     real, refused = subprocess.Popen, threading.Event()
@@ -116,35 +123,33 @@ def test_a_system_without_room_for_another_process_is_an_infrastructure_error_an
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    pool = WorkerPool(terms("mine.py:later"), base, size=1, timeout_s=30.0)
-    try:
+    async with workers(base, "mine.py:later") as pool:
         with pytest.raises(InfraError, match=r"could not be started: .*Resource temporarily unavailable"):
-            pool.submit([0], lambda: reward_input(trajectory()), list).result(10)
+            await pool.call(0, lambda: reward_input(trajectory()))
         refused.set()
-        assert pool.submit([0], lambda: reward_input(trajectory()), list).result(30)[0].status == "ok"
-    finally:
-        pool.close()
+        assert (await pool.call(0, lambda: reward_input(trajectory()))).status == "ok"
 
 
-def test_start_has_a_deadline(base: Path):
+@pytest.mark.anyio
+async def test_start_has_a_deadline(base: Path):
     (base / "slow.py").write_text("import time\ntime.sleep(3600)\n")
-    pool = WorkerPool(terms("slow.py:f"), base, size=1, timeout_s=5.0, start_timeout_s=0.5)
-    try:
+    async with workers(base, "slow.py:f", start_timeout_s=0.5) as pool:
         with pytest.raises(InfraError, match=r"did not start within 0\.5 s"):
-            pool.submit([0], lambda: RewardInput("", "", [], [], {}), list).result(timeout=60)
-    finally:
-        pool.close()
+            await pool.call(0, empty)
 
 
 PARENT = """
-import sys, pathlib
+import asyncio, pathlib
 from consumers.reward.workers.pool import WorkerPool
+from consumers.reward.workers.worker import WorkerSetup
 from consumers.reward.rewards.signatures import RewardInput
 from schemas.config import RewardTerm
-pool = WorkerPool([RewardTerm(name=n) for n in ("mine.py:pid", "mine.py:by_data")], pathlib.Path("."), 1, 600.0)
-print(int(pool.submit([0], lambda: RewardInput("", "", [], [], {}), list).result(60)[0].value), flush=True)
-pool.submit([1], lambda: RewardInput("", "", [], [], {"do": "hang"}), list)
-sys.stdin.read()
+terms = [RewardTerm(name=n) for n in ("mine.py:pid", "mine.py:by_data")]
+async def main():
+    async with WorkerPool(WorkerSetup.of(terms, pathlib.Path("."), [0, 1], 600.0), 1) as pool:
+        print(int((await pool.call(0, lambda: RewardInput("", "", [], [], {}))).value), flush=True)
+        await pool.call(1, lambda: RewardInput("", "", [], [], {"do": "hang"}))
+asyncio.run(main())
 """
 
 
@@ -183,14 +188,14 @@ def test_a_reward_that_forks_and_returns_twice_gives_no_other_sample_its_reward(
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the worker's connection in /proc")
 @pytest.mark.parametrize(
     "forged",
-    [b"\x05\0\0\0chaff", b"\xff\xff\xff\x7fchaff", PREFIX.pack(len(STALE)) + STALE],
+    [b"\x05\0\0\0chaff", b"\xff\xff\xff\x7fchaff", frame(WorkerReply(0, TermResult(value=99.0)))],
     ids=["noise", "huge", "stale"],
 )
 def test_an_answer_that_is_not_of_its_call_ends_the_worker_and_is_nobodys(base: Path, forged: bytes):
     samples = [trajectory(text, forged=forged) for text in ("a", "forge", "b")]
     before, forging, after = score(terms("mine.py:forging"), base, *samples)
     assert forging.status == "error"
-    assert forging.reason == "mine.py:forging: its worker wrote what is no answer to this call, and was killed"
+    assert forging.reason == "mine.py:forging: its worker sent something that is not a reply, and was killed"
     assert (before.status, after.status) == ("ok", "ok")
     assert before.reward != after.reward
 
@@ -200,11 +205,8 @@ def test_reward_functions_see_no_secret_of_the_service(base: Path, monkeypatch: 
     shown = ["PATH", "HOME", "JUDGE_KEY"]
     for name in [*hidden, *shown]:
         monkeypatch.setenv(name, os.environ.get(name, "x"))
-    scorer = Scorer(terms("mine.py:secrets"), base, workers=1, timeout_s=30.0, env=["JUDGE_KEY"])
-    try:
-        results = scorer.score([trajectory(names=hidden), trajectory(names=shown)])
-    finally:
-        scorer.close()
+    asked = trajectory(names=hidden), trajectory(names=shown)
+    results = score(terms("mine.py:secrets"), base, *asked, env=["JUDGE_KEY"])
     assert [result.reward for result in results] == [0.0, 3.0]
 
 
@@ -216,9 +218,6 @@ def _runs(pid: int) -> bool:
 
 
 def test_close_leaves_no_process_behind(base: Path):
-    scorer = Scorer(terms("mine.py:pid"), base, workers=2, timeout_s=30.0)
-    pids = {int(s.reward) for s in scorer.score([trajectory()] * 8)}
+    pids = {int(s.reward) for s in score(terms("mine.py:pid"), base, *[trajectory()] * 8, workers=2)}
     assert os.getpid() not in pids
-    scorer.close()
-    scorer.close()
     assert not any(_runs(pid) for pid in pids)

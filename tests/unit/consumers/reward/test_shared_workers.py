@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -115,13 +114,8 @@ def trajectory(completion: str = "46", /, **data) -> Trajectory:
     )  # fmt: skip
 
 
-@contextmanager
-def scoring(base: Path, *terms: dict, workers: int = 1, timeout_s: float = 30.0) -> Iterator[Scorer]:
-    scorer = Scorer([RewardTerm(**term) for term in terms], base, workers, timeout_s)
-    try:
-        yield scorer
-    finally:
-        scorer.close()
+def scoring(base: Path, *terms: dict, workers: int = 1, timeout_s: float = 30.0) -> Scorer:
+    return Scorer([RewardTerm(**term) for term in terms], base, workers, timeout_s)
 
 
 def of(name: str, **settings) -> dict:
@@ -132,33 +126,37 @@ def found(score: Score) -> tuple[str, str]:
     return score.status, score.reason.partition(": ")[2]
 
 
-def test_an_async_function_with_a_concurrency_has_its_calls_in_flight_in_one_loop_for_life(base: Path):
-    with scoring(base, of("judged")) as scorer:
-        assert scorer.places == 16
-        rest = scorer.score([trajectory(wait=0.2) for _ in range(32)])
-        most, loops = scorer.score([trajectory(do="most"), trajectory(do="loops")])
+@pytest.mark.anyio
+async def test_an_async_function_with_a_concurrency_has_its_calls_in_flight_in_one_loop_for_life(base: Path):
+    async with scoring(base, of("judged")) as scorer:
+        assert scorer.capacity == 16
+        rest = await scorer.score_all([trajectory(wait=0.2) for _ in range(32)])
+        most, loops = await scorer.score_all([trajectory(do="most"), trajectory(do="loops")])
     assert {score.reward for score in rest} == {0.5}
     assert most.reward == 16.0
     assert loops.reward == 1.0
 
 
-def test_the_configuration_decides_on_the_concurrency_and_on_batches(base: Path):
-    with scoring(base, of("judged", concurrency=3), of("lengths", batch=4), workers=2) as scorer:
-        assert scorer.places == 7
-        scorer.score([trajectory(wait=0.05) for _ in range(8)])
-        assert scorer.score([trajectory(do="most")])[0].components["mine.py:judged"] == 3.0
+@pytest.mark.anyio
+async def test_the_configuration_decides_on_the_concurrency_and_on_batches(base: Path):
+    async with scoring(base, of("judged", concurrency=3), of("lengths", batch=4), workers=2) as scorer:
+        assert scorer.capacity == 7
+        await scorer.score_all([trajectory(wait=0.05) for _ in range(8)])
+        assert (await scorer.score(trajectory(do="most"))).components["mine.py:judged"] == 3.0
 
 
-def test_an_async_function_without_a_concurrency_shares_the_workers_and_keeps_its_loop(base: Path):
-    with scoring(base, of("unsaid")) as scorer:
-        assert [score.reward for score in scorer.score([trajectory()] * 3)] == [1.0, 1.0, 1.0]
+@pytest.mark.anyio
+async def test_an_async_function_without_a_concurrency_shares_the_workers_and_keeps_its_loop(base: Path):
+    async with scoring(base, of("unsaid")) as scorer:
+        assert [score.reward for score in await scorer.score_all([trajectory()] * 3)] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", ["hang", "hang on"])
-def test_a_call_that_hangs_among_others_is_alone_excluded_and_its_worker_stays(base: Path, kind: str):
-    with scoring(base, of("judged"), timeout_s=1.0) as scorer:
-        (before,) = scorer.score([trajectory(do="pid")])
-        fine, hanging, raising, after = scorer.score([trajectory(do=do) for do in ("", kind, "raise", "pid")])
+@pytest.mark.anyio
+async def test_a_call_that_hangs_among_others_is_alone_excluded_and_its_worker_stays(base: Path, kind: str):
+    async with scoring(base, of("judged"), timeout_s=1.0) as scorer:
+        (before,) = await scorer.score_all([trajectory(do="pid")])
+        fine, hanging, raising, after = await scorer.score_all([trajectory(do=do) for do in ("", kind, "raise", "pid")])
     assert (fine.status, fine.reward) == ("ok", 0.5)
     assert found(hanging) == ("timeout", "no result within 1 s")
     assert found(raising) == ("error", "RuntimeError: no")
@@ -172,22 +170,22 @@ def test_a_call_that_hangs_among_others_is_alone_excluded_and_its_worker_stays(b
         ("block", "timeout", "no result within 1 s, its worker was killed"),
     ],
 )
-def test_a_call_that_takes_its_worker_along_is_excluded_and_the_others_are_called_again(
+@pytest.mark.anyio
+async def test_a_call_that_takes_its_worker_along_is_excluded_and_the_others_are_called_again(
     base: Path, kind: str, status: str, reason: str
 ):
-    with scoring(base, of("judged"), timeout_s=1.0) as scorer:
-        bad = scorer.submit(trajectory(do=kind, wait=0.2))
-        others = [scorer.submit(trajectory(wait=0.4)) for _ in range(5)]
-        assert found(bad.result(60)) == (status, reason)
-        assert {(score.status, score.reward) for score in (other.result(60) for other in others)} == {("ok", 0.5)}
+    async with scoring(base, of("judged"), timeout_s=1.0) as scorer:
+        bad, *others = await scorer.score_all([trajectory(do=kind, wait=0.2), *[trajectory(wait=0.4)] * 5])
+    assert found(bad) == (status, reason)
+    assert {(score.status, score.reward) for score in others} == {("ok", 0.5)}
 
 
-def test_a_function_of_lists_gets_the_samples_that_wait(base: Path):
-    with scoring(base, of("lengths", batch=8, wait_ms=300)) as scorer:
-        scorer.score([trajectory()])
-        assert [score.reward for score in scorer.score([trajectory(str(i), a=i) for i in range(12)])] == [8.0] * 8 + [
-            4.0
-        ] * 4
+@pytest.mark.anyio
+async def test_a_function_of_lists_gets_the_samples_that_wait(base: Path):
+    async with scoring(base, of("lengths", batch=8, wait_ms=300)) as scorer:
+        await scorer.score_all([trajectory()])
+        scores = await scorer.score_all([trajectory(str(i), a=i) for i in range(12)])
+    assert [score.reward for score in scores] == [8.0] * 8 + [4.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -198,61 +196,70 @@ def test_a_function_of_lists_gets_the_samples_that_wait(base: Path):
         ("hang", "timeout", "no result within 2 s, its worker was killed"),
     ],
 )
-def test_one_sample_of_a_batch_that_fails_costs_no_other(base: Path, kind: str, status: str, reason: str):
-    with scoring(base, of("lengths", batch=4, wait_ms=200), timeout_s=2.0) as scorer:
-        first, bad, last = scorer.score([trajectory("a"), trajectory(kind), trajectory("b")])
+@pytest.mark.anyio
+async def test_one_sample_of_a_batch_that_fails_costs_no_other(base: Path, kind: str, status: str, reason: str):
+    async with scoring(base, of("lengths", batch=4, wait_ms=200), timeout_s=2.0) as scorer:
+        first, bad, last = await scorer.score_all([trajectory("a"), trajectory(kind), trajectory("b")])
     assert found(bad) == (status, reason)
     assert (first.reward, last.reward) == (1.0, 1.0)
 
 
-def test_none_from_a_function_of_lists_is_no_opinion_and_no_zero(base: Path):
-    with scoring(base, of("lengths"), {"name": "exact"}) as scorer:
-        (both,) = scorer.score([trajectory("none", answer="none")])
+@pytest.mark.anyio
+async def test_none_from_a_function_of_lists_is_no_opinion_and_no_zero(base: Path):
+    async with scoring(base, of("lengths"), {"name": "exact"}) as scorer:
+        (both,) = await scorer.score_all([trajectory("none", answer="none")])
     assert both.components == {"exact": 1.0}
-    with scoring(base, of("lengths")) as scorer:
-        (none,) = scorer.score([trajectory("none")])
+    async with scoring(base, of("lengths")) as scorer:
+        (none,) = await scorer.score_all([trajectory("none")])
     assert (none.status, none.reason) == ("error", "no term applies to it")
 
 
-def test_functions_written_for_trl_are_taken_as_they_are(base: Path):
-    with scoring(base, of("only_completions", args={"scale": 2.0}), of("in_chat", chat=True)) as scorer:
+@pytest.mark.anyio
+async def test_functions_written_for_trl_are_taken_as_they_are(base: Path):
+    async with scoring(base, of("only_completions", args={"scale": 2.0}), of("in_chat", chat=True)) as scorer:
         asked = [{"role": "user", "content": "?"}]
         talk = [*asked, {"role": "assistant", "content": "46!"}]
-        right, wrong = scorer.score(
+        right, wrong = await scorer.score_all(
             [trajectory("46", answer="46", other=1), trajectory("4", answer="46", messages=talk)]
         )
         assert right.components == {"mine.py:only_completions": 2.0, "mine.py:in_chat": 102.0}
         assert wrong.components == {"mine.py:only_completions": 0.0, "mine.py:in_chat": 103.0}
-    with scoring(base, of("few")) as scorer:
-        first, _ = scorer.score([trajectory(answer="46"), trajectory(answer="46")])
+    async with scoring(base, of("few")) as scorer:
+        first, _ = await scorer.score_all([trajectory(answer="46"), trajectory(answer="46")])
         assert first.status == "ok", "called on each alone it returns as many as it was asked for"
 
 
-def test_functions_written_for_verl_are_taken_as_they_are(base: Path):
+@pytest.mark.anyio
+async def test_functions_written_for_verl_are_taken_as_they_are(base: Path):
     rows = [
         {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "46"}, "extra_info": {"bonus": 0.25}},
         {"ground_truth": "47", "answer": "46"},
         {"answer": "46", "bonus": 3},
         {},
     ]
-    with scoring(base, of("compute_score")) as scorer:
-        one, two, three, none = scorer.score([trajectory("46", **row) for row in rows])
+    async with scoring(base, of("compute_score")) as scorer:
+        one, two, three, none = await scorer.score_all([trajectory("46", **row) for row in rows])
     assert [one.reward, two.reward, three.reward] == [2.25, 0.0, 4.0]
     assert found(none) == ("error", "ValueError: the data has no ground_truth, reward_model.ground_truth or answer")
 
 
-def test_what_waits_can_be_given_back_and_what_has_begun_ends_with_the_pool(base: Path):
-    with scoring(base, of("judged", concurrency=1)) as scorer:
-        hanging, waiting = (scorer.submit(trajectory(do="hang", begun=str(base / name))) for name in ("one", "two"))
+@pytest.mark.anyio
+async def test_what_waits_can_be_given_back_and_what_has_begun_ends_with_the_pool(base: Path):
+    async with scoring(base, of("judged", concurrency=1)) as scorer:
+        hanging, waiting = (
+            asyncio.create_task(scorer.score(trajectory(do="hang", begun=str(base / name)))) for name in ("one", "two")
+        )
         deadline = time.monotonic() + 30
         while not (base / "one").exists():
             assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert (hanging.cancel(), waiting.cancel()) == (False, True)
+            await asyncio.sleep(0.01)
+        scorer.cancel_waiting()
+        await asyncio.wait([waiting], timeout=10)
+        assert (hanging.done(), waiting.cancelled()) == (False, True)
     with pytest.raises(InfraError, match="closed"):
-        hanging.result(10)
+        await hanging
     with pytest.raises(InfraError, match="closed"):
-        scorer.score([trajectory()])
+        await scorer.score_all([trajectory()])
     assert not (base / "two").exists()
 
 
@@ -277,15 +284,15 @@ def test_a_setting_that_does_not_fit_the_function_is_one_line(base: Path, term: 
 
 
 @pytest.mark.parametrize("settings", [{}, {"batch": 4}])
-def test_what_a_function_loads_before_its_first_call_counts_against_no_samples_deadline(base: Path, settings: dict):
+@pytest.mark.anyio
+async def test_what_a_function_loads_before_its_first_call_is_charged_to_no_sample(base: Path, settings: dict):
     name = "loaded_lists" if settings else "loaded"
-    with scoring(base, of(name, args={"path": "model"}, **settings), timeout_s=1.0) as scorer:
-        assert [score.reward for score in scorer.score([trajectory(), trajectory()])] == [4.0, 4.0]
+    async with scoring(base, of(name, args={"path": "model"}, **settings), timeout_s=1.0) as scorer:
+        assert [score.reward for score in await scorer.score_all([trajectory(), trajectory()])] == [4.0, 4.0]
 
 
-def test_a_worker_that_cannot_load_what_it_needs_says_so(base: Path):
-    with (
-        scoring(base, of("loaded", args={"path": "missing"})) as scorer,
-        pytest.raises(InfraError, match=r"reward 'mine.py:loaded': FileNotFoundError: missing"),
-    ):
-        scorer.score([trajectory()])
+@pytest.mark.anyio
+async def test_a_worker_that_cannot_load_what_it_needs_says_so(base: Path):
+    async with scoring(base, of("loaded", args={"path": "missing"})) as scorer:
+        with pytest.raises(InfraError, match=r"reward 'mine.py:loaded': FileNotFoundError: missing"):
+            await scorer.score_all([trajectory()])
