@@ -31,7 +31,10 @@ from broker.telemetry.events import Events
 from broker.telemetry.heartbeats import Heartbeats
 from broker.telemetry.metrics import Metrics
 from broker.telemetry.trajectories import TrajectoryStore
+from broker.weights.delta_writer import DeltaWriter
+from broker.weights.publication import WeightPublication
 from broker.weights.store import WeightStore
+from broker.weights.transports import Transport
 from schemas.config import BrokerConfig, TidemillConfig
 from schemas.errors import ConfigError
 from schemas.run_record import JoinedRun
@@ -91,6 +94,12 @@ class Broker:
     def trainer_session(self) -> TrainerSession:
         """Return the trainer's side of the pipeline."""
         return TrainerSession(self.connection, self._config.max_message_bytes)
+
+    def weight_publication(
+        self, transport: Transport, keep: int, deltas: DeltaWriter | None = None
+    ) -> WeightPublication:
+        """Return the trainer's side of the weights: it publishes versions through ``transport``, and keeps ``keep``."""
+        return WeightPublication(self.connection, self.weights, transport, keep=keep, deltas=deltas)
 
     def measure_memory(self) -> int:
         """Return the bytes that the run takes in the broker."""

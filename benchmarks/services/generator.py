@@ -196,15 +196,15 @@ class Bench:
         ).leader_term
         file = self._folder / "weights.safetensors"
         shutil.copyfile(self._model / "model.safetensors", file)
-        self._broker.weights.publish(
-            make_transport(self._broker.connection, "file", self._folder / "weights"),
+        self._broker.weight_publication(
+            make_transport(self._broker.connection, "file", self._folder / "weights"), keep=2
+        ).publish(
             file,
             version=0,
             step=0,
             leader_term=leader_term,
             tensors=[],
             probe=None,
-            keep=2,
         )
 
     async def _ours(self, service: asyncio.Task[None], first: int, groups: int) -> Figures:

@@ -123,15 +123,13 @@ class Publisher:
 
     def publish(self) -> None:
         """Publish it, digests and manifest included."""
-        self.broker.weights.publish(
-            self.transport,
+        self.broker.weight_publication(self.transport, keep=2).publish(
             self._folder / "part",
             version=self.version,
             step=self.version,
             leader_term=self._term.leader_term,
             tensors=[],
             probe=None,
-            keep=2,
         )
 
     @property

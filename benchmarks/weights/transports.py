@@ -116,16 +116,13 @@ class TransportEnds:
         self._clock.time(f"{name}_send", lambda: self._send(snapshot.specs, digests))
 
     def _send(self, tensors: list[TensorSpec], digests: list[str] | None) -> None:
-        self.broker.weights.publish(
-            self._transport,
+        self.broker.weight_publication(self._transport, 2, self._deltas).publish(
             self._folder / "out" / "part",
             version=self._version,
             step=self._version,
             leader_term=self._training.leader_term,
             tensors=tensors,
             probe=None,
-            keep=2,
-            deltas=self._deltas,
             digests=digests,
         )
 

@@ -14,7 +14,8 @@ import torch
 from broker.flow.fencing import term_number
 from broker.heartbeat import FRESH_S
 from broker.weights.delta_writer import DeltaWriter
-from broker.weights.transports import NcclOrigin, PeerOrigin, Transport, make_transport
+from broker.weights.publication import WeightPublication
+from broker.weights.transports import NcclOrigin, PeerOrigin, make_transport
 from consumers.trainer.context import TrainerContext, describe_broken
 from consumers.trainer.leadership import Leadership
 from schemas.codec import Array
@@ -41,10 +42,8 @@ class WeightPublisher:
         self._leadership = leadership
         self._store = context.broker.weights
         self._folder = (settings.folder or config.folder / "weights").resolve()
-        self._transport: Transport | None = None
+        self._publication: WeightPublication | None = None
         self._peers: PeerOrigin | None = None
-        self._deltas = DeltaWriter(self._folder, settings.max_chain) if settings.deltas else None
-        self._keep = settings.keep
         vocabulary = context.rank_group.step.policy.causal_lm.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(config.run.seed)
         length = min(settings.probe_tokens, config.model.max_length - 1)
@@ -89,14 +88,14 @@ class WeightPublisher:
         self._publish()
         self._wait_sent()
 
-    def _open_transport(self) -> Transport:
-        """The transport of the settings; the first time also begin to serve peers, if any version is theirs.
+    def _open_publication(self) -> WeightPublication:
+        """Return what publishes through the configured transport; the first time, also begin to serve peers.
 
-        Only now, because a trainer that has not taken over yet can't mend the broker's keys.
+        This waits for the takeover: before it, a trainer can't repair the broker's keys.
         """
-        if self._transport is None:
+        if self._publication is None:
             settings, connection = self._context.config.trainer.publish, self._context.broker.connection
-            # Versions that came so before the setting was changed go on so.
+            # Versions published through peers stay there after the setting was changed.
             if settings.transport == "nccl":
                 self._peers = nccl = NcclOrigin(connection, self._folder, settings)
                 nccl.process.check()
@@ -107,12 +106,14 @@ class WeightPublisher:
             if self._peers is not None:
                 self._store.serve(self._peers)
             own = self._peers if settings.from_peers else None
-            self._transport = own or make_transport(connection, settings.transport, self._folder)
-        return self._transport
+            transport = own or make_transport(connection, settings.transport, self._folder)
+            deltas = DeltaWriter(self._folder, settings.max_chain) if settings.deltas else None
+            self._publication = self._context.broker.weight_publication(transport, settings.keep, deltas)
+        return self._publication
 
     def _publish(self) -> None:
         self._wait_sent()
-        self._open_transport()
+        self._open_publication()
         version = self._context.progress.version
         newest = self._store.newest()
         if newest is None or newest.version < version or (newest.version == version and not self._store.holds(newest)):
@@ -126,7 +127,7 @@ class WeightPublisher:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DiskError(f"cannot write weights version {version} to {file}: {error}") from error
-        transport = self._open_transport()
+        publication = self._open_publication()
         rank_group = self._context.rank_group
         snapshot, logprobs = rank_group.gather(self._probe)
         if not np.isfinite(logprobs).all():
@@ -138,8 +139,7 @@ class WeightPublisher:
             snapshot.fill()
             try:
                 digests = snapshot.write(file)
-                self._store.publish(
-                    transport,
+                publication.publish(
                     file,
                     version=version,
                     step=step,
@@ -147,8 +147,6 @@ class WeightPublisher:
                     tensors=snapshot.specs,
                     digests=digests,
                     probe=probe,
-                    keep=self._keep,
-                    deltas=self._deltas,
                     adapter=adapter,
                 )
             except OSError as error:

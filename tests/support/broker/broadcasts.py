@@ -204,8 +204,13 @@ def run_trainer(url: str, run: str, folder: str) -> None:
         version = int(line)
         (out / "part").write_bytes(np.random.default_rng(version).bytes(BYTES))
         started, sent = time.monotonic(), origin.node.sent_bytes
-        broker.weights.publish(
-            origin, out / "part", version=version, step=version, leader_term=term, tensors=[], probe=None, keep=2
+        broker.weight_publication(origin, keep=2).publish(
+            out / "part",
+            version=version,
+            step=version,
+            leader_term=term,
+            tensors=[],
+            probe=None,
         )
         say(
             version=version,

@@ -64,15 +64,13 @@ def publish_weights(
     file = folder / "new.safetensors"
     file.write_bytes(content)
     transport = transport or make_transport(broker.connection, kind, folder)
-    broker.weights.publish(
-        transport,
+    broker.weight_publication(transport, keep=keep).publish(
         file,
         version=version,
         step=version,
         leader_term=leader_term,
         tensors=[],
         probe=None,
-        keep=keep,
         adapter=adapter,
     )
 

@@ -22,12 +22,12 @@ class ChangingWeights:
     """What a trainer publishes: random weights that change a little, or wholly, from version to version."""
 
     def __init__(self, broker: Broker, folder: Path, kind: str, leader_term: str, *, max_chain: int = 3, keep: int = 2):
-        self._broker, self._folder, self._leader_term, self._keep = broker, folder / "out", leader_term, keep
+        self._broker, self._folder, self._leader_term = broker, folder / "out", leader_term
         self._folder.mkdir(exist_ok=True)
         self._transport = make_transport(broker.connection, kind, self._folder)
         if isinstance(self._transport, PeerOrigin):
             broker.weights.serve(self._transport)
-        self._deltas = DeltaWriter(self._folder, max_chain)
+        self._publication = broker.weight_publication(self._transport, keep, DeltaWriter(self._folder, max_chain))
         self.bits: npt.NDArray[np.int16] = np.random.default_rng(0).integers(0, 1000, 64 * 64 + 333, dtype=np.int16)
 
     def close(self) -> None:
@@ -46,16 +46,13 @@ class ChangingWeights:
     def offer(self, version: int) -> None:
         file = self._folder / f"part-{version}-t{term_number(self._leader_term)}"
         file.write_bytes(save(self.tensors(), {"format": "pt"}))
-        self._broker.weights.publish(
-            self._transport,
+        self._publication.publish(
             file,
             version=version,
             step=version,
             leader_term=self._leader_term,
             tensors=SPECS,
             probe=None,
-            keep=self._keep,
-            deltas=self._deltas,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -87,15 +87,13 @@ def publish_version(
     """A version with its probe, tokens and log-probabilities; by default one that the scripted engine passes."""
     file = folder / f"new-{version}"
     file.write_bytes(content)
-    broker.weights.publish(
-        make_transport(broker.connection, "redis", folder),
+    broker.weight_publication(make_transport(broker.connection, "redis", folder), keep=3).publish(
         file,
         version=version,
         step=version,
         leader_term=training.leader_term,
         tensors=[],
         probe=Probe(tokens=Array.of(probe[0], "i4"), logprobs=Array.of(probe[1], "f4")),
-        keep=3,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from broker.connection.connection import Connection
 from broker.flow.trainer_session import TrainerSession
-from broker.weights.store import WeightStore
+from broker.weights.publication import WeightPublication
 from consumers.trainer.checkpoint import store as checkpoint_store
 from consumers.trainer.checkpoint.batch_files import BatchFiles
 from consumers.trainer.distributed.ranks import Ranks
@@ -54,7 +54,7 @@ POINTS: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
     "batch recorded": (BatchFiles, "write", "after", 4, None),
     "step in the run's log": (StepLog, "trained", "after", 4, None),
     "weights written, not sent": (RankGroup, "gather", "after", 5, None),
-    "weights published": (WeightStore, "publish", "after", 5, None),
+    "weights published": (WeightPublication, "publish", "after", 5, None),
     "slots not returned": (TrainerSession, "complete_step", "before", 4, None),
     "slots returned": (TrainerSession, "complete_step", "after", 4, None),
     "before the tensors of the checkpoint": (checkpoint_store.state_dict_saver, "save", "before", 2, None),
@@ -70,7 +70,7 @@ POINTS: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
     "all trained, not finished": (TrainerSession, "finish_run", "before", 1, None),
     "forward, while a checkpoint is written": (Ranks, "backward", "before", 5, None),
     "optimizer step, while a checkpoint is written": (GradientUpdate, "run", "after", 5, None),
-    "weights published, while a checkpoint is written": (WeightStore, "publish", "after", 6, None),
+    "weights published, while a checkpoint is written": (WeightPublication, "publish", "after", 6, None),
     "slots returned, while a checkpoint is written": (TrainerSession, "complete_step", "after", 5, None),
     "slots returned, checkpoint durable but not committed": (TrainerSession, "complete_step", "after", 5, None),
     "replayed": (GradientUpdate, "run", "after", 1, None),

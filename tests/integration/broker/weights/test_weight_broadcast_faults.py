@@ -52,15 +52,13 @@ class Run:
         data = np.random.default_rng(version).bytes(3 * CHUNK_BYTES + 5)
         (self._folder / "out" / "part").write_bytes(data)
         self.broker.weights.serve(self.origin)
-        self.broker.weights.publish(
-            self.origin,
+        self.broker.weight_publication(self.origin, keep=2).publish(
             self._folder / "out" / "part",
             version=version,
             step=version,
             leader_term=self._term,
             tensors=[],
             probe=None,
-            keep=2,
         )
         return data
 

@@ -47,8 +47,13 @@ class Run:
         self.origin = self.start_trainer()
         file = folder / "out" / "part"
         file.write_bytes(self.data)
-        self.broker.weights.publish(
-            self.origin, file, version=1, step=1, leader_term=self.term, tensors=[], probe=None, keep=2
+        self.broker.weight_publication(self.origin, keep=2).publish(
+            file,
+            version=1,
+            step=1,
+            leader_term=self.term,
+            tensors=[],
+            probe=None,
         )
 
     @property

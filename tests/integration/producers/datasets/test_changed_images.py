@@ -104,15 +104,13 @@ def begin(broker: Broker, config: TidemillConfig, policy: Policy, folder: Path) 
         logprobs = reference_logprobs(policy, tokens)
     file = folder / "weights"
     file.write_bytes(b"weights")
-    broker.weights.publish(
-        make_transport(broker.connection, "redis", folder),
+    broker.weight_publication(make_transport(broker.connection, "redis", folder), keep=3).publish(
         file,
         version=1,
         step=1,
         leader_term=training.leader_term,
         tensors=[],
         probe=Probe(tokens=Array.of(tokens, "i4"), logprobs=Array.of(logprobs, "f4"), image=picture),
-        keep=3,
     )
 
 

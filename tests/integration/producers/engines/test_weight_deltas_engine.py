@@ -38,8 +38,8 @@ class Learner:
     def __init__(self, broker: Broker, model: Path, folder: Path) -> None:
         self._store, self._folder = broker.weights, folder
         self._leader_term = take_over(broker).leader_term
-        self._transport = make_transport(broker.connection, "redis", folder)
-        self._deltas = DeltaWriter(folder, max_chain=2)
+        transport = make_transport(broker.connection, "redis", folder)
+        self._publication = broker.weight_publication(transport, 2, DeltaWriter(folder, max_chain=2))
         self._policy = Policy(load_model(str(model), "float32"))
         self._optimizer = AdamW(self._policy.parameters(), lr=1e-5)
         folder.mkdir()
@@ -52,16 +52,13 @@ class Learner:
         self._optimizer.step()
         file = self._folder / f"part-{version}-t{term_number(self._leader_term)}"
         tensors = write_weights(self._policy, file, "bfloat16")
-        self._store.publish(
-            self._transport,
+        self._publication.publish(
             file,
             version=version,
             step=version,
             leader_term=self._leader_term,
             tensors=tensors,
             probe=Probe(tokens=Array.of(PROBE, "i4"), logprobs=Array.of(reference_logprobs(self._policy, PROBE), "f4")),
-            keep=2,
-            deltas=self._deltas,
         )
         newest = self._store.newest()
         assert newest is not None
