@@ -1,76 +1,55 @@
-"""What a service uses of its machine, with everything that it started: processors, memory, GPU memory.
+"""Resources that a service and its child processes use: processors, memory, GPU memory.
 
-A thread looks now and then, so that a heartbeat never waits for it. On a system without /proc there are no figures.
+A thread measures them from time to time, so that a heartbeat never waits for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 EVERY_S = 5.0
 SHARE = 100
-"""A look that took t seconds of processor time is followed by a rest of at least SHARE times t."""
+"""A measurement that took t seconds of processor time is followed by a rest of at least SHARE times t."""
 GPU_EVERY_S = 30.0
 GPU_TOOL = "nvidia-smi"
 GPU_S = 10.0
-"""Most seconds that the tool may take."""
-PROC = Path("/proc")
+"""Seconds after which the tool is stopped."""
 RANKED = "TORCHELASTIC_RUN_ID"
-"""Set where torchrun has started this process."""
+"""Set in processes that torchrun started."""
 
 
-@dataclass(frozen=True)
-class ProcessUse:
-    """A process now. cpu_s: processor seconds of it since its start; memory: resident bytes; began: in clock ticks."""
+class ProcessUse(NamedTuple):
+    """Resources of a process. cpu_s: processor seconds since its start; memory: resident bytes."""
 
-    parent: int
-    began: int
     cpu_s: float
     memory: int
 
 
-def read_processes() -> dict[int, ProcessUse]:
-    """All processes that can be seen here, by id; {} where there is no /proc."""
-    ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-    found = {}
-    for name in os.listdir(PROC) if PROC.is_dir() else ():
-        if not name.isdigit():
-            continue
-        try:
-            stat = (PROC / name / "stat").read_bytes()
-        except OSError:
-            # It has ended meanwhile.
-            continue
-        # After the name of the program, which may hold anything, also spaces and brackets.
-        fields = stat.rpartition(b")")[2].split()
-        cpu = (int(fields[11]) + int(fields[12])) / ticks
-        found[int(name)] = ProcessUse(int(fields[1]), int(fields[19]), cpu, int(fields[21]) * page)
-    return found
-
-
-def family(root: int, processes: Mapping[int, ProcessUse]) -> set[int]:
-    """A process and everything that descends from it."""
-    children: dict[int, list[int]] = {}
-    for pid, one in processes.items():
-        children.setdefault(one.parent, []).append(pid)
-    found, left = set[int](), [root]
-    while left:
-        pid = left.pop()
-        if pid in processes and pid not in found:
-            found.add(pid)
-            left += children.get(pid, ())
-    return found
+def read_processes(pid: int, alone: bool = False) -> dict[psutil.Process, ProcessUse]:
+    """Measure a process and its descendants; {} if it has ended. alone: without the descendants."""
+    measured = {}
+    try:
+        root = psutil.Process(pid)
+        processes = [root] if alone else [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error), process.oneshot():
+            cpu = process.cpu_times()
+            measured[process] = ProcessUse(cpu.user + cpu.system, process.memory_info().rss)
+    return measured
 
 
 def gpu_memory(output: str) -> dict[int, int]:
-    """Bytes of GPU memory by process, from what nvidia-smi prints as ``pid, MiB`` lines."""
+    """Parse nvidia-smi's ``pid, MiB`` lines into bytes of GPU memory by process."""
     used: dict[int, int] = {}
     for line in output.splitlines():
         pid, _, mib = (part.strip() for part in line.partition(","))
@@ -80,69 +59,66 @@ def gpu_memory(output: str) -> dict[int, int]:
 
 
 def read_gpu_memory(tool: str) -> dict[int, int]:
-    """Bytes of GPU memory by process; {} when the tool does not answer."""
+    """Return bytes of GPU memory by process; {} if the tool fails or does not answer."""
     query = [tool, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=GPU_S, check=True)
+        result = subprocess.run(query, capture_output=True, text=True, timeout=GPU_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return gpu_memory(found.stdout)
+    return gpu_memory(result.stdout)
 
 
 class ProcessMeter:
-    """Figures of this process and its children: ``cpu`` (processors in use), ``memory_bytes``, ``gpu_memory_bytes``.
+    """Metrics of this process and its children: ``cpu`` (processors in use), ``memory_bytes``, ``gpu_memory_bytes``.
 
-    Memory that processes share counts in each of them. pid: another process than this one. alone: without children.
+    Memory that processes share counts in each of them. pid: measure this process instead. alone: without children.
     """
 
     def __init__(self, pid: int | None = None, alone: bool = False) -> None:
-        # The ranks of a trainer are siblings, and one of them speaks for all.
+        # The ranks of a trainer are siblings, and one of them reports for all.
         self._pid = pid or (os.getppid() if RANKED in os.environ else os.getpid())
         self._alone = alone
         self._gpu: dict[int, int] = {}
         self._gpu_due = 0.0
         self._tool = shutil.which(GPU_TOOL)
-        self._before: dict[int, ProcessUse] = {}
+        self._before: dict[psutil.Process, ProcessUse] = {}
         self._at = 0.0
         self._figures: dict[str, float] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="process-meter", daemon=True)
 
     def start(self) -> None:
-        """Look now and then from here on."""
+        """Begin to measure."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread soon; it is a daemon and nobody waits for it."""
+        """Stop measuring; the thread is a daemon and need not be joined."""
         self._stop.set()
 
     @property
     def figures(self) -> dict[str, float]:
-        """The newest figures; {} before the first look, ``cpu`` from the second one on."""
+        """The newest metrics; {} before the first measurement, ``cpu`` from the second one on."""
         return self._figures
 
-    def look(self, now: float) -> None:
-        """Measure now. A process that ended between two looks is left out of the first one's sum."""
-        seen = read_processes()
-        mine = {pid: seen[pid] for pid in (seen.keys() & {self._pid} if self._alone else family(self._pid, seen))}
-        if not mine:
+    def measure(self, now: float) -> None:
+        """Measure now. A process that ended since the last measurement is left out."""
+        measured = read_processes(self._pid, self._alone)
+        if not measured:
             return
-        figures = {"memory_bytes": float(sum(one.memory for one in mine.values()))}
+        figures = {"memory_bytes": float(sum(use.memory for use in measured.values()))}
         if self._before and now > self._at:
-            used = 0.0
-            for pid, one in mine.items():
-                before = self._before.get(pid)
-                used += one.cpu_s - (before.cpu_s if before is not None and before.began == one.began else 0.0)
+            nothing = ProcessUse(0.0, 0)
+            used = sum(use.cpu_s - self._before.get(process, nothing).cpu_s for process, use in measured.items())
             figures["cpu"] = max(0.0, used / (now - self._at))
         if self._tool is not None and now >= self._gpu_due:
             self._gpu, self._gpu_due = read_gpu_memory(self._tool), now + GPU_EVERY_S
         if self._gpu:
-            figures["gpu_memory_bytes"] = float(sum(self._gpu.get(pid, 0) for pid in mine))
-        self._before, self._at, self._figures = mine, now, figures
+            figures["gpu_memory_bytes"] = float(sum(self._gpu.get(process.pid, 0) for process in measured))
+        self._before, self._at, self._figures = measured, now, figures
 
     def _run(self) -> None:
         rest = 0.0
         while not self._stop.wait(rest):
             before = time.thread_time()
-            self.look(time.monotonic())
+            self.measure(time.monotonic())
             rest = max(EVERY_S, SHARE * (time.thread_time() - before))
