@@ -1,4 +1,4 @@
-"""The broker of a run, as services use it; the only entrance to this package for producers, consumers and deploy.
+"""The broker of a run, as producers, consumers and deploy use it.
 
 ::
 
@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 
 class Broker:
-    """Everything that is shared between the processes of one run."""
+    """Everything that the processes of a run share."""
 
     def __init__(self, connection: Connection, config: BrokerConfig) -> None:
         self.connection = connection
@@ -64,10 +64,10 @@ class Broker:
 
     @classmethod
     def connect(cls, config: TidemillConfig, *, any_schema: bool = False) -> Broker:
-        """Connect to broker.url, else REDIS_URL, waiting for a server that starts.
+        """Connect to broker.url, else REDIS_URL; wait if the server is still starting.
 
-        any_schema: also to a run that another version of Tidemill wrote, which then can only be purged. ConfigError
-        when there is no server to use or the run can't be read, InfraError when none answers before the deadline.
+        any_schema: also connect to a run of another version of Tidemill, which can then only be purged. ConfigError if
+        no server is configured or the run can't be read, InfraError if the server does not answer by the deadline.
         """
         url = find_url(config.broker.url)
         if url is None:
@@ -80,11 +80,11 @@ class Broker:
         return cls(connection, config.broker)
 
     def task_queue(self, consumer: str, run: JoinedRun | None = None) -> TaskQueue:
-        """Return the queue of tasks for one generator, which works for this run alone."""
+        """Return the queue of tasks for one generator, which works for this run only."""
         return TaskQueue(self.connection, consumer, self._config.max_deliveries, self._config.max_message_bytes, run)
 
     def partials(self, generator: str) -> Partials:
-        """Return the store of unfinished samples, which this generator saves or goes on with."""
+        """Return the store of unfinished samples, which this generator saves or continues."""
         return Partials(self.connection, generator, self._config.max_message_bytes)
 
     def score_queue(self, consumer: str) -> ScoreQueue:
@@ -102,7 +102,7 @@ class Broker:
         return WeightPublication(self.connection, self.weights, transport, keep=keep, deltas=deltas)
 
     def measure_memory(self) -> int:
-        """Return the bytes that the run takes in the broker."""
+        """Return the bytes that the run occupies in the broker."""
 
         def measure(client: redis.Redis) -> int:
             return sum(
@@ -112,7 +112,7 @@ class Broker:
         return self.connection.run("measuring the run", measure)
 
     def purge(self) -> int:
-        """Delete every key of the run; returns how many there were."""
+        """Delete every key of the run; return how many there were."""
 
         def delete(client: redis.Redis) -> int:
             keys = list(client.scan_iter(match=f"{self.connection.keys.base}:*", count=1000))

@@ -1,6 +1,6 @@
-"""Health of one service over HTTP, from a thread: /livez, /readyz, /startupz and /metrics, for Kubernetes and the like.
+"""Health of a service over HTTP, from a thread: /livez, /readyz, /startupz and /metrics, as Kubernetes expects.
 
-No token: they tell a state, a version and figures, nothing of the run's data.
+No token is needed: they reveal a state, a version and metrics, and none of the run's data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from schemas.errors import ConfigError
 
 SILENT_S = 30.0
-"""A service whose heartbeat thread has not come round for so long is stuck."""
+"""Seconds after which a service whose heartbeat thread makes no progress is stuck."""
 NOT_STARTED = ("loading", "starting", "replaying")
 NOT_READY = (*NOT_STARTED, "stopping")
 TIMEOUT_S = 5.0
@@ -25,7 +25,7 @@ Describe = Callable[[], tuple[str, int, dict[str, float]]]
 
 @dataclass
 class Pulse:
-    """Times by which health is judged: the heartbeat thread's last round, and the last heartbeat sent."""
+    """The heartbeat thread's last round and last heartbeat, by which health is judged (monotonic seconds)."""
 
     ticked: float
     beaten: float = float("-inf")
@@ -33,7 +33,7 @@ class Pulse:
 
 
 class ProbeServer:
-    """HTTP server for probes, which answers until ``close``; ConfigError when the port can't be used."""
+    """HTTP server for probes, which answers until ``close``; ConfigError if the port can't be used."""
 
     def __init__(self, host: str, port: int, describe: Describe, pulse: Pulse) -> None:
         self._describe = describe
@@ -52,7 +52,7 @@ class ProbeServer:
         self._server.server_close()
 
     def answer(self, path: str) -> tuple[int, str]:
-        """Status and text for one path."""
+        """Return HTTP status and text for a path."""
         state, version, figures = self._describe()
         now = time.monotonic()
         alive = now - self._pulse.ticked < SILENT_S
@@ -89,7 +89,7 @@ class ProbeServer:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Probes come every few seconds; they are not logged."""
+                """Log nothing: probes come every few seconds."""
 
         return Handler
 

@@ -1,6 +1,6 @@
 """A service's heartbeat and the renewal of its leases, from a thread that a busy main loop can't block.
 
-By its heartbeat a service that is alive keeps its name: what the broker hands out, it hands out to a name.
+A live service keeps its name by its heartbeat. The broker assigns work to names, so no two services may share one.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from schemas.messages import Heartbeat
 
 BEAT_S = 1.0
 FRESH_S = 15.0
-"""A service that was silent for so long has no name to keep."""
+"""Seconds of silence after which a service has lost its name."""
 WATCH_S = 3 * BEAT_S
 SIGN_OFF_S = 2.0
-"""Seconds that the end of a process waits for the broker to hear of it; who is not told sees no more heartbeats."""
+"""Seconds that the end of a process waits until the broker has removed its heartbeat."""
 
 log = structlog.get_logger()
 
 
 def check_name(broker: Broker, service: str) -> bytes:
-    """Return if no other process has this name; InfraError when one that is alive has.
+    """Check that no other live process has this name; InfraError if one does.
 
-    A heartbeat may be left of a process that was killed. It is known to be dead where its process ids are ours;
-    elsewhere it is alive if it beats again within WATCH_S. Returns that heartbeat's bytes, b"" if there is none.
+    A killed process leaves its heartbeat behind. On this machine its process id tells whether it is alive; on another
+    one, a new heartbeat within WATCH_S does. Returns the bytes of the heartbeat left behind, b"" if there is none.
     """
     left = broker.heartbeats.read_bytes(service)
     first = parse_heartbeat(left)
@@ -46,25 +46,25 @@ def check_name(broker: Broker, service: str) -> bytes:
     end = time.monotonic() + WATCH_S
     while time.monotonic() < end:
         threading.Event().wait(BEAT_S / 10)
-        beat = broker.heartbeats.read(service)
-        if beat is not None and beat.time > first.time:
-            raise _name_taken(service, beat)
+        heartbeat = broker.heartbeats.read(service)
+        if heartbeat is not None and heartbeat.time > first.time:
+            raise _name_taken(service, heartbeat)
     return left
 
 
-def _name_taken(service: str, beat: Heartbeat | None) -> InfraError:
-    who = f"with process id {beat.pid} on {beat.host}" if beat else "of another version of Tidemill"
+def _name_taken(service: str, heartbeat: Heartbeat | None) -> InfraError:
+    who = f"with process id {heartbeat.pid} on {heartbeat.host}" if heartbeat else "of another version of Tidemill"
     return InfraError(
         f"{service} runs already, {who}, and two services of one name would take each other's work: end it, or give"
         f" this one another name: --name {service}-b"
     )
 
 
-def _is_gone(beat: Heartbeat) -> bool:
-    """Whether a heartbeat is surely of no other living process."""
-    if not beat.place or beat.place != find_place():
+def _is_gone(heartbeat: Heartbeat) -> bool:
+    """Return whether the process of a heartbeat is known to have ended, or is this one."""
+    if not heartbeat.place or heartbeat.place != find_place():
         return False
-    return beat.pid == os.getpid() or not _is_running(beat.pid)
+    return heartbeat.pid == os.getpid() or not _is_running(heartbeat.pid)
 
 
 def _is_running(pid: int) -> bool:
@@ -78,7 +78,7 @@ def _is_running(pid: int) -> bool:
 
 
 def find_place() -> str:
-    """Return what tells in which system and process namespace a process id counts; "" where nothing does."""
+    """Identify the boot and the process namespace in which process ids are valid; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
@@ -89,9 +89,9 @@ def find_place() -> str:
 class HeartbeatThread:
     """Thread that sends a heartbeat each second and renews leases every ``renew_s`` seconds: a context manager.
 
-    ``describe`` gives (state, weight version, figures), ``acknowledged`` the numbers of orders that were followed;
-    neither may block. probes: where to answer probes over HTTP, if a port is given. sole: whether no other living
-    process may have the name; InfraError at the start when one has.
+    ``describe`` returns (state, weight version, metrics), ``acknowledged`` the numbers of the orders that were
+    followed; neither may block. probes: where to answer probes over HTTP, if a port is given. sole: refuse to start,
+    with InfraError, while another live process has the name.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class HeartbeatThread:
         self._probes = probes
         self._sole = sole
         self._place = find_place()
-        # The supervisor's children are services, which tell their own figures.
+        # The supervisor's children are services, which report their own metrics.
         self._meter = ProcessMeter(alone=role == "supervisor")
         self._server: ProbeServer | None = None
         self._pulse = Pulse(time.monotonic())
@@ -144,9 +144,9 @@ class HeartbeatThread:
             self._server.close()
 
     def _take_name(self) -> None:
-        """Take the name with the first heartbeat, which the broker refuses if anybody took it since it was looked at.
+        """Take the name with the first heartbeat; the broker refuses it if another process was faster.
 
-        So of several that are started at the same moment one keeps the name, however long another stands still.
+        So one of several processes that start at the same moment gets the name, however long another one stalls.
         """
         left = check_name(self._broker, self._service)
         holder = self._broker.heartbeats.claim(self._make_heartbeat(), left)
@@ -154,7 +154,7 @@ class HeartbeatThread:
             raise _name_taken(self._service, parse_heartbeat(holder))
 
     def soon(self) -> None:
-        """Beat at once, because an order was acknowledged."""
+        """Send a heartbeat at once, because an order was acknowledged."""
         self._wake.set()
 
     def _run(self) -> None:
@@ -169,8 +169,8 @@ class HeartbeatThread:
                 self._beat()
                 self._pulse.beaten = time.monotonic()
             except (TidemillError, redis.RedisError) as error:
-                # The main loop meets the same broker and decides; this thread only goes on trying.
-                log.warning("no sign of life could be sent", error=str(error))
+                # The main loop finds the same failure and decides; this thread only retries.
+                log.warning("no heartbeat could be sent", error=str(error))
             self._wake.wait(BEAT_S)
             self._wake.clear()
             if self._stop.is_set():
@@ -178,7 +178,7 @@ class HeartbeatThread:
         self._sign_off()
 
     def _sign_off(self) -> None:
-        """Take the service off the list, after its last heartbeat."""
+        """Remove the service from the list, after its last heartbeat."""
         try:
             self._broker.heartbeats.remove(self._service)
         except (TidemillError, redis.RedisError) as error:

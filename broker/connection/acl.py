@@ -1,8 +1,8 @@
-"""Redis ACL users, one a role: each can run its own scripts and commands on its own keys of one run, and nothing else.
+"""Redis ACL users, one for each role: it can run its scripts and commands on its keys of one run, and nothing else.
 
-Redis takes every key given to EVALSHA as read and written, to EVALSHA_RO as read, and checks the commands inside of
-a script like any others. So keys and commands of a role follow from the scripts that it runs, and from what its
-code asks directly.
+Redis treats every key given to EVALSHA as read and written, every key given to EVALSHA_RO as read, and checks the
+commands inside a script like any others. So the keys and commands of a role follow from the scripts that it runs and
+the commands that its code sends itself.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from broker.connection.scripts import body, declared, reads_only, source
 
 _CALL = re.compile(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]+)')?")
 _CONTAINERS = ("MEMORY", "XGROUP", "XINFO")
-"""Commands of scripts that are granted by their subcommand."""
+"""Commands of scripts that are granted by subcommand."""
 _CONNECTION = "ping select info exists"
-"""Commands of every user. EXISTS asks a cluster for the run's node. INFO is the only @dangerous one of all."""
+"""Commands of every user. EXISTS finds the run's node in a cluster. INFO is the only @dangerous one."""
 _SERVICE = f"{_CONNECTION} evalsha script|load time hdel hget"
 _WORKER = "xgroup|create xreadgroup xclaim xpending xinfo|groups"
 _LEDGER = "evalsha_ro script|load xread xrevrange"
@@ -28,10 +28,10 @@ _LOOKER = f"{_CONNECTION} {_LEDGER} hgetall hmget zrange xrange xlen xinfo|group
 
 
 @dataclass(frozen=True)
-class Role:
-    """scripts: those it runs. commands: those it sends itself. reads, writes: keys these need beside the scripts'.
+class AclRole:
+    """Permissions of a role. scripts: those it runs. commands: those it sends itself. reads, writes: their keys.
 
-    only, on: commands that it may send on these keys alone.
+    only, on: further commands, allowed on these keys alone.
     """
 
     scripts: str
@@ -42,13 +42,13 @@ class Role:
     on: str = ""
 
 
-ROLES: Mapping[str, Role] = {
-    "feeder": Role(
+ROLES: Mapping[str, AclRole] = {
+    "feeder": AclRole(
         "read_pipeline admit_tasks stage_evaluation open_evaluation drop_dead_letters heartbeat append_telemetry",
         f"{_SERVICE} {_LEDGER} getrange",
         "CHANGES RUN_CONTROL",
     ),
-    "generator": Role(
+    "generator": AclRole(
         "publish_samples save_partials take_evaluations fail_sample return_task fail_task renew_tasks drop_dead_letters"
         " take_question answer_question note_verdict announce_peer find_peers answer_roll meet heartbeat"
         " append_telemetry add_counts keep_images",
@@ -57,7 +57,7 @@ ROLES: Mapping[str, Role] = {
         only=_WORKER,
         on="TASKS EVAL_TASKS",
     ),
-    "reward": Role(
+    "reward": AclRole(
         "publish_scores return_trajectory renew_trajectories dead_letter drop_dead_letters keep_eval_samples heartbeat"
         " add_counts",
         _SERVICE,
@@ -65,7 +65,7 @@ ROLES: Mapping[str, Role] = {
         only=_WORKER,
         on="TRAJECTORIES",
     ),
-    "trainer": Role(
+    "trainer": AclRole(
         "take_over read_pipeline claim_scores reclaim_scores discard_scores diagnose_group close_group journal_batch"
         " complete_step commit_step forget_consumers finish_run add_version put_chunk announce_peer find_peers"
         " open_roll close_roll meet keep_samples take_eval_samples mend_evaluations drop_dead_letters"
@@ -73,8 +73,8 @@ ROLES: Mapping[str, Role] = {
         f"{_SERVICE} {_LEDGER} get hgetall hmget xgroup|create xinfo|groups xrange xdel",
         "ROLL_ANSWERS ROLL_CHANGES",
     ),
-    "observer": Role("read_pipeline measure_streams", _LOOKER, "*", ""),
-    "operator": Role(
+    "observer": AclRole("read_pipeline measure_streams", _LOOKER, "*", ""),
+    "operator": AclRole(
         "read_pipeline measure_streams claim_run change_settings set_run_state set_run_control requeue_group heartbeat"
         " append_telemetry ask_policy",
         f"{_LOOKER} evalsha xdel hdel time",
@@ -84,22 +84,24 @@ ROLES: Mapping[str, Role] = {
         "*",
     ),
 }
-"""observer: `tidemill status` and dashboards. operator: whoever pauses, changes settings, requeues and purges."""
+"""observer: `tidemill status` and dashboards. operator: pauses, changes settings, requeues and purges."""
 
 
 def rules(role: str, keys: Keys) -> list[str]:
-    """Return the rules after ``ACL SETUSER name`` that make a user of this role, but for its password.
+    """Return the rules of a user of this role, as after ``ACL SETUSER name``, without its password.
 
-    KeyError for an unknown role.
+    KeyError if the role is unknown.
     """
-    found = ROLES[role]
-    scripts = found.scripts.split()
-    written = {key for name in scripts if not reads_only(name) for key in declared(name)} | set(found.writes.split())
-    read = {key for name in scripts if reads_only(name) for key in declared(name)} | set(found.reads.split())
-    # A selector allows its commands to scripts as well.
-    of_scripts = {command for name in scripts for command in _commands(name)} - set(found.only.split())
-    commands = set(found.commands.split()) | of_scripts
-    only = " ".join([*_granted(found.only), *_patterns("~", found.on.split(), keys)])
+    permissions = ROLES[role]
+    scripts = permissions.scripts.split()
+    written = {key for name in scripts if not reads_only(name) for key in declared(name)} | set(
+        permissions.writes.split()
+    )
+    read = {key for name in scripts if reads_only(name) for key in declared(name)} | set(permissions.reads.split())
+    # Scripts may also use the commands of a selector.
+    of_scripts = {command for name in scripts for command in _commands(name)} - set(permissions.only.split())
+    commands = set(permissions.commands.split()) | of_scripts
+    only = " ".join([*_granted(permissions.only), *_patterns("~", permissions.on.split(), keys)])
     return [
         *("reset", "on", "resetchannels", "-@all"),
         *_granted(" ".join(commands)),
@@ -114,7 +116,7 @@ def _granted(commands: str) -> list[str]:
 
 
 def _patterns(access: str, names: list[str], keys: Keys) -> list[str]:
-    """Whole names of keys; ``*`` is every key of the run."""
+    """Return access patterns with full key names; ``*`` is every key of the run."""
     return [f"{access}{key}" for key in ([f"{keys.base}:*"] if names == ["*"] else keys.named(names))]
 
 
@@ -124,7 +126,7 @@ def _commands(script: str) -> set[str]:
 
 
 def user(role: str, keys: Keys) -> str:
-    """``tidemill~arithmetic~trainer``: a user is of one run. No prefix, no run and no role has a ``~``."""
+    """Return a user's name, such as ``tidemill~arithmetic~trainer``; prefixes, runs and roles contain no ``~``."""
     return f"{keys.base.strip('{}').replace(':', '~')}~{role}"
 
 
@@ -139,15 +141,15 @@ def new_passwords() -> dict[str, str]:
 
 
 def acl_lines(keys: Keys, passwords: Mapping[str, str]) -> list[str]:
-    """``ACL SETUSER`` lines for redis-cli, one for every role in ``passwords``; they hold only the passwords' SHA-256.
+    """Return ``ACL SETUSER`` lines for redis-cli, one for each role in ``passwords``, with the passwords' SHA-256.
 
-    ``acl_file_lines`` are the same for the server's configuration.
+    ``acl_file_lines`` returns the same for the server's configuration.
     """
     return [f"ACL SETUSER {line}" for line in _users(keys, passwords)]
 
 
 def acl_file_lines(keys: Keys, passwords: Mapping[str, str], administrator: str) -> list[str]:
-    """Return ``user`` lines for a server's configuration or its aclfile: a user for every role in ``passwords``.
+    """Return ``user`` lines for a server's configuration or its aclfile, one for each role in ``passwords``.
 
     administrator: password of ``default``, which may do everything.
     """

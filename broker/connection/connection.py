@@ -1,7 +1,7 @@
-"""The connection to the server, and the one place where a lost one is tried again.
+"""The connection to the server, and the one place that retries after it was lost.
 
-redis-py's own retries repeat writes blindly, so they are off: every operation of the
-broker is idempotent and is repeated here, with backoff, until a deadline.
+redis-py's own retries repeat writes blindly, so they are off. Every operation of the broker is idempotent, and is
+retried here, with backoff, until a deadline.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from schemas.urls import hide_password
 
 T = TypeVar("T")
 SOCKET_TIMEOUT_S = 10.0
-"""No single command may take longer; blocking reads wait at most BLOCK_MS."""
+"""Longest time of a single command; blocking reads wait at most BLOCK_MS."""
 BLOCK_MS = 1000
 CONNECTIONS = 8
-"""Most connections of a process: three that wait for news, one for heartbeats, and some for work. A thousand
-generators that end at once, each in many threads, stay below the 10,000 clients that a server takes by default."""
+"""Most connections of a process: three that wait for changes, one for heartbeats, and some for work. A thousand
+generators that end at once, each in many threads, stay below the 10,000 clients that a server accepts by default."""
 MIN_VERSION = (7, 0)
 
 log = structlog.get_logger()
 
 ELSEWHERE = (redis.AuthenticationError, redis.exceptions.NoPermissionError)
-"""Errors of redis-py that no wait mends."""
+"""Errors of redis-py that do not pass by waiting."""
 
 FORBIDDEN = ("user executing the script", "ACL failure in script", "SELECT is not allowed", "DB index is out of range")
-"""Parts of the text of such refusals that redis-py has no kind for."""
+"""Parts of the text of such errors that have no type in redis-py."""
 
 WAITABLE = frozenset({"OOM", "MISCONF", "LOADING", "NOREPLICAS", "BUSY", "NOSCRIPT"})
-"""First words of refusals that pass: memory or disk is full, the server starts, replicas are missing, a script of
-somebody runs long, scripts were flushed or the server replaced between our loading one and calling it."""
+"""Codes of errors that pass: memory or disk is full, the server is starting, replicas are missing, another script
+runs long, or scripts were flushed (or the server replaced) between loading and calling one."""
 
 FREE_BYTES = 1 << 20
-"""Memory that dead letters leave free when work was refused for want of it."""
+"""Memory to free, by dropping dead letters, when work was refused because memory is full."""
 
 ABORTED = "Transaction discarded because of: "
-"""Before the refusal of a whole transaction; redis-py takes off what stands before it."""
+"""Precedes the error of a whole transaction; redis-py removes what stands before it."""
 
 GONE = frozenset({"NOGROUP", "UNBLOCKED"})
-"""First words of the answer to a reader whose stream or group was deleted."""
+"""Codes of the error for a reader whose stream or group was deleted."""
 
 
 LARGE_BODY = 4096
-"""Bytes of a body from which on copying it costs more than packing it in Python."""
+"""Bytes of a body above which copying costs more than packing in Python."""
 
 
 class CommandPacker(HiredisRespSerializer):
-    """Packs commands for the wire. hiredis copies each argument three times, which large bodies in HSET are spared."""
+    """Packs commands for the wire. hiredis copies each argument three times; large bodies in HSET are packed here."""
 
     def pack(self, *args: Any) -> list[bytes]:
         body = args[-1]
@@ -78,9 +78,9 @@ class CommandPacker(HiredisRespSerializer):
 
 
 def open_client(url: str, connected: Callable[[], None] | None = None) -> redis.Redis:
-    """Return a client without hidden retries; ConfigError when the URL is wrong.
+    """Return a client without hidden retries; ConfigError if the URL is invalid.
 
-    connected: called whenever a connection was made, also where the client mends one silently.
+    connected: called after each connection, including those that the client replaces silently.
     """
     failures.check_tls_files(url)
 
@@ -102,14 +102,14 @@ def open_client(url: str, connected: Callable[[], None] | None = None) -> redis.
             command_packer=CommandPacker(),
         )
     except ValueError as error:
-        # Of a password with a slash in it a part is taken for the port, and named.
+        # If the password contains a slash, a part of it is taken for the port and appears in the error.
         why = "a / ? # in its password must be %2F %3F %23" if "@" in url and "Port" in str(error) else error
         raise ConfigError(f"broker.url {hide_password(url)!r} is wrong: {why}") from error
     return redis.Redis.from_pool(pool)
 
 
 def check_server(client: redis.Redis, url: str) -> list[str]:
-    """Refuse a server that would lose work (ConfigError); return warnings about its persistence."""
+    """Check that the server can't lose work, else ConfigError; return warnings about its persistence."""
     server: dict[str, Any] = client.info("server")
     memory: dict[str, Any] = client.info("memory")
     persistence: dict[str, Any] = client.info("persistence")
@@ -128,7 +128,7 @@ def check_server(client: redis.Redis, url: str) -> list[str]:
 
 
 def check_server_now(url: str) -> list[str]:
-    """Like ``check_server``, but ConfigError at once when the server does not answer: for people who wait."""
+    """Like ``check_server``, but raise ConfigError at once if the server does not answer, since a user waits."""
     try:
         return check_server(open_client(url), url)
     except redis.RedisError as error:
@@ -141,7 +141,7 @@ def check_server_now(url: str) -> list[str]:
 
 
 def error_code(error: redis.RedisError) -> str:
-    """Return the error code, which is the first word of a server's refusal; redis-py takes some of them off."""
+    """Return the error code, the first word of a server's error; redis-py removes some of them."""
     if isinstance(error, redis.exceptions.OutOfMemoryError):
         return "OOM"
     if isinstance(error, redis.exceptions.BusyLoadingError):
@@ -152,34 +152,34 @@ def error_code(error: redis.RedisError) -> str:
 
 
 class Connection:
-    """The broker connection of a process: runs commands and scripts, repeated until ``deadline_s``."""
+    """The broker connection of a process: runs commands and scripts, and retries them until ``deadline_s``."""
 
     def __init__(self, url: str, keys: Keys, deadline_s: float) -> None:
         self.url = url
         self.keys = keys
         self.deadline_s = deadline_s
         self._nodes = [url]
-        """Where the run's keys may be, the likeliest first: another node than the URL's in a cluster."""
+        """URLs of the nodes that may have the run's keys, the likeliest first; a cluster may have them elsewhere."""
         self._settled = False
         self.client = open_client(url, self._connected)
         self.connections = 0
         """Number of connections made so far; another server may answer on a new one."""
         self.losses = 0
-        """Number of lost answers; readers look at their own pending entries when it changes."""
+        """Number of lost replies; readers check their own pending entries when it changes."""
         self.authority = False
-        """Whether this process mends a damaged broker itself (the trainer); the others wait for that."""
+        """Whether this process repairs a damaged broker (the trainer); the others wait for that."""
         self._scripts: dict[str, Script] = {}
         self._loaded: dict[str, int] = {}
-        """Scripts that the server has for sure, with the number of connections at which it was given them."""
+        """Scripts that the server has loaded, with the value of ``connections`` at that time."""
         self._lock = threading.Lock()
 
     def _connected(self) -> None:
         self.connections += 1
 
     def run(self, what: str, operation: Callable[..., T], *args: Any) -> T:
-        """Do an idempotent ``operation(client, *args)``; InfraError after the deadline says what could not be done.
+        """Run an idempotent ``operation(client, *args)``; after the deadline, InfraError names it by ``what``.
 
-        BrokerLost, to the authority only, when a key is not what it should be.
+        BrokerLost, for the authority only, if a key has the wrong type.
         """
         start = time.monotonic()
         wait = 0.05
@@ -200,7 +200,7 @@ class Connection:
             wait = min(wait * 2, 2.0)
 
     def run_once(self, what: str, operation: Callable[..., T], *args: Any) -> T:
-        """Like ``run``, but tried a single time: for what comes again by itself, and must hold nothing up."""
+        """Like ``run``, but without retries: for what is repeated anyway and must not delay its caller."""
         try:
             return self._try(operation, args)
         except redis.RedisError as error:
@@ -209,13 +209,13 @@ class Connection:
 
     def _try(self, operation: Callable[..., T], args: tuple[Any, ...]) -> T:
         if not self._settled:
-            # A node that has not the run's keys refuses this, but would answer about itself.
+            # A node without the run's keys refuses this command, but would answer INFO or TIME about itself.
             self.client.exists(self.keys.services)
             self._settled = True
         return operation(self.client, *args)
 
     def _raise_unless_temporary(self, what: str, error: redis.RedisError) -> None:
-        """Return if the operation may be tried again."""
+        """Return if the operation may be retried; otherwise raise what the error means."""
         if isinstance(error, ELSEWHERE) or any(text in str(error) for text in FORBIDDEN):
             raise ConfigError(f"the broker at {hide_password(self.url)} refuses {what}: {error}") from error
         if isinstance(error, redis.ConnectionError | redis.TimeoutError):
@@ -242,7 +242,7 @@ class Connection:
             self._drop_dead_letters()
 
     def _drop_dead_letters(self) -> None:
-        """Give the server's memory to work. A user who may not, and a server that is gone, are met by the next try."""
+        """Free memory for work. If that fails, the next attempt of the operation shows why."""
         try:
             dropped = self._evaluate(self.client, "drop_dead_letters", (FREE_BYTES,))
         except redis.RedisError as error:
@@ -252,7 +252,7 @@ class Connection:
             log.warning("the broker's memory is full: the oldest dead letters were dropped", letters=dropped)
 
     def _use_nodes(self, nodes: list[str], reconnect: bool = False) -> None:
-        """Ask the first of these from now on. reconnect: by new connections; those in use end with their operation."""
+        """Use the first of these nodes from now on. reconnect: open new connections, even if the node is the same."""
         if reconnect or nodes[0] != self._nodes[0]:
             self.client = open_client(nodes[0], self._connected)
         self._nodes = nodes
@@ -263,20 +263,20 @@ class Connection:
         return self.run(name, self._evaluate, name, args)
 
     def run_script_once(self, name: str, *args: str | bytes | int | float) -> Any:
-        """``run_script``, tried a single time."""
+        """Like ``run_script``, but without retries."""
         return self.run_once(name, self._evaluate, name, args)
 
     def run_scripts(self, name: str, calls: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
-        """Run one script several times in one round trip; each call is as atomic as alone."""
+        """Run one script several times in one round trip; each call is atomic."""
         return self.run(name, self._evaluate_all, name, calls)
 
     def run_script_with_fields(
         self, name: str, key: str, calls: Sequence[tuple[Sequence[str | bytes], Sequence[str | bytes | int | float]]]
     ) -> list[Any]:
-        """Put fields into the hash ``key`` and run one script, for each call at once: both, or neither.
+        """Set fields of the hash ``key`` and run one script, for each call in one transaction.
 
-        A call is fields with their values, in turns, and the script's arguments. So what is large reaches the server
-        without passing through Lua, where it would be copied three times.
+        A call is a list of fields and values in turn, and the script's arguments. Large values reach the server this
+        way without passing through Lua, which would copy them three times.
         """
         return self.run(name, self._evaluate_with_fields, name, key, calls)
 
@@ -285,7 +285,7 @@ class Connection:
     ) -> list[Any]:
         script = self._script(name)
         if self._loaded.get(name) != self.connections:
-            # A transaction is not undone where a script is unknown, so this is not left to the answer.
+            # A transaction is not undone if its script is unknown, so the script is loaded before.
             client.script_load(script.text)
             self._loaded[name] = self.connections
         pipe: Any = client.pipeline(transaction=False)
@@ -329,9 +329,9 @@ class Connection:
 
 
 def find_url(configured: str | None) -> str | None:
-    """The server to use: the configuration's, else REDIS_URL's, else that in the file which REDIS_URL_FILE names.
+    """Return the server's URL: the configured one, else REDIS_URL, else the content of the file REDIS_URL_FILE.
 
-    None asks for an embedded one. ConfigError when the file can't be read or is empty.
+    None asks for an embedded server. ConfigError if the file can't be read or is empty.
     """
     if url := configured or os.environ.get("REDIS_URL"):
         return url

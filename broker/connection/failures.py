@@ -1,7 +1,7 @@
-"""Failures of a connection that need more than another try: a run that moved to another node, and refused TLS.
+"""Failures of a connection that need more than a retry: a run that moved to another node, and rejected TLS.
 
-In Redis Cluster all keys of a run share one hash tag, so one node has them all; any other names it in its refusal
-(MOVED), also after a failover. Wrong certificates stay wrong, so the user is told at once, not after a deadline.
+In Redis Cluster all keys of a run share one hash tag, so one node has them all. Any other node names it in its error
+(MOVED), also after a failover. An invalid certificate stays invalid, so it is reported at once, not after a deadline.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import redis
 from schemas.errors import ConfigError
 
 MOVING = (redis.exceptions.AskError, redis.exceptions.TryAgainError, redis.exceptions.ClusterDownError)
-"""Refusals that pass: the run's slot is on its way to another node, or has none for a moment."""
+"""Errors that pass: the run's slot is moving to another node, or has none for a moment."""
 
 DEMOTED = (redis.exceptions.ReadOnlyError, redis.exceptions.MasterDownError)
-"""Refusals of a replica (READONLY, MASTERDOWN). After a failover the name in the URL may lead to the new primary, but
-a connection that is open leads to the old one for ever."""
+"""Errors of a replica (READONLY, MASTERDOWN). After a failover the host name in the URL may lead to the new primary,
+but an open connection still leads to the old one."""
 
 
 def is_demotion(error: redis.RedisError) -> bool:
-    """Whether a server refuses because it is no primary any more; readers that waited there are told UNBLOCKED."""
+    """Return whether a server refuses because it is no longer a primary; blocked readers get UNBLOCKED."""
     return isinstance(error, DEMOTED) or "instance state changed" in str(error)
 
 
 def redirect_url(url: str, moved: redis.exceptions.MovedError) -> str:
-    """The URL of the node that a refusal names, with all else as in ``url``. An empty host is the one we asked."""
+    """Return ``url`` with the host and port that a MOVED error names; an empty host is the one that answered."""
     parts = urlsplit(url)
     user, at, _ = parts.netloc.rpartition("@")
     host = moved.host or parts.hostname or ""
@@ -41,11 +41,11 @@ def redirect_url(url: str, moved: redis.exceptions.MovedError) -> str:
 
 FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _REASONS = ("CERTIFICATE", "UNKNOWN_CA")
-"""In what a server says that refuses our certificate, or that we have none."""
+"""Parts of the reasons with which a server rejects our certificate, or that we have none."""
 
 
 def check_tls_files(url: str) -> None:
-    """ConfigError when a file that the URL names is not there."""
+    """Check that the files named in the URL exist; ConfigError otherwise."""
     named = parse_qs(urlsplit(url).query)
     for option in FILES:
         for path in named.get(option, []):
@@ -54,7 +54,7 @@ def check_tls_files(url: str) -> None:
 
 
 def explain_tls_refusal(error: BaseException) -> str | None:
-    """Why TLS with this server can't be, from the cause of a lost connection; None when trying again may help."""
+    """Explain why TLS with this server fails, from the cause of a lost connection; None if a retry may help."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):

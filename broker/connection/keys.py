@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 GENERATORS, REWARD, TRAINER = "generators", "reward", "trainer"
-"""Consumer groups, in the order of the streams' life."""
+"""Consumer groups, in the order in which work passes through them."""
 
 
 class Keys:

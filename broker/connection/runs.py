@@ -1,4 +1,4 @@
-"""The runs on one server: found by their keys and measured, and whether this version can read what one left."""
+"""The runs on a server: their names and sizes, and whether this version of Tidemill can read them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BASE = re.compile(rb"^\{([^{}]+):([^{}:]+)\}:")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run on the server. memory: bytes of all its keys, as the server counts them. state: ``-`` without a trainer."""
+    """A run on the server. memory: bytes of all its keys, as the server counts them. state: ``-`` before a trainer."""
 
     prefix: str
     name: str
@@ -28,7 +28,7 @@ class RunInfo:
 
 
 def list_runs(client: redis.Redis) -> list[RunInfo]:
-    """All runs of one server, largest first."""
+    """List the runs of a server, largest first."""
     found: dict[tuple[str, str], list[bytes]] = {}
     for key in client.scan_iter(match="{*:*}:*", count=1000):
         match = _BASE.match(key)
@@ -55,14 +55,14 @@ def _info(client: redis.Redis, prefix: str, name: str, keys: list[bytes]) -> Run
 
 
 def check_schema(client: redis.Redis, keys: Keys) -> None:
-    """ConfigError when the run's data was written with other layouts of messages and keys than this version's."""
+    """Check that the run's data has this version's layout of messages and keys; ConfigError otherwise."""
     try:
         found: Any = client.hmget(keys.ctl, "schema", "step")
     except redis.exceptions.NoPermissionError:
         # Generators and reward services may not see the control state; feeder and trainer refuse the run.
         return
     except redis.ResponseError as error:
-        # A key of another type is mended by the trainer that takes the run over.
+        # The trainer that takes the run over repairs a key of the wrong type.
         if "WRONGTYPE" in str(error):
             return
         raise
@@ -78,6 +78,6 @@ def check_schema(client: redis.Redis, keys: Keys) -> None:
 
 
 def memory_of(client: redis.Redis, key: bytes | str) -> int:
-    """Bytes that a key takes, 0 when it has gone meanwhile."""
+    """Return the bytes that a key takes, 0 if it was deleted meanwhile."""
     used: Any = client.memory_usage(key, samples=20)
     return int(used or 0)

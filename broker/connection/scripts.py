@@ -18,12 +18,12 @@ DECLARES = "-- KEYS: "
 PRELUDE = "prelude"
 _DEFINED = re.compile(r"^local (?:function )?([\w, ]+)", re.MULTILINE)
 OTHER_RUN = b"other_run"
-"""Answer to a caller whose run does not have the name (any more): nothing was done."""
+"""Reply to a caller whose run does not have the name, or has lost it: nothing was done."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script of lua/, ready for one run. keys: those it declares, in its order. reads: whether it writes nothing."""
+    """A script of lua/, ready for one run. keys: those that it declares. reads: whether it writes nothing."""
 
     text: str
     sha: str
@@ -32,13 +32,13 @@ class Script:
 
     @classmethod
     def named(cls, name: str, keys: Keys) -> Script:
-        """The script with the shared prelude before its body."""
+        """Load a script, with the shared prelude before its body."""
         text = source(name)
         sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
         return cls(text, sha, keys.named(declared(name)), reads_only(name))
 
     def call(self, client: redis.Redis, args: tuple[Any, ...]) -> Any:
-        """Run it; the server is given the text when it doesn't know it."""
+        """Run the script; if the server does not have it, load it first."""
         try:
             return self.send(client, args)
         except redis.exceptions.NoScriptError:
@@ -46,19 +46,19 @@ class Script:
             return self.send(client, args)
 
     def send(self, client: redis.Redis, args: Sequence[Any]) -> Any:
-        """Run it, or queue it in a pipeline. A user who may only read its keys may run one that only reads."""
+        """Run it, or queue it in a pipeline; a script that only reads runs with read permission on its keys."""
         run = client.evalsha_ro if self.reads else client.evalsha
         return run(self.sha, len(self.keys), *self.keys, *args)
 
 
 def names() -> list[str]:
-    """All scripts."""
+    """List the scripts."""
     return sorted(name for name in script_files() if name != PRELUDE)
 
 
 @functools.cache
 def script_files() -> dict[str, Path]:
-    """Return the files below lua/ by its name without the ending; names are unique, folders are for readers only."""
+    """Return the files below lua/ by script name; names are unique across the folders."""
     files = sorted((Path(__file__).parents[1] / "lua").rglob("*.lua"))
     by_name = {file.stem: file for file in files}
     if len(by_name) < len(files):
@@ -67,7 +67,7 @@ def script_files() -> dict[str, Path]:
 
 
 def declared(name: str) -> list[str]:
-    """Names of the keys that a script may use, as attributes of Keys in capitals."""
+    """List the keys that a script may use, as attributes of Keys in capitals."""
     for line in body(name).splitlines():
         if line.startswith(DECLARES):
             return line.removeprefix(DECLARES).split()
@@ -75,7 +75,7 @@ def declared(name: str) -> list[str]:
 
 
 def source(name: str) -> str:
-    """Text of one script: its shebang if it has one, its keys as locals, what it uses of the prelude, its own body."""
+    """Assemble a script: its shebang if any, its keys as locals, the parts of the prelude that it uses, its body."""
     text = body(name)
     shebang = ""
     if text.startswith("#!"):
@@ -87,7 +87,7 @@ def source(name: str) -> str:
 
 
 def _used_prelude(text: str) -> str:
-    """The paragraphs of the prelude that a script uses: each call of a script makes all its functions anew."""
+    """Select the paragraphs of the prelude that a script uses, because each call creates all functions again."""
     used: list[str] = []
     for paragraph in reversed(body(PRELUDE).split("\n\n")):
         defined = [name for names in _DEFINED.findall(paragraph) for name in names.replace(",", " ").split()]
@@ -97,10 +97,10 @@ def _used_prelude(text: str) -> str:
 
 
 def reads_only(name: str) -> bool:
-    """Whether the server makes sure that the script writes nothing."""
+    """Return whether the script is flagged, so that the server rejects writes by it."""
     return "no-writes" in body(name).partition("\n")[0]
 
 
 def body(name: str) -> str:
-    """Text of one file as it lies there."""
+    """Read the file of a script."""
     return script_files()[name].read_text(encoding="utf-8")

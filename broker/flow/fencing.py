@@ -1,6 +1,6 @@
-"""Leader terms: which trainer of a run is the newest, and what becomes of a write by any other.
+"""Leader terms: which trainer of a run is the newest, and how writes of older ones are rejected.
 
-Every script of the trainer gets its term and refuses all but the newest's.
+Every script of the trainer gets its term and rejects all but the newest.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from schemas.errors import BrokerLost, FencedError
 
 
 def term_number(leader_term: str) -> int:
-    """The number in a term; a later trainer's is higher, -1 for text that is no term."""
+    """Return the number of a term, which is higher for a later trainer; -1 if the text is not a term."""
     digits = leader_term.partition("-")[0]
     return int(digits) if digits.isdecimal() else -1
 
 
 def accepted(connection: Connection, answer: Any, leader_term: str) -> Any:
-    """A script's answer; FencedError when a newer trainer took over, BrokerLost when the broker knows of none."""
+    """Return a script's reply; FencedError if a newer trainer took over, BrokerLost if the broker knows of none."""
     if answer == b"fenced":
         add_counts(connection, {FENCED: 1})
         raise FencedError(f"trainer {leader_term} was replaced by a newer one and stops")

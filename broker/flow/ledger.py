@@ -1,9 +1,8 @@
-"""The ledger: which prompt groups are in the pipeline, and how every other one ended.
+"""The ledger: which prompt groups are in the pipeline, and how all others ended.
 
-A slot is charged when a group is admitted and returns when it was trained, dropped or
-failed; nothing else moves it. Invariant: admitted == active + trained + dropped + failed.
-Task ids below the cursor were admitted, or skipped by the curriculum; those to be admitted again (``readmit``) count as
-not admitted.
+A slot is charged when a group is admitted and returns when the group was trained, dropped or failed; nothing else
+moves it. Invariant: admitted == active + trained + dropped + failed. Task ids below the cursor were admitted, or
+skipped by the curriculum; those to be admitted again (``readmit``) count as not admitted.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Setting = Literal["staleness", "batch", "concurrency", "lr", "steps", "temperatu
 
 @dataclass(frozen=True)
 class SkippedTask:
-    """A position of the prompt order that the curriculum leaves out. There is no way back: its task is never made."""
+    """A position of the prompt order that the curriculum skips for good: its task is never made."""
 
     task_id: int
     n: int = 0
@@ -39,12 +38,12 @@ class SkippedTask:
 
 @dataclass(frozen=True)
 class Admission:
-    """Answer to an attempt to admit: the first that is not ok. next: the task id to admit next.
+    """Result of an attempt to admit. answer: the first that is not ok. next: the task id to admit next.
 
-    ``again`` means that a task was to be skipped that was admitted before and has to be made again.
+    ``again`` means that a task was to be skipped, but was admitted before and has to be made again.
 
-    admitted: ids of the tasks that were admitted; where others were to be made again first, also behind one that was
-    not the next. unusable: those of them whose groups failed as they came in. skipped: ids of those that were skipped.
+    admitted: ids of the admitted tasks; if others have to be made again first, tasks after a rejected one may be among
+    them. unusable: admitted tasks whose groups failed at once. skipped: ids of the skipped tasks.
     """
 
     answer: AdmissionAnswer
@@ -56,14 +55,13 @@ class Admission:
 
 @dataclass(frozen=True)
 class LedgerState:
-    """A consistent look at the ledger. ``dropped`` and ``failed`` count groups by reason.
+    """The ledger at one moment. ``dropped`` and ``failed`` count groups by reason.
 
-    capacity: slots there are. readmit: groups waiting to be admitted again. skipped: positions that the curriculum left
-    out. uncommitted: steps that no checkpoint
-    covers yet, max_uncommitted: how many there may be. broker_lifetime: changes when the broker was rebuilt.
-    cause: why the run has failed. run_id, run_since: its identity (schemas/run_record.py), and when its first attempt
-    began. control: what people asked for. settings: those that people changed. counters: of mishaps
-    (broker/connection/counters.py).
+    capacity: number of slots. readmit: groups waiting to be admitted again. skipped: positions that the curriculum
+    skipped. uncommitted: steps that no checkpoint covers yet; max_uncommitted: their limit. broker_lifetime: changes
+    when the broker is rebuilt. cause: why the run failed. run_id, run_since: its identity (schemas/run_record.py), and
+    when its first attempt began. control: users' orders. settings: those that users changed. counters: of handled
+    faults (broker/connection/counters.py).
     """
 
     state: str
@@ -102,12 +100,12 @@ class LedgerState:
 
     @property
     def balanced(self) -> bool:
-        """Whether the invariant holds, and every admitted id is accounted for."""
+        """Return whether the invariant holds and every admitted id is accounted for."""
         ended = self.trained + sum(self.dropped.values()) + sum(self.failed.values())
         return self.admitted == self.active + ended == self.cursor - self.readmit - self.skipped
 
     def describe(self) -> str:
-        """The invariant with its figures."""
+        """Format the invariant with its numbers."""
         dropped, failed = sum(self.dropped.values()), sum(self.failed.values())
         return (
             f"{self.admitted} admitted = {self.active} active + {self.trained} trained"
@@ -116,12 +114,12 @@ class LedgerState:
 
     @property
     def live_groups(self) -> int:
-        """Prompt groups of which the broker holds data."""
+        """Number of prompt groups whose data the broker holds."""
         return self.active + self.uncommitted * self.batch
 
     @property
     def live_bound(self) -> int:
-        """Return the most prompt groups of which the broker may hold data: slots, and K steps between checkpoints."""
+        """Most prompt groups whose data the broker may hold: slots, and the steps between two checkpoints."""
         return self.capacity + self.max_uncommitted * self.batch
 
 
@@ -135,7 +133,7 @@ class Ledger:
     def admit(self, task: Task | UnusableTask) -> Admission:
         """Charge a slot and queue the task, if it is the next one.
 
-        One that can't be sent is admitted as a group that failed, with a dead letter: the run goes on.
+        A task that can't be sent is admitted as a failed group, with a dead letter, and the run continues.
         """
         return self.admit_all([task])
 
@@ -146,10 +144,10 @@ class Ledger:
         prompts: Mapping[int, int] | None = None,
         images: Mapping[str, bytes] | None = None,
     ) -> Admission:
-        """``admit`` for tasks that follow one another, in one round trip: the first answer but ok, or the last.
+        """Admit tasks that follow one another, in one round trip.
 
-        run: whose tasks these are; the error of JoinedRun when the broker has another one. prompts: by task id, the
-        number of the prompt in whose statistic the outcome counts. images: bytes of the tasks' images by digest.
+        run: the run of these tasks; the error of JoinedRun if the broker has another one. prompts: by task id, the
+        number of the prompt in whose statistics the outcome counts. images: bytes of the tasks' images by digest.
         """
         run = run or JoinedRun()
         parts: list[tuple[bytes | str | int, ...]] = []
@@ -165,7 +163,7 @@ class Ledger:
         if any(OTHER_RUN in words for words in answers):
             raise run.replaced()
         said = [word.decode() for words in answers for word in words[:-1]]
-        # A broker that no trainer has begun to use says so once for a call.
+        # A broker without a trainer replies once for a call, not for each task.
         refusal = next((word for word in said if word not in ("ok", "skipped")), "ok")
         words = dict(zip((task.task_id for task in tasks), said, strict=refusal != "starting"))
         skipped, admitted = ([one for one, word in words.items() if word == kind] for kind in ("skipped", "ok"))
@@ -173,7 +171,7 @@ class Ledger:
         return Admission(cast(AdmissionAnswer, refusal), int(answers[-1][-1]), admitted, failed, skipped)
 
     def read_prompts(self, prompts: Sequence[int]) -> list[bytes]:
-        """The statistics of prompts by their number, four bytes each; fewer where nothing is known."""
+        """Read the statistics of prompts by number, four bytes each, or fewer if nothing is known."""
         key = self._connection.keys.prompts
 
         def read(client: redis.Redis) -> list[bytes]:
@@ -186,25 +184,25 @@ class Ledger:
         return self._connection.run("reading the statistics of prompts", read) if prompts else []
 
     def change_position(self) -> bytes:
-        """Return the present position in the stream of changes: read it before the ledger, for ``wait_change``."""
+        """Return the current position in the stream of changes: read it before the ledger, for ``wait_change``."""
         keys = self._connection.keys
         found: Any = self._connection.run("looking for changes", lambda client: client.xrevrange(keys.changes, count=1))
         return bytes(found[0][0]) if found else b"0-0"
 
     def wait_change(self, position: bytes, timeout_ms: int = BLOCK_MS) -> None:
-        """Return when slots or control state changed since ``position``, at the latest after the timeout."""
+        """Wait until slots or control state have changed since ``position``, or until the timeout."""
         keys = self._connection.keys
-        self._connection.run("waiting for room", lambda client: client.xread({keys.changes: position}, 1, timeout_ms))
+        self._connection.run("waiting for a slot", lambda client: client.xread({keys.changes: position}, 1, timeout_ms))
 
     def set_run_state(self, name: Literal["state", "cause"], value: str) -> None:
-        """Change control state: that of the run, or why it has failed."""
+        """Set the state of the run, or the cause of its failure."""
         self._connection.run_script("set_run_state", name, value)
 
     def change_settings(self, values: Mapping[Setting, float | None]) -> bool:
-        """Change settings while the run goes on, all or none; None goes back to the configuration's.
+        """Change settings of the running run, all or none; None restores the configured value.
 
-        False when no trainer has begun yet. RefusedError when they would leave fewer slots than a batch needs. The
-        change outlives restarts of every service.
+        False if no trainer has started yet. RefusedError if fewer slots would be left than a batch needs. The change
+        survives restarts of every service.
         """
         args = [arg for name, value in values.items() for arg in (name, "" if value is None else repr(value))]
         answer = self._connection.run_script("change_settings", *args)
@@ -213,7 +211,7 @@ class Ledger:
         return bool(answer == b"ok")
 
     def count_live_samples(self) -> int:
-        """Published training samples of groups that hold a slot."""
+        """Count the published training samples of groups that hold a slot."""
         keys = self._connection.keys
         active: Any = self._connection.run("reading slots", lambda client: client.zrange(keys.slots, 0, -1))
         samples: Any = self._connection.run("reading samples", lambda client: client.hgetall(keys.samples))
@@ -221,7 +219,7 @@ class Ledger:
         return sum(entry != b"-" and sample.partition(b":")[0] in held for sample, entry in samples.items())
 
     def read_state(self) -> LedgerState:
-        """Read everything at one moment."""
+        """Read the whole ledger at one moment."""
         raw = self._connection.run_script("read_pipeline")
         control, count = pairs(raw[1]), {name: int(value) for name, value in pairs(raw[2]).items()}
 
@@ -266,7 +264,7 @@ class Ledger:
 
 
 def pairs(flat: Sequence[bytes]) -> dict[str, str]:
-    """Return a hash from the flat list that scripts return: field, value, field, value."""
+    """Parse the flat list in which scripts return a hash: field, value, field, value."""
     return {flat[at].decode(): flat[at + 1].decode() for at in range(0, len(flat), 2)}
 
 

@@ -1,4 +1,4 @@
-"""The pipeline as its trainer sees it: slots, scored samples, and all of it at one moment."""
+"""The pipeline as its trainer sees it: slots, scored samples, and a snapshot."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from schemas.messages import Score
 class ScoredSample(msgspec.Struct, frozen=True, gc=False):
     """The outcome of a sample as the trainer reads it.
 
-    scored_id: its entry in the scores, with ``/SAMPLE`` behind it where other samples of its group are in there, too.
-    trajectory_id is None when the sample failed; ``excluded`` when it had been published and its reward failed.
+    scored_id: its entry in the scores, followed by ``/SAMPLE`` if the entry holds several samples of the group.
+    trajectory_id: None if the sample failed. excluded: whether it was published and its reward failed.
     """
 
     scored_id: bytes
@@ -56,7 +56,7 @@ class PipelineSnapshot:
 
     @property
     def balanced(self) -> bool:
-        """The ledger's invariant."""
+        """Whether the ledger's invariant holds."""
         ended = self.counts.get("trained", 0) + ended_untrained(self.counts)
         admitted = self.counts.get("admitted", 0)
         skipped = self.counts.get("skipped", 0)

@@ -1,8 +1,8 @@
-"""The progress of a trainer's weights, and what trainer and broker tell each other of it at a take-over.
+"""The progress of a trainer, and what trainer and broker exchange about it at a takeover.
 
-Every prompt below ``cursor`` has been admitted once; of those, all but ``unfinished`` have ended. So the two
-tell which prompts are in the weights or were given up, and which have to be made again. Checkpoints hold a trainer's
-progress beside the tensors, and a broker that lost its memory is rebuilt from it.
+Every prompt below ``cursor`` was admitted once, and all of these have ended except ``unfinished``. The two fields tell
+which prompts are in the weights or were given up, and which have to be made again. Checkpoints hold the progress beside
+the tensors, and a broker that lost its data is rebuilt from it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from broker.flow.owner import NOBODY, Owner
+from broker.flow.owner import NO_OWNER, Owner
 from broker.flow.pipeline import PipelineSnapshot
 from broker.flow.run_control import ControlState
 from schemas.control_api import PauseMode
@@ -26,11 +26,11 @@ FIRST_LIFETIME = "start"
 class Progress:
     """The steps and samples in a trainer's weights, and the pipeline as the trainer saw it last.
 
-    step: optimizer steps that are in the weights. version: names the weights. trained, samples: prompt groups and
-    samples that they were trained on. broker_lifetime: names an unbroken life of the broker's data. cursor,
-    unfinished: see above. counts: the ledger's, by name. settings: those that people changed in the running system.
-    pause, with its number, who asked for it and when (Unix seconds): the last order of that kind. started: when the
-    run began. run_id: the run's identity, empty while it is not known. prompts: the curriculum's statistics.
+    step: optimizer steps that are in the weights. version: of the weights. trained, samples: prompt groups and samples
+    that they were trained on. broker_lifetime: identity of the broker's data. cursor, unfinished: see above. counts:
+    the ledger's, by name. settings: those that users changed in the running run. pause, pause_id, pause_by,
+    pause_since (Unix seconds): the last pause or resume. started: when the run began. run_id: the run's identity, empty
+    if unknown. prompts: the curriculum's statistics.
     """
 
     step: int = 0
@@ -51,7 +51,7 @@ class Progress:
     prompts: bytes = b""
 
     def update(self, pipeline: PipelineSnapshot) -> None:
-        """Update the fields that describe the pipeline from its present state."""
+        """Update the fields that describe the pipeline."""
         self.cursor = pipeline.cursor
         self.unfinished = pipeline.unfinished
         self.counts = pipeline.counts
@@ -59,16 +59,16 @@ class Progress:
         self.note_pause(pipeline.control)
 
     def note_pause(self, control: ControlState) -> None:
-        """Keep the last pause or resume that people ordered: a rebuilt broker is told of it again."""
+        """Record the last pause or resume, with which a broker is rebuilt."""
         self.pause, self.pause_id = control.pause, control.pause_id
         self.pause_by, self.pause_since = control.by, int(control.since)
 
     def mark_unfinished(self, records: Iterable[BatchRecord]) -> None:
-        """Count the groups of these steps as unfinished: they are journaled, but not in the weights."""
+        """Mark the groups of these steps as unfinished: they are in the journal, but not in the weights."""
         self.unfinished.update(group.task_id for record in records for group in record.groups)
 
     def advance(self, record: BatchRecord) -> None:
-        """Count a step as done: the weights hold it from now on."""
+        """Record a step as done: the weights contain it now."""
         self.step = record.step + 1
         self.version = record.new_version
         self.trained += len(record.groups)
@@ -76,14 +76,14 @@ class Progress:
         self.unfinished.difference_update(group.task_id for group in record.groups)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but step and version, which a checkpoint holds by itself, as JSON."""
+        """Return all fields as JSON, except step and version, which a checkpoint holds itself."""
         left_out = ("step", "version")
         fields = {name: value for name, value in vars(self).items() if name not in left_out}
         packed = base64.b64encode(zlib.compress(self.prompts, 1)).decode() if self.prompts else ""
         return fields | {"unfinished": sorted(self.unfinished), "prompts": packed}
 
     def restore(self, step: int, version: int, extra: dict[str, Any]) -> None:
-        """Become what a checkpoint holds; ``extra`` is from ``to_json``."""
+        """Restore the fields from a checkpoint; ``extra`` is from ``to_json``."""
         known = {name: value for name, value in extra.items() if name in self.__dataclass_fields__}
         known |= {"step": step, "version": version, "unfinished": set(extra["unfinished"])}
         known["prompts"] = zlib.decompress(base64.b64decode(extra["prompts"])) if extra.get("prompts") else b""
@@ -93,14 +93,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class TakeoverRequest:
-    """The knowledge of a trainer that takes the run over: from its checkpoint, or from its own life.
+    """What a trainer that takes the run over knows, from its checkpoint or from its own steps.
 
-    owner: the run itself; without an identity it is not compared with the broker's.
-    batch, staleness, window, steps, max_uncommitted (most steps that no checkpoint covers): the configuration's.
-    progress: how far its weights are. fresh: whether it is the first trainer, which knows the defaults.
-    leader_term_floor: the highest leader term it has heard of. saved: the step up to which the checkpoints go.
+    owner: the run; without an id it is not compared with the broker's.
+    batch, staleness, window, steps, max_uncommitted (most steps that no checkpoint covers): as configured.
+    progress: that of its weights. fresh: whether it is the first trainer, which knows only defaults.
+    leader_term_floor: the highest leader term that it knows. saved: the last step that a checkpoint covers.
     version_if_lost: version of its weights if the broker lost the versions published after ``progress.version``.
-    evaluations: complete ones, as lines of evaluations.jsonl.
+    evaluations: the complete ones, as lines of evaluations.jsonl.
     """
 
     batch: int
@@ -114,12 +114,12 @@ class TakeoverRequest:
     saved: int = 0
     version_if_lost: int = 0
     evaluations: Sequence[Mapping[str, Any]] = ()
-    owner: Owner = NOBODY
+    owner: Owner = NO_OWNER
 
     def to_json(self) -> dict[str, Any]:
-        """The request and its progress in one level, as the broker's script reads them; no field is None.
+        """Return the request and its progress as one flat object, for the broker's script; no field is None.
 
-        The statistics of prompts are not in it: they go beside it, as they are.
+        The statistics of prompts are sent beside it, as bytes.
         """
         own = {name: value for name, value in vars(self).items() if name not in ("progress", "owner")}
         progress = self.progress
@@ -131,11 +131,11 @@ class TakeoverRequest:
 
 @dataclass(frozen=True)
 class Takeover:
-    """The broker's answer. lost: the broker had lost something, and was mended from what the trainer knew.
+    """The broker's reply. lost: the broker had lost data and was repaired from what the trainer knows.
 
-    surplus: groups that its counts say ended more often than they were admitted: an error, which the ledger shows
-    as a negative ``dropped:counted_twice``. refused_settings: those that people had set, with their values, and that
-    leave no room for a batch under this configuration, whose own are in force instead; empty if there are none.
+    surplus: how many more groups ended than were admitted, by the broker's counts: an error, which the ledger shows as
+    a negative ``dropped:counted_twice``. refused_settings: settings that users had changed, with their values, but that
+    leave too few slots for a batch under this configuration, whose values are used instead; "" if there are none.
     """
 
     leader_term: str

@@ -1,9 +1,8 @@
-"""The trainer's end of the broker: claim, journal, step, commit, all fenced by its term.
+"""The trainer's side of the broker: claim, journal, step, commit, all fenced by its leader term.
 
-Exactly once: what a step trains on is fixed in the journal before it; slots return at
-the step; entries are acknowledged only when a durable checkpoint covers them. After a
-crash the next trainer finds the same entries and the same records. A broker that lost
-what it knew is mended by the next ``take_over``, from what the trainer knows.
+Exactly once: the journal fixes what a step trains on before the step; slots return at the step; entries are
+acknowledged only when a durable checkpoint covers them. After a crash the next trainer finds the same entries and the
+same records. If the broker lost data, the next ``take_over`` repairs it from what the trainer knows.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
 from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
 
 SILENT_CONSUMER_S = 3600.0
-"""How long a consumer that holds nothing is silent before the server forgets it."""
+"""Seconds of silence after which a consumer that holds nothing is deleted from its group."""
 
 Diagnosis: TypeAlias = Literal["waiting", "complete", "ended"]
 
@@ -41,7 +40,7 @@ Diagnosis: TypeAlias = Literal["waiting", "complete", "ended"]
 class TrainerSession:
     """The pipeline operations of one trainer process.
 
-    FencedError everywhere once a newer one took over; BrokerLost when the broker went back in time.
+    Every method raises FencedError once a newer trainer took over, and BrokerLost if the broker lost recent writes.
     """
 
     def __init__(self, connection: Connection, max_bytes: int) -> None:
@@ -54,7 +53,7 @@ class TrainerSession:
         self._seen: set[bytes] = set()
 
     def take_over(self, request: TakeoverRequest) -> Takeover:
-        """Take the run over, mending the broker where it knows less than this trainer."""
+        """Take the run over, and repair the broker where it knows less than this trainer."""
         self._connection.authority = True
         self._seen.clear()
         self._losses = -1
@@ -78,7 +77,7 @@ class TrainerSession:
 
     @property
     def leader_term(self) -> str:
-        """Leader term of this trainer; empty before ``take_over``."""
+        """Leader term of this trainer; "" before ``take_over``."""
         return self._leader_term
 
     def _server_id(self) -> str:
@@ -86,19 +85,19 @@ class TrainerSession:
         return str(info["run_id"])
 
     def read_pipeline(self) -> PipelineSnapshot:
-        """The pipeline at this moment; also the place where a server that was restarted is noticed."""
+        """Read the pipeline at one moment; BrokerLost if the server was restarted."""
         raw = self._connection.run_script("read_pipeline")
         control, counts = pairs(raw[1]), {name: int(value) for name, value in pairs(raw[2]).items()}
         self._current(raw[0].decode() if raw[0] and "step" in control else None)
         if self._connections != self._connection.connections:
             self._connections = self._connection.connections
             if self._server_id() != self._server:
-                raise BrokerLost("the broker was started anew; what it still knows has to be compared")
+                raise BrokerLost("the broker was restarted; its data has to be compared with the trainer's")
         orders = pairs(raw[6])
         if "pause_id" not in orders:
-            # A take-over writes it. Without it a pause would end for the trainer alone.
-            raise BrokerLost("the broker has forgotten what was asked of this run")
-        look = PipelineSnapshot(
+            # The takeover wrote it. Without it, a pause would end for the trainer alone.
+            raise BrokerLost("the broker has lost the orders to this run")
+        snapshot = PipelineSnapshot(
             step=int(control["step"]),
             cursor=int(control["cursor"]),
             slots=[Slot(int(task_id), int(order)) for task_id, order in zip(raw[3][::2], raw[3][1::2], strict=True)],
@@ -110,12 +109,12 @@ class TrainerSession:
             paused=control.get("paused") == "1",
             control=ControlState.parse(orders),
         )
-        if not look.balanced:
+        if not snapshot.balanced:
             raise BrokerDamaged("the broker's ledger does not add up: a part of it is gone")
-        return look
+        return snapshot
 
     def diagnose_group(self, task_id: int) -> Diagnosis:
-        """Return whether a group waits for others, is complete, or holds no slot any more.
+        """Return whether a group waits for samples, is complete, or no longer holds a slot.
 
         BrokerDamaged if a part of it is lost.
         """
@@ -133,7 +132,7 @@ class TrainerSession:
         raise FencedError(f"trainer {self._leader_term} was replaced by {leader_term} and stops")
 
     def claim_scores(self, count: int) -> list[ScoredSample]:
-        """Outcomes that this trainer has not seen yet, without waiting. First all that is left from before."""
+        """Read outcomes that this trainer has not seen, without waiting; first those claimed before a lost reply."""
         if self._losses != self._connection.losses:
             self._losses = self._connection.losses
             recovered = self._recover(count)
@@ -143,7 +142,7 @@ class TrainerSession:
         return self._parse([entry for entry in entries if entry[0] not in self._seen])
 
     def _with_group(self, script: str, *args: str | bytes | int) -> Any:
-        """A script that reads as a member of the group, which is made again when somebody deleted it."""
+        """Run a script that reads as a consumer of the group; create the group again if it was deleted."""
         return with_group(
             self._connection,
             lambda: ensure_group(self._connection, self._connection.keys.scored, TRAINER),
@@ -151,7 +150,7 @@ class TrainerSession:
         )
 
     def wait_for_scores(self, timeout_ms: int = BLOCK_MS) -> None:
-        """Return when a new outcome may be there, at the latest after the timeout."""
+        """Wait until there may be a new outcome, or until the timeout."""
         keys = self._connection.keys
 
         def last_delivered(client: redis.Redis) -> bytes:
@@ -164,7 +163,7 @@ class TrainerSession:
         self._connection.run("waiting for scores", lambda client: client.xread({keys.scored: position}, 1, timeout_ms))
 
     def fetch_trajectories(self, places: Sequence[bytes]) -> list[Trajectory | BadMessage | None]:
-        """Trajectories by their places (ENTRY/BODY); None where one is gone, BadMessage where it can't be trained."""
+        """Read trajectories by their places (ENTRY/BODY); None if one is gone, BadMessage if it can't be trained."""
         bodies = read_bodies(self._connection, [body_name(place) for place in places])
         return [None if body is None else self._check(body) for body in bodies]
 
@@ -184,7 +183,7 @@ class TrainerSession:
     ) -> bool:
         """End a group without training it; its slot returns. False if it held none.
 
-        solve_rate: share of its samples that are correct, for the curriculum; None when nobody knows.
+        solve_rate: share of its samples that are correct, for the curriculum; None if unknown.
         """
         entries = _entries(scored_ids)
         answer = self._fenced(
@@ -196,27 +195,27 @@ class TrainerSession:
         return bool(answer == b"ok")
 
     def journal_batch(self, record: BatchRecord) -> None:
-        """Write the batch of a step into the journal, before the step; it stays as it is."""
+        """Write the batch of a step to the journal, before the step; it does not change afterwards."""
         self._fenced(
             self._connection.run_script("journal_batch", self._leader_term, record.step, encode(record, 1 << 30))
         )
 
     def read_journal(self) -> dict[int, BatchRecord]:
-        """Journaled steps that no checkpoint covers yet, by step."""
+        """Read the journaled steps that no checkpoint covers, by step."""
         found: Any = self._connection.run(
             "reading the journal", lambda client: client.hgetall(self._connection.keys.journal)
         )
         return {int(step): decode(body, BatchRecord, 1 << 30) for step, body in found.items()}
 
     def read_prompts(self) -> bytes:
-        """The curriculum's statistics of all prompts."""
+        """Read the curriculum's statistics of all prompts."""
         found: Any = self._connection.run(
             "reading the statistics of prompts", lambda client: client.get(self._connection.keys.prompts)
         )
         return found or b""
 
     def complete_step(self, record: BatchRecord, solve_rates: Mapping[int, float] | None = None) -> None:
-        """The record's step is done: its slots return, the version that it makes is the newest.
+        """Record a step as done: its slots return, and its weight version is the newest.
 
         solve_rates: share of correct samples of its groups, by task id, for the curriculum.
         """
@@ -230,9 +229,9 @@ class TrainerSession:
         )
 
     def commit_steps(self, records: Sequence[BatchRecord]) -> None:
-        """A durable checkpoint covers these steps: acknowledge and delete what they were trained on.
+        """Acknowledge and delete what these steps were trained on, because a durable checkpoint covers them.
 
-        What the server keeps of workers that are long gone is deleted, too.
+        Consumers of workers that ended long ago are deleted, too.
         """
         began = time.monotonic()
         for record in records:
@@ -269,7 +268,7 @@ class TrainerSession:
         return [outcome for entry_id, raw in entries for outcome in self._read_scores(entry_id, raw)]
 
     def _read_scores(self, entry_id: bytes, raw: Any) -> list[ScoredSample]:
-        """Read the outcomes in an entry of the scores, whose fields and values follow one another."""
+        """Read the outcomes in an entry of the scores, a flat list of fields and values."""
         names = iter(raw or ())
         fields: dict[bytes, bytes] = dict(zip(names, names, strict=True))
         outcomes = outcomes_in(fields)
@@ -290,7 +289,7 @@ class TrainerSession:
         return found
 
     def discard_scores(self, outcomes: Sequence[ScoredSample]) -> None:
-        """Remove outcomes of groups that ended before; what no task can be read from becomes a dead letter."""
+        """Remove outcomes of groups that have ended; entries without a readable task become dead letters."""
         if not outcomes:
             return
         letters: dict[bytes, bytes] = {}
@@ -305,7 +304,7 @@ class TrainerSession:
         self._seen.difference_update(letters)
 
     def finish_run(self) -> None:
-        """Mark the run as finished: every service may end."""
+        """Mark the run as finished, so that every service ends."""
         self._fenced(self._connection.run_script("finish_run", self._leader_term))
 
     def _fenced(self, answer: Any) -> Any:
@@ -313,10 +312,10 @@ class TrainerSession:
 
 
 def _entries(scored_ids: Iterable[bytes]) -> list[bytes]:
-    """Return the entries in the scores that outcomes lie in, each once."""
+    """Return the entries of outcomes, each once."""
     return list(dict.fromkeys([scored_id.partition(b"/")[0] for scored_id in scored_ids]))
 
 
 def _in_255(rate: float | None) -> int | str:
-    """A solve rate as statistics of prompts have it; "" when it is not known."""
+    """Encode a solve rate as in the statistics of prompts; "" if unknown."""
     return "" if rate is None else round(255 * rate)

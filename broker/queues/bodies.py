@@ -1,8 +1,7 @@
-"""Bodies of finished samples, and of evaluation tasks, which lie beside the stream that carries their names.
+"""Bodies of finished samples and of evaluation tasks, stored beside the streams, which carry only their names.
 
-A sample's place, ENTRY/BODY, is its entry in the trajectories and the name of its body. Whoever publishes a sample
-gives its body a name that nobody else has, so that a second delivery never replaces the first. The body of an
-evaluation task has the id of its task.
+A sample's place, ENTRY/BODY, is its entry in the trajectories and the name of its body. Each publisher uses unique
+names, so that a second delivery never replaces the first. The body of an evaluation task is named by the task's id.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Any
 from broker.connection.connection import Connection
 
 AT_ONCE = 64
-"""Bodies that are read in one round trip."""
+"""Bodies read in one round trip."""
 NO_BODY = "its body is not there"
-"""Reason of a dead letter whose message's body was lost."""
+"""Reason of a dead letter for a message whose body was lost."""
 
 
 class BodyNames:
-    """Names for bodies, different from all that anybody else gives. Thread-safe."""
+    """Generator of unique names for bodies. Thread-safe."""
 
     def __init__(self) -> None:
         self._writer = secrets.token_hex(8)
@@ -33,7 +32,7 @@ class BodyNames:
 
 
 def read_bodies(connection: Connection, names: Sequence[bytes]) -> list[bytes | None]:
-    """Read the bodies of these names; None for one that is not there."""
+    """Read bodies by name; None for a missing one."""
     bodies: list[bytes | None] = []
     for first in range(0, len(names), AT_ONCE):
         some = names[first : first + AT_ONCE]
@@ -44,5 +43,5 @@ def read_bodies(connection: Connection, names: Sequence[bytes]) -> list[bytes | 
 
 
 def body_name(place: Any) -> bytes:
-    """Return the name of the body in a place, b"" where it has none."""
+    """Return the name of the body in a place, b"" if it has none."""
     return bytes(place or b"").partition(b"/")[2]

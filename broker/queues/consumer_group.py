@@ -1,7 +1,7 @@
-"""Consumer groups on streams: reading, leases, and taking over the work of silent consumers.
+"""Consumer groups on streams: reading, leases, and claiming the work of silent consumers.
 
-At-least-once: an entry stays pending until its result is published in the same atomic step; work of a silent worker
-is claimed by another after the lease.
+Delivery is at least once: an entry stays pending until the atomic step that publishes its result, and another worker
+claims it if its worker is silent for a lease.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from schemas.errors import InfraError
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 AT_ONCE = 64
-"""Samples in one call of a script: the server does nothing else meanwhile."""
+"""Most samples in one call of a script, during which the server does nothing else."""
 BYTES_AT_ONCE = 16 << 20
-"""Bytes in one call of a script, where one sample has fewer."""
+"""Most bytes in one call of a script, unless a single sample has more."""
 LOOK_AT = 1000
-"""Pending entries whose leases one call looks at for a clock that was set back."""
+"""Pending entries that one call checks for leases from before the server's clock was set back."""
 Entry = tuple[bytes, dict[bytes, bytes]]
 
 
 class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
     """A message handed to a worker, with its entry in the stream.
 
-    version: the least weight version to work with (tasks). redelivered: another worker may have done a part.
-    fruitless: how often it was given back without a new token, by generators that went on (tasks).
+    version: the lowest weight version to work with (tasks). redelivered: another worker may have done a part of it.
+    fruitless: how often generators that stayed alive returned it without a new token (tasks).
     """
 
     entry_id: bytes
@@ -47,8 +47,8 @@ class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
 class ConsumerGroup:
     """A consumer of a group: reads new entries, its own pending ones after a lost reply, and stale ones of others.
 
-    An entry counts as delivered once more when the worker that had it died or was silent for a lease; not when an
-    answer was lost. renewal: the script that renews leases on these streams.
+    An entry counts as delivered once more if its worker died or was silent for a lease, but not if only a reply was
+    lost. renewal: the script that renews leases on these streams.
     """
 
     renewal: str
@@ -63,7 +63,7 @@ class ConsumerGroup:
         self._max_deliveries = max_deliveries
         self._held: dict[str, set[bytes]] = {stream: set() for stream in streams}
         self._losses = -1
-        self._undated: dict[str, dict[bytes, float]] = {stream: {} for stream in streams}
+        self._suspected: dict[str, dict[bytes, float]] = {stream: {} for stream in streams}
         self._looked: dict[str, bytes] = dict.fromkeys(streams, b"-")
         self._ensure_groups()
 
@@ -73,12 +73,12 @@ class ConsumerGroup:
 
     def _read(self, count: int, block_ms: int, streams: list[str] | None = None) -> list[tuple[str, Entry, int]]:
         if self._losses != self._connection.losses:
-            # The server may have given us entries and its answer was lost: look at what is pending for us.
+            # The server may have delivered entries in a lost reply, so look at what is pending for this consumer.
             began, self._losses = self._losses < 0, self._connection.losses
             self._ensure_groups()
-            stranded = [found for stream in self._streams for found in self._take_stranded(stream, died=began)]
+            stranded = [entry for stream in self._streams for entry in self._take_stranded(stream, died=began)]
             if stranded:
-                # A part may be done. Negative says so.
+                # A negative count tells that a part may be done.
                 return [(stream, entry, -times) for stream, entry, times in stranded]
         return [(stream, entry, 1) for stream, entry in self._take(self._fetch(count, block_ms, streams))]
 
@@ -97,7 +97,7 @@ class ConsumerGroup:
         return found
 
     def _with_group(self, what: str, operation: Callable[..., Any], *args: Any) -> Any:
-        """An operation on groups, which are made again when somebody deleted them or their streams."""
+        """Run an operation on groups; create them again if they or their streams were deleted."""
         return with_group(self._connection, self._ensure_groups, lambda: self._connection.run(what, operation, *args))
 
     def _take(self, entries: list[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
@@ -106,14 +106,14 @@ class ConsumerGroup:
         return entries
 
     def _take_stranded(self, stream: str, died: bool) -> list[tuple[str, Entry, int]]:
-        """Take what is pending for this name and not held: of a lost answer, or of a worker before us that died."""
+        """Take what is pending for this name but not held: from a lost reply, or from a dead worker of this name."""
         pending: Any = self._with_group(
             "looking at what is pending",
             lambda client: client.xpending_range(stream, self._group, "-", "+", 10_000, self._consumer),
         )
         held = self._held[stream].copy()
         times = {item["message_id"]: item["times_delivered"] for item in pending if item["message_id"] not in held}
-        # Renewed first: from here on nobody else may claim them.
+        # Renewed first, so that no other worker may claim them from here on.
         taken = set(self._renew(stream, list(times)))
         return self._claim(stream, {entry: count + died for entry, count in times.items() if entry not in taken}, 0)
 
@@ -121,9 +121,9 @@ class ConsumerGroup:
         self._held[stream].discard(entry_id)
 
     def renew_leases(self) -> list[bytes]:
-        """Renew the leases of all entries that this worker holds. Call from a thread of its own.
+        """Renew the leases of all entries that this worker holds; called from a separate thread.
 
-        Returns those that another worker has taken over, which this one holds no longer.
+        Returns the entries that another worker has claimed, which this one no longer holds.
         """
         lost: list[bytes] = []
         for stream, held in self._held.items():
@@ -133,7 +133,7 @@ class ConsumerGroup:
         return lost
 
     def _renew(self, stream: str, ids: list[bytes]) -> list[bytes]:
-        """Renew the leases of these entries, and return those of them that another worker has."""
+        """Renew the leases of these entries, and return those that another worker has."""
         if not ids:
             return []
         name = stream.rpartition(":")[2]
@@ -149,9 +149,9 @@ class ConsumerGroup:
         claimed: list[tuple[str, Entry, int]] = []
         idle = int(lease_s * 1000)
         for stream in self._streams:
-            self._undate(stream, lease_s)
+            self._redate(stream, lease_s)
             held = self._held[stream].copy()
-            # The server looks at all that is pending, the oldest first: what a dead worker had lies anywhere.
+            # The server scans all pending entries from the oldest, because those of a dead worker may be anywhere.
             pending: Any = self._with_group(
                 "looking for stale work",
                 lambda client, stream, count: client.xpending_range(stream, self._group, "-", "+", count, idle=idle),
@@ -168,13 +168,13 @@ class ConsumerGroup:
         return claimed
 
     def _has_died(self, owner: bytes) -> bool:
-        """Whether the owner of stale work is another worker, or one of our name before us."""
+        """Return whether the owner of stale work is another worker, or an earlier one of the same name."""
         return owner != self._consumer.encode() or self._losses < 0
 
     def _claim(self, stream: str, times: dict[bytes, int], idle_ms: int) -> list[tuple[str, Entry, int]]:
-        """Take entries that are idle for so long, as delivered so often, and hold them.
+        """Claim entries idle for ``idle_ms``, set how often they were delivered to ``times``, and hold them.
 
-        Done twice, after a lost answer, it does not count twice.
+        Because the count is set, a retry after a lost reply does not count twice.
         """
         found: dict[bytes, tuple[str, Entry, int]] = {}
         for count in set(times.values()):
@@ -194,11 +194,11 @@ class ConsumerGroup:
         self._held[stream].update(found)
         return [found[entry] for entry in times if entry in found]
 
-    def _undate(self, stream: str, lease_s: float) -> None:
-        """Leases count by the server's clock. After it was set back, work of the dead looks as if just delivered.
+    def _redate(self, stream: str, lease_s: float) -> None:
+        """Repair leases after the server's clock was set back, when work of dead workers looks just delivered.
 
-        What looks so for a whole lease, by our own clock, gets a date again and expires as usual. Each call looks at
-        the next LOOK_AT entries.
+        An entry that looks so for a whole lease, by the local clock, gets the current time and expires as usual. Each
+        call checks the next LOOK_AT entries.
         """
         first = self._looked[stream]
         pending: Any = self._with_group(
@@ -206,17 +206,17 @@ class ConsumerGroup:
         )
         whole = len(pending) < LOOK_AT
         now = time.monotonic()
-        # A worker that renews its lease is seen within the same millisecond now and then, but not every time.
+        # An entry of a live worker may be seen in the millisecond of its renewal, but not every time.
         fresh = {item["message_id"] for item in pending if item["time_since_delivered"] == 0}
-        since = self._undated[stream]
-        begin, end = _place(first.strip(b"(-")), None if whole else _place(pending[-1]["message_id"])
+        since = self._suspected[stream]
+        begin, end = _position(first.strip(b"(-")), None if whole else _position(pending[-1]["message_id"])
         elsewhere = {
             entry: moment
             for entry, moment in since.items()
-            if _place(entry) <= begin or (end is not None and _place(entry) > end)
+            if _position(entry) <= begin or (end is not None and _position(entry) > end)
         }
         self._looked[stream] = b"-" if whole else b"(" + pending[-1]["message_id"]
-        self._undated[stream] = elsewhere | {entry: since.get(entry, now) for entry in fresh}
+        self._suspected[stream] = elsewhere | {entry: since.get(entry, now) for entry in fresh}
         for item in pending:
             entry = item["message_id"]
             if entry in fresh and now - since.get(entry, now) > lease_s:
@@ -230,14 +230,14 @@ class ConsumerGroup:
                 )
 
 
-def _place(entry_id: bytes) -> tuple[int, int]:
-    """Where an entry is in its stream; b"" is before all."""
+def _position(entry_id: bytes) -> tuple[int, int]:
+    """Return the position of an entry in its stream; b"" is before all."""
     moment, _, number = entry_id.partition(b"-")
     return (int(moment), int(number)) if entry_id else (-1, -1)
 
 
 def split_calls(parts: Sequence[tuple[bytes | str | int, ...]]) -> list[list[bytes | str | int]]:
-    """Arguments of a script for each sample, joined into calls of at most AT_ONCE samples and BYTES_AT_ONCE bytes."""
+    """Join a script's arguments for each sample into calls of at most AT_ONCE samples and BYTES_AT_ONCE bytes."""
     calls: list[list[bytes | str | int]] = []
     count = size = 0
     for part in parts:
@@ -251,12 +251,12 @@ def split_calls(parts: Sequence[tuple[bytes | str | int, ...]]) -> list[list[byt
 
 
 def number(text: bytes | None) -> int:
-    """Parse a non-negative integer field; -1 if it is none."""
+    """Parse a field as a non-negative integer; -1 if it is not a number."""
     return int(text) if text is not None and text.isdigit() else -1
 
 
 def with_group(connection: Connection, ensure: Callable[[], None], operation: Callable[[], T]) -> T:
-    """Run an operation that needs consumer groups, making them again when they are gone, until the deadline."""
+    """Run an operation that needs consumer groups; create them again if they are gone, until the deadline."""
     end = time.monotonic() + connection.deadline_s
     while True:
         try:
@@ -265,12 +265,12 @@ def with_group(connection: Connection, ensure: Callable[[], None], operation: Ca
             if error_code(error) not in GONE:
                 raise
             if time.monotonic() > end:
-                raise InfraError(f"consumer groups vanish as fast as they are made: {error}") from error
+                raise InfraError(f"consumer groups are deleted as fast as they are created: {error}") from error
         ensure()
 
 
 def groups_of(client: redis.Redis, stream: str) -> list[dict[str, Any]]:
-    """What XINFO GROUPS says of a stream; nothing where the stream is gone, whenever it went."""
+    """Return XINFO GROUPS of a stream; [] if the stream is gone."""
     try:
         groups: Any = client.xinfo_groups(stream)
     except redis.ResponseError as error:
@@ -281,10 +281,10 @@ def groups_of(client: redis.Redis, stream: str) -> list[dict[str, Any]]:
 
 
 def ensure_group(connection: Connection, stream: str, group: str) -> None:
-    """Make stream and group, from the first entry on, if they are not there."""
+    """Create a stream and its group, which reads from the first entry, unless they exist."""
 
     def create(client: redis.Redis) -> None:
-        # Looked at first: making one is refused when memory is full, also one that is there.
+        # Checked first: if memory is full, creating a group is refused even if it exists.
         if any(info["name"] == group.encode() for info in groups_of(client, stream)):
             return
         try:

@@ -1,4 +1,4 @@
-"""Dead letters: messages that could not be processed, which people read, admit again, or drop."""
+"""Dead letters: messages that could not be processed, which users read, requeue or drop."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from schemas.errors import DataError, printable
 from schemas.messages import DeadLetter, Task
 
 KEPT = 1000
-"""The newest letters that are kept, up to 64 MiB of them (lua/prelude.lua); all are counted."""
+"""Number of the newest letters that are kept, up to 64 MiB in all (lua/prelude.lua); all are counted."""
 LIMIT = 1 << 30
-"""Bytes; a letter holds a message, and so may be larger than one."""
+"""Most bytes of a letter, which holds a message and so may be larger than one."""
 
 Requeued = Literal["ok", "active", "waiting", "ended"]
 WORDS: dict[bytes, Requeued] = {b"ok": "ok", b"active": "active", b"waiting": "waiting"}
@@ -39,52 +39,52 @@ class DeadLetters:
 
     def list(self, count: int = KEPT) -> list[StoredLetter]:
         """List the newest ``count`` letters, oldest first."""
-        found: Any = self._connection.run(
+        entries: Any = self._connection.run(
             "reading dead letters", lambda client: client.xrevrange(self._connection.keys.dead, count=count)
         )
-        return [_filed(entry, fields) for entry, fields in reversed(found)]
+        return [_stored(entry, fields) for entry, fields in reversed(entries)]
 
     def page(self, count: int, cursor: str | None, newest: bool) -> tuple[builtins.list[StoredLetter], str | None]:
-        """A page of letters, from the oldest on or from the newest back, and the cursor of the following one."""
-        found, following = read_page(
+        """Return a page of letters, from the oldest on or from the newest back, and the cursor of the next page."""
+        entries, following = read_page(
             self._connection, self._connection.keys.dead, "dead letters", count, cursor, newest
         )
-        return [_filed(entry, fields) for entry, fields in found], following
+        return [_stored(entry, fields) for entry, fields in entries], following
 
     def get(self, id: str) -> StoredLetter:
-        """Return a letter by its id; DataError when it is not there."""
-        found: Any = self._connection.run(
+        """Return a letter by its id; DataError if it does not exist."""
+        entries: Any = self._connection.run(
             "reading a dead letter",
             lambda client: client.xrange(self._connection.keys.dead, id, id) if "-" in id else [],
         )
-        if not found:
+        if not entries:
             raise DataError(f"there is no dead letter {id!r}: `tidemill dead-letters list` shows those that are kept")
-        return _filed(*found[0])
+        return _stored(*entries[0])
 
     def requeue(self, id: str) -> Requeued:
         """Admit the letter's whole prompt group again, before all others.
 
-        ``ended``: it is not among the groups that failed; it went on without this sample, or the broker was
-        mended since. ``active``: it is in the pipeline. ``waiting``: it is to be admitted again anyway.
-        DataError when the letter is gone or names no training task.
+        ``ended``: it is not among the failed groups, because it continued without this sample or the broker was
+        repaired in between. ``active``: it is in the pipeline. ``waiting``: it will be admitted again anyway. DataError
+        if the letter is gone or names no training task.
         """
-        filed = self.get(id)
-        if filed.letter.task_id < 0 or filed.letter.task_id >= 1 << 32:
+        task_id = self.get(id).letter.task_id
+        if task_id < 0 or task_id >= 1 << 32:
             raise DataError(f"dead letter {id} belongs to no training prompt, it can only be dropped")
-        answer: bytes = self._connection.run_script("requeue_group", id, filed.letter.task_id)
+        answer: bytes = self._connection.run_script("requeue_group", id, task_id)
         return WORDS.get(answer, "ended")
 
     def drop(self, id: str) -> None:
-        """Delete a letter; DataError when it is not there."""
+        """Delete a letter; DataError if it does not exist."""
         self.get(id)
         self._connection.run("dropping a dead letter", lambda client: client.xdel(self._connection.keys.dead, id))
 
 
 @dataclass(frozen=True)
 class UnusableTask:
-    """A prompt group that no task can be made for: it fails as it comes in.
+    """A prompt group whose task can't be made, so that it fails as soon as it is admitted.
 
-    n: samples that it would have had. dataset: label of the dataset that its prompt is from.
+    n: samples that it would have had. dataset: label of its prompt's dataset.
     """
 
     task_id: int
@@ -94,13 +94,13 @@ class UnusableTask:
 
 
 def letter_bytes(letter: DeadLetter, max_bytes: int) -> bytes:
-    """The letter on the wire. It can always be sent: of a payload over ``max_bytes`` the head is kept."""
+    """Encode a letter. Its payload is cut at ``max_bytes``, so that it can always be sent."""
     kept = msgspec.structs.replace(letter, payload=letter.payload[:max_bytes], reason=printable(letter.reason))
     return encode(kept, LIMIT)
 
 
 def check_sendable(task: Task | UnusableTask, max_bytes: int) -> tuple[bytes, UnusableTask | None]:
-    """A task on the wire, and None; or b"" and why there is none: it can't be encoded, or it is too large."""
+    """Return the encoded task and None; or, if it can't be encoded or is too large, b"" and the UnusableTask."""
     if isinstance(task, UnusableTask):
         return b"", task
     try:
@@ -110,15 +110,15 @@ def check_sendable(task: Task | UnusableTask, max_bytes: int) -> tuple[bytes, Un
 
 
 def letter_of(task: UnusableTask | None, max_bytes: int) -> bytes:
-    """The dead letter of a prompt group that fails as it comes in; b"" for None."""
+    """Return the dead letter of a prompt group that fails on admission; b"" for None."""
     if task is None:
         return b""
     letter = DeadLetter(source="feeder", reason=task.reason, deliveries=0, payload=b"", task_id=task.task_id)
     return letter_bytes(letter, max_bytes)
 
 
-def _filed(entry: bytes, fields: dict[bytes, bytes]) -> StoredLetter:
-    """Return an entry of the stream; one that is no letter is shown as such, so that people can look and drop it."""
+def _stored(entry: bytes, fields: dict[bytes, bytes]) -> StoredLetter:
+    """Decode an entry; one that is not a letter becomes a letter about it, so that users can read and drop it."""
     body = fields.get(b"b", b"")
     try:
         letter = decode(body, DeadLetter, LIMIT)

@@ -1,6 +1,6 @@
-"""Images of the tasks in the pipeline: each is stored once, when its task is admitted, and goes with the last group.
+"""Images in the pipeline: each is stored once, when its task is admitted, and deleted with the last group that has it.
 
-Tasks and trajectories name images by digest. A generator reads those of a task once for all its samples, the trainer
+Tasks and trajectories name images by digest. A generator reads a task's images once for all its samples, the trainer
 once for a group.
 """
 
@@ -14,7 +14,7 @@ from schemas.digests import digest
 from schemas.messages import Task
 
 AT_ONCE = 64
-"""Images that are read in one round trip."""
+"""Images read in one round trip."""
 
 
 class ImageStore:
@@ -24,7 +24,7 @@ class ImageStore:
         self._connection = connection
 
     def fetch(self, digests: Iterable[str]) -> dict[str, bytes]:
-        """Bytes of each image by its digest; one that is not there, or is damaged, is left out."""
+        """Return the bytes of images by digest, without those that are missing or damaged."""
         wanted, found = list(dict.fromkeys(digests)), dict[str, bytes]()
         key = self._connection.keys.images
         for first in range(0, len(wanted), AT_ONCE):
@@ -39,7 +39,7 @@ class ImageStore:
 
 
 def image_args(task: object, images: Mapping[str, bytes]) -> Sequence[str | bytes]:
-    """Digest and bytes of each image of a task, each image once; nothing for what is no task."""
+    """Return digest and bytes of each image of a task, each image once; () if ``task`` is not a task."""
     if not isinstance(task, Task) or not task.images:
         return ()
     names = dict.fromkeys(image.digest for image in task.images)

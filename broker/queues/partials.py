@@ -1,8 +1,8 @@
 """Unfinished samples, saved piece by piece as they grow, so that a killed generator's work is not lost.
 
-A piece is accepted only from the generator that the task is pending for, and behind others only from the process that
-wrote those: the tokens of one generator do not follow from those of another. It is gone with the sample's
-publication or its group's end: the broker holds partial samples of groups in progress and of no others.
+A piece is accepted only from the generator for which the task is pending. It can follow other pieces only if the same
+process wrote them, because tokens of one generator do not continue those of another. Pieces are deleted when the sample
+is published or its group ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 
 class Partials:
-    """Store of unfinished samples: a generator with a task saves pieces, and the next one loads them."""
+    """Store of unfinished samples: the generator of a task saves pieces, and the next one loads them."""
 
     def __init__(self, connection: Connection, generator: str, max_bytes: int) -> None:
         self._connection = connection
@@ -33,9 +33,9 @@ class Partials:
     def save_pieces(self, growth: Sequence[tuple[int, bytes, Sequence[tuple[int, Piece]]]]) -> list[list[bool]]:
         """Save pieces of several tasks: task id, its entry, then number and piece of some of its samples.
 
-        A piece replaces that of its number and all behind it, so number 0 begins a sample anew. False for each piece of
-        a task that is no longer this generator's, of a sample that is finished or that another has begun anew, and for
-        a piece that can't be sent, over broker.max_message_bytes for one.
+        A piece replaces the piece of its number and all after it, so number 0 restarts a sample. The result is False
+        for each piece that was not saved: its task is no longer this generator's, its sample is finished or was
+        restarted by another generator, or it can't be sent (for example, over broker.max_message_bytes).
         """
         calls: list[list[int | bytes | str]] = []
         bodies: list[list[bytes | None]] = []
@@ -61,7 +61,7 @@ class Partials:
             return None
 
     def load_partials(self, task_id: int, samples: Sequence[int]) -> list[Partial]:
-        """Load what is saved of these samples; of a sample with damaged pieces, the pieces before them."""
+        """Load the saved parts of these samples, up to the first damaged piece of each."""
         key = self._connection.keys.partials
         counts = self._read(key, [f"{task_id}:{sample}" for sample in samples])
         wanted = [
@@ -74,14 +74,14 @@ class Partials:
         ]
 
     def _read(self, key: str, fields: list[str]) -> list[bytes | None]:
-        found: list[bytes | None] = []
+        bodies: list[bytes | None] = []
         for first in range(0, len(fields), 1000):
             part = fields[first : first + 1000]
-            answer: Any = self._connection.run(
+            reply: Any = self._connection.run(
                 "reading saved samples", lambda client, part: client.hmget(key, part), part
             )
-            found += answer
-        return found
+            bodies += reply
+        return bodies
 
     def _join(self, sample: int, bodies: Sequence[bytes | None]) -> Partial | None:
         pieces: list[Piece] = []
@@ -122,7 +122,7 @@ def joined(sample: int, pieces: Sequence[Piece]) -> Partial:
 
 
 def piece_of(partial: Partial, start: int, notes: int = 0) -> Piece:
-    """Return the piece of ``partial`` from its token or call number ``start`` on, and from note number ``notes`` on."""
+    """Return the piece of ``partial`` that begins at token or call ``start`` and at note ``notes``."""
     return Piece(
         start=start,
         partial=Partial(

@@ -1,6 +1,6 @@
-"""Questions of people to the present policy: a generator with room answers them beside its work.
+"""Users' questions to the current policy, which a generator with free capacity answers beside its work.
 
-Nothing depends on them: a question that nobody takes in time is forgotten, and of a lost one its asker hears nothing.
+Nothing depends on them: a question that no generator takes in time is deleted, and a lost one is not reported.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ BLOCK_MS = 500
 
 
 class Questions:
-    """Both sides of the questions of one run."""
+    """The questions of a run, for both sides."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def ask(self, question: Question) -> bool:
-        """Queue a question; False when too many wait."""
+        """Queue a question; False if too many are waiting."""
         body = encode(question, LARGEST)
         return bool(self._connection.run_script("ask_policy", body, MOST_WAITING) == b"ok")
 
     def position(self) -> bytes:
-        """The place of the newest answer: read it before you ask, for ``wait_answer``."""
+        """Return the position of the newest answer: read it before you ask, for ``wait_answer``."""
         key = self._connection.keys.answers
         found: Any = self._connection.run("looking at answers", lambda client: client.xrevrange(key, count=1))
         return bytes(found[0][0]) if found else b"0-0"
 
     def wait_answer(self, id: str, position: bytes, wait_s: float) -> QuestionAnswer | None:
-        """The answer to a question; None when there is none in time."""
+        """Wait for the answer to a question; None after ``wait_s``."""
         key, deadline = self._connection.keys.answers, time.monotonic() + wait_s
         while time.monotonic() < deadline:
             start = position
@@ -53,12 +53,12 @@ class Questions:
         return None
 
     def take(self) -> Question | None:
-        """Take the oldest question for this generator alone; None when there is none."""
+        """Take the oldest question, for this generator alone; None if there is none."""
         body = self._connection.run_script("take_question")
         return None if body is None else _decoded(body, Question)
 
     def answer(self, answer: QuestionAnswer) -> None:
-        """Hand an answer to whoever waits for it."""
+        """Publish the answer to a question."""
         self._connection.run_script("answer_question", encode(answer, LARGEST), MOST_ANSWERS)
 
 
@@ -66,5 +66,4 @@ def _decoded(body: bytes, kind: type[M]) -> M | None:
     try:
         return decode(body, kind, LARGEST)
     except BadMessage:
-        # Of another version of Tidemill.
-        return None
+        return None  # of another version of Tidemill

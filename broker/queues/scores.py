@@ -1,7 +1,7 @@
-"""Trajectories for reward services, and the scores that they make of them.
+"""Trajectories for reward services, and their scores.
 
-A trajectory that nobody can read, or that killed its reward service too often, goes to the dead letters, and its
-sample is excluded: it is never scored 0 for that.
+A trajectory that can't be read, or that killed its reward service too often, goes to the dead letters, and its sample
+is excluded; it is never scored 0.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class ScoreQueue(ConsumerGroup):
         self._max_bytes = max_bytes
 
     def read(self, count: int, block_ms: int = BLOCK_MS) -> list[Delivery[Trajectory]]:
-        """Read up to ``count`` trajectories; empty after ``block_ms`` without any."""
+        """Read up to ``count`` trajectories; [] after ``block_ms`` without any."""
         return self._decode(self._read(count, block_ms))
 
     def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Trajectory]]:
-        """Claim trajectories of reward services that were silent for longer than the lease."""
+        """Claim trajectories of reward services that were silent for longer than their lease."""
         return self._decode(self._claim_stale(lease_s, count))
 
     def publish(self, results: Sequence[tuple[Delivery[Trajectory], Score]]) -> list[str]:
-        """Hand over scores; a failed one excludes its sample and leaves a dead letter, never a reward of 0."""
+        """Publish scores; a failed one excludes its sample and leaves a dead letter, never a reward of 0."""
         keys: list[bytes] = []
         parts: list[tuple[bytes | str | int, ...]] = []
         for delivery, score in results:
             keys.append(delivery.entry_id)
             message = delivery.message
             sent, body = self._fitting(score)
-            figures = "" if message.task_id < EVAL_BASE else _figures(message, sent)
+            counts = "" if message.task_id < EVAL_BASE else _eval_counts(message, sent)
             letter = self._dead_score(message, sent)
-            parts.append((delivery.entry_id, message.task_id, message.sample, body, figures, letter))
+            parts.append((delivery.entry_id, message.task_id, message.sample, body, counts, letter))
         answers = self._connection.run_scripts("publish_scores", split_calls(parts)) if parts else []
         self._held[self._connection.keys.trajectories].difference_update(keys)
         said = [word.decode() for words in answers for word in words]
@@ -55,7 +55,7 @@ class ScoreQueue(ConsumerGroup):
         return said
 
     def give_back(self, deliveries: Sequence[Delivery[Trajectory]]) -> None:
-        """Give trajectories that nobody has begun to score to another reward service at once."""
+        """Return trajectories that this service has not begun to score, for another one to take at once."""
         calls: list[list[Any]] = [
             [delivery.entry_id, delivery.message.task_id, delivery.message.sample, self._consumer]
             for delivery in deliveries
@@ -66,7 +66,7 @@ class ScoreQueue(ConsumerGroup):
             self._release(delivery.stream, delivery.entry_id)
 
     def _fitting(self, score: Score) -> tuple[Score, bytes]:
-        """The score and its body, or a failed one when it is too large to be sent."""
+        """Return a score and its body; a failed score if it is too large to be sent."""
         try:
             return score, encode(score, self._max_bytes)
         except BadMessage as error:
@@ -74,7 +74,7 @@ class ScoreQueue(ConsumerGroup):
             return failed, encode(failed)
 
     def _dead_score(self, trajectory: Trajectory, score: Score) -> bytes:
-        """Return the dead letter of a sample whose reward failed; b"" otherwise."""
+        """Return the dead letter of a sample whose reward failed, otherwise b""."""
         if score.status == "ok":
             return b""
         letter = DeadLetter(
@@ -101,7 +101,7 @@ class ScoreQueue(ConsumerGroup):
                 continue
             try:
                 if body is None:
-                    # No trainer looks for samples of an evaluation, which would never end.
+                    # No trainer looks for lost samples of an evaluation, which would never complete.
                     raise BadMessage(NO_BODY)
                 if abs(times) > self._max_deliveries:
                     raise BadMessage(f"delivered {abs(times)} times, its reward services died or stalled each time")
@@ -128,10 +128,7 @@ class ScoreQueue(ConsumerGroup):
         return deliveries
 
     def _file_without_body(self, entry_id: bytes, fields: dict[bytes, bytes], times: int) -> None:
-        """File an entry that leads to no body, of training, as a dead letter.
-
-        Not where its group ended or the broker lost a part.
-        """
+        """File a training entry without a body as a dead letter, unless its group ended or the broker lost data."""
         task_id, sample = number(fields.get(b"t")), number(fields.get(b"s"))
         letter = DeadLetter(
             source="trajectories",
@@ -146,17 +143,17 @@ class ScoreQueue(ConsumerGroup):
 
 
 def outcomes_in(fields: Mapping[bytes, bytes]) -> list[tuple[int, bytes, bytes]]:
-    """List the outcomes in an entry of the scores: index, place (``-``: none) and encoded score of each sample."""
-    found: list[tuple[int, bytes, bytes]] = []
+    """List the outcomes in an entry of the scores: index, place (``-`` for none) and encoded score of each sample."""
+    outcomes: list[tuple[int, bytes, bytes]] = []
     for name, body in fields.items():
         sample, colon, place = name.partition(b":")
         if colon and sample.isdigit():
-            found.append((int(sample), place, body))
-    return found
+            outcomes.append((int(sample), place, body))
+    return outcomes
 
 
-def _figures(trajectory: Trajectory, score: Score) -> str:
-    """What an evaluation counts of a sample: reward, sampled tokens, and whether it is correct; "" when it failed."""
+def _eval_counts(trajectory: Trajectory, score: Score) -> str:
+    """Format what an evaluation counts: reward, sampled tokens, and whether the sample is correct; "" if it failed."""
     if score.status != "ok":
         return ""
     return f"{score.reward!r} {trajectory.sampled_tokens} {int(score.correct)}"

@@ -1,7 +1,7 @@
-"""Tasks for generators, and what becomes of them: finished samples, failed ones, parts for the next generator.
+"""Tasks for generators, and their results: finished samples, failed samples, tasks given back.
 
-A task that nobody can read, or that killed its generator too often, goes to the dead letters. The id of an evaluation
-task says which weight version it is for.
+A task that can't be read, or that killed its generator too often, goes to the dead letters. The id of an evaluation
+task tells which weight version it is for.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from schemas.messages import DeadLetter, Score, Task, Trajectory
 from schemas.run_record import JoinedRun
 
 EVAL_BASE = 1 << 32
-"""Evaluation tasks are numbered (version + 1) * EVAL_BASE + index: never like a training task."""
+"""Ids of evaluation tasks are (version + 1) * EVAL_BASE + index, above all training tasks."""
 
 
 def eval_task_id(version: int, index: int) -> int:
-    """Id of the task of one held-out prompt in the evaluation of ``version``."""
+    """Return the id of the task of a held-out prompt in the evaluation of ``version``."""
     return (version + 1) * EVAL_BASE + index
 
 
 def eval_version(task_id: int) -> int:
-    """The version that an evaluation task is for."""
+    """Return the weight version that an evaluation task is for."""
     return task_id // EVAL_BASE - 1
 
 
 PARCEL_BYTES = 256 << 10
-"""Bytes of bodies in one transaction: with more the server copies them from memory instead of its cache."""
+"""Bytes of bodies in one transaction; above this, the server copies them from memory instead of its cache."""
 
 log = structlog.get_logger()
 
 
 class TakenEvaluations(msgspec.Struct, frozen=True, gc=False):
-    """Evaluation tasks that were taken, and those that wait.
+    """Evaluation tasks that a generator has taken.
 
-    pending: version of the next task that nobody took, -1: none. opened: whether one's own version's was asked for.
+    pending: version of the next task that no generator has taken, -1 if there is none. opened: whether the evaluation
+    of the requested version was opened.
     """
 
     pending: int
@@ -63,7 +64,7 @@ class TaskQueue(ConsumerGroup):
     def __init__(
         self, connection: Connection, consumer: str, max_deliveries: int, max_bytes: int, run: JoinedRun | None = None
     ) -> None:
-        """run: the generator's; its samples are refused, with the error of JoinedRun, once the broker has another."""
+        """run: the generator's. Once the broker has another run, samples are rejected with the error of JoinedRun."""
         keys = connection.keys
         super().__init__(connection, [keys.eval_tasks, keys.tasks], GENERATORS, consumer, max_deliveries)
         self._max_bytes = max_bytes
@@ -71,14 +72,14 @@ class TaskQueue(ConsumerGroup):
         self._bodies = BodyNames()
 
     def read(self, count: int, block_ms: int = BLOCK_MS, evaluations: bool = True) -> list[Delivery[Task]]:
-        """Read up to ``count`` tasks of each kind; empty after ``block_ms`` without any.
+        """Read up to ``count`` tasks of each kind; [] after ``block_ms`` without any.
 
-        Without ``evaluations`` new ones of training only; what was this generator's before comes all the same.
+        evaluations: whether to read new evaluation tasks, too; tasks that this generator had before come in any case.
         """
         return self._decode(self._read(count, block_ms, None if evaluations else [self._connection.keys.tasks]))
 
     def take_evaluations(self, version: int, count: int, late: bool = False) -> TakenEvaluations:
-        """Take up to ``count`` evaluation tasks for ``version``, with ``late`` for older ones, too, without waiting."""
+        """Take up to ``count`` evaluation tasks for ``version``, with ``late`` also for older ones. Never waits."""
         stream = self._connection.keys.eval_tasks
         pending, opened, entries = self._connection.run_script(
             "take_evaluations", self._consumer, count, version, int(late)
@@ -90,11 +91,11 @@ class TaskQueue(ConsumerGroup):
         )
 
     def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Task]]:
-        """Claim tasks of generators that were silent for longer than the lease."""
+        """Claim tasks of generators that were silent for longer than their lease."""
         return self._decode(self._claim_stale(lease_s, count))
 
     def find_missing(self, task: Task) -> list[int]:
-        """List the indices of the task's samples that nobody has published yet."""
+        """List the indices of the task's samples that are not published yet."""
         fields = [f"{task.task_id}:{sample}" for sample in range(task.n)]
         present: Any = self._connection.run(
             "looking for missing samples", lambda client: client.hmget(self._connection.keys.samples, fields)
@@ -102,16 +103,16 @@ class TaskQueue(ConsumerGroup):
         return [sample for sample, entry in enumerate(present) if entry is None]
 
     def publish(self, task_id: int, trajectories: Sequence[Trajectory]) -> list[str]:
-        """Hand over finished samples of one task; a word for each. With the last, the task is done.
+        """Publish finished samples of a task; return a verdict for each. The last sample completes the task.
 
-        ok; dup: it was there; closed: its group has ended; images: one of its images is not kept with its group, by
-        ``keep_images`` or with the task; failed: it is over broker.max_message_bytes, a dead letter, and its group goes
-        on without it.
+        ok; dup: it was published before; closed: its group has ended; images: one of its images is not stored with its
+        group (by ``keep_images`` or with the task); failed: it is over broker.max_message_bytes and became a dead
+        letter, and its group continues without it.
         """
         return self.publish_all([(task_id, trajectories)])[0]
 
     def publish_all(self, results: Sequence[tuple[int, Sequence[Trajectory]]]) -> list[list[str]]:
-        """``publish`` for several tasks in one round trip."""
+        """Publish samples of several tasks in one round trip."""
         refused: set[tuple[int, int]] = set()
         parcel = _Parcel(self._run.id)
         parcels = [parcel]
@@ -147,7 +148,7 @@ class TaskQueue(ConsumerGroup):
         ]
 
     def keep_images(self, task_id: int, images: Mapping[str, bytes]) -> None:
-        """Keep images that an episode has beside its task's, by digest, for as long as its prompt group is there."""
+        """Store further images of an episode by digest, for as long as its prompt group exists."""
         parts = split_calls(list(images.items()))
         answers = self._connection.run_scripts("keep_images", [[task_id, self._run.id, *part] for part in parts])
         if OTHER_RUN in answers:
@@ -156,10 +157,10 @@ class TaskQueue(ConsumerGroup):
     def fail_sample(
         self, task_id: int, sample: int, reason: str, broken_version: int = -1, kind: str = "workflow"
     ) -> None:
-        """Report a sample that can't be made: dead letter, and its group goes on without it.
+        """Report a sample that could not be produced: it becomes a dead letter, and its group continues without it.
 
-        kind: a word, by which such samples are counted. broken_version: the weights' version when its
-        log-probabilities are not finite.
+        kind: word under which such samples are counted. broken_version: the weights' version if its log-probabilities
+        are not finite.
         """
         letter = DeadLetter(
             source="generator", reason=reason, deliveries=1, payload=b"", task_id=task_id, sample=sample
@@ -176,10 +177,10 @@ class TaskQueue(ConsumerGroup):
             raise self._run.replaced()
 
     def return_task(self, delivery: Delivery[Task], task: Task, fruitless: bool = False) -> bool:
-        """Give an unfinished task to another generator at once; ``task`` carries the partial samples.
+        """Return an unfinished task, with its partial samples, for another generator to take at once.
 
-        The largest partial samples stay here when all would make it too large. fruitless: whether that counts in
-        ``Delivery.fruitless``. False when it is done, or has another generator already.
+        If it would be too large, the largest partial samples are left out. fruitless: whether this counts in
+        ``Delivery.fruitless``. False if the task is done or belongs to another generator already.
         """
         times = delivery.fruitless + fruitless
         answer = self._connection.run_script(
@@ -189,7 +190,7 @@ class TaskQueue(ConsumerGroup):
         return bool(answer == b"ok")
 
     def _encode_with_most(self, task: Task) -> bytes:
-        """The task without those of its partial samples that are too large, the largest first."""
+        """Encode the task, without its largest partial samples if it would be too large."""
         while True:
             try:
                 return encode(task, self._max_bytes)
@@ -207,9 +208,9 @@ class TaskQueue(ConsumerGroup):
 
     def _decode(self, entries: list[tuple[str, Entry, int]]) -> list[Delivery[Task]]:
         deliveries = []
-        # Bodies of evaluation tasks were sent before their entries, which name them by their task.
-        apart = [fields.get(b"t", b"") for _, (_, fields), _ in entries if fields and b"b" not in fields]
-        bodies = dict(zip(apart, read_bodies(self._connection, apart), strict=True))
+        # Bodies of evaluation tasks were sent before their entries, which name them by task id.
+        separate = [fields.get(b"t", b"") for _, (_, fields), _ in entries if fields and b"b" not in fields]
+        bodies = dict(zip(separate, read_bodies(self._connection, separate), strict=True))
         for stream, (entry_id, fields), times in entries:
             if not fields:
                 self._release(stream, entry_id)
@@ -245,7 +246,7 @@ class TaskQueue(ConsumerGroup):
 
 
 class _Parcel:
-    """Samples that one call of publish_samples hands over, of one task after another, with their bodies by name."""
+    """Samples for one call of publish_samples, task by task, with their bodies by name."""
 
     def __init__(self, run: str) -> None:
         self.bodies: list[str | bytes] = []
@@ -255,13 +256,13 @@ class _Parcel:
         self._tasks: list[tuple[int, str, list[str | int]]] = []
 
     def has_room(self, size: int) -> bool:
-        """Whether a sample whose body has so many bytes may be added."""
+        """Return whether a sample with a body of ``size`` bytes may be added."""
         return not self.samples or (self.samples < AT_ONCE and self._bytes + size <= PARCEL_BYTES)
 
     def add(
         self, task_id: int, off_version: str, sample: int, tokens: int, name: str, images: str, body: bytes
     ) -> None:
-        """Add a sample. off_version: those of its task that are not of the evaluation's version. images: digests."""
+        """Add a sample. off_version: samples of its task with tokens of another version. images: digests."""
         if not self._tasks or self._tasks[-1][0] != task_id:
             self._tasks.append((task_id, off_version, []))
         self._tasks[-1][2].extend((sample, tokens, name, images))
@@ -271,14 +272,14 @@ class _Parcel:
 
     def arguments(self) -> list[str | int]:
         """Return the arguments of the script."""
-        found: list[str | int] = [self._run]
+        arguments: list[str | int] = [self._run]
         for task_id, off, samples in self._tasks:
-            found += (task_id, off, len(samples) // 4, *samples)
-        return found
+            arguments += (task_id, off, len(samples) // 4, *samples)
+        return arguments
 
 
 def off_version(trajectory: Trajectory) -> bool:
-    """Return whether a trajectory of an evaluation has tokens of another version than is evaluated."""
+    """Return whether an evaluation's trajectory has tokens of a version other than the evaluated one."""
     if trajectory.kind != "eval":
         return False
     version = eval_version(trajectory.task_id)
