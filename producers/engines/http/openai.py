@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback
 from producers.engines.http.client import Body, Refused, ServerClient
@@ -19,7 +18,7 @@ from producers.engines.sampling import max_new_tokens
 from producers.tokenizer import HfTokenizer
 from schemas.config import HttpEngineConfig
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.messages import FinishReason, Sampling, Span, WeightSource
+from schemas.messages import FinishReason, Sampling, Span
 
 _ONLY = "a server that speaks OpenAI's protocol only serves evaluations and judges"
 _REQUEST_S = 600.0
@@ -124,28 +123,10 @@ class OpenAiEngine:
         spans = [Span(self.version, 0, len(tokens))] if tokens else []
         return Completion(tokens, np.full(len(tokens), np.nan, np.float32), spans, finish)
 
-    async def load(self, source: WeightSource, version: int) -> None:
-        """ConfigError."""
-        self._refuse()
-
-    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """ConfigError."""
-        self._refuse()
-
-    async def pause(self) -> None:
-        """ConfigError."""
-        self._refuse()
-
-    async def resume(self) -> None:
-        """ConfigError."""
-        self._refuse()
-
-    async def abort_all(self) -> None:
-        """ConfigError."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    async def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ConfigError(f"generator.http.dialect openai: {_ONLY}")
+
+    load = logprobs = pause = resume = abort_all = _refuse
 
     async def close(self) -> None:
         """Close all connections."""

@@ -64,7 +64,7 @@ async def main():
     await engine.start()
     running = asyncio.create_task(engine.generate([5, 6, 7], Sampling(max_tokens=500), n=8))
     await engine.generate([5, 6], Sampling(max_tokens=3))
-    for work in (engine._swap(engine._llm, Path("gone.safetensors"), 1), running, engine.generate([5], Sampling())):
+    for work in (engine._swap(Path("gone.safetensors"), 1), running, engine.generate([5], Sampling())):
         try:
             print("no error:", await work, flush=True)
         except InfraError as error:

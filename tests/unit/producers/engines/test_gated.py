@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from producers.engines.base import EngineSettings, PromptImage
-from producers.engines.request_gate import RequestGate
+from producers.engines.gated import RequestGate
 from producers.engines.vllm import engine as vllm_module
 from producers.engines.vllm.engine import VllmEngine
 from schemas.messages import Sampling
@@ -64,7 +64,7 @@ def test_images_are_cut_before_the_gate_so_that_no_request_is_prepared_for_weigh
     monkeypatch.setattr(vllm_module, "cut_images", cut_images)
     monkeypatch.setattr(vllm_module, "prompt_input", prompt_input)
     engine: Any = VllmEngine(EngineSettings("none", "float32", 64, 8))
-    engine._llm = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=SimpleNamespace(block_size=16)))
+    engine._core = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=SimpleNamespace(block_size=16)))
     engine._sample = sample
 
     async def scenario() -> list[Any]:

@@ -1,0 +1,300 @@
+"""The shell of engines that replace weights under requests in flight: vLLM in a child process, and inference servers.
+
+The shell holds new requests back while weights change, so that none is prepared for weights that are about to go. If an
+update breaks off, the weights are undefined: the engine has failed, and nothing is sampled from it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
+from producers.engines.sampling import max_new_tokens
+from producers.engines.weight_files import Shapes, check_fits, read_shapes
+from schemas.errors import ConfigError, DataError, InfraError
+from schemas.messages import FinishReason, Sampling, WeightSource
+from schemas.model_folder import resolve_folder
+
+T = TypeVar("T")
+Core = TypeVar("Core")
+Images = TypeVar("Images")
+
+_ABORT_DEADLINE_S = 30.0
+
+
+class RequestGate:
+    """The gate before an engine: requests wait while a caller holds it closed. Use it in one event loop only."""
+
+    def __init__(self) -> None:
+        self._closed = 0
+        self._rejections = 0
+        self._changed = asyncio.Condition()
+
+    @property
+    def rejections(self) -> int:
+        """Count the calls of ``reject_waiting``."""
+        return self._rejections
+
+    async def wait_open(self, rejections: int | None = None) -> bool:
+        """Wait until the gate is open; False if ``reject_waiting`` was called first.
+
+        rejections: their number when the request arrived; by default the number at this call.
+        """
+        then = self._rejections if rejections is None else rejections
+        if self._rejections != then or not self._closed:
+            return self._rejections == then
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._closed or self._rejections != then)
+            return self._rejections == then
+
+    @asynccontextmanager
+    async def held_closed(self) -> AsyncIterator[None]:
+        """Hold requests back for as long as the block runs."""
+        self._closed += 1
+        try:
+            yield
+        finally:
+            self._closed -= 1
+            await self._notify()
+
+    async def reject_waiting(self) -> None:
+        """Reject all requests that wait before the gate now."""
+        self._rejections += 1
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class GatedEngine(ABC, Generic[Core, Images]):
+    """An engine whose core samples outside of this process; see Engine for the methods without an underscore.
+
+    A subclass sets ``_core`` and ``_failure`` in ``start``, keeps the tasks of requests in ``_requests``, and
+    implements what its core does differently. ``_loads`` counts updates and salts the prefix cache, so that no request
+    starts from keys and values of older weights.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._version = settings.version
+        self._core: Core | None = None
+        self._failure: asyncio.Future[str]
+        self._requests: dict[str, asyncio.Task[Any]] = {}
+        self._loads = 0
+        self._gate = RequestGate()
+        self._paused: AsyncExitStack | None = None
+        self._loading = asyncio.Lock()
+        self._update = asyncio.Lock()
+        self._shapes: Shapes = {}
+        self._tied = False
+
+    @abstractmethod
+    async def prepare(self, ids: Sequence[int], images: Sequence[PromptImage]) -> Images:
+        """Check the ids of a prompt and prepare its images, before the gate. DataError for an unknown id."""
+
+    @abstractmethod
+    async def submit(
+        self,
+        ids: list[int],
+        images: Images,
+        sampling: Sampling,
+        max_tokens: int,
+        n: int,
+        progress: ProgressCallback | None,
+    ) -> list[Completion]:
+        """Sample n completions. Requests are prepared before the first wait: an update must know of each of them."""
+
+    @abstractmethod
+    async def probe(self, ids: list[int], images: Images) -> npt.NDArray[np.float32]:
+        """Return the log-probability of each id after the first at temperature 1, float32 [T-1]."""
+
+    @abstractmethod
+    def sampled_tokens(self) -> int:
+        """Count the tokens sampled so far by requests in flight."""
+
+    @abstractmethod
+    async def pause_core(self, clear_cache: bool) -> None:
+        """Stop sampling. clear_cache: recompute keys and values of requests in flight when sampling resumes."""
+
+    @abstractmethod
+    async def resume_core(self) -> None:
+        """Resume sampling."""
+
+    @abstractmethod
+    async def replace_weights(self, path: Path, version: int) -> None:
+        """Load all weights at ``path`` into the paused core."""
+
+    @abstractmethod
+    async def abort(self, names: Sequence[str]) -> None:
+        """End these requests with the tokens they have; a name that the core does not know is ignored."""
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def growth(self) -> int | None:
+        """See Engine; the tokens sampled so far."""
+        if self._core is None or not self._requests or self._paused or self._update.locked():
+            return None
+        return self.sampled_tokens()
+
+    def _read_model(self) -> Path:
+        """Read the shapes of the model that the core starts from, and return its folder."""
+        folder = resolve_folder(self._settings.model_path)
+        try:
+            self._shapes = read_shapes(folder)
+        except DataError as error:
+            raise ConfigError(f"model.path {folder}: {error}") from error
+        return folder
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        n: int = 1,
+        prefix: Sequence[int] = (),
+        progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
+    ) -> list[Completion]:
+        """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
+        max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
+        if max_tokens == 0:
+            return [_nothing("length") for _ in range(n)]
+        ids = [*prompt_ids, *prefix]
+        rejections = self._gate.rejections
+        prepared = await self.prepare(ids, images)
+        if not await self._gate.wait_open(rejections):
+            return [_nothing("abort") for _ in range(n)]
+        return await self.submit(ids, prepared, sampling, max_tokens, n, progress)
+
+    async def _gather(
+        self, sample: Callable[[int], Awaitable[Completion]], n: int, progress: ProgressCallback | None
+    ) -> list[Completion]:
+        """Run ``sample`` for each index and report each that ends; if one fails, the others are cancelled."""
+
+        async def run(index: int) -> Completion:
+            completion = await sample(index)
+            if progress is not None and completion.finish != "abort":
+                progress(index, completion)
+            return completion
+
+        tasks = [asyncio.create_task(run(index)) for index in range(n)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
+        """See Engine. DataError for a probe of fewer than 2 tokens or of ``max_length`` and more."""
+        if not 2 <= len(token_ids) < self._settings.max_length:
+            raise DataError(
+                f"a probe of {len(token_ids)} tokens: must be 2 or more, and below max_length"
+                f" {self._settings.max_length}"
+            )
+        ids = list(token_ids)
+        prepared = await self.prepare(ids, images)
+        if not await self._gate.wait_open():
+            raise InfraError(f"the {self.name} engine was asked to end before it could answer the probe")
+        return await self.probe(ids, prepared)
+
+    async def load(self, source: WeightSource, version: int) -> None:
+        """See Engine. A file that does not fit is rejected with DataError before anything is touched."""
+        self._alive()
+        self.check_weights(source.path, await asyncio.to_thread(read_shapes, source.path))
+        async with self._loading, self._gate.held_closed(), self._update:
+            await self._swap(source.path, version)
+            if self._paused is None:
+                await self.resume_core()
+
+    def check_weights(self, path: Path, shapes: Shapes) -> None:
+        """Check that the tensors of a file fit the model; DataError if not."""
+        vision, frozen = self._settings.images is not None, self._settings.frozen_vision
+        check_fits(path, shapes, self._shapes, self._tied, vision=vision, frozen=frozen)
+
+    async def _swap(self, path: Path, version: int) -> None:
+        swapped = False
+        try:
+            await self.pause_core(self._settings.recompute)
+            await self.replace_weights(path, version)
+            self._version = version
+            self._loads += 1
+            swapped = True
+        finally:
+            # Also when cancelled: the model may be half old, half new, and must not sample again.
+            if not swapped:
+                self._fail(f"loading weight version {version} broke off, its weights are undefined: restart it")
+
+    async def pause(self) -> None:
+        """See Engine; ``generate`` and ``logprobs`` wait until ``resume``."""
+        async with self._update:
+            self._alive()
+            await self.pause_core(False)
+            if self._paused is None:
+                self._paused = AsyncExitStack()
+                await self._paused.enter_async_context(self._gate.held_closed())
+
+    async def resume(self) -> None:
+        """See Engine."""
+        async with self._update:
+            self._alive()
+            await self.resume_core()
+            held, self._paused = self._paused, None
+            if held is not None:
+                await held.aclose()
+
+    async def abort_all(self) -> None:
+        """See Engine. InfraError if requests are left after a deadline."""
+        self._alive()
+        await self._gate.reject_waiting()
+        tasks = {name: task for name, task in self._requests.items() if not task.done()}
+        try:
+            async with asyncio.timeout(_ABORT_DEADLINE_S):
+                # Repeated: the core may not know a request yet that is on its way.
+                while tasks:
+                    await self.abort(list(tasks))
+                    await asyncio.wait(tasks.values(), timeout=0.05)
+                    tasks = {name: task for name, task in tasks.items() if not task.done()}
+        except TimeoutError as error:
+            raise InfraError(
+                f"the {self.name} engine did not end {len(tasks)} requests within {_ABORT_DEADLINE_S:.0f} s"
+            ) from error
+
+    def _alive(self) -> Core:
+        """Return the core; InfraError if the engine is not running or has failed."""
+        if self._core is None:
+            raise InfraError(f"the {self.name} engine is not running: it was not started, or it was closed")
+        if self._failure.done():
+            raise InfraError(f"the {self.name} engine can't be used: {self._failure.result()}")
+        return self._core
+
+    def _fail(self, reason: str) -> None:
+        """End all requests: the engine can't be used any more. The first reason counts."""
+        if not self._failure.done():
+            self._failure.set_result(reason)
+
+    async def _first(self, task: asyncio.Task[T]) -> T:
+        """Return the task's result; InfraError if the engine fails before the task is done."""
+        ends: set[asyncio.Future[Any]] = {task, self._failure}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._alive()
+            return await task
+        finally:
+            task.cancel()
+
+
+def _nothing(finish: FinishReason) -> Completion:
+    return Completion([], np.zeros(0, np.float32), [], finish)
