@@ -44,7 +44,7 @@ INNER = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 PACKAGES = ("schemas", "broker", "producers", "consumers", "deploy")
 ELSEWHERE = (
     *("producers/engines/vllm/", "consumers/reward/", "deploy/"),
-    *("producers/agents/workers/runner", "broker/weights/transports/base.py"),
+    *("producers/runner/", "broker/weights/transports/base.py"),
 )
 """Beginnings of files that the small system lacks, runs in processes of their own, or that only declare."""
 STEPS = 4

@@ -22,7 +22,8 @@ from typing import Any
 from producers.agents.workers.jail import AgentJail
 from producers.agents.workers.process import CANCEL_S, LATE_S
 from producers.agents.workers.protocol import AgentJob, AgentResult, Kind
-from producers.agents.workers.runner import RefusedError, read_outcome
+from producers.runner.connection import RefusedError
+from producers.runner.outcome import read_outcome
 from schemas.config import AgentsConfig
 from schemas.system.guarded_process import GuardedProcess, environment
 

@@ -1,6 +1,6 @@
 """What is said between a generator and the processes of its agents: a job, its result, and JSON lines in between.
 
-The other side of the lines is runner.py, which knows nothing but Python's standard library.
+The other side of the lines is producers/runner/agents.py, which needs only Python's standard library.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from producers.agents.workers import runner
+from producers import runner
 from producers.agents.workers.protocol import Setup
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
@@ -41,7 +41,7 @@ def start_runner(
         search=list(sys.path) if own else None,
         memory_mb=settings.memory_mb,
     )
-    program = [python, runner.__file__, *([option] if option else [])]
+    program = [python, str(Path(runner.__file__).parent), "agents", *([option] if option else [])]
     ours, theirs = socket.socketpair()
     with theirs:
         process = GuardedProcess(program, "agent-worker", shown, stdin=theirs.fileno())

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from producers.episodes.environments import server
+from producers import runner
 from schemas.errors import ConfigError, DataError
 from schemas.system.guarded_process import GuardedProcess, environment
 
@@ -120,7 +120,7 @@ class _Process:
     async def start(cls, name: str, base: Path, python: str, env: Sequence[str]) -> _Process:
         ours, theirs = socket.socketpair()
         with theirs:
-            program = [python, server.__file__, "0"]
+            program = [python, str(Path(runner.__file__).parent), "environments"]
             try:
                 # What environments print goes to our log.
                 process = await asyncio.to_thread(
@@ -145,7 +145,7 @@ class _Process:
             said = {"error": f"it is not ready: {type(error).__name__}"}
         if said:
             await made.close()
-            raise ConfigError(f"the environment {name} can't be imported with {python}: {said.get('error')}")
+            raise ConfigError(f"the environment {name} can't be loaded with {python}: {said.get('error')}")
         made._reading = asyncio.create_task(made._read())
         return made
 

@@ -26,7 +26,7 @@ class KillWorker(Fault):
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
         guardian = rng.random() < GUARDIANS
-        found = _choose(world, rng, "guard.py" if guardian else "runner.py")
+        found = _choose(world, rng, "guard.py" if guardian else "runner")
         if found is None:
             return None
         name, pid = found
@@ -41,7 +41,7 @@ class StopWorker(Fault):
     kind, weight = "agent worker stopped", 3.0
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
-        found = _choose(world, rng, "runner.py")
+        found = _choose(world, rng, "runner")
         if found is None:
             return None
         name, pid = found

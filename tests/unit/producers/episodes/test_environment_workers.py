@@ -148,7 +148,7 @@ def test_an_observation_that_is_too_long_fails_its_own_step_alone(base: Path) ->
         worker = EnvironmentWorker("games.py:Count", base)
         try:
             one, other = await worker.open({}), await worker.open({})
-            with pytest.raises(DataError, match=r"what it returned has 64\d{6} bytes as JSON, 62914560 are allowed"):
+            with pytest.raises(DataError, match=r"a result has 64\d{6} bytes as JSON, at most 62914560 are allowed"):
                 await one.step("long")
             assert await other.step("well") == ["1", 0.5, False]
         finally:
@@ -252,7 +252,7 @@ def test_a_task_of_reasoning_gym_is_tried_several_times(tmp_path: Path) -> None:
 
 def test_an_environment_that_cannot_be_had_is_found_at_the_start(tmp_path: Path) -> None:
     worker = EnvironmentWorker("games.py:Count", tmp_path)
-    with pytest.raises(ConfigError, match=r"the environment games.py:Count can't be imported .*: FileNotFoundError"):
+    with pytest.raises(ConfigError, match=r"the environment games.py:Count can't be loaded .*: no file"):
         asyncio.run(worker.start())
     with pytest.raises(ConfigError, match="python '/nowhere/python' must be an interpreter"):
         find_workflow("environment", {"environment": "a.py:A", "python": "/nowhere/python"}, tmp_path)

@@ -1,4 +1,4 @@
-"""The file that runs agents needs nothing but Python: any from 3.9, in an environment that Tidemill does not know."""
+"""The folder that runs agents needs nothing but Python: any from 3.9, in an environment that Tidemill does not know."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from producers.agents.workers import runner
+from producers import runner
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from schemas.config import AgentsConfig
@@ -36,15 +36,17 @@ def plain(task):
 """
 
 
+FOLDER = Path(runner.__file__).parent
+
+
 def test_it_imports_only_the_standard_library_and_is_python_3_9():
-    tree = ast.parse(Path(runner.__file__).read_text(), feature_version=(3, 9))
     names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            names.add((node.module or "").split(".")[0])
+    for file in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(), feature_version=(3, 9))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add((node.module or "").split(".")[0])
     assert names - set(sys.stdlib_module_names) == {"openai"}
 
 
@@ -72,7 +74,7 @@ def test_agents_run_in_another_environment(tmp_path: Path, monkeypatch: pytest.M
     result, failed = asyncio.run(play("agent.py:run"))
     assert (result.kind, result.reward, result.error) == ("returned", 0.5, "")
     assert not {"msgspec", "schemas", "producers", "site"} & set(result.data["modules"])
-    assert str(Path(runner.__file__).parent) not in result.data["path"]
+    assert str(FOLDER) not in result.data["path"]
     assert (failed.kind, failed.error, failed.error_type) == ("raised", "NoLuck: none", "agent.NoLuck")
     assert [result.reward for result in asyncio.run(play("agent:plain"))] == [3.0, 3.0]
 
@@ -81,7 +83,8 @@ def test_it_ends_without_a_traceback_when_its_generator_is_gone_before_it_is_rea
     (tmp_path / "agent.py").write_text("import time\ntime.sleep(0.3)\n" + AGENT.replace("import helper", ""))
     ours, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen([sys.executable, runner.__file__], stdin=theirs.fileno(), stderr=subprocess.PIPE)
+        program = [sys.executable, str(FOLDER), "agents"]
+        process = subprocess.Popen(program, stdin=theirs.fileno(), stderr=subprocess.PIPE)
     setup = {"run": "agent.py:plain", "args": {}, "base": str(tmp_path), "search": None, "memory_mb": None}
     ours.sendall(json.dumps(setup).encode() + b"\n")
     ours.close()
