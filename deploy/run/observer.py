@@ -25,7 +25,8 @@ from deploy.supervisor.events import NAME, TimelineWriter
 from deploy.supervisor.restart_policy import State
 from deploy.supervisor.services import Change
 from deploy.supervisor.supervisor import RunOutcome, ServiceView
-from deploy.terminal.live import Picture, View
+from deploy.terminal.live import View
+from deploy.terminal.page import History
 from schemas.config import TidemillConfig
 from schemas.control_api import RunStatus, ServiceStatus, TimelineEvent
 from schemas.errors import InfraError
@@ -67,7 +68,7 @@ class RunObserver:
             # It is reported as the reason of the run's end in a moment.
             return
         if self._view is not None:
-            self._view.tell(event)
+            self._view.report(event)
         elif change.level != "info":
             self.console.print(f"{change.service}: {change.text}", soft_wrap=True, highlight=False, markup=False)
 
@@ -98,14 +99,14 @@ class RunObserver:
             return None
         self._alerts.observe(status)
         if self._view is not None:
-            picture = Picture(
-                status.model_copy(update={"services": with_processes(status.services, services)}),
+            history = History(
                 poller.rewards,
                 poller.evaluations,
                 sorted([*self.other_events.copy(), *self._own_events], key=lambda event: event.time),
                 {service.name: service.restarts for service in services},
             )
-            self._view.show(picture, time.monotonic())
+            shown = status.model_copy(update={"services": with_processes(status.services, services)})
+            self._view.show(shown, history, time.monotonic())
         return status
 
     @contextmanager

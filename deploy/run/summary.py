@@ -23,7 +23,7 @@ from broker.evaluations.results import EvalResult
 from consumers.trainer.records.evaluations import read_evaluations
 from deploy.run_files import SUMMARY
 from deploy.supervisor.supervisor import RunOutcome
-from deploy.terminal.live import clock
+from deploy.terminal.page import clock
 from schemas.config import TidemillConfig
 from schemas.errors import DiskError, TidemillError
 

@@ -23,7 +23,7 @@ from deploy.supervisor.process import Processes
 from deploy.supervisor.restart_policy import State
 from deploy.supervisor.services import Change, ServiceSpec
 from deploy.supervisor.supervisor import Supervisor
-from deploy.terminal.live import Picture, plain_line
+from deploy.terminal.page import History, plain_line
 from schemas.config import BrokerConfig, SupervisorConfig, TidemillConfig, parse_config
 from schemas.errors import InfraError
 from schemas.messages import Event
@@ -128,7 +128,7 @@ def test_while_the_broker_is_down_the_last_look_is_shown_as_such_and_nothing_wai
 
     def shown(watch: StatusPoller) -> str:
         status = latest(watch)
-        return "" if status is None else plain_line(Picture(status, watch.rewards, watch.evaluations))
+        return "" if status is None else plain_line(status, History(watch.rewards, watch.evaluations))
 
     try:
         broker.run_control.scale("generator", 2, "somebody")

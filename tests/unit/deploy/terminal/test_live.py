@@ -13,7 +13,8 @@ from deploy.control_plane.status.poller import StatusPoller, unreachable
 from deploy.run.observer import QUIET_S, latest, with_processes
 from deploy.supervisor.restart_policy import State
 from deploy.supervisor.supervisor import ServiceView
-from deploy.terminal.live import Picture, View, clock, plain_line, render, sparkline
+from deploy.terminal.live import View
+from deploy.terminal.page import History, clock, page, plain_line, sparkline
 from schemas.config import parse_config
 from schemas.control_api import EvaluationStatus, RunStatus, ServiceStatus, TimelineEvent
 from tests.support.broker.run_statuses import make_status
@@ -75,8 +76,8 @@ def busy() -> RunStatus:
     )
 
 
-BUSY = Picture(
-    busy(),
+BUSY = busy()
+HISTORY = History(
     rewards=[0.1, 0.5, 0.75],
     evaluations=[evaluation(0, 0.2, 500), evaluation(400, 0.84, 500), evaluation(450, 0.0, 3)],
     events=[event("generator-0", "killed by SIGKILL [really]; restart 1 in 0.5 s", "warning")],
@@ -84,18 +85,14 @@ BUSY = Picture(
 )
 
 
-def changed(picture: Picture, **update: Any) -> Picture:
-    return replace(picture, status=picture.status.model_copy(update=update))
-
-
-def drawn(picture: Picture, width: int = 80) -> str:
+def drawn(status: RunStatus, history: History = HISTORY, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(render(picture))
+    console.print(page(status, history))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def test_everything_is_in_the_panel_at_80_columns() -> None:
+def test_the_page_has_everything_at_80_columns() -> None:
     text = drawn(BUSY)
     for part in (
         "sums  running",
@@ -119,25 +116,26 @@ def test_everything_is_in_the_panel_at_80_columns() -> None:
 
 
 def test_a_run_nothing_is_known_of_can_be_drawn() -> None:
-    nothing = Picture(make_status().model_copy(update={"state": "starting", "step": 0, "services": []}))
-    nothing = changed(nothing, ledger=nothing.status.ledger.model_copy(update={"active": 0, "capacity": 0}))
-    assert "starting" in drawn(nothing)
-    assert plain_line(nothing) == "step 0/10  slots 0/0  starting"
+    nothing = make_status().model_copy(update={"state": "starting", "step": 0, "services": []})
+    empty = nothing.ledger.model_copy(update={"active": 0, "capacity": 0})
+    nothing = nothing.model_copy(update={"ledger": empty})
+    assert "starting" in drawn(nothing, History())
+    assert plain_line(nothing, History()) == "step 0/10  slots 0/0  starting"
 
 
 def test_pause_and_a_lost_broker_are_shown() -> None:
-    lost = replace(BUSY, status=unreachable(BUSY.status, "no answer"))
-    assert "paused" in drawn(changed(BUSY, state="paused"))
+    lost = unreachable(BUSY, "no answer")
+    assert "paused" in drawn(BUSY.model_copy(update={"state": "paused"}))
     assert "waiting for the broker" in drawn(lost)
     assert "412/800" in drawn(lost)
-    assert plain_line(lost).endswith("waiting for the broker")
+    assert plain_line(lost, HISTORY).endswith("waiting for the broker")
 
 
 def test_a_look_that_takes_long_shows_the_last_one_as_unreachable() -> None:
     told = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
     watch = StatusPoller(None, PlannedRun.of(parse_config(told)))  # type: ignore[arg-type]
     assert latest(watch) is None
-    watch._keep(BUSY.status)
+    watch._keep(BUSY)
     found = latest(watch)
     assert found is not None
     assert found.state == "running"
@@ -170,7 +168,7 @@ def test_services_are_told_by_their_heartbeats_and_without_one_by_the_supervisor
 
 
 def test_the_plain_line_speaks_of_complete_evaluations_only() -> None:
-    assert plain_line(BUSY) == (
+    assert plain_line(BUSY, HISTORY) == (
         "step 412/800  reward 0.750  held-out 0.840 (version 400)  staleness 1.4 max 4 bound 4"
         "  tokens/s 6,123 generated 4,810 trained  slots 158/160  2:31 to go"
     )
@@ -180,8 +178,8 @@ def test_without_a_terminal_lines_come_now_and_then_and_at_each_evaluation() -> 
     output = io.StringIO()
     with View(Console(file=output, width=80)) as view:
         for now, evaluations in ((0.0, 0), (1.0, 0), (2.0, 1), (3.0, 1), (13.0, 1)):
-            view.show(replace(BUSY, evaluations=BUSY.evaluations[:evaluations]), now)
-        view.tell(event("trainer", "started [again]"))
+            view.show(BUSY, replace(HISTORY, evaluations=HISTORY.evaluations[:evaluations]), now)
+        view.report(event("trainer", "started [again]"))
     lines = output.getvalue().splitlines()
     assert len(lines) == 4
     assert lines[-1] == "trainer: started [again]"

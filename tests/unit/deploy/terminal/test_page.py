@@ -1,4 +1,4 @@
-"""``tidemill top`` is a pure function of a status: it fits a terminal, and cuts what is well before what is not."""
+"""The page of a run, as ``tidemill top`` shows it, fits a terminal, and cuts what is well before what is not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from deploy.terminal.top import page
+from deploy.terminal.page import History, page
 from schemas.control_api import RunStatus, ServiceStatus, TimelineEvent
 from tests.support.broker.run_statuses import make_status
 
@@ -44,7 +44,7 @@ EVENTS = [
 
 def drawn(s: RunStatus, height: int) -> list[str]:
     console = Console(file=io.StringIO(), width=80, height=height, color_system=None)
-    console.print(page(s, EVENTS, height))
+    console.print(page(s, History(events=EVENTS), height))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -56,7 +56,7 @@ def test_many_services_fit_a_terminal_and_what_is_amiss_stays() -> None:
     for part in (
         "feeder",
         "trainer",
-        "generator-40  node  lost, silent for 90 s",
+        "generator-40  node  lost, silent for 1:30",
         "generator-41",
         "generator-0",
         "more",
