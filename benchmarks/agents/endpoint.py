@@ -29,9 +29,9 @@ from benchmarks.agents.model import write_model
 from benchmarks.harness.processes import RoleProcesses, cpu_s
 from benchmarks.harness.report import Row, Table
 from benchmarks.harness.rounds import Advance, Figures, Round, compare, ratio, summarize
+from producers.agents.capacity import EngineCapacity
 from producers.agents.endpoint.server import EndpointServer
-from producers.agents.places import EnginePlaces
-from producers.agents.session import Policy, Session
+from producers.agents.session import PolicyHandle, Session
 from producers.agents.sessions import Sessions
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
@@ -137,7 +137,7 @@ class _Ours:
 
     url: str
     sessions: Sessions
-    policy: Policy
+    policy: PolicyHandle
     template: ChatTemplate
     tokens: int
 
@@ -163,9 +163,9 @@ async def _our_server(settings: EngineSettings, tokens: int) -> AsyncIterator[_O
     await engine.start()
     tokenizer, sessions = HfTokenizer(settings.model_path), Sessions()
     parser = make_parser("hermes", None, tokenizer, vllm=True)
-    places = EnginePlaces(settings.max_samples)
+    places = EngineCapacity(settings.max_samples)
     encode, longest = tokenizer.encode, tokenizer.longest_token
-    policy = Policy(engine, parser, places, settings.max_length, CALLS, encode, longest)
+    policy = PolicyHandle(engine, parser, places, settings.max_length, CALLS, encode, longest)
     server = EndpointServer(sessions, AgentsConfig())
     gc.collect()
     gc.freeze()  # as the generator and vLLM's server do

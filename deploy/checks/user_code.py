@@ -220,9 +220,9 @@ def check_generator(config: TidemillConfig) -> str:
     if engine not in ENGINES.names:
         find_engine(generator.engine, config.base)
     if engine == "scripted":
-        from producers.engines.scripted import Script
+        from producers.engines.scripted import SampleScript
 
-        bind("generator", Script, generator.args)
+        bind("generator", SampleScript, generator.args)
     return f"{generator.workflow.name} on {engine}"
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from producers.agents.outcomes import OUTCOMES, Failure, FailureAlarm, Outcome, judge
+from producers.agents.outcomes import OUTCOMES, EpisodeFailure, EpisodeOutcome, FailureAlarm, judge
 from producers.agents.protocol import SessionError
-from producers.agents.session import Policy, Session
+from producers.agents.session import PolicyHandle, Session
 from producers.agents.sessions import Sessions
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
@@ -28,14 +28,14 @@ SETTLE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Stage:
+class EpisodeServices:
     """What all episodes of a generator share.
 
     base_url: of the endpoint, without a session. clock: for deadlines. images: what agents may send.
     """
 
     settings: AgentsConfig
-    policy: Policy
+    policy: PolicyHandle
     template: ChatTemplate
     history: History
     sessions: Sessions
@@ -46,52 +46,58 @@ class Stage:
     clock: Callable[[], float] = time.monotonic
 
 
-class Episode:
+class AgentEpisode:
     """Plays one sample::
 
-    sample = await Episode(stage, rollout, index).play()
+    sample = await AgentEpisode(services, rollout, index).play()
     """
 
-    def __init__(self, stage: Stage, rollout: RolloutContext, index: int) -> None:
-        self._stage = stage
+    def __init__(self, services: EpisodeServices, rollout: RolloutContext, index: int) -> None:
+        self._services = services
         self._rollout = rollout
         self._index = index
         self._began = time.monotonic()
-        self._deadline = stage.clock() + stage.settings.deadline_s
+        self._deadline = services.clock() + services.settings.deadline_s
 
     async def play(self) -> SampledCompletion | FailedSample:
         """Run the agent, again when its process died, until there is an outcome or it has failed for good."""
-        settings, rollout = self._stage.settings, self._rollout
+        settings, rollout = self._services.settings, self._rollout
         partial = rollout.saved.get(self._index)
         attempt = 0
         while True:
             session = Session(
-                self._stage.policy,
-                Conversation(self._stage.template, self._stage.history, episode_images(rollout, self._stage.images)),
+                self._services.policy,
+                Conversation(
+                    self._services.template, self._services.history, episode_images(rollout, self._services.images)
+                ),
                 rollout.sampling,
                 partial,
                 rollout.save,
                 self._index,
             )
-            self._stage.sessions.add(session)
+            self._services.sessions.add(session)
             try:
                 result = await self._run_agent(session, attempt)
             finally:
-                self._stage.sessions.end(session)
+                self._services.sessions.end(session)
             if result is None:
                 return await asyncio.to_thread(self._unfinished, session)
             found = judge(result, session.limit, settings)
-            if isinstance(found, Failure) and found.again:
+            if isinstance(found, EpisodeFailure) and found.again:
                 partial = session.partial()
                 if found.kind == "neighbour":
                     # What another episode has done costs it neither an attempt nor time.
                     self._began = time.monotonic()
-                    self._deadline = self._stage.clock() + settings.deadline_s
+                    self._deadline = self._services.clock() + settings.deadline_s
                 else:
                     attempt += 1
                 if attempt < settings.attempts:
                     continue
             return await self._end(session, result, found)
+
+    def _conversation(self) -> Conversation:
+        services = self._services
+        return Conversation(services.template, services.history, episode_images(self._rollout, services.images))
 
     async def _run_agent(self, session: Session, attempt: int) -> AgentResult | None:
         """Run the agent to its end; None when the episode has to be handed over."""
@@ -99,12 +105,12 @@ class Episode:
         job = AgentJob(
             episode_id=f"{task.task_id}-{self._index}",
             task=task_for_agent(task, self._rollout.files),
-            base_url=f"{self._stage.base_url}/s/{session.token}/v1",
+            base_url=f"{self._services.base_url}/s/{session.token}/v1",
             api_key=session.token,
-            deadline_s=self._deadline - self._stage.clock(),
+            deadline_s=self._deadline - self._services.clock(),
             attempt=attempt,
         )
-        running = asyncio.ensure_future(self._stage.workers.run(job, session.notes))
+        running = asyncio.ensure_future(self._services.workers.run(job, session.notes))
         signs = (session.interrupted, self._rollout.interrupted, session.finished)
         waits = [asyncio.ensure_future(event.wait()) for event in signs]
         try:
@@ -131,12 +137,12 @@ class Episode:
         return found
 
     async def _end(
-        self, session: Session, result: AgentResult, found: Outcome | Failure
+        self, session: Session, result: AgentResult, found: EpisodeOutcome | EpisodeFailure
     ) -> SampledCompletion | FailedSample:
-        alarm = self._stage.alarm.add(found)
+        alarm = self._services.alarm.add(found)
         if alarm is not None:
             self._rollout.report("agents_failing", alarm)
-        if isinstance(found, Failure):
+        if isinstance(found, EpisodeFailure):
             return FailedSample(self._index, f"agent: {found.reason}", found.kind)
         for completion_id, value in result.turn_rewards.items():
             try:
@@ -154,8 +160,10 @@ class Episode:
         # A thread: to decode and to join long conversations would hold the requests of all others.
         return await asyncio.to_thread(self._sample, session, result, found, reward)
 
-    def _sample(self, session: Session, result: AgentResult, found: Outcome, reward: float | None) -> SampledCompletion:
-        settings = self._stage.settings
+    def _sample(
+        self, session: Session, result: AgentResult, found: EpisodeOutcome, reward: float | None
+    ) -> SampledCompletion:
+        settings = self._services.settings
         sample = session.conversation.sample(
             self._index,
             found.finish or session.finish_of_last,
@@ -167,7 +175,7 @@ class Episode:
         return sample
 
     def _metrics(
-        self, session: Session, result: AgentResult, found: Outcome, sample: SampledCompletion
+        self, session: Session, result: AgentResult, found: EpisodeOutcome, sample: SampledCompletion
     ) -> dict[str, float]:
         """Numbers of the episode. Those that count how often something happened are always there: their mean counts."""
         counts, seconds = session.counts, time.monotonic() - self._began

@@ -21,7 +21,7 @@ WINDOW = 100
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EpisodeOutcome:
     """An episode to be scored. finish: how it ended, None: as its last answer did. reward: None: nobody said one.
 
     kind: one of OUTCOMES.
@@ -33,7 +33,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Failure:
+class EpisodeFailure:
     """An episode that is excluded. kind: a word for counting. reason: one line. again: another try may succeed."""
 
     kind: str
@@ -41,22 +41,22 @@ class Failure:
     again: bool = False
 
 
-def judge(result: AgentResult, limit: FinishReason | None, settings: AgentsConfig) -> Outcome | Failure:
+def judge(result: AgentResult, limit: FinishReason | None, settings: AgentsConfig) -> EpisodeOutcome | EpisodeFailure:
     """Decide what the end of an agent means. limit: the one that its session has reached, if any."""
     if result.kind in ("died", "neighbour"):
-        return Failure(result.kind, result.error, again=True)
+        return EpisodeFailure(result.kind, result.error, again=True)
     reached = "deadline" if result.kind == "deadline" else limit
     if reached is not None and settings.late == "exclude":
-        return Failure("late", f"it reached its limit ({reached}), and generator.agents.late is exclude")
+        return EpisodeFailure("late", f"it reached its limit ({reached}), and generator.agents.late is exclude")
     if result.kind == "deadline":
-        return Outcome("deadline", result.reward, "deadline")
+        return EpisodeOutcome("deadline", result.reward, "deadline")
     if limit is not None:
-        return Outcome(limit, result.reward, limit)
+        return EpisodeOutcome(limit, result.reward, limit)
     if result.kind == "returned":
-        return Outcome(None, result.reward)
+        return EpisodeOutcome(None, result.reward)
     if result.error_type in settings.outcomes:
-        return Outcome(None, settings.outcomes[result.error_type], "declared")
-    return Failure("raised", result.error)
+        return EpisodeOutcome(None, settings.outcomes[result.error_type], "declared")
+    return EpisodeFailure("raised", result.error)
 
 
 class FailureAlarm:
@@ -67,16 +67,16 @@ class FailureAlarm:
         self._last: deque[str] = deque(maxlen=WINDOW)
         self._raised = False
 
-    def add(self, found: Outcome | Failure) -> str | None:
+    def add(self, found: EpisodeOutcome | EpisodeFailure) -> str | None:
         """Count an episode; returns the text of an alarm that begins with it."""
-        kind = found.kind if isinstance(found, Failure) else ""
+        kind = found.kind if isinstance(found, EpisodeFailure) else ""
         self._last.append(kind)
         failed = Counter(word for word in self._last if word)
         share = sum(failed.values()) / WINDOW
         if share <= self._share:
             self._raised = self._raised and share > self._share / 2
             return None
-        if self._raised or not isinstance(found, Failure):
+        if self._raised or not isinstance(found, EpisodeFailure):
             return None
         self._raised = True
         kinds = ", ".join(f"{count} {word}" for word, count in failed.most_common())

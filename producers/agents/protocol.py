@@ -48,7 +48,7 @@ class CallRequest:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampledAnswer:
     """One sampled answer. call: its number in the episode. id: of the completion, for rewards.
 
     text: as sampled, without the closing token. prompt_ids, ids: tokens of the prompt and of the answer; logprobs:
@@ -68,7 +68,7 @@ class Answer:
 class OpenSession(Protocol):
     """A running episode, as the endpoint uses it."""
 
-    async def complete(self, request: CallRequest) -> list[Answer]:
+    async def complete(self, request: CallRequest) -> list[SampledAnswer]:
         """Sample and record the answers; SessionError says what is wrong with the request."""
         ...
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from producers.agents.places import EnginePlaces
-from producers.agents.protocol import Answer, AnswerFinish, CallRequest, SessionError
+from producers.agents.capacity import EngineCapacity
+from producers.agents.protocol import AnswerFinish, CallRequest, SampledAnswer, SessionError
 from producers.agents.workers.notes import Notes
 from producers.conversation.calls import continued_completion, digest_key, recorded_completion
 from producers.conversation.conversation import Conversation, NextPrompt
@@ -32,7 +32,7 @@ ENDED = "the episode is over: its sample is finished, or another process has it"
 
 
 @dataclass(frozen=True)
-class Policy:
+class PolicyHandle:
     """What all sessions of a generator share. max_length: tokens of the model, prompt and answer.
 
     encode: token ids of plain text, for prompts that are no messages. longest_token: characters of one at most.
@@ -40,7 +40,7 @@ class Policy:
 
     engine: Engine
     parser: AnswerParser
-    places: EnginePlaces
+    capacity: EngineCapacity
     max_length: int
     max_calls: int
     encode: Callable[[str], list[int]]
@@ -76,7 +76,7 @@ class Session:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: PolicyHandle,
         conversation: Conversation,
         sampling: Sampling,
         saved: Partial | None = None,
@@ -130,7 +130,7 @@ class Session:
             async with asyncio.timeout(seconds):
                 await self._settled.wait()
 
-    async def complete(self, request: CallRequest) -> list[Answer]:
+    async def complete(self, request: CallRequest) -> list[SampledAnswer]:
         """Answer a model call with ``request.n`` choices; SessionError tells the agent what is wrong."""
         self._begin(request)
         task = asyncio.current_task()
@@ -243,7 +243,7 @@ class Session:
             return self.conversation.raw_prompt(request.prompt_ids, request.name)
         return self.conversation.raw_prompt(self._policy.encode(request.prompt_text or ""), request.name)
 
-    async def _answer(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[Answer]:
+    async def _answer(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[SampledAnswer]:
         """Sample every choice, parse and record it; where one is aborted, the episode is handed over instead."""
         self._sampling_now += 1
         self._settled.clear()
@@ -288,7 +288,7 @@ class Session:
         answers = {k: recorded_completion(call) for k, call in found.items() if call.finish != "abort"}
         self.counts.replayed += len(answers)
         if fresh or growing:
-            async with self._policy.places.take(len(fresh) + len(growing)):
+            async with self._policy.capacity.take(len(fresh) + len(growing)):
                 begun = time.monotonic()
                 self.counts.queue_s += begun - waited
                 self._check_open()
@@ -334,14 +334,14 @@ class Session:
 
     def _record(
         self, prompt: NextPrompt, completions: Sequence[Completion], parsed: Sequence[ParsedAnswer]
-    ) -> list[Answer]:
+    ) -> list[SampledAnswer]:
         if self.limit == "length":
             # The agent has shortened its history, and goes on.
             self.limit = None
         self.counts.begun[prompt.why] += 1
         self.counts.prompt_tokens += len(prompt.ids)
         self._calls_tools = any(answer.tool_calls for answer in parsed)
-        answers: list[Answer] = []
+        answers: list[SampledAnswer] = []
         for completion, answer in zip(completions, parsed, strict=True):
             self.counts.parse_failures += answer.failures
             number = self.conversation.add(prompt, completion, answer.message())
@@ -357,9 +357,9 @@ class Session:
             await self._save(self.partial())
 
 
-def _answer(number: int, parsed: ParsedAnswer, prompt: NextPrompt, completion: Completion) -> Answer:
+def _answer(number: int, parsed: ParsedAnswer, prompt: NextPrompt, completion: Completion) -> SampledAnswer:
     finish: AnswerFinish = "tool_calls" if parsed.tool_calls else "length" if completion.finish == "length" else "stop"
-    return Answer(
+    return SampledAnswer(
         call=number,
         id=f"chatcmpl-{secrets.token_hex(12)}",
         parsed=parsed,

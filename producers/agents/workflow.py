@@ -9,11 +9,11 @@ from typing import Any
 
 import structlog
 
+from producers.agents.capacity import EngineCapacity
 from producers.agents.endpoint.server import EndpointServer
-from producers.agents.episode import Episode, Stage
+from producers.agents.episode import AgentEpisode, EpisodeServices
 from producers.agents.outcomes import FailureAlarm
-from producers.agents.places import EnginePlaces
-from producers.agents.session import Policy
+from producers.agents.session import PolicyHandle
 from producers.agents.sessions import Sessions
 from producers.agents.workers.check import check_agent
 from producers.agents.workers.pool import AgentWorkers
@@ -52,7 +52,7 @@ class AgentWorkflow:
         self._run = run if run is None else AGENTS.get(run, run)
         self._command = command
         self._args = args or {}
-        self._stage: Stage | None = None
+        self._services: EpisodeServices | None = None
         self._server: EndpointServer | None = None
 
     def check_agent(self, base: Path, settings: AgentsConfig) -> None:
@@ -72,10 +72,10 @@ class AgentWorkflow:
             tokenizer,
             engine_name(config.generator.engine) == "vllm",
         )
-        policy = Policy(
+        policy = PolicyHandle(
             engine=services.engine,
             parser=parser,
-            places=EnginePlaces(config.generator.max_samples),
+            capacity=EngineCapacity(config.generator.max_samples),
             max_length=config.model.max_length,
             max_calls=settings.max_calls,
             encode=tokenizer.encode,
@@ -86,7 +86,7 @@ class AgentWorkflow:
         base_url = await self._server.start()
         await workers.start()
         log.info("agents may begin", endpoint=base_url, processes=settings.processes)
-        self._stage = Stage(
+        self._services = EpisodeServices(
             settings=settings,
             policy=policy,
             template=template,
@@ -101,14 +101,14 @@ class AgentWorkflow:
 
     async def close(self) -> None:
         """End the agents' processes and the endpoint."""
-        if self._stage is not None:
-            await self._stage.workers.close()
+        if self._services is not None:
+            await self._services.workers.close()
         if self._server is not None:
             await self._server.close()
 
     def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion | FailedSample]:
         """Play every sample at once; see Workflow."""
-        stage = self._stage
-        if stage is None:
+        services = self._services
+        if services is None:
             raise RuntimeError("the workflow was not started")
-        return play_each(lambda index: Episode(stage, rollout, index).play(), rollout.indices)
+        return play_each(lambda index: AgentEpisode(services, rollout, index).play(), rollout.indices)

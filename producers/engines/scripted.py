@@ -21,7 +21,7 @@ from schemas.messages import FinishReason, Sampling, Span, WeightSource
 
 
 @dataclass(frozen=True)
-class Script:
+class SampleScript:
     """``generator.args`` of this engine.
 
     tokens: ids are drawn from [first, first + tokens). min_length, max_length: completions end
@@ -54,7 +54,7 @@ class _Running:
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
-    def step(self, script: Script, version: int) -> None:
+    def step(self, script: SampleScript, version: int) -> None:
         at = len(self.tokens)
         self.tokens.append(script.first + int(self.rng.integers(script.tokens)))
         self.logprobs.append(-float(self.rng.random()))
@@ -65,7 +65,7 @@ class _Running:
 
 
 class ScriptedEngine:
-    """The ``scripted`` engine; ``settings.args`` are the fields of Script. ``load`` reads no file."""
+    """The ``scripted`` engine; ``settings.args`` are the fields of SampleScript. ``load`` reads no file."""
 
     lacks: Mapping[Ability, str] = {
         "weights": "there is no model, and load reads no file",
@@ -78,7 +78,7 @@ class ScriptedEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         try:
-            self._script = Script(**settings.args)
+            self._script = SampleScript(**settings.args)
         except TypeError as error:
             raise ConfigError(f"generator.args of the scripted engine: {error}") from error
         self._settings = settings

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .connection import RefusedError, describe
+from .connection import UserCodeError, describe
 from .loading import load
 
 PARAMETERS = ("task", "client", "base_url", "api_key", "episode")
@@ -28,16 +28,16 @@ class Agent:
             self._check_built(owner)
             run: Any = getattr(owner, "run", None)
             if not callable(run):
-                raise RefusedError(f"{self.name}: the class has no method run")
+                raise UserCodeError(f"{self.name}: the class has no method run")
             bound = isinstance(inspect.getattr_static(owner, "run"), (staticmethod, classmethod))
             function, given = run, {}
         elif callable(owner):
             bound, function, given = True, owner, dict(self._args)
         else:
-            raise RefusedError(f"{self.name} must be a function or a class, is {type(owner).__name__}")
+            raise UserCodeError(f"{self.name} must be a function or a class, is {type(owner).__name__}")
         inner = inspect.unwrap(function)
         if inspect.isasyncgenfunction(inner) or inspect.isgeneratorfunction(inner):
-            raise RefusedError(f"{self.name}: run must return its result, it yields")
+            raise UserCodeError(f"{self.name}: run must return its result, it yields")
         self.coroutine = any(map(inspect.iscoroutinefunction, (inner, type(inner).__call__)))
         self.parameters = self._names(function, given, skip=0 if bound else 1)
 
@@ -49,14 +49,14 @@ class Agent:
         try:
             built: Any = self._found(**self._args)
         except (Exception, SystemExit) as error:
-            raise RefusedError(f"{self.name} cannot be built: {describe(error)}") from error
+            raise UserCodeError(f"{self.name} cannot be built: {describe(error)}") from error
         return built.run  # type: ignore[no-any-return]
 
     def _check_built(self, owner: Any) -> None:
         try:
             inspect.signature(owner).bind(**self._args)
         except TypeError as error:
-            raise RefusedError(f"{self.name} cannot be built with args {self._args}: {error}") from None
+            raise UserCodeError(f"{self.name} cannot be built with args {self._args}: {error}") from None
         except ValueError:
             return
 
@@ -65,17 +65,17 @@ class Agent:
         try:
             parameters = list(inspect.signature(function).parameters.values())[skip:]
         except ValueError:
-            raise RefusedError(f"{self.name}: its parameters can't be read") from None
+            raise UserCodeError(f"{self.name}: its parameters can't be read") from None
         allowed = ", ".join(PARAMETERS)
         by_name = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
         for one in parameters:
             known = one.name in by_name and (one.name in PARAMETERS or one.name in given)
             if not known and one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
-                raise RefusedError(f"{self.name}: parameter {one.name} is not one of {allowed}, nor in args")
+                raise UserCodeError(f"{self.name}: parameter {one.name} is not one of {allowed}, nor in args")
         takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
         for name in given:
             if name in PARAMETERS or not (name in by_name or takes_any):
-                raise RefusedError(f"{self.name} takes no args {name!r} beside {allowed}")
+                raise UserCodeError(f"{self.name} takes no args {name!r} beside {allowed}")
         return tuple(name for name in PARAMETERS if name in by_name)
 
 
@@ -86,7 +86,7 @@ class Clients:
         try:
             import openai
         except ImportError as error:
-            raise RefusedError(
+            raise UserCodeError(
                 f"{name} asks for client, and {sys.executable} has no openai: {describe(error)}"
             ) from None
         # The generator delays its answer while it loads new weights; the episode's deadline is the limit.

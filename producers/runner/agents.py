@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from .agent import Agent, Clients
-from .connection import OWN, Connection, RefusedError, describe, end_a_copy, end_process, one_line
+from .connection import OWN, GeneratorConnection, UserCodeError, describe, end_a_copy, end_process, one_line
 from .outcome import AsyncEpisodeHandle, EpisodeHandle, PendingNotes, read_outcome
 from .watch import LoopWatch, Selector
 
@@ -27,7 +27,7 @@ _EPISODE: contextvars.ContextVar[int | None] = contextvars.ContextVar("tidemill_
 
 def main(channel: socket.socket) -> None:
     """Load the agent that the first message names, and run its episodes; with ``--check`` only load it."""
-    connection = Connection(channel)
+    connection = GeneratorConnection(channel)
     setup = connection.receive()
     try:
         set_limits(setup["memory_mb"])
@@ -38,7 +38,7 @@ def main(channel: socket.socket) -> None:
             connection.send({"op": "ready"})
         else:
             Runner(agent, connection).run()
-    except RefusedError as error:
+    except UserCodeError as error:
         connection.send({"op": "refused", "error": str(error)})
 
 
@@ -64,7 +64,7 @@ class AgentTask(asyncio.Task):  # type: ignore[type-arg]
 class Runner:
     """Runs the episodes of one process."""
 
-    def __init__(self, agent: Agent, connection: Connection) -> None:
+    def __init__(self, agent: Agent, connection: GeneratorConnection) -> None:
         self._agent = agent
         self._connection = connection
         self._notes = PendingNotes(connection)
@@ -81,7 +81,7 @@ class Runner:
         self._loop.set_task_factory(self._make_task)
         try:
             self._loop.run_until_complete(self._build())
-        except RefusedError as error:
+        except UserCodeError as error:
             self._connection.send({"op": "refused", "error": str(error)})
             return
         if hasattr(os, "register_at_fork"):
@@ -148,7 +148,7 @@ class Runner:
             ended["kind"] = "cancelled"
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, to exit included
             ended.update(kind="raised", error=describe(error), error_type=full_name(error))
-            if isinstance(error, RefusedError):
+            if isinstance(error, UserCodeError):
                 ended["error"] = one_line(str(error))
         # Tasks that the episode left running end with it.
         for task, owner in list(self._owners.items()):

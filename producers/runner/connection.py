@@ -18,7 +18,7 @@ OWN = os.getpid()
 end_process = os._exit
 
 
-class RefusedError(Exception):
+class UserCodeError(Exception):
     """User code can't be loaded or called, or its result can't be read; one line."""
 
 
@@ -51,7 +51,7 @@ def _escape_halves(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("tidemill.halves", _escape_halves)
 
 
-class Connection:
+class GeneratorConnection:
     """The lines to and from the generator. A forked copy of this process has no connection."""
 
     def __init__(self, channel: socket.socket) -> None:
@@ -60,10 +60,10 @@ class Connection:
         self._lock = threading.Lock()
 
     def send(self, message: dict[str, Any], default: Callable[[Any], Any] | None = None) -> None:
-        """Send a message. RefusedError if it is too long, TypeError or ValueError if it is not JSON; see json.dumps."""
+        """Send a message; ``default``: see json.dumps. UserCodeError if it is too long, TypeError if not JSON."""
         data = json.dumps(message, ensure_ascii=False, default=default).encode("utf-8", "tidemill.halves") + b"\n"
         if len(data) > MOST_BYTES:
-            raise RefusedError(f"a result has {len(data)} bytes as JSON, at most {MOST_BYTES} are allowed")
+            raise UserCodeError(f"a result has {len(data)} bytes as JSON, at most {MOST_BYTES} are allowed")
         end_a_copy()
         with self._lock:
             try:

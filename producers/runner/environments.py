@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from .connection import Connection, RefusedError, describe
+from .connection import GeneratorConnection, UserCodeError, describe
 from .loading import load
 
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
@@ -26,12 +26,12 @@ PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 
 def main(channel: socket.socket) -> None:
     """Load the environment that the first message names, and serve calls until the connection ends."""
-    connection = Connection(channel)
+    connection = GeneratorConnection(channel)
     setup = connection.receive()
     try:
         environment = load(setup["environment"], Path(setup["base"]))
     except BaseException as error:  # noqa: BLE001 - user code may raise anything
-        connection.send({"error": str(error) if isinstance(error, RefusedError) else describe(error)})
+        connection.send({"error": str(error) if isinstance(error, UserCodeError) else describe(error)})
         return
     connection.send({})
     episodes: dict[str, queue.SimpleQueue[Any]] = {}
@@ -48,7 +48,7 @@ def main(channel: socket.socket) -> None:
     connection.serve(handle)
 
 
-def _play(make: Any, calls: queue.SimpleQueue[Any], connection: Connection) -> None:
+def _play(make: Any, calls: queue.SimpleQueue[Any], connection: GeneratorConnection) -> None:
     environment: Any = None
     while True:
         message = calls.get()
@@ -69,12 +69,12 @@ def _play(make: Any, calls: queue.SimpleQueue[Any], connection: Connection) -> N
             return
 
 
-def _answer(connection: Connection, answer: dict[str, Any], value: Any) -> None:
+def _answer(connection: GeneratorConnection, answer: dict[str, Any], value: Any) -> None:
     try:
         connection.send({**answer, "value": value}, default=_image)
     except (TypeError, ValueError) as error:
         connection.send({**answer, "error": f"a result is not JSON: {error}"})
-    except RefusedError as error:
+    except UserCodeError as error:
         connection.send({**answer, "error": str(error)})
 
 

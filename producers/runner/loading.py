@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .connection import RefusedError, describe
+from .connection import UserCodeError, describe
 
 
 def load(path: str, base: Path, search: list[str] | None = None) -> Any:
-    """Import ``file.py:name``, relative to ``base``, or ``package.module:name``; RefusedError says what is missing.
+    """Import ``file.py:name``, relative to ``base``, or ``package.module:name``; UserCodeError says what is missing.
 
     search: Python's search path; None keeps the interpreter's own.
     """
@@ -25,11 +25,11 @@ def load(path: str, base: Path, search: list[str] | None = None) -> Any:
         module = _load_file((base / source).resolve()) if source.endswith(".py") else importlib.import_module(source)
     except (Exception, SystemExit) as error:
         reason = str(error) if isinstance(error, OSError) else describe(error)
-        raise RefusedError(f"{path} cannot be imported: {reason}") from error
+        raise UserCodeError(f"{path} cannot be imported: {reason}") from error
     try:
         return getattr(module, name)
     except AttributeError:
-        raise RefusedError(f"{path}: {source} has no {name!r}") from None
+        raise UserCodeError(f"{path}: {source} has no {name!r}") from None
 
 
 def _load_file(file: Path) -> Any:

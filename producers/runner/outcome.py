@@ -12,16 +12,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from .connection import Connection, RefusedError, describe
+from .connection import GeneratorConnection, UserCodeError, describe
 
 
 def number(value: Any, what: str) -> float:
-    """Return a finite number; scalars of numpy and torch are numbers, too. RefusedError names anything else."""
+    """Return a finite number; scalars of numpy and torch are numbers, too. UserCodeError names anything else."""
     if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
-        raise RefusedError(f"{what} must be a number, is {type(value).__name__}")
+        raise UserCodeError(f"{what} must be a number, is {type(value).__name__}")
     found = float(value)
     if not math.isfinite(found):
-        raise RefusedError(f"{what} must be finite, is {found}")
+        raise UserCodeError(f"{what} must be finite, is {found}")
     return found
 
 
@@ -33,7 +33,7 @@ def read_outcome(value: Any) -> dict[str, Any]:
         return {"reward": number(value, "the result of run, if it is no dict and not None,")}
     unknown = sorted(str(key) for key in value if key not in ("reward", "turns", "metrics", "data"))
     if unknown:
-        raise RefusedError(f"run returned {unknown[0]!r}: a dict may have reward, turns, metrics and data")
+        raise UserCodeError(f"run returned {unknown[0]!r}: a dict may have reward, turns, metrics and data")
     found: dict[str, Any] = {}
     if value.get("reward") is not None:
         found["reward"] = number(value["reward"], "reward")
@@ -43,14 +43,14 @@ def read_outcome(value: Any) -> dict[str, Any]:
     if value.get("data") is not None:
         found["data"] = json.loads(json_text(value["data"], "data"))
         if not isinstance(found["data"], dict):
-            raise RefusedError(f"data must be a dict, is {type(found['data']).__name__}")
+            raise UserCodeError(f"data must be a dict, is {type(found['data']).__name__}")
     return found
 
 
 def numbers(value: Any, what: str) -> dict[str, float]:
     """Return a mapping of names to finite numbers."""
     if not isinstance(value, dict):
-        raise RefusedError(f"{what} must be a dict of numbers, is {type(value).__name__}")
+        raise UserCodeError(f"{what} must be a dict of numbers, is {type(value).__name__}")
     return {str(key): number(one, f"{what}[{key!r}]") for key, one in value.items()}
 
 
@@ -59,19 +59,19 @@ def json_text(value: Any, what: str) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RefusedError(f"{what} must be JSON: {describe(error)}") from None
+        raise UserCodeError(f"{what} must be JSON: {describe(error)}") from None
 
 
 class PendingNotes:
     """The notes that the generator is asked to keep: results of side effects."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: GeneratorConnection) -> None:
         self._connection = connection
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Future[None]] = {}
 
     def keep(self, episode: int, name: str, value: str) -> Future[None]:
-        """Send a note; the future is done when the generator keeps it, with RefusedError if it can't."""
+        """Send a note; the future is done when the generator keeps it, with UserCodeError if it can't."""
         number, kept = next(self._numbers), Future[None]()
         self._waiting[number] = kept
         self._connection.send({"op": "note", "episode": episode, "name": name, "value": value, "note": number})
@@ -81,7 +81,7 @@ class PendingNotes:
         """Handle the generator's answer to a note."""
         kept = self._waiting.pop(order["note"])
         if order["error"]:
-            kept.set_exception(RefusedError(order["error"]))
+            kept.set_exception(UserCodeError(order["error"]))
         else:
             kept.set_result(None)
 
@@ -93,7 +93,7 @@ class EpisodeHandle:
     deadline: Unix time, seconds.
     """
 
-    def __init__(self, connection: Connection, store: PendingNotes, order: dict[str, Any]) -> None:
+    def __init__(self, connection: GeneratorConnection, store: PendingNotes, order: dict[str, Any]) -> None:
         self.id: str = order["id"]
         self.attempt: int = order["attempt"]
         self.deadline: float = order["deadline"]

@@ -14,7 +14,7 @@ from producers.agents.endpoint.protocols import (
     Asker,
     ImageForm,
     Message,
-    Question,
+    ModelRequest,
     content_parts,
     convert,
     function_tools,
@@ -25,7 +25,7 @@ from producers.agents.endpoint.protocols import (
     stop_strings,
     usage_counts,
 )
-from producers.agents.protocol import Answer, CallRequest
+from producers.agents.protocol import CallRequest, SampledAnswer
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 UNREADABLE = "_unreadable"
@@ -44,7 +44,7 @@ class MessagesBody(msgspec.Struct):
     max_tokens: int | None = None
 
 
-def read_messages(data: JSON, asker: Asker) -> Question:
+def read_messages(data: JSON, asker: Asker) -> ModelRequest:
     """The model call that a body asks for, and the form of its answer."""
     body = convert(data, MessagesBody)
     if not body.messages:
@@ -63,7 +63,7 @@ def read_messages(data: JSON, asker: Asker) -> Question:
         ignored=ignored_settings(data, _output_format(data), asker.settings),
     )
     form = _Form(body.model or "policy")
-    return Question(call, bool(body.stream), form.answer, form.events)
+    return ModelRequest(call, bool(body.stream), form.answer, form.events)
 
 
 async def count_tokens(body: bytes, asker: Asker) -> JSON:
@@ -156,7 +156,7 @@ class _Form:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def answer(self, answers: Sequence[Answer], created: int) -> JSON:
+    def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
         """The whole answer."""
         (answer,) = answers
         prompt, completion = usage_counts(answers)
@@ -171,7 +171,7 @@ class _Form:
             "usage": {"input_tokens": prompt, "output_tokens": completion},
         }
 
-    def events(self, answers: Sequence[Answer], created: int) -> tuple[bytes, bytes]:
+    def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
         """The answer as events, a block in one piece; the second part begins with the reason of the end."""
         whole = self.answer(answers, created)
         begun = whole | {"content": [], "stop_reason": None, "usage": whole["usage"] | {"output_tokens": 0}}
@@ -186,7 +186,7 @@ class _Form:
         return named_events(events), named_events(end)
 
 
-def _blocks(answer: Answer) -> list[JSON]:
+def _blocks(answer: SampledAnswer) -> list[JSON]:
     parsed = answer.parsed
     blocks: list[JSON] = []
     if parsed.reasoning is not None:

@@ -22,7 +22,7 @@ from producers.agents.endpoint import control
 from producers.agents.endpoint.anthropic import count_tokens, read_messages
 from producers.agents.endpoint.chat import read_chat
 from producers.agents.endpoint.completions import read_completion
-from producers.agents.endpoint.delivery import KEEP_ALIVE_S, Delivery
+from producers.agents.endpoint.delivery import StreamingReply
 from producers.agents.endpoint.errors import (
     anthropic_error,
     anthropic_error_event,
@@ -31,9 +31,9 @@ from producers.agents.endpoint.errors import (
     openai_error_event,
     responses_error_event,
 )
-from producers.agents.endpoint.protocols import JSON, Asker, Message, Question, read_json, write_json
+from producers.agents.endpoint.protocols import JSON, Asker, Message, ModelRequest, read_json, write_json
 from producers.agents.endpoint.responses import read_response
-from producers.agents.endpoint.retries import PATIENCE_S, Generations
+from producers.agents.endpoint.retries import Generations
 from producers.agents.protocol import OpenSession, OpenSessions, SessionError
 from schemas.config.agents import AgentsConfig
 from schemas.errors import TidemillError
@@ -43,26 +43,26 @@ PREFIXES = ("", "/s/{token}", "/s/{token}/{name}")
 
 
 @dataclass(frozen=True)
-class Dialect:
+class WireProtocol:
     """A protocol: how it reads a request, and how it shows an error, in a body and in a stream."""
 
-    read: Callable[[JSON, Asker], Question]
+    read: Callable[[JSON, Asker], ModelRequest]
     error: Callable[[SessionError], JSON] = openai_error
     error_event: Callable[[SessionError], bytes] = openai_error_event
 
 
-OPENAI = Dialect(read_chat)
-MESSAGES = Dialect(read_messages, anthropic_error, anthropic_error_event)
-DIALECTS = {
-    "/v1/chat/completions": OPENAI,
-    "/v1/completions": Dialect(read_completion),
-    "/v1/responses": Dialect(read_response, error_event=responses_error_event),
+CHAT = WireProtocol(read_chat)
+MESSAGES = WireProtocol(read_messages, anthropic_error, anthropic_error_event)
+PROTOCOLS = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": WireProtocol(read_completion),
+    "/v1/responses": WireProtocol(read_response, error_event=responses_error_event),
     "/v1/messages": MESSAGES,
 }
 
 
 @dataclass(frozen=True)
-class Held:
+class SessionState:
     """What the endpoint keeps of a session, while that exists and without keeping it alive."""
 
     generations: Generations
@@ -77,14 +77,14 @@ class Endpoint:
         self._settings = settings
         self._keep_alive_s = keep_alive_s
         self._patience_s = patience_s
-        self._held: weakref.WeakKeyDictionary[OpenSession, Held] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[OpenSession, SessionState] = weakref.WeakKeyDictionary()
 
     def app(self) -> Starlette:
         """The ASGI application."""
         routes = []
         for prefix in PREFIXES:
-            for path, dialect in DIALECTS.items():
-                routes.append(Route(prefix + path, self._asking(dialect), methods=["POST"]))
+            for path, protocol in PROTOCOLS.items():
+                routes.append(Route(prefix + path, self._asking(protocol), methods=["POST"]))
             counting = self._answering(count_tokens, MESSAGES)
             routes.append(Route(prefix + "/v1/messages/count_tokens", counting, methods=["POST"]))
             routes.append(Route(prefix + "/v1/models", self._answering(control.models), methods=["GET"]))
@@ -96,39 +96,39 @@ class Endpoint:
 
     def close(self) -> None:
         """Cancel all that is under way."""
-        for held in list(self._held.values()):
-            held.generations.close()
+        for state in list(self._states.values()):
+            state.generations.close()
 
-    def _asking(self, dialect: Dialect) -> Callable[[Request], Awaitable[ASGIApp]]:
+    def _asking(self, protocol: WireProtocol) -> Callable[[Request], Awaitable[ASGIApp]]:
         """The handler of a route that makes model calls."""
 
-        async def handle(request: Request) -> Response | Delivery:
+        async def handle(request: Request) -> Response | StreamingReply:
             session = self._session(request)
             body = await _body(request)
-            held = self._hold(session)
-            asker = self._asker(request, session, held)
-            question = dialect.read(read_json(body), asker)
+            state = self._state(session)
+            asker = self._asker(request, session, state)
+            model_request = protocol.read(read_json(body), asker)
             digest = hashlib.blake2b(request.scope["path"].encode() + b"\0" + body, digest_size=16).digest()
             retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-            generation = held.generations.ask(digest, retry, lambda: session.complete(question.call))
-            return Delivery(
-                question, generation, held.generations, dialect.error, dialect.error_event, self._keep_alive_s
+            generation = state.generations.ask(digest, retry, lambda: session.complete(model_request.call))
+            return StreamingReply(
+                model_request, generation, state.generations, protocol.error, protocol.error_event, self._keep_alive_s
             )
 
-        return _guarded(handle, dialect)
+        return _guarded(handle, protocol)
 
     def _answering(
-        self, answer: Callable[[bytes, Asker], Awaitable[JSON]], dialect: Dialect = OPENAI
+        self, answer: Callable[[bytes, Asker], Awaitable[JSON]], protocol: WireProtocol = CHAT
     ) -> Callable[[Request], Awaitable[ASGIApp]]:
         """The handler of a route that answers at once."""
 
         async def handle(request: Request) -> Response:
             session = self._session(request)
             body = await _body(request)
-            found = await answer(body, self._asker(request, session, self._hold(session)))
+            found = await answer(body, self._asker(request, session, self._state(session)))
             return _json(200, found)
 
-        return _guarded(handle, dialect)
+        return _guarded(handle, protocol)
 
     def _session(self, request: Request) -> OpenSession:
         token = request.path_params.get("token")
@@ -137,32 +137,25 @@ class Endpoint:
             token = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
         return self._sessions.find(token)
 
-    def _asker(self, request: Request, session: OpenSession, held: Held) -> Asker:
-        return Asker(session, request.path_params.get("name", "main"), self._settings, held.responses)
+    def _asker(self, request: Request, session: OpenSession, state: SessionState) -> Asker:
+        return Asker(session, request.path_params.get("name", "main"), self._settings, state.responses)
 
-    def _hold(self, session: OpenSession) -> Held:
-        held = self._held.get(session)
-        if held is None:
-            held = self._held[session] = Held(Generations(session, self._patience_s))
-        return held
-
-
-def create_app(
-    sessions: OpenSessions, settings: AgentsConfig, keep_alive_s: float = KEEP_ALIVE_S, patience_s: float = PATIENCE_S
-) -> Starlette:
-    """The endpoint over ``sessions``, as an ASGI application."""
-    return Endpoint(sessions, settings, keep_alive_s, patience_s).app()
+    def _state(self, session: OpenSession) -> SessionState:
+        state = self._states.get(session)
+        if state is None:
+            state = self._states[session] = SessionState(Generations(session, self._patience_s))
+        return state
 
 
 def _guarded(
-    handle: Callable[[Request], Awaitable[ASGIApp]], dialect: Dialect
+    handle: Callable[[Request], Awaitable[ASGIApp]], protocol: WireProtocol
 ) -> Callable[[Request], Awaitable[ASGIApp]]:
     async def guarded(request: Request) -> ASGIApp:
         try:
             return await handle(request)
         except (SessionError, TidemillError) as error:
             found = as_session_error(error)
-            return _json(found.status, dialect.error(found))
+            return _json(found.status, protocol.error(found))
         except ClientDisconnect:
             return Response(status_code=400)
 

@@ -13,7 +13,7 @@ from producers.agents.endpoint.protocols import (
     Asker,
     ImageForm,
     Message,
-    Question,
+    ModelRequest,
     answer_message,
     content_parts,
     convert,
@@ -25,7 +25,7 @@ from producers.agents.endpoint.protocols import (
     token_name,
     usage_counts,
 )
-from producers.agents.protocol import Answer, CallRequest
+from producers.agents.protocol import CallRequest, SampledAnswer
 
 DONE = b"data: [DONE]\n\n"
 IMAGES = ImageForm("image_url", lambda part, where: image_url(part.get("image_url"), where))
@@ -48,7 +48,7 @@ class ChatBody(msgspec.Struct):
     chat_template_kwargs: JSON | None = None
 
 
-def read_chat(data: JSON, asker: Asker) -> Question:
+def read_chat(data: JSON, asker: Asker) -> ModelRequest:
     """The model call that a body asks for, and the form of its answer."""
     body = convert(data, ChatBody)
     if data.get("functions"):
@@ -67,7 +67,7 @@ def read_chat(data: JSON, asker: Asker) -> Question:
         ignored=ignored_settings(data, _output_format(data), asker.settings),
     )
     form = _Form(body)
-    return Question(call, bool(body.stream), form.answer, form.events)
+    return ModelRequest(call, bool(body.stream), form.answer, form.events)
 
 
 def check_n(n: int | None) -> int:
@@ -93,7 +93,7 @@ class _Form:
         self._ids = bool(body.return_token_ids)
         self._usage = bool((body.stream_options or {}).get("include_usage"))
 
-    def answer(self, answers: Sequence[Answer], created: int) -> JSON:
+    def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
         """The whole answer."""
         choices = []
         for index, answer in enumerate(answers):
@@ -107,7 +107,7 @@ class _Form:
         whole = self._base(answers, created, "chat.completion") | {"choices": choices, "usage": usage(answers)}
         return whole | ({"prompt_token_ids": answers[0].prompt_ids} if self._ids else {})
 
-    def events(self, answers: Sequence[Answer], created: int) -> tuple[bytes, bytes]:
+    def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
         """The answer as chunks; the second part begins with the finish reasons."""
         base = self._base(answers, created, "chat.completion.chunk")
         head, tail = [], []
@@ -129,15 +129,15 @@ class _Form:
             tail.append(base | {"choices": [], "usage": usage(answers)})
         return data_events(head), data_events(tail) + DONE
 
-    def _base(self, answers: Sequence[Answer], created: int, kind: str) -> JSON:
+    def _base(self, answers: Sequence[SampledAnswer], created: int, kind: str) -> JSON:
         return {"id": answers[0].id, "object": kind, "created": created, "model": self._model}
 
-    def _extra(self, answer: Answer, n: int) -> JSON:
+    def _extra(self, answer: SampledAnswer, n: int) -> JSON:
         """Fields beside OpenAI's: the ids that were sampled, and the id to reward one of several choices by."""
         extra: JSON = {"token_ids": answer.ids} if self._ids else {}
         return extra | ({"id": answer.id} if n > 1 else {})
 
-    def _logprobs_of(self, answer: Answer) -> JSON | None:
+    def _logprobs_of(self, answer: SampledAnswer) -> JSON | None:
         if not self._logprobs:
             return None
         tokens = zip(answer.ids, answer.logprobs, strict=True)
@@ -149,7 +149,7 @@ class _Form:
         }
 
 
-def usage(answers: Sequence[Answer]) -> JSON:
+def usage(answers: Sequence[SampledAnswer]) -> JSON:
     """Counts of tokens in OpenAI's form."""
     prompt, completion = usage_counts(answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

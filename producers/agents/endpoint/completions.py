@@ -12,7 +12,7 @@ from producers.agents.endpoint.errors import bad_request
 from producers.agents.endpoint.protocols import (
     JSON,
     Asker,
-    Question,
+    ModelRequest,
     convert,
     data_events,
     finite,
@@ -20,7 +20,7 @@ from producers.agents.endpoint.protocols import (
     stop_strings,
     token_name,
 )
-from producers.agents.protocol import Answer, CallRequest
+from producers.agents.protocol import CallRequest, SampledAnswer
 
 
 class CompletionBody(msgspec.Struct):
@@ -37,7 +37,7 @@ class CompletionBody(msgspec.Struct):
     return_token_ids: bool | None = None
 
 
-def read_completion(data: JSON, asker: Asker) -> Question:
+def read_completion(data: JSON, asker: Asker) -> ModelRequest:
     """The model call that a body asks for, and the form of its answer."""
     body = convert(data, CompletionBody)
     for name in ("echo", "suffix"):
@@ -54,7 +54,7 @@ def read_completion(data: JSON, asker: Asker) -> Question:
         ignored=ignored_settings(data, "response_format" if data.get("response_format") else None, asker.settings),
     )
     form = _Form(body)
-    return Question(call, bool(body.stream), form.answer, form.events)
+    return ModelRequest(call, bool(body.stream), form.answer, form.events)
 
 
 def _prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
@@ -77,23 +77,23 @@ class _Form:
         self._ids = bool(body.return_token_ids)
         self._usage = bool((body.stream_options or {}).get("include_usage"))
 
-    def answer(self, answers: Sequence[Answer], created: int) -> JSON:
+    def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
         """The whole answer."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         return self._base(answers, created) | {"choices": choices, "usage": usage(answers)}
 
-    def events(self, answers: Sequence[Answer], created: int) -> tuple[bytes, bytes]:
+    def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
         """The answer as one chunk a choice, then the counts."""
         base = self._base(answers, created)
         chunks = [base | {"choices": [self._choice(index, answer)]} for index, answer in enumerate(answers)]
         end = [base | {"choices": [], "usage": usage(answers)}] if self._usage else []
         return b"", data_events(chunks + end) + DONE
 
-    def _base(self, answers: Sequence[Answer], created: int) -> JSON:
+    def _base(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
         shown = "cmpl-" + answers[0].id.removeprefix("chatcmpl-")
         return {"id": shown, "object": "text_completion", "created": created, "model": self._model}
 
-    def _choice(self, index: int, answer: Answer) -> JSON:
+    def _choice(self, index: int, answer: SampledAnswer) -> JSON:
         choice: JSON = {
             "index": index,
             "text": answer.text,
@@ -103,7 +103,7 @@ class _Form:
         return choice | ({"prompt_token_ids": answer.prompt_ids, "token_ids": answer.ids} if self._ids else {})
 
 
-def _logprobs(answer: Answer) -> JSON:
+def _logprobs(answer: SampledAnswer) -> JSON:
     names = [token_name(token) for token in answer.ids]
     values = [finite(value) for value in answer.logprobs]
     top = [{name: value} for name, value in zip(names, values, strict=True)]

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from producers.agents.endpoint.errors import as_session_error
-from producers.agents.endpoint.protocols import JSON, Question, write_json
+from producers.agents.endpoint.protocols import JSON, ModelRequest, write_json
 from producers.agents.endpoint.retries import Generation, Generations
 from producers.agents.protocol import SessionError
 from schemas.errors import TidemillError
@@ -24,22 +24,22 @@ BUFFERED = 32768
 """Bytes that a connection's buffers take at once, so that there is no half-way between all and nothing."""
 
 
-class Delivery:
-    """The ASGI response to one request: the answer of ``generation``, as ``question`` wants it.
+class StreamingReply:
+    """The ASGI response to one request: the answer of ``generation``, as ``request`` wants it.
 
     errors: how the protocol shows an error. error_event: the same within a stream.
     """
 
     def __init__(
         self,
-        question: Question,
+        request: ModelRequest,
         generation: Generation,
         generations: Generations,
         errors: Callable[[SessionError], JSON],
         error_event: Callable[[SessionError], bytes],
         keep_alive_s: float,
     ) -> None:
-        self._question = question
+        self._request = request
         self._generation = generation
         self._generations = generations
         self._errors = errors
@@ -68,7 +68,7 @@ class Delivery:
                 if not begun:
                     await send(self._start(200))
                     begun = True
-                await send(_body(b": waiting\n\n" if self._question.stream else b" "))
+                await send(_body(b": waiting\n\n" if self._request.stream else b" "))
         return begun
 
     async def _send(self, gone: asyncio.Future[None], send: Send, begun: bool) -> bool:
@@ -82,13 +82,13 @@ class Delivery:
             await self._fail(send, begun, as_session_error(error))
             return False
         created = self._generation.created
-        if self._question.stream:
-            head, tail = self._question.events(answers, created)
+        if self._request.stream:
+            head, tail = self._request.events(answers, created)
         else:
-            whole = write_json(self._question.answer(answers, created))
+            whole = write_json(self._request.answer(answers, created))
             head, tail = whole[:-1], whole[-1:]
         if not begun:
-            await send(self._start(200, None if self._question.stream else len(head) + len(tail)))
+            await send(self._start(200, None if self._request.stream else len(head) + len(tail)))
         if len(head) > BUFFERED:
             await send(_body(head))
             await send(_body(b""))  # waits until the connection has taken most of it
@@ -104,12 +104,12 @@ class Delivery:
         if not begun:
             await send(self._start(error.status, len(body), "application/json"))
             await send(_body(body, more=False))
-        elif self._question.stream:
+        elif self._request.stream:
             await send(_body(self._error_event(error), more=False))
         # else the response stays without an end, and the server breaks the connection
 
     def _start(self, status: int, length: int | None = None, kind: str | None = None) -> dict[str, object]:
-        kind = kind or ("text/event-stream; charset=utf-8" if self._question.stream else "application/json")
+        kind = kind or ("text/event-stream; charset=utf-8" if self._request.stream else "application/json")
         headers = [(b"content-type", kind.encode())]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))

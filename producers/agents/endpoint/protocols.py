@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from producers.agents.endpoint.errors import bad_request
-from producers.agents.protocol import Answer, CallRequest, OpenSession
+from producers.agents.protocol import CallRequest, OpenSession, SampledAnswer
 from schemas.config.agents import AgentsConfig
 
 JSON = dict[str, Any]
@@ -42,7 +42,7 @@ class Asker:
 
 
 @dataclass(frozen=True)
-class Question:
+class ModelRequest:
     """A request as a protocol has understood it.
 
     answer: the body for these answers of a call of this time. events: the same as a stream, in two parts: a client that
@@ -51,8 +51,8 @@ class Question:
 
     call: CallRequest
     stream: bool
-    answer: Callable[[Sequence[Answer], int], JSON]
-    events: Callable[[Sequence[Answer], int], tuple[bytes, bytes]]
+    answer: Callable[[Sequence[SampledAnswer], int], JSON]
+    events: Callable[[Sequence[SampledAnswer], int], tuple[bytes, bytes]]
 
 
 def read_json(body: bytes) -> JSON:
@@ -178,12 +178,12 @@ def function_tools(tools: Sequence[Any] | None, schema: str) -> list[JSON] | Non
     return found
 
 
-def usage_counts(answers: Sequence[Answer]) -> tuple[int, int]:
+def usage_counts(answers: Sequence[SampledAnswer]) -> tuple[int, int]:
     """Tokens of the prompt, and of all answers."""
     return len(answers[0].prompt_ids), sum(len(answer.ids) for answer in answers)
 
 
-def answer_message(answer: Answer) -> Message:
+def answer_message(answer: SampledAnswer) -> Message:
     """An answer as the message that a client gets and sends back."""
     message = answer.parsed.message()
     if message.get("content") is None and not answer.parsed.tool_calls:

@@ -18,7 +18,7 @@ from producers.agents.endpoint.protocols import (
     Asker,
     ImageForm,
     Message,
-    Question,
+    ModelRequest,
     answer_message,
     content_parts,
     convert,
@@ -28,7 +28,7 @@ from producers.agents.endpoint.protocols import (
     named_events,
     usage_counts,
 )
-from producers.agents.protocol import Answer, CallRequest
+from producers.agents.protocol import CallRequest, SampledAnswer
 
 KEPT = 32
 """So many of a session's last responses can be named as the previous one."""
@@ -49,7 +49,7 @@ class ResponseBody(msgspec.Struct):
     previous_response_id: str | None = None
 
 
-def read_response(data: JSON, asker: Asker) -> Question:
+def read_response(data: JSON, asker: Asker) -> ModelRequest:
     """The model call that a body asks for, and the form of its answer."""
     body = convert(data, ResponseBody)
     for name in UNSUPPORTED:
@@ -75,7 +75,7 @@ def read_response(data: JSON, asker: Asker) -> Question:
         ignored=ignored_settings(data, _output_format(data), asker.settings),
     )
     form = _Form(body, messages, asker.responses)
-    return Question(call, bool(body.stream), form.answer, form.events)
+    return ModelRequest(call, bool(body.stream), form.answer, form.events)
 
 
 def _output_format(data: JSON) -> str | None:
@@ -154,7 +154,7 @@ class _Form:
         self._messages = messages
         self._responses = responses
 
-    def answer(self, answers: Sequence[Answer], created: int) -> JSON:
+    def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
         """The whole answer, which can be the previous one from now on."""
         (answer,) = answers
         body, number = self._body, answer.id.removeprefix("chatcmpl-")
@@ -191,7 +191,7 @@ class _Form:
             },
         }
 
-    def events(self, answers: Sequence[Answer], created: int) -> tuple[bytes, bytes]:
+    def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
         """The answer as events; the second part is the one that ends it."""
         events = _events(self.answer(answers, created))
         return named_events(events[:-1]), named_events(events[-1:])
@@ -202,7 +202,7 @@ class _Form:
             del self._responses[next(iter(self._responses))]
 
 
-def _items(answer: Answer, number: str, status: str) -> list[JSON]:
+def _items(answer: SampledAnswer, number: str, status: str) -> list[JSON]:
     parsed = answer.parsed
     items: list[JSON] = []
     if parsed.reasoning is not None:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
-from producers.agents.protocol import Answer, OpenSession
+from producers.agents.protocol import OpenSession, SampledAnswer
 
 PATIENCE_S = 5.0
 """An answer that nobody received is kept so long for a client that asks again."""
@@ -25,7 +25,7 @@ class Generation:
     """A model call under way or done. waiting: connections that want its answer. created: time in seconds."""
 
     digest: bytes
-    task: asyncio.Task[list[Answer]]
+    task: asyncio.Task[list[SampledAnswer]]
     created: int
     waiting: int = 0
     delivered: float | None = None
@@ -42,7 +42,7 @@ class Generations:
         self._known: dict[bytes, list[Generation]] = {}
 
     def ask(
-        self, digest: bytes, retry: bool, complete: Callable[[], Coroutine[None, None, list[Answer]]]
+        self, digest: bytes, retry: bool, complete: Callable[[], Coroutine[None, None, list[SampledAnswer]]]
     ) -> Generation:
         """The generation that answers a request: an earlier one where this is a repeat, else ``complete`` begins.
 
@@ -94,14 +94,14 @@ class Generations:
         else:
             self._take_out(generation.task)
 
-    def _done(self, generation: Generation, task: asyncio.Task[list[Answer]]) -> None:
+    def _done(self, generation: Generation, task: asyncio.Task[list[SampledAnswer]]) -> None:
         if task.cancelled() or task.exception() is not None:
             self._remove(generation)
             generation.forgotten = True
         elif generation.forgotten:
             self._take_out(task)
 
-    def _take_out(self, task: asyncio.Task[list[Answer]]) -> None:
+    def _take_out(self, task: asyncio.Task[list[SampledAnswer]]) -> None:
         session = self._session()
         if session is not None and not task.cancelled() and task.exception() is None:
             for answer in task.result():

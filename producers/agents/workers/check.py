@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from producers.agents.workers.protocol import SAID, Ready, Refused
+from producers.agents.workers.protocol import SAID, AgentReady, AgentRefused
 from producers.agents.workers.start import start_runner
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
@@ -52,9 +52,9 @@ def check_agent(
         said = SAID.decode(line)
     except ValueError:
         said = None
-    if isinstance(said, Refused):
+    if isinstance(said, AgentRefused):
         raise ConfigError(f"generator.workflow.args.run: {said.error}")
-    if not isinstance(said, Ready):
+    if not isinstance(said, AgentReady):
         late = f"it is not loaded after {CHECK_TIMEOUT_S:g} s" if how == "SIGKILL" else f"its process ended with {how}"
         raise ConfigError(f"generator.workflow.args.run: {run} cannot be checked: {late}")
 

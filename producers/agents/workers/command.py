@@ -22,7 +22,7 @@ from typing import Any
 from producers.agents.workers.jail import AgentJail
 from producers.agents.workers.process import CANCEL_S, LATE_S
 from producers.agents.workers.protocol import AgentJob, AgentResult, Kind
-from producers.runner.connection import RefusedError
+from producers.runner.connection import UserCodeError
 from producers.runner.outcome import read_outcome
 from schemas.config import AgentsConfig
 from schemas.system.guarded_process import GuardedProcess, environment
@@ -169,7 +169,7 @@ def _read_result(folder: Path) -> dict[str, Any] | str:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         return f"TIDEMILL_RESULT is no JSON: {error}"
-    except RefusedError as error:
+    except UserCodeError as error:
         return f"TIDEMILL_RESULT: {error}"
 
 

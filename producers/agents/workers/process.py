@@ -21,20 +21,20 @@ from producers.agents.workers.notes import Notes
 from producers.agents.workers.protocol import (
     SAID,
     AgentJob,
+    AgentReady,
+    AgentRefused,
     AgentResult,
     Begin,
     Blocked,
     Cancel,
     Ended,
     Heard,
-    Kept,
     Kind,
     Leaving,
     Note,
+    NoteKept,
     Ping,
     Pong,
-    Ready,
-    Refused,
     Report,
 )
 from producers.agents.workers.start import start_runner
@@ -57,7 +57,7 @@ _MOST_BYTES = 1 << 26
 
 
 @dataclass
-class _Episode:
+class _RunningEpisode:
     job: AgentJob
     notes: Notes
     done: asyncio.Future[AgentResult]
@@ -98,7 +98,7 @@ class AgentProcess:
         self._process = process
         self._reader = reader
         self._writer = writer
-        self._episodes: dict[int, _Episode] = {}
+        self._episodes: dict[int, _RunningEpisode] = {}
         self._count = 0
         self.suspects = 0
         """With how many episodes it ended by itself, none of which is known to have done it."""
@@ -147,10 +147,10 @@ class AgentProcess:
         except asyncio.CancelledError:
             await found.kill("closed")
             raise
-        if isinstance(said, Refused):
+        if isinstance(said, AgentRefused):
             await found.kill("refused")
             raise ConfigError(f"generator.workflow.args.run: {said.error}")
-        if not isinstance(said, Ready):
+        if not isinstance(said, AgentReady):
             raise InfraError(f"an agent's process did not start: {await found.kill('wrong')}")
         found._listening = asyncio.create_task(found._listen())
         found._watching = asyncio.create_task(found._watch())
@@ -174,7 +174,7 @@ class AgentProcess:
         self._count += 1
         number = self._count
         until = self._clock() + job.deadline_s
-        episode = self._episodes[number] = _Episode(job, notes, loop.create_future(), time.monotonic(), until)
+        episode = self._episodes[number] = _RunningEpisode(job, notes, loop.create_future(), time.monotonic(), until)
         self._send(
             Begin(
                 episode=number,
@@ -286,7 +286,7 @@ class AgentProcess:
         self._writer.close()
         return how
 
-    def _take_all(self) -> list[tuple[int, _Episode]]:
+    def _take_all(self) -> list[tuple[int, _RunningEpisode]]:
         taken = list(self._episodes.items())
         self._episodes.clear()
         return taken
@@ -370,15 +370,15 @@ class AgentProcess:
             self._keeping.add(keeping := asyncio.create_task(self._keep_note(episode, said)))
             keeping.add_done_callback(self._keeping.discard)
 
-    async def _keep_note(self, episode: _Episode, note: Note) -> None:
+    async def _keep_note(self, episode: _RunningEpisode, note: Note) -> None:
         try:
             await episode.notes.keep(note.name, note.value)
         except DataError as error:
-            self._send(Kept(note.note, str(error)))
+            self._send(NoteKept(note.note, str(error)))
         else:
-            self._send(Kept(note.note))
+            self._send(NoteKept(note.note))
 
-    def _finish(self, episode: _Episode, ended: Ended) -> None:
+    def _finish(self, episode: _RunningEpisode, ended: Ended) -> None:
         if episode.ending is not None:
             episode.finish(episode.ending, _late(episode))
         elif ended.kind == "cancelled":
@@ -387,7 +387,7 @@ class AgentProcess:
             episode.finish(ended.kind, ended.error, ended.error_type)
 
 
-def _late(episode: _Episode) -> str:
+def _late(episode: _RunningEpisode) -> str:
     if episode.ending == "deadline":
         return f"it did not end within {episode.job.deadline_s:g} s"
     return "it was cancelled"

@@ -51,7 +51,7 @@ class AgentResult:
 # What a worker process is told.
 
 
-class Setup(msgspec.Struct, tag="setup", tag_field="op", kw_only=True):
+class AgentSetup(msgspec.Struct, tag="setup", tag_field="op", kw_only=True):
     """The first line: what to load. search: Python's search path; None keeps the interpreter's own."""
 
     run: str
@@ -84,7 +84,7 @@ class Ping(msgspec.Struct, tag="ping", tag_field="op"):
     """Give a sign of life."""
 
 
-class Kept(msgspec.Struct, tag="kept", tag_field="op"):
+class NoteKept(msgspec.Struct, tag="kept", tag_field="op"):
     """The note with this number is kept, or can't be for this reason."""
 
     note: int
@@ -94,11 +94,11 @@ class Kept(msgspec.Struct, tag="kept", tag_field="op"):
 # What a worker process says.
 
 
-class Ready(msgspec.Struct, tag="ready", tag_field="op"):
+class AgentReady(msgspec.Struct, tag="ready", tag_field="op"):
     """The agent is loaded."""
 
 
-class Refused(msgspec.Struct, tag="refused", tag_field="op"):
+class AgentRefused(msgspec.Struct, tag="refused", tag_field="op"):
     """The agent can't be loaded."""
 
     error: str
@@ -161,6 +161,6 @@ class Leaving(msgspec.Struct, tag="leaving", tag_field="op"):
     how: str
 
 
-Said = Ready | Refused | Pong | Heard | Report | Ended | Note | Blocked | Leaving
+Said = AgentReady | AgentRefused | Pong | Heard | Report | Ended | Note | Blocked | Leaving
 SAID = msgspec.json.Decoder(Said)
 """Made at import: msgspec crashes when several threads look at a type for the first time."""

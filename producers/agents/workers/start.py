@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from producers import runner
-from producers.agents.workers.protocol import Setup
+from producers.agents.workers.protocol import AgentSetup
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
 from schemas.system.guarded_process import GuardedProcess, environment
@@ -34,7 +34,7 @@ def start_runner(
     python = sys.executable if own else str(base / (settings.python or ""))
     if not os.access(python, os.X_OK):
         raise ConfigError(f"generator.agents.python: there is no program {python} that can be run")
-    setup = Setup(
+    setup = AgentSetup(
         run=run,
         args=args,
         base=str(base.resolve()),

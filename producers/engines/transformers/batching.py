@@ -70,7 +70,7 @@ def truncate(logprobs: Tensor, rows: Sequence[Draw]) -> Tensor:
 
 
 @dataclass
-class Row:
+class BatchRow:
     """A sample that is being generated. ``finish`` is None while it runs; ``prompt``: what it joined with.
 
     experts: uint8 or uint16 [..., L, k], of the tokens that were read, in pieces; nothing unless they are recorded.
@@ -119,9 +119,9 @@ class ContinuousBatch:
         self._decode = decode
         self._recorder = recorder
         self._slots = KeyValueSlots(model.device)
-        self.rows: list[Row] = []
+        self.rows: list[BatchRow] = []
 
-    def join(self, requests: Sequence[tuple[Sequence[int], list[Row]]], version: int) -> None:
+    def join(self, requests: Sequence[tuple[Sequence[int], list[BatchRow]]], version: int) -> None:
         """Add the rows of requests, each a prompt and the rows that share it, and sample the first token of each.
 
         Prompts are prefilled many at a time, those of like length together.
@@ -130,7 +130,7 @@ class ContinuousBatch:
             self._join(wave, version)
         self.drop_finished()
 
-    def _join(self, wave: Sequence[tuple[Sequence[int], list[Row]]], version: int) -> None:
+    def _join(self, wave: Sequence[tuple[Sequence[int], list[BatchRow]]], version: int) -> None:
         ids, mask = _padded([prompt for prompt, _ in wave], self._model.device)
         logits, fresh = self._prefill(ids, mask)
         counts = torch.tensor([len(rows) for _, rows in wave], device=ids.device)
@@ -193,7 +193,7 @@ class ContinuousBatch:
         )
         return output.logits[:, -1].float()  # type: ignore[no-any-return]
 
-    def _sample(self, rows: list[Row], logits: Tensor, version: int) -> None:
+    def _sample(self, rows: list[BatchRow], logits: Tensor, version: int) -> None:
         tokens, logprobs = draw(logits, [row.draw for row in rows])
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             row.tokens.append(token)
@@ -204,7 +204,7 @@ class ContinuousBatch:
             elif len(row.tokens) >= row.max_tokens:
                 row.finish = "length"
 
-    def _stopped(self, row: Row) -> bool:
+    def _stopped(self, row: BatchRow) -> bool:
         # A stop string ends in the newest token, so a tail is enough; 8 more for tokens without text of their own.
         tail = row.tokens[-(max(map(len, row.stop)) + 8) :]
         text = self._decode(tail)
@@ -218,8 +218,8 @@ class ContinuousBatch:
 
 
 def _waves(
-    requests: Sequence[tuple[Sequence[int], list[Row]]],
-) -> Iterator[Sequence[tuple[Sequence[int], list[Row]]]]:
+    requests: Sequence[tuple[Sequence[int], list[BatchRow]]],
+) -> Iterator[Sequence[tuple[Sequence[int], list[BatchRow]]]]:
     """Requests, the shortest prompts first, cut so that a wave has at most PREFILL tokens, unless it is one prompt."""
     start = 0
     for end in range(1, len(requests) + 1):

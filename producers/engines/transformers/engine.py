@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from producers.engines.sampling import check_vocabulary, max_new_tokens
-from producers.engines.transformers.batching import ContinuousBatch, Draw, Row
+from producers.engines.transformers.batching import BatchRow, ContinuousBatch, Draw
 from producers.engines.transformers.requests import News, Request, completion_of
 from producers.engines.transformers.routed_experts import RoutedExpertsRecorder
 from producers.engines.transformers.weights import PeftAdapter, map_tensors
@@ -132,7 +132,7 @@ class TransformersEngine:
         if max_tokens == 0:
             return [Completion([], np.zeros(0, np.float32), [], "length") for _ in range(n)]
         check_vocabulary([*prompt_ids, *prefix], self._vocabulary)
-        rows = [Row(_draw(sampling, index), max_tokens, sampling.stop) for index in range(n)]
+        rows = [BatchRow(_draw(sampling, index), max_tokens, sampling.stop) for index in range(n)]
         request = Request([*prompt_ids, *prefix], rows, asyncio.get_running_loop().create_future(), progress)
         self._commands.put(request)
         # Looked at afterwards: the thread sets it before it looks for the last time at what was put there.

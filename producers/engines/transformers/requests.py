@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from producers.engines.base import Completion, ProgressCallback
-from producers.engines.transformers.batching import Row
+from producers.engines.transformers.batching import BatchRow
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Request:
     """The samples of one call of ``generate``. The engine's thread reads ``done``, and the event loop alone sets it."""
 
     prompt: list[int]
-    rows: list[Row]
+    rows: list[BatchRow]
     done: asyncio.Future[list[Completion]]
     progress: ProgressCallback | None = None
     reported: dict[int, int] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class News:
             request.done.set_result(self.whole)
 
 
-def completion_of(row: Row) -> Completion:
+def completion_of(row: BatchRow) -> Completion:
     logprobs = np.asarray(row.logprobs, dtype=np.float32)
     # While it grows nobody reads them, and it is told of often.
     experts = row.routed_experts() if row.finish else None

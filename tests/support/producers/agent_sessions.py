@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from producers.agents.endpoint.server import EndpointServer
-from producers.agents.protocol import Answer, CallRequest, SessionError
+from producers.agents.protocol import CallRequest, SampledAnswer, SessionError
 from producers.conversation.parsing.answers import ParsedAnswer
 from schemas.config.agents import AgentsConfig
 
@@ -32,7 +32,7 @@ class ScriptedSession:
         self.gate = asyncio.Event()
         self.gate.set()
         self.requests: list[CallRequest] = []
-        self.record: dict[int, Answer] = {}
+        self.record: dict[int, SampledAnswer] = {}
         self.rewards: dict[str | None, float] = {}
         self.metrics: dict[str, float] = {}
         self.begun = asyncio.Event()
@@ -40,7 +40,7 @@ class ScriptedSession:
         self.ended = False
         self._numbers = itertools.count()
 
-    async def complete(self, request: CallRequest) -> list[Answer]:
+    async def complete(self, request: CallRequest) -> list[SampledAnswer]:
         self.requests.append(request)
         self.begun.set()
         try:
@@ -54,14 +54,16 @@ class ScriptedSession:
         self.record.update({answer.call: answer for answer in answers})
         return answers
 
-    def _answer(self, request: CallRequest) -> Answer:
+    def _answer(self, request: CallRequest) -> SampledAnswer:
         parsed = self.script(request)
         if isinstance(parsed, SessionError):
             raise parsed
         call = next(self._numbers)
         finish = "tool_calls" if parsed.tool_calls else "stop"
         text = parsed.content or ""
-        return Answer(call, f"chatcmpl-{call:04x}", parsed, text, finish, [1, 2, 3], [7, 8], [-0.5, float("-inf")])
+        return SampledAnswer(
+            call, f"chatcmpl-{call:04x}", parsed, text, finish, [1, 2, 3], [7, 8], [-0.5, float("-inf")]
+        )
 
     async def count_tokens(self, request: CallRequest) -> int:
         self.requests.append(request)

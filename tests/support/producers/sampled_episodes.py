@@ -25,9 +25,9 @@ from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.policy import Policy as TrainedPolicy
 from consumers.trainer.model.policy import load_model
 from deploy.offline.tiny_model import write_tiny_model
+from producers.agents.capacity import EngineCapacity
 from producers.agents.endpoint.server import EndpointServer
-from producers.agents.places import EnginePlaces
-from producers.agents.session import Policy, Session
+from producers.agents.session import PolicyHandle, Session
 from producers.agents.sessions import Sessions
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation, History
@@ -166,7 +166,7 @@ class Stage:
         self._max_length = max_length
         self._sessions = Sessions()
         self._server = EndpointServer(self._sessions, AgentsConfig())
-        self._places = EnginePlaces(at_once)
+        self._places = EngineCapacity(at_once)
         self._turn = asyncio.Semaphore(at_once)
         self._number = 0
         self._url = ""
@@ -191,7 +191,7 @@ class Stage:
         async with self._turn:
             parser = AskedParser(self._tokenizer.decode)
             encode, longest = self._tokenizer.encode, self._tokenizer.longest_token
-            policy = Policy(self._engine, parser, self._places, self._max_length, 99, encode, longest)
+            policy = PolicyHandle(self._engine, parser, self._places, self._max_length, 99, encode, longest)
             self._number += 1
             sampling = Sampling(max_tokens=LONGEST)
             task = Task(task_id=self._number, kind="train", n=1, text="x", sampling=sampling)

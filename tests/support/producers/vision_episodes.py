@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 from openai import AsyncOpenAI
 
+from producers.agents.capacity import EngineCapacity
 from producers.agents.endpoint.server import EndpointServer
-from producers.agents.places import EnginePlaces
-from producers.agents.session import Policy, Session
+from producers.agents.session import PolicyHandle, Session
 from producers.agents.sessions import Sessions
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
@@ -97,7 +97,7 @@ async def play_vision_episodes(
     sessions, turn = Sessions(), asyncio.Semaphore(8)
     server = EndpointServer(sessions, AgentsConfig())
     url = await server.start()
-    places = EnginePlaces(16)
+    capacity = EngineCapacity(16)
 
     async def play(number: int) -> VisionEpisode:
         rng = np.random.default_rng(1000 + number)
@@ -106,7 +106,9 @@ async def play_vision_episodes(
         own, files = ([task_image], {task_image.digest: body}) if has_own else ([], {})
         images = EpisodeImages(ImagePlaceholders(PAD, settings), ImageLimits(8, 1 << 20, 1 << 20), own, files)
         sampling = Sampling(max_tokens=12, seed=number)
-        policy = Policy(engine, NumberedParser(tokenizer), places, 900, 99, tokenizer.encode, tokenizer.longest_token)
+        policy = PolicyHandle(
+            engine, NumberedParser(tokenizer), capacity, 900, 99, tokenizer.encode, tokenizer.longest_token
+        )
         session = Session(policy, Conversation(template, images=images), sampling)
         sessions.add(session)
         turns = plan(rng, shown - has_own)

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from openai import AsyncOpenAI
 
+from producers.agents.capacity import EngineCapacity
 from producers.agents.endpoint.server import EndpointServer
-from producers.agents.places import EnginePlaces
-from producers.agents.session import Policy as AskedPolicy
+from producers.agents.session import PolicyHandle as AskedPolicy
 from producers.agents.session import Session
 from producers.agents.sessions import Sessions
 from producers.conversation.chat_template import ChatTemplate
@@ -148,7 +148,7 @@ def test_the_agent_shows_a_picture_after_the_first_answer(tmp_path: Path) -> Non
     engine = SpeakingEngine(tokenizer, lambda prompt: "Seven, I see" if prompt.count("<|im_start|>") > 3 else "?")
     images = EpisodeImages(PLACES, ImageLimits(8, 1 << 20, 1 << 20))
     parser = make_parser("hermes", None, tokenizer, vllm=False)
-    policy = AskedPolicy(engine, parser, EnginePlaces(8), 4096, 9, tokenizer.encode, tokenizer.longest_token)
+    policy = AskedPolicy(engine, parser, EngineCapacity(8), 4096, 9, tokenizer.encode, tokenizer.longest_token)
     session = Session(policy, Conversation(ChatTemplate(tokenizer), images=images), Sampling())
 
     async def play() -> float:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from producers.agents.places import EnginePlaces
+from producers.agents.capacity import EngineCapacity
 from producers.agents.protocol import CallRequest, SessionError
-from producers.agents.session import Policy, Session
+from producers.agents.session import PolicyHandle, Session
 from producers.conversation import conversation
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
@@ -46,7 +46,9 @@ class Scene:
         self.may_save = asyncio.Event()
         self.may_save.set()
         parser = make_parser("hermes", None, tokenizer, vllm=False)
-        policy = Policy(self.engine, parser, EnginePlaces(8), 4096, 50, tokenizer.encode, tokenizer.longest_token)
+        policy = PolicyHandle(
+            self.engine, parser, EngineCapacity(8), 4096, 50, tokenizer.encode, tokenizer.longest_token
+        )
         self.session = Session(
             policy,
             Conversation(ChatTemplate(tokenizer), images=images),

@@ -11,9 +11,9 @@ from producers.agents.endpoint.anthropic import read_messages
 from producers.agents.endpoint.chat import read_chat
 from producers.agents.endpoint.completions import read_completion
 from producers.agents.endpoint.errors import anthropic_error, openai_error
-from producers.agents.endpoint.protocols import Asker, Question, read_json, write_json
+from producers.agents.endpoint.protocols import Asker, ModelRequest, read_json, write_json
 from producers.agents.endpoint.responses import KEPT, read_response
-from producers.agents.protocol import Answer, CallRequest, SessionError
+from producers.agents.protocol import CallRequest, SampledAnswer, SessionError
 from producers.conversation.parsing.answers import ParsedAnswer, ToolCall
 from schemas.config.agents import AgentsConfig
 from tests.support.producers.agent_sessions import ScriptedSession, says
@@ -33,7 +33,7 @@ def asker(**settings: Any) -> Asker:
     return Asker(ScriptedSession(says(ParsedAnswer("hi"))), "main", AgentsConfig.model_validate(settings), {})
 
 
-def question(protocol: str, at: Asker | None = None, **fields: Any) -> Question:
+def question(protocol: str, at: Asker | None = None, **fields: Any) -> ModelRequest:
     return READERS[protocol](BODIES[protocol] | {"model": "m"} | fields, at or asker())
 
 
@@ -48,8 +48,8 @@ def refused(protocol: str, at: Asker | None = None, **fields: Any) -> str:
     return error.value.message
 
 
-def answer(parsed: ParsedAnswer, finish: Any = "stop", number: str = "1") -> Answer:
-    return Answer(0, f"chatcmpl-{number}", parsed, parsed.content or "", finish, [1, 2], [3], [-0.1])
+def answer(parsed: ParsedAnswer, finish: Any = "stop", number: str = "1") -> SampledAnswer:
+    return SampledAnswer(0, f"chatcmpl-{number}", parsed, parsed.content or "", finish, [1, 2], [3], [-0.1])
 
 
 @pytest.mark.parametrize("protocol", READERS)

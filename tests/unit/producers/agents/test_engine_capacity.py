@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from producers.agents.places import EnginePlaces
+from producers.agents.capacity import EngineCapacity
 
 
-async def hold(places: EnginePlaces, samples: int, name: str, begun: list[str], until: asyncio.Event) -> None:
-    async with places.take(samples):
+async def hold(capacity: EngineCapacity, samples: int, name: str, begun: list[str], until: asyncio.Event) -> None:
+    async with capacity.take(samples):
         begun.append(name)
         await until.wait()
 
@@ -20,10 +20,10 @@ async def settle() -> None:
 
 def test_who_waits_is_served_in_order_and_a_large_one_is_not_passed_by_small_ones() -> None:
     async def scene() -> list[str]:
-        places, begun, done = EnginePlaces(4), list[str](), asyncio.Event()
+        capacity, begun, done = EngineCapacity(4), list[str](), asyncio.Event()
         first_done = asyncio.Event()
-        first = asyncio.create_task(hold(places, 3, "first", begun, first_done))
-        rest = [asyncio.create_task(hold(places, n, name, begun, done)) for n, name in ((3, "large"), (1, "small"))]
+        first = asyncio.create_task(hold(capacity, 3, "first", begun, first_done))
+        rest = [asyncio.create_task(hold(capacity, n, name, begun, done)) for n, name in ((3, "large"), (1, "small"))]
         await settle()
         assert begun == ["first"]
         first_done.set()
@@ -38,7 +38,7 @@ def test_who_waits_is_served_in_order_and_a_large_one_is_not_passed_by_small_one
 
 def test_more_samples_than_there_are_places_take_all_of_them() -> None:
     async def scene() -> None:
-        async with asyncio.timeout(5), EnginePlaces(2).take(100):
+        async with asyncio.timeout(5), EngineCapacity(2).take(100):
             pass
 
     asyncio.run(scene())
@@ -46,12 +46,12 @@ def test_more_samples_than_there_are_places_take_all_of_them() -> None:
 
 def test_a_request_that_is_cancelled_while_it_waits_gives_its_turn_to_the_next_and_loses_no_place() -> None:
     async def scene() -> list[str]:
-        places, begun, done = EnginePlaces(1), list[str](), asyncio.Event()
+        capacity, begun, done = EngineCapacity(1), list[str](), asyncio.Event()
         first_done = asyncio.Event()
-        first = asyncio.create_task(hold(places, 1, "first", begun, first_done))
+        first = asyncio.create_task(hold(capacity, 1, "first", begun, first_done))
         await settle()
-        gone = asyncio.create_task(hold(places, 1, "gone", begun, done))
-        last = asyncio.create_task(hold(places, 1, "last", begun, done))
+        gone = asyncio.create_task(hold(capacity, 1, "gone", begun, done))
+        last = asyncio.create_task(hold(capacity, 1, "last", begun, done))
         await settle()
         gone.cancel()
         first_done.set()
@@ -60,7 +60,7 @@ def test_a_request_that_is_cancelled_while_it_waits_gives_its_turn_to_the_next_a
         await settle()
         done.set()
         await last
-        async with asyncio.timeout(5), places.take(1):
+        async with asyncio.timeout(5), capacity.take(1):
             return begun
 
     assert asyncio.run(scene()) == ["first", "last"]

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class EnginePlaces:
+class EngineCapacity:
     """A number of places. An agent that runs a tool holds none, so slow tools leave the engine to others."""
 
     def __init__(self, limit: int) -> None:
