@@ -5,7 +5,7 @@ Life cycle::
     engine = VllmEngine(settings)
     await engine.start()                       # loads settings.model_path as version settings.version
     completions = await engine.generate(ids, sampling, n=8)
-    await engine.load(FileSource(path), version=7)   # requests in flight go on, their spans say so
+    await engine.load(FileSource(path), version=7)   # requests in flight continue; their spans show it
     await engine.close()
 """
 
@@ -25,7 +25,7 @@ from schemas.messages import FinishReason, Sampling, Span, WeightSource
 
 @dataclass(frozen=True)
 class PromptImage:
-    """A picture that the tokens [start, end) of a prompt stand for. data: a PNG file, prepared for the model."""
+    """An image that the tokens [start, end) of a prompt stand for. data: a PNG file, prepared for the model."""
 
     digest: str
     start: int
@@ -37,14 +37,14 @@ class PromptImage:
 class EngineSettings:
     """The arguments that an engine is built from.
 
-    dtype: torch's name without prefix. max_length: tokens, prompt and completion.
-    max_samples: most samples in flight. args: passed through to the engine library.
-    recompute: new weights make keys and values of requests in flight anew, else these go on with what they have.
-    report_every: tokens after which ``generate`` reports a growing sample to its ``progress``; None never.
-    lora: where files that are loaded hold an adapter of the model and not the model; none at first.
-    http: the server of the engine http. images: how images are made into patches; None for a model of text.
-    frozen_vision: files that are loaded lack the vision tower, which stays as it is. routed_experts: completions say to
-    which experts a mixture's routers sent each token.
+    dtype: torch's name without prefix. max_length: tokens of prompt and completion together.
+    max_samples: the most samples in flight. args: passed to the engine library.
+    recompute: after an update, requests in flight recompute their keys and values instead of keeping them.
+    report_every: ``generate`` reports a growing sample to ``progress`` after so many tokens; None: never.
+    lora: set if loaded files hold an adapter instead of the model; a new engine has no adapter.
+    http: the server of the engine http. images: how images are cut into patches; None for a text model.
+    frozen_vision: loaded files lack the vision tower, which keeps its weights. routed_experts: completions report the
+    experts of each token.
     """
 
     model_path: str
@@ -70,27 +70,27 @@ Ability = Literal[
 ABILITIES: Mapping[Ability, str] = {
     "training": "every sampled token comes with its log-probability and version, and weights can be loaded",
     "weights": "log-probabilities are those of a model, whose weights load replaces and the probe checks",
-    "seeds": "a seed gives the same samples again, whatever runs beside them",
+    "seeds": "a seed gives the same samples again, independent of other requests",
     "stop": "sampling.stop ends a sample, and its ids hold the stop string",
-    "recompute": "settings.recompute makes keys and values of requests in flight anew after an update",
-    "lora": "settings.lora: what is loaded is an adapter",
-    "growing_versions": "progress is called with a growing sample also after an update came under it",
+    "recompute": "settings.recompute: requests in flight recompute keys and values after an update",
+    "lora": "settings.lora: loaded files are adapters",
+    "growing_versions": "progress is also called with a growing sample that an update interrupted",
     "cache_usage": "cache_usage tells how full the cache is",
     "routed_experts": "settings.routed_experts: completions of a mixture name the experts of each token",
 }
-"""What an engine may be without, and still be one; ``Engine.lacks`` names it."""
+"""Abilities that an engine may lack; ``Engine.lacks`` names those."""
 
 
 @dataclass(frozen=True)
 class Completion:
     """A sampled completion of G tokens.
 
-    tokens: G ids, the end-of-sequence token included when it was sampled.
-    logprobs: float32 [G], of the distribution that was sampled from (after temperature), natural log.
+    tokens: G ids, with the end-of-sequence token if it was sampled.
+    logprobs: float32 [G], natural log, of the distribution that was sampled from (after temperature).
     spans: weight versions over [0, G), in order, without gaps.
-    finish: ``abort`` when it was cut short by ``abort_all``; tokens are then what there was.
-    routed_experts: uint8 or uint16 [P + G - 1, L, k], the experts of each token that was read, the prompt's P before
-    those sampled, the last of which was not, in L layers; None without ``settings.routed_experts``.
+    finish: ``abort`` if ``abort_all`` ended it early; tokens are those sampled by then.
+    routed_experts: uint8 or uint16 [P + G - 1, L, k], the k experts in each of L layers, for the prompt's P tokens and
+    all sampled tokens but the last, which no layer read; None without ``settings.routed_experts``.
     """
 
     tokens: list[int]
@@ -104,8 +104,8 @@ class Completion:
 class KvCacheUsage:
     """How full an engine's cache of keys and values is, in tokens.
 
-    tokens: room for so many. used: by requests in flight, whole blocks. waiting: samples that have no token yet.
-    block: tokens in a block, the least that a sample takes for itself.
+    tokens: capacity. used: by requests in flight, in whole blocks. waiting: samples that have no token yet.
+    block: tokens in a block, the least that a sample uses.
     """
 
     tokens: int
@@ -115,15 +115,15 @@ class KvCacheUsage:
 
 
 ProgressCallback = Callable[[int, Completion], None]
-"""Called in the event loop with k in [0, n) and what sample k has; its ``finish`` is ``abort`` while it grows."""
+"""Called in the event loop with k in [0, n) and the tokens of sample k; ``finish`` is ``abort`` while it grows."""
 
 
 class Engine(Protocol):
-    """Generation with weights that change under way. All methods raise InfraError when the engine died."""
+    """Generation with weights that change during requests. All methods raise InfraError if the engine has failed."""
 
     @property
     def lacks(self) -> Mapping[Ability, str]:
-        """The abilities that this engine is without, each with the reason; known before ``start``."""
+        """The abilities that this engine lacks, each with the reason; known before ``start``."""
         ...
 
     @property
@@ -132,18 +132,18 @@ class Engine(Protocol):
         ...
 
     def growth(self) -> int | None:
-        """A number that changes with the tokens sampled; None while no request can grow (there is none, or it paused).
+        """Return a number that changes when tokens are sampled; None while none can be: no requests, or paused.
 
-        Called from another thread. When it stands still for ``generator.stall_s`` the process is restarted.
+        Called from another thread. If it stands still for ``generator.stall_s``, the process is restarted.
         """
         ...
 
     def cache_usage(self) -> KvCacheUsage | None:
-        """How full the cache is; None where ``settings.max_samples`` is the only limit. Answers at once."""
+        """Return how full the cache is; None if ``settings.max_samples`` is the only limit. Does not block."""
         ...
 
     async def start(self) -> None:
-        """Load the model; returns when it can generate."""
+        """Load the model; returns when the engine can generate."""
         ...
 
     async def generate(
@@ -155,44 +155,44 @@ class Engine(Protocol):
         progress: ProgressCallback | None = None,
         images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
-        """Sample n completions of one prompt, in which ``images`` may stand; those that have some get the argument.
+        """Sample n completions of one prompt. ``images`` is passed only if the prompt contains images.
 
-        ``progress`` is called once for each sample when it is finished, though others still run, and before
+        ``progress`` is called once for each sample when it is finished, even if others still run, and before
         that each time it has grown by ``settings.report_every`` tokens.
 
-        ``prefix`` holds tokens that were generated before (a sample handed over by another
-        generator) and counts towards ``sampling.max_tokens``; completions hold only what is new, so one
-        that had used all up is empty with finish ``length``. At temperature 0 log-probabilities are those
-        at temperature 1. DataError if the prompt is too long.
+        ``prefix`` holds tokens that another generator sampled before it handed the sample over. They count
+        towards ``sampling.max_tokens``; completions hold only new tokens. If the prefix has used up the limit,
+        they are empty with finish ``length``. At temperature 0 log-probabilities are those at temperature 1.
+        DataError if the prompt is too long.
         """
         ...
 
     async def load(self, source: WeightSource, version: int) -> None:
-        """Replace all weights, or the adapter, by those of ``source`` under requests in flight: ``settings.recompute``.
+        """Replace all weights, or the adapter, by those of ``source`` while requests run; see ``settings.recompute``.
 
-        No request that begins afterwards uses keys and values of older weights.
+        No request that starts afterwards uses keys and values of older weights.
 
-        Generation goes on by itself afterwards, unless ``pause`` was called before. After an error
-        the old version is still the one in use, or InfraError says that it is not.
+        Generation resumes by itself, unless ``pause`` was called before. After an error the old version is
+        still in use, or InfraError says that it is not.
         """
         ...
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
-        """Log-probability of each token after the first at temperature 1, float32 [T-1]: the probe."""
+        """Return the log-probability of each token after the first at temperature 1, float32 [T-1]: the probe."""
         ...
 
     async def pause(self) -> None:
-        """Stop generating; requests are kept. No token is sampled after this returns."""
+        """Stop generating and keep the requests. No token is sampled after this returns."""
         ...
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Resume after ``pause``."""
         ...
 
     async def abort_all(self) -> None:
-        """End every request now; its ``generate`` returns what it has with finish ``abort``."""
+        """End every request now; its ``generate`` returns the tokens it has, with finish ``abort``."""
         ...
 
     async def close(self) -> None:
-        """Free everything, leave no process behind."""
+        """Free all memory and end all processes of the engine."""
         ...

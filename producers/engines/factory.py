@@ -1,4 +1,4 @@
-"""Which engine a configuration means: ``auto`` is vllm where it is installed, else transformers."""
+"""The choice of an engine: ``auto`` is vllm if it is installed, else transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schemas.plugins import check_method
 
 
 def engine_name(name: str) -> str:
-    """Resolve ``auto``; ConfigError when no engine is installed."""
+    """Resolve ``auto``; ConfigError if no engine is installed."""
     if name != "auto":
         return name
     for package in ("vllm", "transformers"):
@@ -38,7 +38,7 @@ _METHODS = {
 
 
 def find_engine(name: str, base: Path) -> Callable[[EngineSettings], Engine]:
-    """The class of the engine of this name, or of a user's module below ``base``; ConfigError if it lacks a method."""
+    """Return the class of an engine, built in or a user's module below ``base``; ConfigError if it lacks a method."""
     found: Callable[[EngineSettings], Engine] = ENGINES.get(engine_name(name), base)
     if inspect.isclass(found):
         for method, parameters in _METHODS.items():
@@ -47,17 +47,17 @@ def find_engine(name: str, base: Path) -> Callable[[EngineSettings], Engine]:
 
 
 def check_abilities(engine: Engine, needed: Mapping[Ability, str]) -> None:
-    """ConfigError when the engine lacks what a setting needs. needed: the setting of each ability."""
-    lacks: Mapping[Ability, str] = getattr(engine, "lacks", {})  # a user's own may be silent about it
+    """Raise ConfigError if the engine lacks what a setting needs. needed: the setting that needs each ability."""
+    lacks: Mapping[Ability, str] = getattr(engine, "lacks", {})  # a user's engine may not declare it
     for ability, setting in needed.items():
         if ability in lacks:
-            raise ConfigError(f"{setting}: the engine can't do that, {lacks[ability]}")
+            raise ConfigError(f"{setting}: the engine does not support it: {lacks[ability]}")
 
 
 def prepare_engine(name: str, vision: bool) -> None:
-    """Do what the engine of this name wants done before the process has threads and connections.
+    """Prepare the process for the engine of this name, before it has threads and connections.
 
-    vision: whether its model reads images.
+    vision: whether the model reads images.
     """
     if engine_name(name) == "vllm":
         from producers.engines.vllm.core_process import prepare
@@ -66,5 +66,5 @@ def prepare_engine(name: str, vision: bool) -> None:
 
 
 def make_engine(name: str, settings: EngineSettings, base: Path) -> Engine:
-    """Build the engine of this name, see ``find_engine``. It is not started yet."""
+    """Build the engine of this name without starting it; see ``find_engine``."""
     return find_engine(name, base)(settings)

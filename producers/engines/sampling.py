@@ -9,15 +9,15 @@ from schemas.errors import ConfigError, DataError
 from schemas.messages import Sampling
 
 BENDING = ("logits_processors", "reasoning_config", "watermark_config")
-"""Engine arguments under which tokens are not drawn from what the model says."""
+"""Engine arguments that change the distribution that tokens are sampled from."""
 
 
 def check_sampling(sampling: Sampling, allow_truncated: bool = False, args: Mapping[str, Any] | None = None) -> None:
-    """ConfigError if training on samples drawn like this would be biased; call it once at start, for training only.
+    """Raise ConfigError if training on such samples would be biased; call it once at start, for training only.
 
-    With top_p or top_k, engines give log-probabilities of the truncated, renormalised
+    With top_p or top_k, engines report log-probabilities of the truncated, renormalised
     distribution, but the trainer computes those of the full one: every importance ratio
-    is then wrong, by a factor that nothing in the data shows. ``allow_truncated`` accepts that.
+    is then wrong, by a factor that the data does not show. ``allow_truncated`` accepts that.
     args: of the engine.
     """
     if sampling.temperature == 0:
@@ -49,7 +49,7 @@ def max_new_tokens(prompt: int, prefix: int, sampling: Sampling, max_length: int
     no prompt or no room for a single token.
     """
     if prompt < 1:
-        raise DataError("the prompt is empty: a model needs at least one token to go on from")
+        raise DataError("the prompt is empty: a model needs at least one token to continue")
     left = max_length - prompt - prefix
     if left < 1 and prefix < sampling.max_tokens:
         if prefix:
@@ -59,7 +59,7 @@ def max_new_tokens(prompt: int, prefix: int, sampling: Sampling, max_length: int
 
 
 def check_vocabulary(ids: Sequence[int], size: int) -> None:
-    """DataError names an id that a model with ``size`` ids does not have, of which an engine may die."""
+    """Raise DataError for an id outside a vocabulary of ``size`` ids, which could crash an engine."""
     wrong = next((token for token in ids if not 0 <= token < size), None)
     if wrong is not None:
         raise DataError(f"token id {wrong} is not in the model's vocabulary of {size}")

@@ -1,7 +1,7 @@
 """An engine without a model: tokens, lengths and delays follow from seeds. For chaos tests and dry runs.
 
-Loads neither torch nor vLLM. The same prompt, sampling seed and index give the same tokens
-whatever runs beside them, so a test can tell a lost sample from a different one.
+It loads neither torch nor vLLM. The same prompt, sampling seed and index give the same tokens, independent of other
+requests, so a test can tell a lost sample from a different one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from schemas.messages import FinishReason, Sampling, Span, WeightSource
 
 @dataclass(frozen=True)
 class SampleScript:
-    """``generator.args`` of this engine.
+    """The fields of ``generator.args`` for this engine.
 
     tokens: ids are drawn from [first, first + tokens). min_length, max_length: completions end
     after so many tokens, drawn evenly, or at ``max_tokens`` (then finish is ``length``).
-    token_s: seconds between two tokens. fail_every: each so-many-th request raises InfraError; 0 never.
+    token_s: seconds between two tokens. fail_every: every Nth request raises InfraError; 0: none.
     """
 
     tokens: int = 10
@@ -45,7 +45,7 @@ class SampleScript:
 
 @dataclass
 class _Running:
-    """A sample that is being generated; ``until`` tokens of it will exist."""
+    """A sample that is being generated; it ends at ``until`` tokens."""
 
     rng: np.random.Generator
     until: int
@@ -96,15 +96,15 @@ class ScriptedEngine:
         return self._version
 
     def growth(self) -> int | None:
-        """Rounds of tokens so far."""
+        """See Engine; the rounds of tokens so far."""
         return self._rounds if self._active and self._running.is_set() else None
 
     def cache_usage(self) -> KvCacheUsage | None:
-        """No limit."""
+        """Return None: there is no limit."""
         return None
 
     async def start(self) -> None:
-        """Ready at once."""
+        """Return at once: there is nothing to load."""
 
     async def generate(
         self,
@@ -158,7 +158,7 @@ class ScriptedEngine:
         return _Running(rng, min(wanted, limit), "stop" if wanted <= limit else "length")
 
     async def _tick(self, aborted: asyncio.Event) -> None:
-        """Let one token's time pass, or wait while paused; returns at once when aborted."""
+        """Wait for one token's time, or while paused; returns at once when aborted."""
         if self._running.is_set():
             await asyncio.sleep(self._script.token_s)
             return
@@ -170,12 +170,12 @@ class ScriptedEngine:
                 wait.cancel()
 
     async def load(self, source: WeightSource, version: int) -> None:
-        """Switch to ``version``; nothing is read."""
+        """Switch to ``version``; no file is read."""
         self._check_open()
         self._version = version
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
-        """Zeros: there is no model whose weights a probe could check."""
+        """Return zeros: there is no model whose weights a probe could check."""
         self._check_open()
         if len(token_ids) < 2:
             raise DataError(f"a probe of {len(token_ids)} tokens: must be 2 or more")

@@ -1,7 +1,7 @@
-"""Tensors of a safetensors file as views of the mapped file.
+"""Tensors of a safetensors file, as views of the mapped file.
 
-Not by safetensors' own reader: as of 0.8.0 each tensor that it reads leaves two integers behind for good, and an engine
-reads every version of a run.
+safetensors' own reader is not used: as of 0.8.0 it leaks two integers for each tensor, and an engine reads every
+version of a run.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ DTYPES = {
 
 
 def iterate_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor, in the order of the file; views that stay when it is deleted.
+    """Yield name and tensor in the order of the file; the views remain valid when the file is deleted.
 
-    OSError if it can't be opened, DataError for a type that is none of DTYPES. The header is trusted to be one: whoever
-    loads weights has read its shapes before (weight_files.py).
+    OSError if it can't be opened, DataError for a type that is not in DTYPES. The header is not checked: the shapes
+    were read from it before (weight_files.py).
     """
     with file.open("rb") as stream:
-        # Pages are copied when somebody writes to them, which nobody does: PyTorch warns of memory that is read-only.
+        # A private mapping, because PyTorch warns of read-only memory. No page is ever written, so none is copied.
         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     (size,) = struct.unpack("<Q", mapped[:8])
     header = json.loads(mapped[8 : 8 + size])

@@ -1,8 +1,8 @@
-"""Whether a file of weights fits the model in an engine, from safetensors headers alone: a whole model or an adapter.
+"""Checks whether a file of weights fits the model in an engine, by safetensors headers: a whole model or an adapter.
 
-Engines compare a new file with the model before they touch anything: loaders of both vLLM and transformers go on
-silently with whatever a file lacks. An adapter's file has peft's names:
-``base_model.model.LAYER.lora_A.weight`` [rank, in] and ``...lora_B.weight`` [out, rank].
+Engines check a new file before they touch anything: the loaders of vLLM and transformers silently accept files with
+missing tensors. An adapter's file has peft's names: ``base_model.model.LAYER.lora_A.weight`` [rank, in] and
+``...lora_B.weight`` [out, rank].
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from schemas.config import LoraConfig
 from schemas.errors import DataError
 
 Shapes = dict[str, tuple[int, ...]]
-"""Shape of each tensor by its name."""
+"""The shape of each tensor by its name."""
 
 _MAX_HEADER = 100_000_000
 _DERIVED = (".rotary_emb.inv_freq",)
 
 
 def read_shapes(path: Path) -> Shapes:
-    """Read names and shapes in a safetensors file, or in all those of a folder. DataError if it is neither."""
+    """Read names and shapes from a safetensors file, or from all in a folder. DataError if it can't be read."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path} holds no safetensors file")
@@ -55,8 +55,8 @@ def _read_header(file: Path) -> Shapes:
 _OLD_NAMES = (("visual.", "model.visual."), ("model.", "model.language_model."))
 
 
-def today_s_name(name: str) -> str:
-    """The name that transformers gives a tensor of a vision model, of which older model folders have others."""
+def current_name(name: str) -> str:
+    """Map a tensor name from an older vision checkpoint to the current transformers name."""
     if name.startswith(("model.visual.", "model.language_model.")):
         return name
     return next((new + name.removeprefix(old) for old, new in _OLD_NAMES if name.startswith(old)), name)
@@ -71,14 +71,14 @@ def check_fits(
     vision: bool = False,
     frozen: bool = False,
 ) -> None:
-    """DataError unless ``new`` (read from ``path``) has exactly the tensors of ``model``.
+    """Raise DataError unless ``new`` (read from ``path``) has exactly the tensors of ``model``.
 
-    With tied embeddings ``lm_head.weight`` may be there or not. Buffers that code derives don't count. vision: the
-    model reads images. frozen: its vision tower is not in the file.
+    With tied embeddings ``lm_head.weight`` is optional. Buffers that code derives don't count. vision: the model reads
+    images. frozen: the file lacks the vision tower.
     """
     if vision:
-        model = {today_s_name(name): shape for name, shape in model.items()}
-        new = {today_s_name(name): shape for name, shape in new.items()}
+        model = {current_name(name): shape for name, shape in model.items()}
+        new = {current_name(name): shape for name, shape in new.items()}
     if frozen:
         model = {name: shape for name, shape in model.items() if not name.startswith("model.visual.")}
 
@@ -125,7 +125,7 @@ def adapted_layers(path: Path, new: Shapes, model: Shapes, rank: int) -> list[st
 
 
 def write_adapter_folder(folder: Path, lora: LoraConfig, layers: list[str], file: Path) -> None:
-    """Write a folder as peft does for an adapter whose ``file`` stays where it is."""
+    """Write a peft folder for an adapter whose ``file`` stays in place."""
     folder.mkdir(parents=True)
     (folder / "adapter_model.safetensors").symlink_to(file.resolve())
     described = {

@@ -1,7 +1,7 @@
-"""Requests to an inference server, each with a deadline, and what its answers may be.
+"""Requests to an inference server, each with a deadline.
 
-A request that could not be sent, or whose answer broke off, is an InfraError: whatever the server was doing, nobody
-knows how far it came. One that was answered with an error is a ``Refused``, for the caller to judge.
+A request that could not be sent, or whose answer broke off, is an InfraError: the server's state is unknown then. A
+request that the server answers with an error is a ``Refused``, which the caller handles.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from schemas.errors import ConfigError, InfraError
 from schemas.urls import hide_password
 
 ASK_S = 30.0
-"""Deadline of a request that the server answers at once when it is well."""
+"""Deadline of a request that a healthy server answers at once."""
 CONNECT_S = 10.0
 _IDLE_S = 1.0
-"""How long an unused connection is kept: one that the server closes as it is used again would be a server lost."""
+"""Unused connections are closed after so long, before the server closes one just as it is used again."""
 
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -30,7 +30,7 @@ Body = dict[str, Any]
 
 
 class Refused(Exception):
-    """The server's answer to a request, where that is an error. status: of HTTP, or as an event of a stream says."""
+    """The server answered a request with an error. status: of HTTP, or as an event of a stream reports it."""
 
     def __init__(self, path: str, status: int, text: str) -> None:
         self.status, self.text = status, message(text)
@@ -38,7 +38,7 @@ class Refused(Exception):
 
 
 class ServerClient:
-    """Requests to one server, any number at once."""
+    """Requests to one server; any number may run at the same time."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -58,11 +58,11 @@ class ServerClient:
         return hide_password(self.url)
 
     async def get(self, path: str, deadline_s: float = ASK_S) -> Any:
-        """What a GET answers, decoded where it is JSON."""
+        """Return the answer to a GET, decoded if it is JSON."""
         return await self._ask("GET", path, None, deadline_s)
 
     async def post(self, path: str, body: Body | None = None, deadline_s: float = ASK_S) -> Any:
-        """What a POST of JSON answers, decoded where it is JSON."""
+        """Return the answer to a POST of JSON, decoded if it is JSON."""
         return await self._ask("POST", path, body, deadline_s)
 
     async def _ask(self, method: str, path: str, body: Body | None, deadline_s: float) -> Any:
@@ -80,7 +80,7 @@ class ServerClient:
 
     @asynccontextmanager
     async def stream(self, path: str, body: Body) -> AsyncIterator[AsyncIterator[Body]]:
-        """The events of a POST, decoded, as the server sends them; the server hears when the block is left early."""
+        """Yield the decoded events of a POST as they arrive; leaving the block early closes the connection."""
         try:
             async with self._http.stream("POST", path, **_content(body)) as response:
                 if not response.is_success:
@@ -117,14 +117,14 @@ async def _events(path: str, response: httpx.Response) -> AsyncIterator[Body]:
         if not isinstance(event, dict):
             raise InfraError(f"{path} sends an event that is no object: {data[:100]!r}")
         if wrong := event.get("error"):
-            # Without a code it is what was asked that is wrong.
+            # An error without a code is one of the request.
             code = wrong.get("code") if isinstance(wrong, dict) else None
             raise Refused(path, code if isinstance(code, int) else 400, data.decode(errors="replace"))
         yield event
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Lines as events have them: httpx's own also end at what Unicode calls the end of a line, inside of texts."""
+    """Split lines at newlines only; httpx also splits at Unicode line ends within texts."""
     rest = b""
     async for part in response.aiter_bytes():
         *lines, rest = (rest + part).split(b"\n")
@@ -135,7 +135,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def message(text: str) -> str:
-    """The words of an answer that is an error, in one line, whatever its form."""
+    """Return the message of an error answer of any form, as one line."""
     try:
         found: Any = msgspec.json.decode(text)
     except _NO_JSON:
@@ -147,7 +147,7 @@ def message(text: str) -> str:
 
 
 def read_key(http: HttpEngineConfig) -> str | None:
-    """The key that the server asks for, where the configuration says that it does; ConfigError if it is not set."""
+    """Return the server's key if the configuration names its variable; ConfigError if that is not set."""
     if http.api_key_env is None:
         return None
     key = os.environ.get(http.api_key_env, "").strip()

@@ -1,4 +1,4 @@
-"""What differs between servers: how one is launched, and how each request and answer reads."""
+"""The differences between servers: how to launch them, and how their requests and answers read."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from schemas.messages import Sampling
 
 
 class Dialect(Protocol):
-    """One server's protocol. Methods that ask the server raise Refused for an error, InfraError when it is lost."""
+    """One server's protocol. Methods that ask the server raise Refused for an error, InfraError if it is lost."""
 
     lacks: Mapping[Ability, str]
     path: str
-    """Of a request for a sample, which answers with a stream of events."""
+    """The route of a request for a sample, which answers with a stream of events."""
 
     def command(self, settings: EngineSettings, folder: Path, host: str, port: int) -> list[str]:
-        """Program and arguments that serve the model in ``folder``; ConfigError names a wrong ``settings.args``."""
+        """Return the command that serves the model in ``folder``; ConfigError names a wrong ``settings.args``."""
         ...
 
     def environment(self, settings: EngineSettings) -> dict[str, str]:
-        """Variables that the server needs; those that are set already win."""
+        """Return environment variables that the server needs; those already set take precedence."""
         ...
 
     async def check(self, client: ServerClient, settings: EngineSettings, folder: Path) -> str:
-        """Name and release of the server. ConfigError unless it has what training needs. folder: of the model."""
+        """Return the server's name and release. ConfigError unless it can be trained with. folder: of the model."""
         ...
 
     def request(
         self, name: str, ids: Sequence[int], sampling: Sampling, index: int, max_tokens: int, every: int, salt: str
     ) -> Body:
-        """The request for one sample. every: tokens between two events. salt: nothing is cached across two."""
+        """Build the request for one sample. every: tokens between two events. salt: separates prefix caches."""
         ...
 
     def read(self, sample: GrowingSample, event: Body) -> None:
-        """Add an event of the stream to its sample. InfraError for one that makes no sense."""
+        """Add an event of the stream to its sample. InfraError if the event can't be read."""
         ...
 
     async def pause(self, client: ServerClient, recompute: bool) -> None:
-        """Stop sampling; returns when no token is sampled any more. recompute: drop keys and values in flight."""
+        """Stop sampling; returns when no more tokens are sampled. recompute: drop keys and values in flight."""
         ...
 
     async def resume(self, client: ServerClient) -> None:
-        """Go on."""
+        """Resume sampling."""
         ...
 
     async def set_version(self, client: ServerClient, version: int) -> None:
-        """Name the weights that the server has."""
+        """Tell the server the version of its weights."""
         ...
 
     async def load(self, client: ServerClient, path: Path, version: int, recompute: bool, deadline_s: float) -> None:
@@ -60,19 +60,19 @@ class Dialect(Protocol):
         ...
 
     async def abort(self, client: ServerClient, names: Sequence[str], paused: bool) -> None:
-        """End these requests; their streams end with what there is."""
+        """End these requests; their streams end with the tokens they have."""
         ...
 
     async def logprobs(self, client: ServerClient, ids: Sequence[int], salt: str) -> list[float]:
-        """Log-probability of each token after the first, at temperature 1."""
+        """Return the log-probability of each token after the first, at temperature 1."""
         ...
 
 
 def options(args: Mapping[str, Any], ours: Mapping[str, str], negative: bool) -> list[str]:
-    """The server's options for ``generator.args``; ConfigError names one of ``ours``, which say why they can't be set.
+    """Return the server's options for ``generator.args``. ConfigError names one of ``ours``, with the reason.
 
-    ``tensor_parallel_size: 2`` is ``--tensor-parallel-size 2``; true is the option alone, and false ``--no-`` with the
-    option where the server knows that (``negative``), else nothing; lists are several values, mappings JSON.
+    ``tensor_parallel_size: 2`` becomes ``--tensor-parallel-size 2``. True is the option alone. False is ``--no-`` with
+    the option if the server supports that (``negative``), else it is left out. Lists are several values, mappings JSON.
     """
     found: list[str] = []
     for name, value in args.items():
@@ -94,5 +94,5 @@ def options(args: Mapping[str, Any], ours: Mapping[str, str], negative: bool) ->
 
 
 def has_gpu() -> bool:
-    """Whether this machine shows a GPU of NVIDIA or AMD, without loading a library for it."""
+    """Tell whether this machine has a GPU of NVIDIA or AMD, without loading a library."""
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))

@@ -1,8 +1,8 @@
-"""The engine over HTTP: an SGLang or vLLM server, launched with the generator or somewhere else.
+"""The engine over HTTP: an SGLang or vLLM server, launched by the generator or running elsewhere.
 
-One request a sample, answered by a stream; versions as the server itself notes them, token by token. A server that
-answers an update with anything but success has weights that nobody knows: nothing that it samples is used any more, and
-the generator ends. So it does when the server dies, or when somebody else changes its weights.
+Each sample is one request, answered by a stream; the server records the weight version of each token. If the server
+does not confirm an update, its weights are undefined: none of its samples is used any more, and the generator ends. The
+same holds if the server dies, or if another program changes its weights.
 """
 
 from __future__ import annotations
@@ -36,21 +36,20 @@ T = TypeVar("T")
 
 _HEALTH_EVERY_S = 1.0
 _HEALTH_DEADLINE_S = 30.0
-"""A server that says nothing for so long is lost. One whose processes have ended is noticed at once."""
+"""A server that does not answer for so long is lost. The end of its processes is noticed at once."""
 _EVENT_TOKENS = 32
-"""Tokens between two events of a stream, where no reports ask for fewer: an event costs as much as a token does."""
+"""Tokens between two events of a stream, unless reports need fewer: an event costs as much as a token."""
 
 
 _NO_SERVER = "generator.engine http needs generator.http with its dialect: sglang, vllm or openai"
 
 
 class HttpEngine(GatedEngine[ServerClient, None]):
-    """The ``http`` engine; ``settings.http`` says which server, ``settings.args`` are options of one that is launched.
+    """The ``http`` engine. ``settings.http`` describes the server; ``settings.args`` are options of a launched one.
 
-    The prefix cache is salted anew with every load, so that no request starts from keys and values of older weights.
-    At temperature 0 log-probabilities are those at temperature 1. While paused, ``generate`` and ``logprobs`` wait.
-    After an update came under a sample, its ``progress`` is not called before its end: ``growing_versions``.
-    release: name and version of the server, once it has started.
+    At temperature 0 log-probabilities are those at temperature 1. While the engine is paused, ``generate`` and
+    ``logprobs`` wait. After an update, ``progress`` of a sample in flight is called only at its end:
+    ``growing_versions``. release: name and version of the server, once it has started.
     """
 
     name = "http"
@@ -146,7 +145,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         )
 
     async def _watch_health(self, client: ServerClient) -> None:
-        """Fail when the server's processes end, or it does not answer any more."""
+        """Fail the engine if the server's processes end or it no longer answers."""
         answered = asyncio.get_running_loop().time()
         while not self._failure.done():
             if self._server is not None:
@@ -160,7 +159,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
                 await client.get("/health", deadline_s=_HEALTH_DEADLINE_S)
                 answered = asyncio.get_running_loop().time()
             except Refused as error:
-                self._fail(f"the server is not well: {error}")
+                self._fail(f"the server is unhealthy: {error}")
             except InfraError as error:
                 if self._server is None or asyncio.get_running_loop().time() - answered > _HEALTH_DEADLINE_S:
                     self._fail(str(error))
@@ -188,7 +187,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
     def _open(
         self, ids: list[int], sampling: Sampling, max_tokens: int, index: int, progress: ProgressCallback | None
     ) -> str:
-        """Start the request for a sample; returns its name."""
+        """Start the request for a sample and return its name."""
         client = self._alive()
         every = self._settings.report_every if progress is not None else None
         # Servers may abort by the beginning of an id, so no id may be the beginning of another.
@@ -222,14 +221,14 @@ class HttpEngine(GatedEngine[ServerClient, None]):
                 self._received += len(sample.tokens) - before
                 report()
         if sample.finish is None:
-            raise InfraError("the server ended a sample without saying how")
+            raise InfraError("the server ended a sample without a finish reason")
 
     def _check_versions(self, completion: Completion, loads: int) -> None:
-        """Fail unless all spans are of versions that were in use, in that order, after so many loads."""
+        """Fail unless a sample's versions are those in use since ``loads`` updates, in that order."""
         versions = [span.version for span in completion.spans]
         in_use = iter(self._versions[loads:])
         if not all(version in in_use for version in versions):
-            self._fail(f"the server says that weights versions {versions} made a sample, and {self._version} is in use")
+            self._fail(f"the server reports weight versions {versions} for a sample, but {self._version} is in use")
             self._alive()
 
     async def _checked(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -243,7 +242,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         except InfraError as error:
             await self._fail_with(error)
         else:
-            self._alive()  # nothing is used that came after a failure
+            self._alive()  # results that arrive after a failure are not used
             return result
         self._alive()
         raise AssertionError("unreachable")
@@ -277,7 +276,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
             return await call
         except Refused as error:
             self._fail(str(error))
-            raise InfraError(f"the server refuses: {error}") from error
+            raise InfraError(f"the server rejects a request: {error}") from error
         except InfraError as error:
             await self._fail_with(error)
             raise InfraError(f"the http engine can't be used: {self._failure.result()}") from error
@@ -304,7 +303,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
 
 
 def build_engine(settings: EngineSettings) -> HttpEngine | OpenAiEngine:
-    """The ``http`` engine for the dialect of ``settings.http``."""
+    """Build the ``http`` engine for the dialect of ``settings.http``."""
     if settings.http is None:
         raise ConfigError(_NO_SERVER)
     if settings.http.dialect == "openai":
@@ -313,7 +312,7 @@ def build_engine(settings: EngineSettings) -> HttpEngine | OpenAiEngine:
 
 
 def make_dialect(name: str) -> Dialect:
-    """The dialect of this name."""
+    """Build the dialect of this name."""
     if name == "vllm":
         from producers.engines.http.vllm import VllmDialect
 

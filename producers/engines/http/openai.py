@@ -1,7 +1,7 @@
-"""A server of which only OpenAI's protocol is known: it answers evaluations, and can't be trained with.
+"""A server with OpenAI's protocol only: it serves evaluations, and can't be trained with.
 
-It tells neither which ids it sampled nor their log-probabilities nor whose weights they are: ids are those of its text,
-and log-probabilities are no numbers.
+The protocol reports neither the sampled ids nor their log-probabilities nor weight versions: ids are those of the text,
+and log-probabilities are NaN.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class OpenAiEngine:
-    """The ``http`` engine of the dialect ``openai``: ``generate``, for evaluation, and nothing else."""
+    """The ``http`` engine of the dialect ``openai``: only ``generate``, for evaluations."""
 
     lacks: Mapping[Ability, str] = {
-        "training": "OpenAI's protocol tells neither ids nor log-probabilities nor versions, and takes no weights",
-        "weights": "the server's are not ours",
+        "training": "OpenAI's protocol reports neither ids nor log-probabilities nor versions, and loads no weights",
+        "weights": "the server's weights can't be replaced",
         "seeds": "a server may ignore them",
         "recompute": "no weights are loaded",
         "lora": "no weights are loaded",
-        "routed_experts": "OpenAI's protocol does not tell them",
+        "routed_experts": "OpenAI's protocol does not report them",
         "growing_versions": "no weights are loaded",
-        "cache_usage": "the server does not tell how full its cache is",
+        "cache_usage": "the server does not report how full its cache is",
     }
 
     def __init__(self, settings: EngineSettings, http: HttpEngineConfig, key: str | None) -> None:
@@ -52,19 +52,19 @@ class OpenAiEngine:
         return self._settings.version
 
     def growth(self) -> int | None:
-        """Samples that the server has answered."""
+        """See Engine; the samples that the server has answered."""
         return self._heard if self._active else None
 
     def cache_usage(self) -> KvCacheUsage | None:
-        """Not known."""
+        """Return None: the server does not report it."""
         return None
 
     async def start(self) -> None:
-        """Ask which model is served. ConfigError when the server has none."""
+        """Ask which model is served. ConfigError if the server has none."""
         try:
             self._model = str((await self._client.get("/v1/models"))["data"][0]["id"])
         except (Refused, KeyError, IndexError, TypeError) as error:
-            raise ConfigError(f"generator.http.url {self._client.shown} is no OpenAI server: {error}") from error
+            raise ConfigError(f"generator.http.url {self._client.shown} is not an OpenAI server: {error}") from error
         self._tokenizer = await asyncio.to_thread(
             HfTokenizer, self._settings.model_path, self._settings.trust_remote_code
         )
@@ -77,10 +77,10 @@ class OpenAiEngine:
         prefix: Sequence[int] = (),
         progress: ProgressCallback | None = None,
     ) -> list[Completion]:
-        """See Engine, but for log-probabilities, which are no numbers, and ids, which are those of the text."""
+        """See Engine, but log-probabilities are NaN, and ids are those of the text."""
         max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
         if sampling.top_k > 0:
-            raise DataError("sampling.top_k is no setting of OpenAI's protocol: set it to -1")
+            raise DataError(f"sampling.top_k {sampling.top_k} is not supported by OpenAI's protocol: set it to -1")
         body = {
             "model": self._model,
             "prompt": [*prompt_ids, *prefix],
@@ -103,7 +103,7 @@ class OpenAiEngine:
             answer = await self._client.post("/v1/completions", {**body, **seed}, _REQUEST_S)
         except Refused as error:
             if error.status in (400, 422):
-                raise DataError(f"the server refuses the request: {error.text}") from error
+                raise DataError(f"the server rejects the request: {error.text}") from error
             raise InfraError(str(error)) from error
         completion = self._completion(answer)
         self._heard += 1
@@ -118,7 +118,9 @@ class OpenAiEngine:
             (choice,) = answer["choices"]
             text, finish = str(choice["text"]), _FINISH[choice["finish_reason"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise InfraError(f"the server {self._client.shown} answers what can't be read: {error!r}") from error
+            raise InfraError(
+                f"the server {self._client.shown} sends an answer that can't be read: {error!r}"
+            ) from error
         tokens = self._tokenizer.encode(text)
         spans = [Span(self.version, 0, len(tokens))] if tokens else []
         return Completion(tokens, np.full(len(tokens), np.nan, np.float32), spans, finish)

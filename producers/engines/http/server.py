@@ -1,7 +1,7 @@
-"""A server that this generator launches: in a process group of its own, and gone when the generator is.
+"""A server that this generator launches, in its own process group, and that ends with the generator.
 
-A guardian (schemas/system/guard.py) stands between the two: nothing of the server outlives this process, however that
-ends. Its output is passed on to stderr; the last lines are kept, to say why it ended.
+A guardian (schemas/system/guard.py) makes sure that no process of the server outlives this one, however it ends. The
+server's output goes to stderr; its last lines are kept for the reason of its end.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from schemas.system.guarded_process import GuardedProcess
 HOST = "127.0.0.1"
 _TAIL = 12
 _ASK_S = 3.0
-"""A server that is asked to end may take so long. It holds nothing that is not elsewhere."""
+"""The time for a server to end after it was asked to. It holds nothing that needs saving."""
 
 
 def free_port() -> int:
-    """A port on which nobody listens now."""
+    """Return a port on which no program listens."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
@@ -32,11 +32,11 @@ def free_port() -> int:
 class LaunchedServer:
     """The server's processes, from their start to the end of the last of them.
 
-    ended: done when the server has ended by itself; its result says how.
+    ended: done when the server has ended by itself; the result is the reason.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it, in a running event loop. ConfigError when the system can't."""
+        """Start the server, in a running event loop. ConfigError if the system can't start it."""
         self._lines: deque[str] = deque(maxlen=_TAIL)
         output, theirs = os.pipe()
         try:
@@ -44,7 +44,7 @@ class LaunchedServer:
                 self._process = GuardedProcess(
                     command,
                     "inference-server",
-                    # A Python is not to import what happens to lie in the folder that a run is started in.
+                    # Python must not import modules from the folder that the run is started in.
                     {"PYTHONSAFEPATH": "1", **environment, **os.environ},
                     stdin=nothing.fileno(),
                     stdout=theirs,
@@ -76,18 +76,18 @@ class LaunchedServer:
         await self._process.wait()
         code = self._process.exit_code
         if code is None or code < 0:
-            # What it last complained of has nothing to do with that.
+            # The last lines of its output are unrelated to that.
             return "the server was lost" if code is None else f"the server was killed by signal {-code}"
         await asyncio.wait({self._reading}, timeout=1.0)
         return f"the server ended with exit code {code}{self.last_words()}"
 
     def last_words(self) -> str:
-        """The last line that tells something, for an error message."""
+        """Return the last informative line of the output, for an error message."""
         told = [line for line in self._lines if "rror" in line] or list(self._lines)
         return f": {told[-1].strip()[:300]}" if told else ""
 
     async def close(self) -> None:
-        """Ask the server to end, kill what is left, and wait until all is gone."""
+        """Ask the server to end, kill the rest, and wait until all processes are gone."""
         self._process.order_end()
         await asyncio.wait({self.ended}, timeout=_ASK_S)
         await asyncio.to_thread(self._process.kill)
@@ -97,7 +97,7 @@ class LaunchedServer:
 
 
 async def _next_line(reader: asyncio.StreamReader) -> bytes:
-    """The next line, or what there is of one that is too long to be kept whole; empty at the end."""
+    """Return the next line, or the beginning of one that is too long; empty at the end."""
     try:
         return await reader.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:

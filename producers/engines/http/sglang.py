@@ -1,8 +1,8 @@
 """SGLang's server: its native ``/generate`` and its routes for reinforcement learning.
 
-What is not obvious there: an id outside of the vocabulary ends the server; requests are aborted by the beginning of
-their id; a pause is answered before it has come to the scheduler; a flush of the cache that fails after an update is an
-error though the weights have changed; and a request that is aborted in a pause ends only once it is back in the queue.
+Its pitfalls: an id outside the vocabulary ends the server; requests are aborted by the beginning of their id; a pause
+is answered before it reaches the scheduler; if the cache can't be flushed after an update, the answer is an error
+although the weights have changed; a request aborted during a pause ends only when it is back in the queue.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _OURS = {
     "trust_remote_code": "it is model.trust_remote_code",
     "weight_version": "weights come from the trainer",
     "skip_tokenizer_init": "stop strings need the tokenizer",
-    "preferred_sampling_params": "how samples are drawn is set in sampling, and nothing else reaches them",
+    "preferred_sampling_params": "set sampling instead",
     "incremental_streaming_output": "it is always on",
     "lora_paths": "the engine http loads whole models only",
     "enable_lora": "the engine http loads whole models only",
-    "enable_return_routed_experts": "trainer.router_replay says so",
+    "enable_return_routed_experts": "trainer.router_replay sets it",
 }
 _INFO = "/server_info"
 _KEPT_BACK = 8
-"""Tokens, six at the most so far."""
+"""Tokens of the context that the server reserves: six at most so far."""
 
 
 class SglangDialect:
@@ -56,9 +56,9 @@ class SglangDialect:
 
     lacks: Mapping[Ability, str] = {
         "lora": "the server loads whole models only",
-        "seeds": "the server heeds a seed with generator.args.enable_deterministic_inference alone",
-        "growing_versions": "the server tells at a sample's end which version made which token",
-        "cache_usage": "the server does not tell how full its cache is",
+        "seeds": "the server uses a seed only with generator.args.enable_deterministic_inference",
+        "growing_versions": "the server reports the versions of tokens only at the end of a sample",
+        "cache_usage": "the server does not report how full its cache is",
     }
     path = "/generate"
 
@@ -108,7 +108,7 @@ class SglangDialect:
             length = info["context_length"]
         except (Refused, KeyError, TypeError) as error:
             raise ConfigError(
-                f"generator.http.url {client.shown} is no SGLang server, so it can't be trained with: {error}"
+                f"generator.http.url {client.shown} is not an SGLang server, so it can't be trained with: {error}"
             ) from error
         if length is not None and length < settings.max_length:
             raise ConfigError(
@@ -154,8 +154,8 @@ class SglangDialect:
             reason = meta["finish_reason"]
             if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
                 raise Refused(self.path, int(reason["status_code"]), str(reason.get("message")))
-            # Events bring what is new, or all there is; that of a request which is aborted in the queue brings a token
-            # again. The count tells, and what is new is at the end.
+            # Events hold the new tokens, or all tokens; if a request is aborted in the queue, a token is repeated. The
+            # count tells how many are new, and new tokens are at the end.
             new = meta["completion_tokens"] - len(sample.tokens)
             tokens = event["output_ids"][-new:] if new else []
             given = meta["output_token_logprobs"][-new:] if new else []
@@ -172,7 +172,7 @@ class SglangDialect:
             raise InfraError(f"the server sends an event that can't be read: {error!r}") from error
 
     def _routed_experts(self, text: str | None) -> npt.NDArray[Any] | None:
-        """What the server says of the experts of a sample's tokens, int32 in base64; nothing of one it never began."""
+        """Decode the experts of a sample's tokens, int32 in base64; None for a sample that was never started."""
         if self._mixture is None or not text:
             return None
         layers, k, dtype = self._mixture
@@ -184,7 +184,7 @@ class SglangDialect:
 
     async def pause(self, client: ServerClient, recompute: bool) -> None:
         await client.post("/pause_generation", {"mode": "retract" if recompute else "in_place"})
-        # Answered by the scheduler, after what it was told before: it has paused then.
+        # The scheduler answers this after earlier requests, so it has paused by then.
         await client.get(_INFO)
 
     async def resume(self, client: ServerClient) -> None:
@@ -201,7 +201,7 @@ class SglangDialect:
             body = {"model_path": str(folder.resolve()), "weight_version": str(version), "flush_cache": recompute}
             answer: Any = await client.post("/update_weights_from_disk", body, deadline_s)
         if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise InfraError(f"to the update to version {version} the server answers {str(answer)[:300]}")
+            raise InfraError(f"the server answers the update to version {version} with {str(answer)[:300]}")
 
     async def abort(self, client: ServerClient, names: Sequence[str], paused: bool) -> None:
         if paused:
@@ -219,7 +219,7 @@ class SglangDialect:
         answer = await client.post(self.path, body, deadline_s=120.0)
         try:
             given = answer["meta_info"]["input_token_logprobs"]
-            # The last id of the vocabulary is told as 0, and has its own log-probability.
+            # The last id of the vocabulary is reported as 0, with its own log-probability.
             if [one[1] for one in given] != [0 if token == self._vocabulary - 1 else token for token in ids]:
                 raise InfraError("the server returns log-probabilities of other tokens than those of the probe")
             return [float(one[0]) for one in given[1:]]
@@ -228,9 +228,10 @@ class SglangDialect:
 
 
 def _context_length(folder: Path, max_length: int) -> int:
-    """What the server has to be told for samples of ``max_length``: it keeps a few tokens of it back.
+    """Return the context length to ask the server for: it reserves a few tokens of it.
 
-    No more than the model knows positions for, or the server does not begin: the longest prompts are refused then.
+    It is limited to the positions of the model, because the server would not start otherwise; the longest prompts are
+    rejected in that case.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     known = (config.get("text_config") or config).get("max_position_embeddings")
@@ -238,7 +239,7 @@ def _context_length(folder: Path, max_length: int) -> int:
 
 
 def _make_folder(folder: Path, model: Path, file: Path) -> Path:
-    """A model's folder around a file of weights: the small files copied, the weights linked."""
+    """Build a model folder around a file of weights: small files are copied, the weights are linked."""
     for part in model.iterdir():
         if part.is_file() and not part.name.endswith((".safetensors", ".safetensors.index.json")):
             shutil.copyfile(part, folder / part.name)
@@ -248,7 +249,7 @@ def _make_folder(folder: Path, model: Path, file: Path) -> Path:
 
 
 def _cpu_options(settings: EngineSettings) -> dict[str, list[str]]:
-    """What SGLang needs on a CPU, and no more cache than all samples fill."""
+    """Return options that SGLang needs on a CPU, with a cache only as large as all samples need."""
     return {
         "--device": ["cpu"],
         "--attention-backend": ["torch_native"],

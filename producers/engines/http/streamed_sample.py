@@ -1,4 +1,4 @@
-"""A sample as it grows at a server: tokens, log-probabilities and, at its end, the versions that made them."""
+"""A sample as a server streams it: tokens, log-probabilities and, at its end, their weight versions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from schemas.errors import InfraError
 from schemas.messages import FinishReason, Span
 
 UNREADABLE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
-"""What reading an answer raises that is built otherwise than the protocol says."""
+"""The exceptions of reading an answer that does not follow the protocol."""
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 @dataclass
 class GrowingSample:
-    """What a server has sent of one sample.
+    """The part of a sample that a server has sent.
 
-    version: that every token has until an update comes under it. loads: how many there were before it. updated: one has
-    come, so that only the end of the sample tells which token is of which version. spans, finish: None until the end.
+    version: of every token, until an update interrupts the sample. loads: number of updates before it. updated: an
+    update interrupted it, so only its end tells the version of each token. spans, finish: None until the end.
     routed_experts: as in Completion.
     """
 
@@ -38,7 +38,7 @@ class GrowingSample:
     routed_experts: npt.NDArray[Any] | None = None
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add what is new. InfraError unless each token is an id and has a log-probability."""
+        """Add new tokens. InfraError unless each token is an id and has a log-probability."""
         if len(tokens) != len(logprobs):
             raise InfraError(f"the server sends {len(tokens)} tokens with {len(logprobs)} log-probabilities")
         for token, logprob in zip(tokens, logprobs, strict=True):
@@ -48,7 +48,7 @@ class GrowingSample:
         self.logprobs += logprobs
 
     def end(self, finish: str | None, spans: Sequence[Mapping[str, Any]] | None) -> None:
-        """Note the end: its reason, and the server's spans, each with ``version``, ``start`` and ``end``."""
+        """Record the end: its reason, and the server's spans, each with ``version``, ``start`` and ``end``."""
         reason = FINISH.get(finish or "")
         if reason is None:
             raise InfraError(f"the server ends a sample with {finish!r}")
@@ -56,18 +56,18 @@ class GrowingSample:
         self.spans = parse_spans(spans or [], len(self.tokens))
 
     def is_due(self, every: int) -> bool:
-        """Whether a report is due, and can say which versions made the tokens."""
+        """Tell whether a report is due and the versions of its tokens are known."""
         return self.finish is None and not self.updated and len(self.tokens) - self.reported >= every
 
     def report(self) -> Completion:
-        """What there is while it grows."""
+        """Return the tokens so far."""
         self.reported = len(self.tokens)
         return self._completion([Span(self.version, 0, self.reported)], "abort")
 
     def completion(self) -> Completion:
-        """The whole completion, after ``end``."""
+        """Return the whole completion, after ``end``."""
         if self.finish is None or self.spans is None:
-            raise InfraError("a sample that has not ended was asked for")
+            raise InfraError("the sample has not ended")
         return self._completion(self.spans, self.finish)
 
     def _completion(self, spans: list[Span], finish: FinishReason) -> Completion:
@@ -76,17 +76,15 @@ class GrowingSample:
 
 
 def parse_spans(spans: Sequence[Mapping[str, Any]], length: int) -> list[Span]:
-    """The server's spans over ``length`` tokens. InfraError unless they cover all, in order, with growing versions.
+    """Read the server's spans over ``length`` tokens. InfraError unless they cover all, in order, versions growing.
 
-    Versions are the decimal numbers that we gave; another one means that somebody else changes the weights.
+    Versions are decimal numbers set by this generator; anything else means that another program changes the weights.
     """
     found: list[Span] = []
     for span in spans:
         version, start, end = span.get("version"), span.get("start"), span.get("end")
         if not (isinstance(version, str) and version.isdecimal() and isinstance(start, int) and isinstance(end, int)):
-            raise InfraError(
-                f"the server says that weights {version!r} made tokens, which no update of this generator brought"
-            )
+            raise InfraError(f"the server reports tokens of weights {version!r}, which this generator did not load")
         if end > start:
             found.append(Span(int(version), start, end))
     at = 0

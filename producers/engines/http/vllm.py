@@ -1,8 +1,8 @@
 """vLLM's server: its token-in-token-out route and its routes for reinforcement learning.
 
-The first needs ``--enable-scale-out``, the others ``VLLM_SERVER_DEV_MODE=1``: they are outside of the guard of
-``--api-key``, so such a server belongs into a private network. Weights come as a file that the server reads with our
-loader, which vLLM finds where Tidemill is installed beside it.
+The first needs ``--enable-scale-out``, the others ``VLLM_SERVER_DEV_MODE=1``. They are not protected by ``--api-key``,
+so such a server belongs in a private network. Weights come as a file that the server reads with our loader, which vLLM
+finds if Tidemill is installed beside it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _OURS = {
     "max_num_seqs": "it is generator.max_samples",
     "trust_remote_code": "it is model.trust_remote_code",
     "logprobs_mode": "training needs the log-probabilities of the distribution that was sampled from",
-    "generation_config": "how samples are drawn is set in sampling, and nothing else reaches them",
-    "override_generation_config": "how samples are drawn is set in sampling, and nothing else reaches them",
+    "generation_config": "set sampling instead",
+    "override_generation_config": "set sampling instead",
     "weight_transfer_config": "weights come from the trainer",
     "enable_scale_out": "it is always on",
     "enable_lora": "the engine http loads whole models only",
 }
 _GENERATE = "/inference/v1/generate"
 _PREFIX = "generate-tokens-"
-"""What the server puts before the id of a request."""
+"""The prefix that the server adds to the id of a request."""
 
 
 class VllmDialect:
@@ -46,9 +46,9 @@ class VllmDialect:
 
     lacks: Mapping[Ability, str] = {
         "lora": "the server loads whole models only",
-        "growing_versions": "the server tells at a sample's end which version made which token",
-        "cache_usage": "the server does not tell how full its cache is",
-        "routed_experts": "the engine vllm asks for them, and this one does not",
+        "growing_versions": "the server reports the versions of tokens only at the end of a sample",
+        "cache_usage": "the server does not report how full its cache is",
+        "routed_experts": "only the engine vllm supports them",
     }
     path = _GENERATE
 
@@ -89,7 +89,7 @@ class VllmDialect:
             version = (await client.get("/version"))["version"]
             served = (await client.get("/v1/models"))["data"][0]
         except (Refused, KeyError, IndexError, TypeError) as error:
-            raise ConfigError(f"generator.http.url {client.shown} is no vLLM server: {error}") from error
+            raise ConfigError(f"generator.http.url {client.shown} is not a vLLM server: {error}") from error
         name = f"vLLM {version}"
         await self._check_routes(client, name)
         try:
@@ -100,7 +100,7 @@ class VllmDialect:
                 "weight_transfer_config": (config.get("weight_transfer_config") or {}).get("backend") == BACKEND,
             }
         except UNREADABLE as error:
-            raise ConfigError(f"{name} at {client.shown} tells its settings in another form: {error!r}") from error
+            raise ConfigError(f"{name} at {client.shown} reports its settings in an unknown form: {error!r}") from error
         wanted = {
             "max_model_len": f"--max-model-len {settings.max_length}, as model.max_length, or more",
             "logprobs_mode": "--logprobs-mode processed_logprobs",
@@ -120,7 +120,7 @@ class VllmDialect:
                 " start it with VLLM_SERVER_DEV_MODE=1; as it is, it serves tidemill eval (dialect openai) and judges"
             ) from error
         try:
-            # What is wrong with this request is told by the route, if there is one.
+            # The request is invalid: only the status tells whether the route exists.
             await client.post(_GENERATE, {"token_ids": []})
         except Refused as error:
             if error.status in (403, 404):
@@ -179,7 +179,7 @@ class VllmDialect:
         await client.post("/finish_weight_update", {"weight_version": str(version)}, deadline_s)
         said: Any = await client.get("/weight_info")
         if said != {"weight_version": str(version)}:
-            raise InfraError(f"after the update to version {version} the server says {said}")
+            raise InfraError(f"after the update to version {version} the server reports {said}")
 
     async def abort(self, client: ServerClient, names: Sequence[str], paused: bool) -> None:
         await client.post("/abort_requests", {"request_ids": [_PREFIX + name for name in names]})
@@ -196,12 +196,12 @@ class VllmDialect:
 
 
 def _cpu_options(folder: Path, settings: EngineSettings) -> dict[str, list[str]]:
-    """What vLLM's CPU build does well with, see producers/engines/vllm/boot.py."""
+    """Return options that suit vLLM's CPU build; see producers/engines/vllm/boot.py."""
     from producers.engines.vllm.boot import kv_cache_bytes
 
     return {
         "--enforce-eager": [],
-        # By this name, because vLLM takes "uni" for a process more on a CPU.
+        # By this name, because on a CPU vLLM starts another process for "uni".
         "--distributed-executor-backend": ["vllm.v1.executor.uniproc_executor.UniProcExecutor"],
         "--kv-cache-memory-bytes": [str(kv_cache_bytes(folder, settings))],
     }

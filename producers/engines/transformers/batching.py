@@ -1,8 +1,8 @@
 """Continuous batching over a Hugging Face model: rows join many at a time, step together, and leave when they are done.
 
-Each step samples one token a row from its logits, with the log-probability that it was sampled with. Rows are aligned
-at their ends, padded on the left; their keys and values lie in the slots of key_values.py.
-All of it runs in the engine's thread. Shapes: B rows in flight, T positions, V vocabulary, G generated tokens.
+Each step samples one token for each row from its logits, with its log-probability. Rows are aligned at their ends and
+padded on the left; their keys and values lie in the slots of key_values.py. All of it runs in the engine's thread.
+Shapes: B rows in flight, T positions, V vocabulary, G generated tokens.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from producers.engines.transformers.routed_experts import RoutedExpertsRecorder
 from schemas.messages import FinishReason, Span
 
 PREFILL = 16384
-"""Tokens, with padding, of the prompts that are prefilled together."""
+"""Tokens of the prompts that are prefilled together, with padding."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How one row is sampled. temperature 0 is greedy. generator: the row's own, or torch's global one."""
+    """The sampling of one row. temperature 0 is greedy. generator: the row's own, or torch's global one."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -71,9 +71,9 @@ def truncate(logprobs: Tensor, rows: Sequence[Draw]) -> Tensor:
 
 @dataclass
 class BatchRow:
-    """A sample that is being generated. ``finish`` is None while it runs; ``prompt``: what it joined with.
+    """A sample that is being generated. ``finish`` is None while it runs; ``prompt``: its tokens when it joined.
 
-    experts: uint8 or uint16 [..., L, k], of the tokens that were read, in pieces; nothing unless they are recorded.
+    experts: uint8 or uint16 [..., L, k] of the tokens that were read, in pieces; empty unless they are recorded.
     """
 
     draw: Draw
@@ -87,11 +87,11 @@ class BatchRow:
     experts: list[npt.NDArray[Any]] = field(default_factory=list)
 
     def routed_experts(self) -> npt.NDArray[Any] | None:
-        """Of the prompt and all sampled tokens but the last, see Completion."""
+        """The experts of the prompt and of all sampled tokens but the last; see Completion."""
         return np.concatenate(self.experts) if self.experts else None
 
     def spans(self) -> list[Span]:
-        """Weight versions as spans over [0, G)."""
+        """Weight versions, as spans over [0, G)."""
         spans: list[Span] = []
         for at, version in enumerate(self.versions):
             if spans and spans[-1].version == version:
@@ -104,7 +104,7 @@ class BatchRow:
 class ContinuousBatch:
     """The rows in flight, in the order of their slots.
 
-    eos: ids that end a row. decode: tokens to text, for stop strings. recorder: of the experts that read each token.
+    eos: ids that end a row. decode: turns tokens into text, for stop strings. recorder: records experts of each token.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ContinuousBatch:
     def join(self, requests: Sequence[tuple[Sequence[int], list[BatchRow]]], version: int) -> None:
         """Add the rows of requests, each a prompt and the rows that share it, and sample the first token of each.
 
-        Prompts are prefilled many at a time, those of like length together.
+        Prompts are prefilled many at a time, grouped by length.
         """
         for wave in _waves(sorted(requests, key=lambda request: len(request[0]))):
             self._join(wave, version)
@@ -161,7 +161,7 @@ class ContinuousBatch:
         self.drop_finished()
 
     def recompute(self) -> None:
-        """Make keys and values of every row anew, by the weights as they are now."""
+        """Recompute keys and values of every row with the current weights."""
         if not self.rows:
             return
         texts = [[*row.prompt, *row.tokens[:-1]] for row in self.rows]  # the last token is the next step's input
@@ -175,14 +175,14 @@ class ContinuousBatch:
         self._slots.clear()
 
     def _prefill(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Logits of the last position float32 [B, V], and keys and values of each layer, [B, heads, T, head]."""
+        """Return logits of the last position, float32 [B, V], and each layer's keys and values, [B, heads, T, head]."""
         cache = DynamicCache()
         logits = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), cache)
         return logits, [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc, union-attr]
 
     @torch.no_grad()
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Logits of the last position float32 [B, V]; the cache is written."""
+        """Return logits of the last position, float32 [B, V], and write the cache."""
         output = self._model(
             input_ids=ids,
             attention_mask=mask,
@@ -211,7 +211,7 @@ class ContinuousBatch:
         return any(stop in text for stop in row.stop)
 
     def drop_finished(self) -> None:
-        """Let finished rows leave."""
+        """Remove finished rows."""
         finished = [index for index, row in enumerate(self.rows) if row.finish is not None]
         if finished:
             self.rows = [self.rows[index] for index in self._slots.remove(finished)]
@@ -220,7 +220,7 @@ class ContinuousBatch:
 def _waves(
     requests: Sequence[tuple[Sequence[int], list[BatchRow]]],
 ) -> Iterator[Sequence[tuple[Sequence[int], list[BatchRow]]]]:
-    """Requests, the shortest prompts first, cut so that a wave has at most PREFILL tokens, unless it is one prompt."""
+    """Group requests by length into waves of at most PREFILL tokens; a longer prompt is a wave of its own."""
     start = 0
     for end in range(1, len(requests) + 1):
         if end == len(requests) or (end + 1 - start) * len(requests[end][0]) > PREFILL:
@@ -229,7 +229,7 @@ def _waves(
 
 
 def _padded(texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and mask of texts, int64 [B, T], padded on the left."""
+    """Return ids and mask of texts, int64 [B, T], padded on the left."""
     width = max(map(len, texts))
     ids = torch.tensor([[0] * (width - len(text)) + [*text] for text in texts], device=device)
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)

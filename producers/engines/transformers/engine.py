@@ -1,7 +1,7 @@
 """The engine on Hugging Face transformers: no vLLM needed, correctness before speed. For macOS and small machines.
 
-One thread owns the model and the batch; everything else asks it through a queue and is
-answered between two tokens. Requests in flight keep their keys and values across an update.
+One thread owns the model and the batch. Other threads send it requests through a queue, which it answers between two
+tokens. Requests in flight keep their keys and values across an update.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ _ATTENTION = {"full_attention", "sliding_attention"}
 class TransformersEngine:
     """The ``transformers`` engine. ``settings.args`` go to ``AutoModelForCausalLM.from_pretrained``.
 
-    At temperature 0 log-probabilities are those at temperature 1. While paused, ``generate``
-    waits and ``logprobs`` works.
+    At temperature 0 log-probabilities are those at temperature 1. While the engine is paused, ``generate`` waits and
+    ``logprobs`` works.
     """
 
     lacks: Mapping[Ability, str] = {"cache_usage": "the cache grows as samples do"}
 
     def __init__(self, settings: EngineSettings) -> None:
         if settings.images is not None:
-            raise ConfigError("generator.engine transformers reads no images: with model.kind vision set it to vllm")
+            raise ConfigError(
+                "generator.engine transformers does not read images: for model.kind vision set it to vllm"
+            )
         self._settings = settings
         self._version = settings.version
         self._commands: queue.SimpleQueue[Callable[[], None] | Request] = queue.SimpleQueue()
@@ -58,7 +60,7 @@ class TransformersEngine:
         self._failure: str | None = "it was not started"
         self._vocabulary = 0
         self._loop: asyncio.AbstractEventLoop
-        # From here on only the thread's.
+        # The fields below belong to the engine's thread.
         self._model: PreTrainedModel
         self._batch: ContinuousBatch
         self._adapter: PeftAdapter | None = None
@@ -73,12 +75,12 @@ class TransformersEngine:
         return self._version
 
     def growth(self) -> int | None:
-        """Tokens sampled for each row in flight so far."""
+        """See Engine; the tokens sampled so far for each row in flight."""
         running = not self._paused and self._failure is None and (self._active or self._waiting)
         return self._steps if running else None
 
     def cache_usage(self) -> KvCacheUsage | None:
-        """No limit: the cache grows as rows do."""
+        """Return None: the cache grows with the rows."""
         return None
 
     async def start(self) -> None:
@@ -102,7 +104,7 @@ class TransformersEngine:
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _ATTENTION
         if kinds:
             raise ConfigError(
-                f"the transformers engine knows attention layers only, this model has {', '.join(sorted(kinds))}:"
+                f"the transformers engine supports attention layers only, this model has {', '.join(sorted(kinds))}:"
                 " set generator.engine to vllm"
             )
         torch.manual_seed(settings.seed)
@@ -112,7 +114,7 @@ class TransformersEngine:
             self._adapter = PeftAdapter(self._model, settings.lora)
         else:
             for parameter in self._model.parameters():
-                # Views of the file, of which the first load would copy page after page while requests wait.
+                # Parameters are views of the file; without a copy the first load would copy them while requests wait.
                 parameter.data = parameter.data.clone()
         tokenizer = HfTokenizer(str(folder), settings.trust_remote_code)
         recorder = RoutedExpertsRecorder(self._model) if settings.routed_experts else None
@@ -135,14 +137,14 @@ class TransformersEngine:
         rows = [BatchRow(_draw(sampling, index), max_tokens, sampling.stop) for index in range(n)]
         request = Request([*prompt_ids, *prefix], rows, asyncio.get_running_loop().create_future(), progress)
         self._commands.put(request)
-        # Looked at afterwards: the thread sets it before it looks for the last time at what was put there.
+        # Checked after the request is queued: the thread sets it before it empties the queue for the last time.
         if self._failure is not None:
             request.done.cancel()
             raise InfraError(f"the transformers engine can't be used: {self._failure}")
         return await request.done
 
     async def load(self, source: WeightSource, version: int) -> None:
-        """See Engine. A file that does not fit is refused with DataError before anything is touched."""
+        """See Engine. A file that does not fit is rejected with DataError before anything is touched."""
         tensors = await asyncio.to_thread(self._read, source.path)
         await self._ask(lambda: self._replace(tensors, version))
 
@@ -176,7 +178,7 @@ class TransformersEngine:
         await asyncio.to_thread(thread.join)
 
     async def _ask(self, action: Callable[[], T]) -> T:
-        """Run ``action`` in the engine's thread, between two tokens."""
+        """Run ``action`` in the engine's thread between two tokens, and return its result."""
         done: Future[T] = Future()
 
         def command() -> None:
@@ -190,7 +192,7 @@ class TransformersEngine:
         return await self._answer(done)
 
     async def _answer(self, done: Future[T]) -> T:
-        """Wait for ``done``, or for the engine's thread to end, which can answer nothing more."""
+        """Wait for ``done``; InfraError if the engine's thread ends first."""
         answer = asyncio.wrap_future(done)
         while True:
             if self._failure is not None and not done.done():
@@ -214,24 +216,24 @@ class TransformersEngine:
             self._failure = self._failure or (str(error).strip() or type(error).__name__).splitlines()[0]
             raise
         finally:
-            with suppress(RuntimeError):  # the event loop was closed, and nobody waits
+            with suppress(RuntimeError):  # the event loop is closed, so no caller waits
                 self._loop.call_soon_threadsafe(self._fail, [*self._active, *self._waiting, *self._unheard()])
 
     def _fail(self, requests: Sequence[Request]) -> None:
-        """Tell, in the event loop, that nothing more comes."""
+        """Fail all requests, in the event loop."""
         for request in requests:
             if not request.done.done():
                 request.done.set_exception(InfraError(f"the transformers engine ended: {self._failure}"))
 
     def _unheard(self) -> Iterator[Request]:
-        """Requests that came when the thread was about to end."""
+        """Yield requests that arrived when the thread was about to end."""
         while not self._commands.empty():
             command = self._commands.get()
             if isinstance(command, Request):
                 yield command
 
     def _run_commands(self, wait: bool) -> None:
-        """Run the commands and take the requests that are there; with ``wait``, at least one."""
+        """Run all queued commands and take all queued requests; with ``wait``, at least one."""
         while wait or not self._commands.empty():
             wait, command = False, self._commands.get()
             if isinstance(command, Request):
@@ -240,7 +242,7 @@ class TransformersEngine:
                 command()
 
     def _advance(self) -> None:
-        """One token for all rows in flight, after new requests have joined."""
+        """Let new requests join, then sample one token for each row in flight."""
         for request in [request for request in self._active if request.done.cancelled()]:
             request.stop()
             self._active.remove(request)
@@ -268,7 +270,7 @@ class TransformersEngine:
             self._tell(told)
 
     def _tell(self, told: Sequence[News]) -> None:
-        """Have all of it delivered by one call to the event loop: waking it costs more than a sample does."""
+        """Deliver all reports with one call into the event loop: waking it costs more than a sample."""
 
         def deliver() -> None:
             for news in told:
@@ -277,7 +279,7 @@ class TransformersEngine:
         self._loop.call_soon_threadsafe(deliver)
 
     def _take_waiting(self) -> list[Request]:
-        """The requests for which there is room, in the order in which they came; one at least if nothing runs."""
+        """Return the next requests that fit, in order of arrival; at least one if the batch is empty."""
         rows, found = len(self._batch.rows), list[Request]()
         while self._waiting:
             request = self._waiting[0]

@@ -1,8 +1,8 @@
-"""Keys and values of the rows in flight, in slots that stay where they are while rows join, grow and leave.
+"""Keys and values of the rows in flight, in slots that stay in place while rows join, grow and leave.
 
-Row i is in slot i, and all rows end at one column: one token more is written there for all of them, in place. A row
-that leaves gives its slot to the last one. Only when no column is left are the used ones moved, to the first columns or
-to new room with half as many again: a token is copied a few times in all, and not once for each that follows it.
+Row i is in slot i, and all rows end at the same column; each step writes one token there for all of them, in place. If
+a row leaves, the last row takes its slot. Only when no column is left are the used ones moved, to the first columns or
+to a buffer that is half as large again, so each token is copied only a few times.
 Shapes: B rows, C columns, T columns that a row uses, H heads of keys, D size of a head.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 LEAST = 64
-"""Columns that are free after a move, at least."""
+"""The least number of free columns after a move."""
 
 
 class KeyValueSlots:
@@ -24,9 +24,9 @@ class KeyValueSlots:
 
         slots.add(fresh, lengths)                  # rows that were prefilled
         cache, mask, positions = slots.grow()      # the model writes a token of each row into the cache
-        order = slots.remove([3, 5])               # slot i has the row that was in slot order[i]
+        order = slots.remove([3, 5])               # slot i holds the row that was in slot order[i]
 
-    begins: the column at which each row begins, B of them. end: the column behind all rows.
+    begins: the first column of each of B rows. end: the column after all rows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,11 +38,11 @@ class KeyValueSlots:
 
     @property
     def start(self) -> int:
-        """The first column that a row has."""
+        """The first column that any row uses."""
         return min(self.begins, default=self.end)
 
     def add(self, fresh: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]) -> None:
-        """Add rows of so many tokens. fresh: their keys and values in each layer, [rows, H, T, D], padded left."""
+        """Add rows of the given lengths. fresh: their keys and values in each layer, [rows, H, T, D], padded left."""
         old, new, width = len(self.begins), len(self.begins) + len(lengths), fresh[0][0].shape[2]
         if not self._layers:
             self._layers = [_Layer(self, *states) for states in fresh]
@@ -53,7 +53,7 @@ class KeyValueSlots:
         self.begins += [self.end - length for length in lengths]
 
     def remove(self, leaving: Sequence[int]) -> list[int]:
-        """Free slots. Returns for each slot that is still used which one its row had until now."""
+        """Free slots. Returns for each slot that is still used the slot in which its row was before."""
         gone, count = set(leaving), len(self.begins) - len(leaving)
         order = list(range(count))
         last = (slot for slot in range(count, len(self.begins)) if slot not in gone)
@@ -67,7 +67,7 @@ class KeyValueSlots:
         return order
 
     def grow(self) -> tuple[Cache, Tensor, Tensor]:
-        """Give each row a column more. Returns the cache to write it into, mask int64 [B, T] and positions [B, 1]."""
+        """Give each row one more column. Returns the cache to write into, mask int64 [B, T] and positions [B, 1]."""
         self._make_room(len(self.begins), 0, 1)
         self.end += 1
         begins = torch.tensor(self.begins, device=self._device)[:, None]
@@ -75,11 +75,11 @@ class KeyValueSlots:
         return Cache(layers=list(self._layers)), mask.long(), self.end - 1 - begins
 
     def clear(self) -> None:
-        """Drop every row, and the memory."""
+        """Drop every row and free the memory."""
         self.begins, self.end, self._size, self._layers = [], 0, (0, 0), []
 
     def _make_room(self, rows: int, before: int, behind: int) -> None:
-        """Have slots for so many rows, with so many columns before their end and behind it."""
+        """Make sure that there are so many slots, with so many columns before and after the end."""
         slots, columns = self._size
         if rows <= slots and before <= self.end and self.end + behind <= columns:
             return
@@ -97,20 +97,20 @@ class KeyValueSlots:
 
 
 class _Layer(CacheLayerMixin):
-    """The slots of one layer, keys and values [slots, H, C, D], as a model sees them: the columns of rows in flight."""
+    """The slots of one layer, keys and values [slots, H, C, D]; a model sees the columns of rows in flight."""
 
     keys: Tensor
     values: Tensor
 
     def __init__(self, slots: KeyValueSlots, keys: Tensor, values: Tensor) -> None:
-        """keys, values: states of the same heads, which are not kept."""
+        """keys, values: states with the same heads; they are not stored."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._slots = slots
         self.keys, self.values = keys[:0, :, :0], values[:0, :, :0]
         self.is_initialized = True
 
     def move(self, slots: int, columns: int, rows: int, used: slice, shift: int) -> None:
-        """Go to new room, the used columns of all rows so much to the right."""
+        """Move the used columns of all rows into a new buffer, shifted to the right."""
         to = slice(used.start + shift, used.stop + shift)
         self.keys, self.values = (
             self._moved(states, slots, columns, rows, used, to) for states in (self.keys, self.values)
@@ -121,7 +121,7 @@ class _Layer(CacheLayerMixin):
         if (slots, columns) == (states.shape[0], states.shape[2]) and (to.stop <= used.start or to == used):
             room = states
         else:
-            # Zeros and not whatever was there: what is masked must be finite all the same.
+            # Zeros, because masked values must be finite, too.
             room = states.new_zeros(slots, states.shape[1], columns, states.shape[3])
         room[:rows, :, to] = states[:rows, :, used]
         return room
@@ -132,22 +132,22 @@ class _Layer(CacheLayerMixin):
             states[to, :, begin : self._slots.end] = states[source, :, begin : self._slots.end]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the newest token's states, [B, H, 1, D]; returns those of all columns in use, [B, H, T, D]."""
+        """Write the newest token's states, [B, H, 1, D], and return those of all used columns, [B, H, T, D]."""
         rows, start, end = len(key_states), self._slots.start, self._slots.end
         self.keys[:rows, :, end - 1 : end] = key_states
         self.values[:rows, :, end - 1 : end] = value_states
         return self.keys[:rows, :, start:end], self.values[:rows, :, start:end]
 
     def get_seq_length(self) -> int:
-        """Columns that were used before the newest token."""
+        """Return the number of columns used before the newest token."""
         return self._slots.end - 1 - self._slots.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """No maximum."""
+        """Return -1: there is no maximum."""
         return -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to do."""
+        """Do nothing: all is initialised."""

@@ -1,4 +1,4 @@
-"""Requests in flight in the transformers engine, and what its thread tells the event loop of them."""
+"""Requests in flight in the transformers engine, and the reports of its thread to the event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from producers.engines.transformers.batching import BatchRow
 
 @dataclass
 class Request:
-    """The samples of one call of ``generate``. The engine's thread reads ``done``, and the event loop alone sets it."""
+    """The samples of one call of ``generate``. The engine's thread reads ``done``; only the event loop sets it."""
 
     prompt: list[int]
     rows: list[BatchRow]
@@ -22,7 +22,7 @@ class Request:
     reported: dict[int, int] = field(default_factory=dict)
 
     def news(self, every: int | None) -> list[tuple[int, Completion]]:
-        """Rows that have finished, or have grown by ``every`` tokens since they were told of."""
+        """Return the rows that have finished, or have grown by ``every`` tokens since their last report."""
         found: list[tuple[int, Completion]] = []
         if self.progress is None:
             return found
@@ -37,14 +37,14 @@ class Request:
         return all(row.finish is not None for row in self.rows)
 
     def stop(self) -> None:
-        """Rows that still run are aborted."""
+        """Abort the rows that still run."""
         for row in self.rows:
             row.finish = row.finish or "abort"
 
 
 @dataclass(frozen=True)
 class News:
-    """What the engine's thread has to tell of a request. whole: all its completions, when it has ended."""
+    """A report of the engine's thread about a request. whole: all its completions, once it has ended."""
 
     request: Request
     samples: list[tuple[int, Completion]]
@@ -52,12 +52,12 @@ class News:
 
     @classmethod
     def end(cls, request: Request) -> News:
-        """That it ends here, with what there is."""
+        """Mark the request as finished with the tokens it has."""
         request.stop()
         return cls(request, [], [completion_of(row) for row in request.rows])
 
     def deliver(self) -> None:
-        """Tell the caller, in the event loop."""
+        """Report to the caller, in the event loop."""
         request = self.request
         if request.done.done():  # its caller has gone
             return
@@ -70,6 +70,6 @@ class News:
 
 def completion_of(row: BatchRow) -> Completion:
     logprobs = np.asarray(row.logprobs, dtype=np.float32)
-    # While it grows nobody reads them, and it is told of often.
+    # A growing sample is reported often, and callers do not read its experts.
     experts = row.routed_experts() if row.finish else None
     return Completion(list(row.tokens), logprobs, row.spans(), row.finish or "abort", experts)

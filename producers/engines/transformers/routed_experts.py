@@ -1,4 +1,4 @@
-"""What a mixture's routers chose in the engine's last forward pass, for training to repeat."""
+"""The choices of a mixture's routers in the engine's last forward pass, for training to repeat."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 class RoutedExpertsRecorder:
-    """Notes what each layer's experts are given to do. ConfigError for a model without experts."""
+    """Records the tokens that each layer's experts get. ConfigError for a model without experts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config().to_dict()
@@ -39,7 +39,7 @@ class RoutedExpertsRecorder:
         return note
 
     def take(self, rows: int) -> npt.NDArray[Any]:
-        """The choices of the last pass over ``rows`` rows, uint8 or uint16 [rows, T, L, k]."""
+        """Return the choices of the last pass over ``rows`` rows, uint8 or uint16 [rows, T, L, k]."""
         first = next(iter(self._chosen.values()))
         out = np.full((*first.shape[:1], self._layers, *first.shape[1:]), np.iinfo(self._dtype).max, self._dtype)
         for layer, chosen in self._chosen.items():

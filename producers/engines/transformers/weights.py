@@ -1,7 +1,7 @@
-"""The transformers engine's new weights: files mapped before the engine has to stand still, and adapters by peft.
+"""New weights of the transformers engine: files that are mapped before the engine stops, and adapters by peft.
 
-An adapter is not merged into the weights, as in the trainer: in a 16-bit type most of what a step changes would be
-rounded away.
+As in the trainer, an adapter is not merged into the weights: in a 16-bit type most of a step's change would be lost in
+rounding.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from schemas.config import LoraConfig
 from schemas.errors import ConfigError, DataError
 
 PAGE = 4096
-"""Bytes; where pages are larger, some are touched more than once."""
+"""Bytes; with larger pages, some are touched more than once."""
 
 
 def map_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return tensors of a safetensors file as views of it, with all their pages read and mapped.
+    """Return tensors of a safetensors file as views of it, with all pages read and mapped.
 
-    They stay as they are when the file is deleted. OSError if it can't be opened.
+    They remain valid when the file is deleted. OSError if it can't be opened.
     """
     wanted = set(names)
     tensors = {name: tensor for name, tensor in iterate_tensors(path) if name in wanted}
     for tensor in tensors.values():
-        # The copy that follows would stop at each page that this process has not touched.
+        # Otherwise the copy that follows would fault at each page that this process has not touched.
         tensor.reshape(-1).view(torch.uint8)[::PAGE].sum()
     return tensors
 
 
 class PeftAdapter:
-    """An adapter that the first version puts on the model and each later version replaces in place."""
+    """An adapter that the first version adds to the model and each later version replaces in place."""
 
     def __init__(self, model: PreTrainedModel, lora: LoraConfig) -> None:
         try:
@@ -49,7 +49,7 @@ class PeftAdapter:
         self._layers: list[str] | None = None
 
     def read(self, path: Path) -> dict[str, Tensor]:
-        """The file's tensors, mapped. DataError if it does not fit."""
+        """Return the file's tensors, mapped. DataError if they do not fit."""
         shapes = read_shapes(path)
         layers = adapted_layers(path, shapes, self._shapes, self._lora.rank)
         if self._layers not in (None, layers):
@@ -58,7 +58,7 @@ class PeftAdapter:
 
     @torch.no_grad()
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make the tensors that ``read`` gave the adapter."""
+        """Load the tensors that ``read`` returned into the adapter."""
         if self._layers is None:
             self._layers = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors})
             self._put_on(self._layers)

@@ -1,4 +1,4 @@
-"""Which arguments of vLLM a configuration may give, known without importing vLLM, which takes seconds."""
+"""The arguments of vLLM that a configuration may set, read without importing vLLM, which takes seconds."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _OURS = {
 
 
 def check_names_of_arguments(args: dict[str, Any]) -> None:
-    """ConfigError names an argument that the vLLM that is installed here does not know, or that is ours to set."""
+    """Raise ConfigError for an argument that the installed vLLM does not know, or that users can't set."""
     spec = importlib.util.find_spec("vllm") if args else None
     if spec is None or not spec.submodule_search_locations:
         return
     known = read_names(Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py")
-    # Where another release keeps them elsewhere, vLLM itself tells at its start.
+    # If another release keeps them elsewhere, vLLM itself reports a wrong name at its start.
     if known:
         checked_args(args, known)
 
 
 def read_names(source: Path) -> list[str]:
-    """The fields of AsyncEngineArgs as the source of its module declares them; empty where it does not."""
+    """Return the fields of AsyncEngineArgs from the source of its module; empty if it does not declare them."""
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, SyntaxError):
@@ -54,7 +54,7 @@ def read_names(source: Path) -> list[str]:
 
 
 def checked_args(args: dict[str, Any], known: list[str]) -> dict[str, Any]:
-    """The user's arguments; ConfigError names one that vLLM does not know or that is ours to set."""
+    """Return the user's arguments; ConfigError names one that vLLM does not know or that users can't set."""
     for name in args:
         if name in _OURS:
             raise ConfigError(f"generator.args.{name} can't be set: {_OURS[name]}")

@@ -1,4 +1,4 @@
-"""What must be there before vLLM, PyTorch and transformers are imported: variables, and a stand-in for torchvision."""
+"""Preparations before vLLM, PyTorch and transformers are imported: variables, and a stand-in for torchvision."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def set_environment(on_cpu: bool) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # What vLLM says at every start on a CPU (no Triton, no tcmalloc, NUMA) helps nobody.
+    # vLLM's warnings at every start on a CPU (no Triton, no tcmalloc, NUMA) help no user.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
 
 
 def stand_in_for_torchvision() -> None:
-    """Let vLLM, here and in its processes, import what stands in for torchvision where that is not installed.
+    """Let vLLM and its processes import a stand-in for torchvision if that is not installed.
 
     Call it before transformers is imported.
     """
@@ -38,7 +38,7 @@ def stand_in_for_torchvision() -> None:
 
 
 def is_cpu_build() -> bool:
-    """Whether vLLM is the one for CPUs, by the name or version of its package, as vLLM itself tells."""
+    """Tell whether vLLM is the build for CPUs, by its package's name or version, as vLLM itself does."""
     try:
         return "cpu" in version("vllm")
     except PackageNotFoundError:

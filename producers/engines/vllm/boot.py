@@ -1,4 +1,4 @@
-"""How vLLM is started: our defaults, what users may override, and what a CPU needs."""
+"""The start of vLLM: our defaults, the settings that users may override, and the needs of a CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def boot(folder: Path, settings: EngineSettings) -> AsyncLLM:
     """Load the model and start vLLM's engine core process; blocks until it can generate.
 
     Sets environment variables that vLLM and its child processes read, unless they are set
-    already. ConfigError names a wrong argument; InfraError says why the start failed.
+    already. ConfigError names a wrong argument; InfraError gives the reason why the start failed.
     """
     set_environment(on_cpu=False)
     os.environ[OWNER_VARIABLE] = str(os.getpid())
@@ -50,7 +50,7 @@ def boot(folder: Path, settings: EngineSettings) -> AsyncLLM:
 
 
 def engine_arguments(folder: Path, settings: EngineSettings, on_cpu: bool, devices: int) -> dict[str, Any]:
-    """Arguments of vLLM's AsyncEngineArgs: our defaults, the user's over them, and what is ours alone."""
+    """Return arguments of vLLM's AsyncEngineArgs: our defaults, overridden by the user's, then our fixed ones."""
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
 
@@ -84,7 +84,7 @@ def _defaults(settings: EngineSettings) -> dict[str, Any]:
 
 
 def routed_experts_arguments(settings: EngineSettings, on_cpu: bool) -> dict[str, Any]:
-    """Arguments with which vLLM tells the experts of each token; ConfigError on a CPU, where it can't."""
+    """Return arguments with which vLLM reports experts; ConfigError on a CPU, where it does not support that."""
     if not settings.routed_experts:
         return {}
     if on_cpu:
@@ -97,12 +97,12 @@ def routed_experts_arguments(settings: EngineSettings, on_cpu: bool) -> dict[str
 
 
 def _cpu_defaults(folder: Path, settings: EngineSettings) -> dict[str, Any]:
-    """Eager, without compilation, the model in the engine core's own process, no more KV cache than needed.
+    """Return defaults for a CPU: eager, the model in the engine core's process, no more KV cache than needed.
 
-    vLLM would give the worker a process of its own and bind its threads to cores. One
-    process less starts 5 to 10 s sooner, and threads that are not bound can share cores with a
-    trainer. One thread by default where there are few cores: OpenMP threads that spin
-    for a core that another process has are 20 times slower than none.
+    vLLM would give the worker its own process and bind its threads to cores. One process less
+    starts 5 to 10 s sooner, and threads that are not bound can share cores with a trainer. The
+    default is one thread if there are few cores: OpenMP threads that spin for a core that another
+    process uses are 20 times slower than a single thread.
     """
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -115,7 +115,7 @@ def _cpu_defaults(folder: Path, settings: EngineSettings) -> dict[str, Any]:
 
 
 def check_parallel(arguments: dict[str, Any], on_cpu: bool, devices: int) -> None:
-    """ConfigError when tensor, pipeline and data parallel settings ask for more than this machine has."""
+    """Raise ConfigError if tensor, pipeline and data parallelism need more devices than this machine has."""
     sizes = {name: int(arguments.get(name) or 1) for name in _PARALLEL}
     asked = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     if asked and on_cpu:
@@ -129,10 +129,10 @@ def check_parallel(arguments: dict[str, Any], on_cpu: bool, devices: int) -> Non
 
 
 def kv_cache_bytes(folder: Path, settings: EngineSettings) -> int:
-    """Bytes of keys and values of ``max_samples`` full sequences, at most 1 GiB.
+    """Return the bytes of keys and values of ``max_samples`` full sequences, at most 1 GiB.
 
-    vLLM clears all of it at start, which takes 3 s a GiB. ``VLLM_CPU_KVCACHE_SPACE``
-    (GiB) or ``generator.args.kv_cache_memory_bytes`` overrule it.
+    vLLM clears the whole cache at start, which takes 3 s per GiB. ``VLLM_CPU_KVCACHE_SPACE``
+    (GiB) or ``generator.args.kv_cache_memory_bytes`` overrides it.
     """
     from transformers import AutoConfig
 

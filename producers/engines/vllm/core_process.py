@@ -1,9 +1,9 @@
-"""The process of vLLM's engine core, started from one that has imported vLLM already.
+"""The process of vLLM's engine core, forked from a process that has already imported vLLM.
 
-On a CPU vLLM starts its core with a new Python, which imports PyTorch, transformers and vLLM a second time: half of an
-engine's start. ``prepare`` imports them once, in a process that has one thread and no connection yet, and forks a
-second one that only waits, and from which the core is forked later. So a core inherits neither threads nor locks nor
-open files of the service, as it would if the service itself were forked.
+On a CPU vLLM starts its core as a new Python, which imports PyTorch, transformers and vLLM a second time: half of an
+engine's start-up time. ``prepare`` imports them once, while this process has one thread and no connection, and forks a
+second process that only waits. The core is forked from that one later, so it inherits neither threads nor locks nor
+open files of the service.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from producers.engines.vllm.before_import import is_cpu_build, set_environment, 
 from schemas.system.lifecycle import importing
 
 CHOSEN_BY_USER = "VLLM_WORKER_MULTIPROC_METHOD"
-"""Variable by which a user says how vLLM starts processes; then it is left to vLLM."""
+"""The variable with which users choose how vLLM starts processes; if set, vLLM decides."""
 MAIN_PARAMETERS = ["listener_fd", "alive_r", "preload", "main_path", "sys_path"]
 SERVER_STATE = ("_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid")
-"""What multiprocessing's fork server is known by; its parts are not public."""
+"""The state of multiprocessing's fork server; these attributes are not public."""
 NEEDED = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor")
 
 log = structlog.get_logger()
 
 
 def prepare(vision: bool = False) -> bool:
-    """Import vLLM and fork the waiting process, on a CPU; False where the core is started as vLLM does it.
+    """Import vLLM and fork the waiting process, on a CPU; returns False if vLLM will start the core itself.
 
     Call it before the process has threads and connections. vision: whether the model reads images.
     """
     if not is_cpu_build():
         return False
     with suppress(ImportError):
-        # It can name a process only if it has looked at the environment before that is changed.
+        # setproctitle must read the environment before it is changed.
         importlib.import_module("setproctitle").getproctitle()
     if vision:
         stand_in_for_torchvision()
@@ -58,22 +58,22 @@ def prepare(vision: bool = False) -> bool:
                 importlib.import_module(name)
             utils = importlib.import_module("vllm.v1.engine.utils")
     except ImportError:
-        # The start of the engine says what is missing.
+        # The engine's start reports what is missing.
         return False
-    # Threads of the linear algebra library, which NumPy starts, are ended before a fork by that library itself.
+    # The linear algebra library, loaded by NumPy, ends its own threads before a fork.
     if not hasattr(utils, "get_mp_context") or threading.active_count() > 1 or not knows_fork_server():
         return False
     try:
         _fork_waiting_process()
     except (AttributeError, TypeError, OSError) as error:
-        log.debug("the engine core is started anew", error=str(error))
+        log.debug("the engine core is started as a new process", error=str(error))
         return False
     utils.get_mp_context = _Context  # type: ignore[attr-defined]
     return True
 
 
 class _CoreProcess(ForkServerProcess):
-    """A process that is forked from the waiting one, with this one's environment as it is when it starts."""
+    """A process forked from the waiting one, with the environment that this process has at its start."""
 
     def start(self) -> None:
         self.environment = dict(os.environ)
@@ -81,7 +81,7 @@ class _CoreProcess(ForkServerProcess):
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # This process is given the pipe by whose end the waiting one, its parent, learns that the service has ended.
+        # The core inherits the pipe whose end tells the waiting process that the service has ended.
         os.close(_server()._forkserver_alive_fd)
         os.environ.update(self.environment)
         warnings.simplefilter("ignore", FutureWarning)
@@ -95,9 +95,9 @@ class _Context(ForkServerContext):
 
 
 def _fork_waiting_process() -> None:
-    """Fork what multiprocessing knows as its fork server, which it would start as a new Python.
+    """Fork the process that multiprocessing takes for its fork server, instead of starting a new Python.
 
-    It ends when this process does, by the end of a pipe.
+    It ends with this process, when a pipe is closed.
     """
     server = _server()
     address = str(Path(util.get_temp_dir()) / "engine-core")
@@ -116,9 +116,9 @@ def _fork_waiting_process() -> None:
 
 
 def knows_fork_server() -> bool:
-    """Whether this Python's multiprocessing has the fork server that is known here, as 3.11 to 3.13 have it.
+    """Tell whether this Python's multiprocessing has the expected fork server, that of 3.11 to 3.13.
 
-    From 3.14 on it proves to each caller that it knows a key.
+    From 3.14 on the fork server authenticates its callers.
     """
     parameters = list(inspect.signature(forkserver.main).parameters)
     state = vars(getattr(forkserver, "_forkserver", None) or object)
@@ -126,16 +126,16 @@ def knows_fork_server() -> bool:
 
 
 def _server() -> Any:
-    """What multiprocessing knows of its fork server."""
+    """Return multiprocessing's state of its fork server."""
     return forkserver._forkserver
 
 
 def _wait(listener: int, alive: int, others: int) -> None:
-    """The waiting process: fork who is asked for, and end with the service."""
+    """Run the waiting process: fork cores on request, and end with the service."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.close(others)
-        # One by one those that are open: containers may allow a billion.
+        # Only descriptors that are open: containers may allow a billion.
         for name in os.listdir("/proc/self/fd"):
             if int(name) not in (0, 1, 2, listener, alive):
                 with suppress(OSError):

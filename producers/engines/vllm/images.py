@@ -1,7 +1,7 @@
-"""Prompts with images, as vLLM's engine core takes them after its own preparation, which is left out.
+"""Prompts with images, in the form of vLLM's engine core, without vLLM's own preparation.
 
-We make the patches, so that they are the trainer's, and place them by position: a sampled token that looks like one of
-an image is text, as it is for the trainer.
+We cut the patches, so that they equal the trainer's, and place them by position: a sampled token that looks like an
+image token is text, as it is for the trainer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from vllm.inputs.engine import EngineInput
 
 MOST_IMAGES = 64
-"""Images of one prompt."""
+"""The most images in one prompt."""
 
 
 def image_arguments(settings: ImageSettings | None, on_cpu: bool) -> dict[str, Any]:
-    """vLLM's arguments for a model that reads images; nothing for one of text."""
+    """Return vLLM's arguments for a model that reads images; empty for a text model."""
     if settings is None:
         return {}
-    # What is left out needs the library's own processor, which on a CPU cannot run.
+    # vLLM's own preparation needs the library's processor, which does not run on a CPU.
     skipped = {"skip_mm_profiling": True} if on_cpu else {}
-    # Patches come normalised, as the trainer has them: vLLM would do that once more.
+    # Patches are already normalised, as in the trainer; vLLM would normalise them again.
     return {
         "mm_device_do_normalize": False,
         "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0},
@@ -42,7 +42,7 @@ def image_arguments(settings: ImageSettings | None, on_cpu: bool) -> dict[str, A
 
 @dataclass(frozen=True)
 class CutImages:
-    """Images of a prompt, with the patches float32 [P, D] of all and their grids int64 [I, 3]."""
+    """The images of a prompt: patches float32 [P, D] of all, and their grids int64 [I, 3]."""
 
     images: Sequence[PromptImage]
     patches: npt.NDArray[np.float32]
@@ -50,7 +50,7 @@ class CutImages:
 
 
 def cut_images(images: Sequence[PromptImage], settings: ImageSettings | None) -> CutImages:
-    """Cut a prompt's images. DataError if one does not have the tokens that stand for it."""
+    """Cut a prompt's images into patches. DataError if one does not match the tokens that stand for it."""
     if settings is None:
         raise DataError("this prompt has images, and the engine was started with model.kind text")
     cut = [cut_patches(image.data, settings) for image in images]
@@ -62,9 +62,9 @@ def cut_images(images: Sequence[PromptImage], settings: ImageSettings | None) ->
 
 
 def prompt_input(ids: list[int], cut: CutImages | None, salt: str) -> EngineInput:
-    """A prompt of tokens, with images in it.
+    """Return a prompt of tokens, with its images.
 
-    salt: tells apart what the vision tower made of the same image.
+    salt: distinguishes the vision tower's outputs for the same image.
     """
     from transformers import BatchFeature
     from vllm.inputs.engine import mm_input, tokens_input

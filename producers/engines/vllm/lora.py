@@ -1,8 +1,8 @@
-"""LoRA in vLLM: one adapter, replaced in place by each version, under that version's name.
+"""LoRA in vLLM: one adapter, which each version replaces in place, under the name of the version.
 
-All requests use the same adapter id. vLLM puts a new version into the place of the old one, so that requests in flight
-go on under it as they do with full weights, the version that is stamped on a token is the one that made it, and memory
-holds one adapter. The name of the version is in the hash of every cached block.
+All requests use the same adapter id. vLLM puts a new version in the place of the old one, so requests in flight
+continue under it as they do with full weights, the version recorded for a token is the one that made it, and memory
+holds one adapter. The version's name is in the hash of every cached block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ID = 1
 
 
 def lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
-    """vLLM's arguments for one adapter of this rank; ConfigError when it is over what vLLM takes."""
+    """Return vLLM's arguments for one adapter of this rank; ConfigError if vLLM does not support the rank."""
     if lora is None:
         return {}
     from vllm.config.lora import MaxLoRARanks
@@ -36,7 +36,7 @@ def lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
 
 
 class VllmAdapter:
-    """The adapter of one vLLM engine. ``request`` is what requests that begin now are sent with; none at first."""
+    """The adapter of one vLLM engine. ``request``: the adapter of new requests; None at first."""
 
     def __init__(self, lora: LoraConfig, model: Shapes) -> None:
         self._lora = lora
@@ -44,21 +44,21 @@ class VllmAdapter:
         self.request: LoRARequest | None = None
 
     def check(self, path: Path, shapes: Shapes) -> None:
-        """DataError if a file with tensors of these shapes does not fit the model."""
+        """Raise DataError if a file with tensors of these shapes does not fit the model."""
         adapted_layers(path, shapes, self._model, self._lora.rank)
 
     async def put(self, llm: AsyncLLM, file: Path, version: int) -> None:
-        """Put ``file`` into the place of what is there; nothing may be sampled meanwhile."""
+        """Replace the adapter by that in ``file``; no request may run meanwhile."""
         from vllm.lora.request import LoRARequest
 
         layers = adapted_layers(file, read_shapes(file), self._model, self._lora.rank)
         name = f"version-{version}"
-        # vLLM reads it once: one that is in use is never read again.
+        # vLLM reads the file once and never reads an adapter in use again.
         with tempfile.TemporaryDirectory(prefix="tidemill-adapter-") as parent:
             folder = Path(parent) / name
             write_adapter_folder(folder, self._lora, layers, file)
             if not await llm.add_lora(LoRARequest(name, _ID, str(folder), load_inplace=True)):
                 raise InfraError(f"vllm did not take the adapter {name}")
-            # Not in place again: that is for the engine to do once, and not at every step of a request.
+            # Without load_inplace: requests must not load the adapter again at each of their steps.
             self.request = LoRARequest(name, _ID, str(folder))
         await llm.update_weight_version(str(version))

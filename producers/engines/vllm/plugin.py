@@ -7,14 +7,14 @@ processes. It adds one name to a registry and changes nothing for other users of
 from __future__ import annotations
 
 BACKEND = "tidemill"
-"""Name under which vLLM knows our transport."""
+"""The name of our weight transfer engine in vLLM."""
 
 OWNER_VARIABLE = "TIDEMILL_VLLM_OWNER"
-"""Environment variable: process id of the engine's owner, without whom vLLM's processes must not live."""
+"""The environment variable with the process id of the engine's owner; vLLM's processes end with it."""
 
 
 def register() -> None:
-    """Make the ``tidemill`` weight transfer engine known to vLLM; may be called any number of times."""
+    """Register the ``tidemill`` weight transfer engine with vLLM; may be called any number of times."""
     import os
 
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -29,9 +29,9 @@ def register() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """End this process when ``parent`` does, however that ends: a killed owner must not leave the model in memory.
+    """End this process when ``parent`` ends, however it ends, so that a killed owner leaves no model in memory.
 
-    A thread that looks once a second: PR_SET_PDEATHSIG would act when the parent's *thread* ends.
+    A thread checks once a second: PR_SET_PDEATHSIG would act when the parent's *thread* ends.
     """
     import os
     import signal

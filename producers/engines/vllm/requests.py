@@ -1,4 +1,4 @@
-"""A request to vLLM: its parameters, its run to the end, and the pieces that come under way."""
+"""A request to vLLM: its parameters, its run to the end, and its outputs on the way."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def final_output(
     on_output: OnOutput | None,
     adapter: LoRARequest | None,
 ) -> RequestOutput:
-    """Run a request under ``adapter`` to its end. ``on_output`` hears each output; nothing is cached across salts."""
+    """Run a request under ``adapter`` to its end. ``on_output`` gets each output; salts separate prefix caches."""
     final: RequestOutput | None = None
     prompt = cast("EngineInput", {**prompt, "cache_salt": salt})
     async for output in llm.generate(prompt, params, name, lora_request=adapter):
@@ -47,7 +47,7 @@ async def final_output(
 
 
 def sampling_params(sampling: Sampling, index: int, max_tokens: int, every: int | None) -> SamplingParams:
-    """Return the parameters of the sample with this index. every: tokens between two outputs; only the end for None."""
+    """Return the parameters of the sample with this index. every: tokens between two outputs; None: one at the end."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -63,13 +63,13 @@ def sampling_params(sampling: Sampling, index: int, max_tokens: int, every: int 
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY if every is None else RequestOutputKind.DELTA,
         stream_interval=every,
-        skip_clone=True,  # made for this request alone, so that vLLM need not copy it deeply
+        skip_clone=True,  # made for this request alone, so vLLM need not deep-copy it
     )
 
 
 @dataclass
 class GrowingCompletion:
-    """The tokens of one request so far, piece by piece; in one piece where vLLM gives only the end."""
+    """The tokens of one request so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -86,7 +86,7 @@ class GrowingCompletion:
         self.logprobs += output.logprobs.logprobs if isinstance(output.logprobs, FlatLogprobs) else []
 
     def report(self, starts: Sequence[tuple[str, int]]) -> Completion:
-        """Return what there is; versions begin at ``starts``, of which the last may lie ahead of what was heard."""
+        """Return the tokens so far; versions begin at ``starts``, of which the last may lie after them."""
         self.reported = length = len(self.tokens)
         ends = [start for _, start in starts[1:]] + [length]
         spans = [
@@ -108,5 +108,5 @@ class GrowingCompletion:
             raise InfraError(
                 f"vllm returned {len(tokens)} tokens with {len(logprobs)} log-probabilities, spans {spans}"
             )
-        # Of the prompt and all tokens but the last, as it is ended; nothing of a request that never ran.
+        # Experts of the prompt and all tokens but the last; None for a request that never ran.
         return Completion(tokens, logprobs, spans, finish, output.routed_experts)

@@ -1,6 +1,6 @@
-"""The weight transfer engine inside vLLM's workers: a safetensors file, mapped, tensor by tensor.
+"""The weight transfer engine in vLLM's workers: a mapped safetensors file, loaded tensor by tensor.
 
-Imported in vLLM's worker processes only, by the name that ``plugin.register`` gives.
+It is imported only in vLLM's worker processes, by the name that ``plugin.register`` gives.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from producers.engines.tensor_file import iterate_tensors
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """The initialisation, which needs no arguments."""
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """path: a safetensors file that every worker can read, with all weights under their checkpoint names, or a folder.
+    """An update. path: a safetensors file that every worker can read, or a model folder, with checkpoint names.
 
-    The folder of a model may hold several, each with some of the tensors.
+    The folder of a model may hold several files, each with some of the tensors.
     """
 
     path: str
@@ -39,7 +39,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     update_info_cls = FileUpdateInfo
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Nothing to set up: any file can be loaded at any time."""
+        """Do nothing: any file can be loaded at any time."""
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -50,16 +50,16 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         # On the CPU a linear layer computes with a packed copy of its weight. A tied lm_head owns no
-        # checkpoint tensor, so layerwise reload never repacks it and it would go on with the old copy.
+        # checkpoint tensor, so layerwise reload never repacks it and it would keep using the old copy.
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Do nothing: no resources are held between updates."""
 
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in file order, which is layer by layer; views of the mapped files."""
+    """Yield the tensors in file order, which is layer by layer, as views of the mapped files."""
     for part in sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else [path]:
         yield from iterate_tensors(Path(part))

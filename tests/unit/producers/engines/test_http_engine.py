@@ -142,7 +142,7 @@ def test_a_sample_of_weights_from_before_its_request_is_never_given_out(model: P
         await engine.load(FileSource(model / "model.safetensors"), 4)
         server.spans = [{"version": "3", "start": 0, "end": 4}]
         for _ in range(2):
-            with pytest.raises(InfraError, match=r"weights versions \[3\] made a sample, and 4 is in use"):
+            with pytest.raises(InfraError, match=r"reports weight versions \[3\] for a sample, but 4 is in use"):
                 await engine.generate([5], FOUR)
 
     play(scenario, model)
@@ -245,7 +245,7 @@ def test_a_stream_that_breaks_off_or_lacks_log_probabilities_ends_the_engine(mod
     async def breaks(engine: HttpEngine, server: FaultyServer) -> None:
         server.breaks_after = 2
         for _ in range(2):
-            with pytest.raises(InfraError, match="can't be used: the server ended a sample without saying how"):
+            with pytest.raises(InfraError, match="can't be used: the server ended a sample without a finish reason"):
                 await engine.generate([5], FOUR)
 
     async def lacks(engine: HttpEngine, server: FaultyServer) -> None:
@@ -285,7 +285,7 @@ def test_a_server_that_is_not_well_is_noticed_though_nothing_runs(model: Path) -
         server.healthy = False
         async with asyncio.timeout(20):
             await asyncio.shield(engine._failure)
-        with pytest.raises(InfraError, match="not well"):
+        with pytest.raises(InfraError, match="unhealthy"):
             await engine.generate([5], FOUR)
 
     play(scenario, model)
@@ -302,14 +302,14 @@ def test_a_plain_openai_server_is_refused_in_a_line(model: Path) -> None:
 
     missing = (404, {"detail": "Not Found"})
     for path, said in (
-        ("/version", "is no vLLM server"),
+        ("/version", "is not a vLLM server"),
         ("/weight_info", "VLLM_SERVER_DEV_MODE=1; as it is, it serves tidemill eval"),
         ("/inference/v1/generate", "--enable-scale-out; as it is, it serves tidemill eval"),
     ):
         text = asyncio.run(scenario(path, missing))
         assert said in text
         assert "\n" not in text
-    assert "tells its settings in another form" in asyncio.run(scenario("/server_info", (200, {})))
+    assert "reports its settings in an unknown form" in asyncio.run(scenario("/server_info", (200, {})))
 
 
 def test_a_plain_openai_server_answers_evaluations_and_is_not_trained_with(model: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_plain_openai_server_answers_evaluations_and_is_not_trained_with(model
             server.answers["/v1/completions"] = (200, {"choices": [{"text": "42", "finish_reason": "stop"}]})
             settings = EngineSettings(str(model), "float32", 256, 8, http=http.model_copy(update={"url": server.url}))
             engine = build_engine(settings)
-            with pytest.raises(ConfigError, match="the engine can't do that, OpenAI's protocol"):
+            with pytest.raises(ConfigError, match="the engine does not support it: OpenAI's protocol"):
                 check_abilities(engine, {"training": "generator.engine http"})
             await engine.start()
             completions = await engine.generate([5, 6], FOUR, n=2)
@@ -400,7 +400,7 @@ def test_spans_without_tokens_are_left_out() -> None:
 def test_a_setting_that_needs_what_the_engine_lacks_is_refused(model: Path) -> None:
     engine = make(model)
     check_abilities(engine, {"stop": "sampling.stop"})
-    with pytest.raises(ConfigError, match=r"trainer.lora: the engine can't do that, the server loads whole models"):
+    with pytest.raises(ConfigError, match="the engine does not support it: the server loads whole models"):
         check_abilities(engine, {"lora": "trainer.lora"})
 
 

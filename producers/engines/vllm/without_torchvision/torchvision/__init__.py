@@ -1,8 +1,8 @@
-"""Stands in for torchvision where vLLM runs without it, as on a CPU: all of it can be imported, and nothing used.
+"""A stand-in for torchvision if vLLM runs without it, as on a CPU: everything can be imported, nothing can be used.
 
-vLLM's modules of Qwen's vision models import transformers' image processors, which are written with torchvision. We
-make patches ourselves (schemas/images/), so nothing of it is ever called. The registry's torchvision can't be had
-beside PyTorch's CPU build: it is linked to CUDA.
+vLLM's modules for Qwen's vision models import transformers' image processors, which need torchvision. We cut patches
+ourselves (schemas/images/), so none of it is called. The registry's torchvision does not work with PyTorch's CPU
+build: it is linked to CUDA.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MODULES = ("io", "transforms", "transforms.functional", "transforms.v2", "trans
 
 
 class _Names(type):
-    """Classes whose attributes are there, too: ``InterpolationMode.BICUBIC``."""
+    """A metaclass of classes that have every attribute: ``InterpolationMode.BICUBIC``."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -26,14 +26,14 @@ class _Names(type):
 
 
 class _Absent(ModuleType):
-    """A module, or a function of one, that can be imported and not used."""
+    """A module, or a function in one, that can be imported but not used."""
 
     __path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        # A class, since annotations join them with others.
+        # A class, because annotations use it in unions.
         return _Names(name, (), {}) if name[0].isupper() else _Absent(f"{self.__name__}.{name}")
 
     def __call__(self, *args: object, **settings: object) -> Any:
