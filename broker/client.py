@@ -21,7 +21,7 @@ from broker.flow.ledger import Ledger
 from broker.flow.owner import RunOwner
 from broker.flow.run_control import RunControl
 from broker.flow.trainer_session import TrainerSession
-from broker.queues.dead_letters import DeadLetters
+from broker.queues.dead_letters import DeadLetterStore
 from broker.queues.images import ImageStore
 from broker.queues.partials import Partials
 from broker.queues.questions import Questions
@@ -56,7 +56,7 @@ class Broker:
         self.evals = Evals(connection, config.max_message_bytes)
         self.images = ImageStore(connection)
         self.eval_samples = EvalSamples(connection)
-        self.dead_letters = DeadLetters(connection)
+        self.dead_letters = DeadLetterStore(connection)
         self.run_control = RunControl(connection)
         self.questions = Questions(connection)
         self.owner = RunOwner(connection)

@@ -22,7 +22,7 @@ from redis.retry import Retry
 from broker.connection import failures
 from broker.connection.failures import MOVING, is_demotion, redirect_url
 from broker.connection.keys import Keys
-from broker.connection.scripts import Script
+from broker.connection.scripts import LuaScript
 from schemas.errors import BrokerLost, ConfigError, InfraError
 from schemas.urls import hide_password
 
@@ -168,7 +168,7 @@ class Connection:
         """Number of lost replies; readers check their own pending entries when it changes."""
         self.authority = False
         """Whether this process repairs a damaged broker (the trainer); the others wait for that."""
-        self._scripts: dict[str, Script] = {}
+        self._scripts: dict[str, LuaScript] = {}
         self._loaded: dict[str, int] = {}
         """Scripts that the server has loaded, with the value of ``connections`` at that time."""
         self._lock = threading.Lock()
@@ -321,10 +321,10 @@ class Connection:
             client.script_load(script.text)
             return run()
 
-    def _script(self, name: str) -> Script:
+    def _script(self, name: str) -> LuaScript:
         with self._lock:
             if name not in self._scripts:
-                self._scripts[name] = Script.named(name, self.keys)
+                self._scripts[name] = LuaScript.named(name, self.keys)
             return self._scripts[name]
 
 

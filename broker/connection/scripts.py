@@ -22,7 +22,7 @@ OTHER_RUN = b"other_run"
 
 
 @dataclass(frozen=True)
-class Script:
+class LuaScript:
     """A script of lua/, ready for one run. keys: those that it declares. reads: whether it writes nothing."""
 
     text: str
@@ -31,7 +31,7 @@ class Script:
     reads: bool
 
     @classmethod
-    def named(cls, name: str, keys: Keys) -> Script:
+    def named(cls, name: str, keys: Keys) -> LuaScript:
         """Load a script, with the shared prelude before its body."""
         text = source(name)
         sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

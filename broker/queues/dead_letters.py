@@ -31,7 +31,7 @@ class StoredLetter:
     letter: DeadLetter
 
 
-class DeadLetters:
+class DeadLetterStore:
     """The newest dead letters of a run."""
 
     def __init__(self, connection: Connection) -> None:

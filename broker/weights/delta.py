@@ -1,7 +1,7 @@
 """Lossless difference between two states of the same layout: only the elements whose bits changed.
 
-Coded block by block, so that memory is bounded whatever the size of a tensor, and one after the other, so that a
-delta is written and applied as a stream. What comes out is bit for bit what went in, whatever the bits mean.
+It is coded block by block, so that memory is bounded for tensors of any size and a delta is written and applied as a
+stream. The result is equal bit for bit, whatever the bits mean.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MAGIC = b"TMDELTA1"
 BLOCK = 1 << 18
 """Elements coded together: both states of a block of bfloat16 fit the cache, and tables cost 1 % of a block."""
 DENSE = 0.3
-"""Share of changed elements from which on naming them costs more than the zeros of the unchanged."""
+"""Share of changed elements above which their positions cost more than zeros for the unchanged ones."""
 MOST_CODED = 2 * 8 * BLOCK
-"""Bytes of one coded part of a block; what does not compress grows by under 1 %."""
+"""Most bytes of one coded part of a block; incompressible data grows by less than 1 %."""
 LEVEL = 1
 """Level of zstd; levels 3 and 9 made deltas at most 1 % smaller."""
 
@@ -38,7 +38,7 @@ _SIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("i1"), 2: np.dtype("<i2"), 4: n
 
 @dataclass(frozen=True)
 class Extent:
-    """Where one tensor lies in a state: bytes [start, stop), elements of ``width`` bytes (1, 2, 4 or 8)."""
+    """Position of a tensor in a state: bytes [start, stop), elements of ``width`` bytes (1, 2, 4 or 8)."""
 
     start: int
     stop: int
@@ -46,13 +46,13 @@ class Extent:
 
     def __post_init__(self) -> None:
         if self.width not in _UNSIGNED or (self.stop - self.start) % self.width or not 0 <= self.start <= self.stop:
-            raise ValueError(f"bytes [{self.start}, {self.stop}) are no tensor of {self.width}-byte elements")
+            raise ValueError(f"bytes [{self.start}, {self.stop}) are not a tensor of {self.width}-byte elements")
 
 
 def write_delta(old: Bytes, new: Bytes, extents: Iterable[Extent], out: BinaryIO, limit: int) -> int | None:
-    """Write what turns ``old`` into ``new`` within ``extents``; bytes written, None when that is over ``limit``.
+    """Write the delta from ``old`` to ``new``; return the bytes written, None if over ``limit``.
 
-    old, new: uint8 [bytes of the state], for example mapped files. Outside the extents they must be equal.
+    old, new: uint8 [bytes of the state], for example mapped files. They must be equal outside ``extents``.
     """
     size = out.write(MAGIC)
     for extent in extents:
@@ -66,12 +66,12 @@ def write_delta(old: Bytes, new: Bytes, extents: Iterable[Extent], out: BinaryIO
 
 
 def apply_delta(state: Bytes, delta: BinaryIO) -> None:
-    """Change ``state``, uint8 [bytes], in place. InfraError when ``delta`` is no delta for a state of this size.
+    """Change ``state``, uint8 [bytes], in place. InfraError if ``delta`` is not a delta for a state of this size.
 
     After an error the state is neither the old nor the new one.
     """
     if delta.read(len(MAGIC)) != MAGIC:
-        raise InfraError("this is no delta")
+        raise InfraError("this is not a delta")
     for start, count, width, changed, gaps, values in _blocks(delta):
         stop = start + count * width
         if stop > len(state):
@@ -87,7 +87,7 @@ def apply_delta(state: Bytes, delta: BinaryIO) -> None:
 
 
 def _encode(start: int, old: Bytes, new: Bytes, width: int) -> bytes:
-    """Encode a block; b"" where nothing changed."""
+    """Encode a block; b"" if nothing changed."""
     difference = new.view(_UNSIGNED[width]) - old.view(_UNSIGNED[width])
     positions = np.flatnonzero(difference != 0)
     if not positions.size:
@@ -110,7 +110,7 @@ def _blocks(delta: BinaryIO) -> Iterator[tuple[int, int, int, int, bytes | None,
         if width not in _UNSIGNED:
             raise InfraError(f"the delta has elements of {width} bytes")
         if not changed <= count <= BLOCK or max(coded_gaps, coded_values) > MOST_CODED:
-            # Looked at before anything of a size that the delta itself names is made.
+            # Checked before memory of a size that the delta names is allocated.
             raise InfraError(f"the delta is damaged: a block of {count} elements, {changed} of them changed")
         # A gap takes one byte, and one more for each 255 elements that it skips.
         gaps = _expand(delta.read(coded_gaps), changed + count // 255) if coded_gaps else None
@@ -120,7 +120,7 @@ def _blocks(delta: BinaryIO) -> Iterator[tuple[int, int, int, int, bytes | None,
 
 def _expand(coded: bytes, most: int) -> bytes:
     try:
-        # Looked at first: so much memory is asked for, whatever max_output_size says.
+        # Checked first, because this much memory is allocated in spite of max_output_size.
         if (size := zstandard.frame_content_size(coded)) > most:
             raise InfraError(f"the delta is damaged: {size} bytes where {most} can be")
         return zstandard.ZstdDecompressor().decompress(coded, max_output_size=max(most, 1), allow_extra_data=False)
@@ -129,7 +129,7 @@ def _expand(coded: bytes, most: int) -> bytes:
 
 
 def _gaps(positions: npt.NDArray[np.int64]) -> Bytes:
-    """Unchanged elements before each changed one: a byte below 255, after one byte 255 for each 255 of them."""
+    """Encode the number of unchanged elements before each changed one: a byte 255 for each 255, then the rest."""
     skipped = np.diff(positions, prepend=-1) - 1
     if skipped.max() < 255:
         return skipped.astype(np.uint8)
@@ -149,10 +149,9 @@ def _positions(coded: bytes, changed: int) -> npt.NDArray[np.int64]:
 
 
 def _planes(difference: Words, width: int) -> Bytes:
-    """Signed differences folded to 0, -1, 1, -2, ... as 0, 1, 2, 3, ...; first all lowest bytes, then the next ones.
+    """Fold signed differences 0, -1, 1, -2, ... to 0, 1, 2, 3, ...; put all lowest bytes first, then the next ones.
 
-    Neighbours in value are neighbours in bits for every float of one sign, so that small steps leave the upper
-    planes empty.
+    Floats of one sign that are close in value are close in bits, so small steps leave the upper planes empty.
     """
     signed = difference.view(_SIGNED[width])
     folded = (signed << 1) ^ (signed >> (8 * width - 1))

@@ -1,6 +1,6 @@
-"""The trainer's memory of what it published last, from which it makes the next version's delta.
+"""The trainer's copy of the state that it published last, against which it writes the next version's delta.
 
-The last state stays as one file beside the new one; both are mapped, and compared block by block.
+The last state stays as a file beside the new one; both are mapped, and compared block by block.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from schemas.digests import state_digest
 from schemas.messages import Manifest, TensorSpec
 
 PAYS = 0.5
-"""A delta over this share of the state is not worth it: a reader also spends time to apply and check it."""
+"""Largest size of a useful delta, as a share of the state: a reader also needs time to apply and check it."""
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Bytes of an element."""
 
 
 class DeltaWriter:
-    """Makes deltas: ``make_delta`` of each file, ``keep_base`` before it is consumed, ``confirm_base`` once published.
+    """Writes deltas: ``make_delta`` for a file, ``keep_base`` before it is consumed, ``confirm_base`` once published.
 
-    max_chain: deltas that a newcomer applies at most after a whole version.
+    max_chain: most deltas that a new reader applies after a whole version.
     """
 
     def __init__(self, folder: Path, max_chain: int) -> None:
         self._folder = folder
         self._max_chain = max_chain
         self._rests = 0
-        """Versions for which none is tried, after one that did not pay."""
+        """Number of versions for which no delta is tried, after one that did not pay."""
         self._digest: str | None = None
         self._leader_term = -1
 
     def make_delta(
         self, file: Path, tensors: Sequence[TensorSpec], published: Sequence[Manifest], leader_term: str
     ) -> tuple[Path, Manifest] | None:
-        """Write the delta from the newest version to ``file``; return path and version, None if it does not pay."""
+        """Write the delta from the newest version to ``file``; return path and base, None if it does not pay."""
         self._settle(term_number(leader_term))
         if self._rests:
             self._rests -= 1
@@ -71,11 +71,11 @@ class DeltaWriter:
         try:
             os.link(file, copy)
         except OSError:
-            # Not every file system has links.
+            # Not every file system supports links.
             shutil.copyfile(file, copy)
 
     def confirm_base(self, chunk_digests: Sequence[str]) -> None:
-        """Make the file of ``keep_base`` the base of the next delta: it is published now."""
+        """Make the file of ``keep_base``, now published, the base of the next delta."""
         if self._rests:
             self._file("base").unlink(missing_ok=True)
             self._digest = None
@@ -84,7 +84,7 @@ class DeltaWriter:
             self._digest = state_digest(chunk_digests)
 
     def _file(self, name: str) -> Path:
-        # A trainer that was replaced and goes on for a moment must not touch its successor's.
+        # A replaced trainer that still runs for a moment must not touch its successor's files.
         return self._folder / f"{name}-t{self._leader_term}"
 
     def _settle(self, leader_term: int) -> None:
@@ -106,9 +106,9 @@ class DeltaWriter:
 
 
 def extents_of(tensors: Sequence[TensorSpec], head: int) -> list[Extent] | None:
-    """Where the tensors lie in a safetensors file that has them in this order after ``head`` bytes.
+    """Return where the tensors lie in a safetensors file that has them in this order after ``head`` bytes.
 
-    None if there are none, or if one has a dtype whose width is not known here.
+    None if there are no tensors, or if the width of a dtype is unknown.
     """
     if not tensors or any(spec.dtype not in WIDTHS for spec in tensors):
         return None

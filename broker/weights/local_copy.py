@@ -1,6 +1,6 @@
-"""A generator's own copy of the weights: brought to a version by the cheapest way, and checked whole.
+"""A generator's copy of the weights: brought to a version by the cheapest route, and checked as a whole.
 
-A copy that went wrong in any way is dropped, and the version is fetched again from a whole one.
+If that fails in any way, the copy is dropped, and the version is fetched again from a whole one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = structlog.get_logger()
 
 
 class LocalWeights:
-    """``fetch`` gives a safetensors file of a version, which stays as it is until the next ``fetch``::
+    """A copy whose ``fetch`` returns a safetensors file of a version, unchanged until the next ``fetch``::
 
     copy = LocalWeights(broker.weights, folder)
     await engine.load(copy.fetch(manifest), manifest.version)
 
-    folder: of this reader alone; it holds one state at most, and while one is fetched a second.
+    folder: of this reader alone; it holds at most one state, and a second one during a fetch.
     """
 
     def __init__(self, store: WeightStore, folder: Path) -> None:
@@ -41,7 +41,7 @@ class LocalWeights:
         shutil.rmtree(self._links, ignore_errors=True)
 
     def fetch(self, manifest: Manifest) -> Path:
-        """A verified file of this version. InfraError when there is no way to it, DiskError when it is the disk."""
+        """Return a verified file of this version. InfraError if no route leads to it, DiskError if the disk fails."""
         published = self._store.published()
         errors: list[InfraError] = []
         for route in self._routes(manifest, published):
@@ -51,15 +51,15 @@ class LocalWeights:
                 errors.append(error)
             except OSError as error:
                 errors.append(DiskError(f"weights cannot be copied to {self._folder}: {error}"))
-            log.warning("a way to new weights is closed", version=manifest.version, error=str(errors[-1]))
+            log.warning("a route to new weights failed", version=manifest.version, error=str(errors[-1]))
         raise errors[0] if errors else InfraError(f"a part of weights version {manifest.version} is gone")
 
     def _routes(self, manifest: Manifest, published: list[Manifest]) -> list[Route]:
-        """From the cheapest to the dearest; among them whole states that were put back, or that another reader has."""
-        found = [find_route(published, manifest)]
+        """List routes, the cheapest first; a whole state may also have been put back, or be held by another reader."""
+        candidates = [find_route(published, manifest)]
         if self._held is not None:
-            found.append(find_route(published, manifest, self._held))
-        routes = [route for route in found if route is not None]
+            candidates.append(find_route(published, manifest, self._held))
+        routes = [route for route in candidates if route is not None]
         direct = Route(manifest, ())
         if direct not in routes and self._store.has(manifest.state):
             routes.append(direct)
@@ -72,7 +72,7 @@ class LocalWeights:
                 self.drop()
             self._path = path
         elif self._held is None:
-            raise InfraError("the copy of the version before went wrong")
+            raise InfraError("the copy of the version before was dropped")
         self._held = None
         if route.deltas:
             self._own()
@@ -84,14 +84,14 @@ class LocalWeights:
         return self._path
 
     def drop(self) -> None:
-        """Free the disk; the next version comes from a whole one."""
+        """Delete the copy; the next version comes from a whole one."""
         self._held = None
         self._store.withdraw()
         if self._path.is_relative_to(self._folder):
             self._path.unlink(missing_ok=True)
 
     def _hold(self, path: Path) -> Path:
-        """A link of our own to a shared file, which the trainer frees when newer versions are there."""
+        """Link a shared file, because the trainer deletes it once newer versions are published."""
         if path.parent == self._folder:
             return path
         link = self._links / path.name
@@ -100,14 +100,14 @@ class LocalWeights:
         try:
             os.link(path, link)
         except FileNotFoundError as error:
-            raise InfraError(f"{path} was freed while it was fetched") from error
+            raise InfraError(f"{path} was deleted while it was fetched") from error
         except OSError:
-            # Another file system, or one without links: whoever loads it has to be faster than the trainer.
+            # On another file system, or one without links, the file must be loaded before the trainer deletes it.
             return path
         return link
 
     def _own(self) -> None:
-        """Have the state where it can be changed: a shared file is for everyone."""
+        """Copy the state to where it can be changed, because a shared file must not be."""
         self._store.withdraw()
         if self._path == self._state:
             return

@@ -1,7 +1,7 @@
 """Published weight versions as a chain: which lead to a version, which are kept, and which files belong to none.
 
-Versions are in the order of their publication, oldest first; a delta is always against the version before. A file
-belongs to no version when a trainer died while it wrote it, or before it published its manifest.
+Versions are in the order of publication, oldest first; a delta is always against the version before. A file belongs to
+no version if the trainer died while it wrote the file, or before it published the manifest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from schemas.messages import Manifest, Payload
 
 @dataclass(frozen=True)
 class HeldState:
-    """The state that a reader has already."""
+    """The state that a reader already has."""
 
     version: int
     digest: str
@@ -25,19 +25,19 @@ class HeldState:
 
 @dataclass(frozen=True)
 class Route:
-    """A way to a version: from the whole ``start``, or from what is held where that is None, over ``deltas``."""
+    """A way to a version: from the whole ``start`` (None: from the held state) through ``deltas``."""
 
     start: Manifest | None
     deltas: tuple[Manifest, ...]
 
     @property
     def size(self) -> int:
-        """Bytes that travel."""
+        """Bytes to transfer."""
         return (self.start.state.size if self.start else 0) + sum(payload.size for payload in self._differences())
 
     @property
     def payloads(self) -> list[Payload]:
-        """All that has to be fetched."""
+        """Payloads to fetch."""
         return [*([self.start.state] if self.start else []), *self._differences()]
 
     def _differences(self) -> list[Payload]:
@@ -45,7 +45,7 @@ class Route:
 
 
 def find_route(published: Sequence[Manifest], target: Manifest, held: HeldState | None = None) -> Route | None:
-    """The way from ``held`` (without it: from the nearest whole version) to ``target``; None if there is none."""
+    """Find the way to ``target`` from ``held``, or without it from the nearest whole version; None if there is none."""
     known = {manifest.version: manifest for manifest in published} | {target.version: target}
     deltas: list[Manifest] = []
     at = target
@@ -65,7 +65,7 @@ def find_route(published: Sequence[Manifest], target: Manifest, held: HeldState 
 
 
 def count_deltas(published: Sequence[Manifest]) -> int:
-    """Return how many deltas a newcomer applies to have the newest version."""
+    """Return how many deltas a new reader applies to reach the newest version."""
     count = 0
     for manifest in reversed(published):
         if manifest.whole:
@@ -75,7 +75,7 @@ def count_deltas(published: Sequence[Manifest]) -> int:
 
 
 def split(published: Sequence[Manifest], keep: int) -> tuple[list[Manifest], list[Manifest]]:
-    """Versions to free, and those that stay: the newest ``keep``, and what the oldest of them is a delta of."""
+    """Return the versions to free, and those to keep: the newest ``keep``, and what the oldest of these builds on."""
     first = max(0, len(published) - keep)
     while first > 0 and not published[first].whole:
         first -= 1
@@ -87,7 +87,7 @@ _PUBLISHED = re.compile(r"v\d+-t(\d+)\.(?:safetensors|delta)")
 
 
 def clear_leftovers(folder: Path, leader_term: int, published: Sequence[Manifest]) -> None:
-    """Delete what trainers of earlier leader terms made and no manifest names; the folder is of one run alone."""
+    """Delete the files of earlier leader terms that no manifest names. The folder belongs to one run."""
     named = {manifest.state.uri for manifest in published}
     named |= {manifest.delta.payload.uri for manifest in published if manifest.delta is not None}
     for path in folder.glob("*-t*"):

@@ -85,7 +85,7 @@ class PauseFollower:
             position = self._broker.ledger.change_position()
             control = self._broker.run_control.read()
             if control is None:
-                raise BrokerLost("the broker has forgotten what was asked of this run")
+                raise BrokerLost("the broker has lost the orders to this run")
             self._progress.note_pause(control)
             if not self.follow(control, drained):
                 return held

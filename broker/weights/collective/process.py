@@ -1,4 +1,4 @@
-"""A service's broadcasting process, from outside: started, told what to take part in, and killed when it is late."""
+"""A service's broadcasting process, seen from the service, which starts it, gives it orders, and kills it if late."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from pathlib import Path
 import structlog
 
 from broker.weights.collective.protocol import (
+    Backends,
     Done,
     Failed,
-    Found,
-    Ready,
+    Note,
+    NoteReply,
+    NoteRequest,
     Report,
     TakePart,
-    Told,
-    Wanted,
     reports,
 )
-from broker.weights.collective.roll import Roll, Seat
+from broker.weights.collective.roll import Membership, RollCall
 from broker.weights.peers.wire import receive, send
 from schemas.config.publish import NcclConfig
 from schemas.errors import ConfigError, InfraError
 from schemas.system.guarded_process import GuardedProcess, environment
 
 SLOWEST = 20_000_000
-"""Bytes a second below which a broadcast is given up: peers do better."""
+"""Bytes per second below which a broadcast is abandoned, because peers are faster."""
 GRACE_S = 1.0
-"""How much later than the process itself we give up, since it says why."""
+"""How much longer than the process itself the service waits, because the process can report the reason."""
 START_S = 120.0
-# -P: a folder of the user's may be named like our packages.
+# -P: the working directory may contain a folder named like one of our packages.
 _PROGRAM = [sys.executable, "-P", "-m", "broker.weights.collective.worker"]
 _SHOWN = re.compile("(NCCL|TORCH_NCCL|GLOO|TP|UCX|FI|IB)_.*|CUDA_.*")
-"""Environment variables that say how NCCL reaches other machines."""
+"""Environment variables that configure how NCCL reaches other machines."""
 
 log = structlog.get_logger()
 
@@ -49,10 +49,10 @@ class BroadcastProcess:
 
         process = BroadcastProcess(NcclConfig(), "10.0.0.7")
         process.start()
-        if process.backends(): process.take_part(seat, file, size, roll)
+        if process.backends(): process.take_part(rank, file, size, roll)
         process.close()
 
-    host: this machine's address for the others. communicator: the one it holds, 0 for none.
+    host: this machine's address for the others. communicator: number of the one that it holds, 0 for none.
     """
 
     def __init__(self, settings: NcclConfig, host: str) -> None:
@@ -68,11 +68,11 @@ class BroadcastProcess:
 
     @property
     def closed(self) -> bool:
-        """Whether it was ended, and takes part in nothing any more."""
+        """Whether it has ended and takes part in no more broadcasts."""
         return self._closed
 
     def start(self) -> None:
-        """Start the process, which is ready some seconds later; none without torch, or where the system can't."""
+        """Start the process, which is ready some seconds later. Without torch, or if that fails, only log a warning."""
         if importlib.util.find_spec("torch") is None:
             self._problem = "torch is missing"
             log.warning("torch is missing here: weights come from peers, by no broadcast")
@@ -95,13 +95,13 @@ class BroadcastProcess:
             self._stream, self._backends = ours, None
 
     def backends(self, wait_s: float = 0.0) -> tuple[str, ...]:
-        """What it can use of what the settings allow; nothing while it starts, for which ``wait_s`` is waited."""
+        """Return the backends that it has and the settings allow; () while it starts, which may take ``wait_s``."""
         stream = self._stream
         if stream is not None and self._backends is None:
             try:
                 report = self._hear(stream, wait_s)
-                if not isinstance(report, Ready):
-                    raise InfraError(f"it said {type(report).__name__} first")
+                if not isinstance(report, Backends):
+                    raise InfraError(f"its first message is {type(report).__name__}")
                 allowed = self._settings.backend
                 self._backends = tuple(one for one in report.backends if allowed in ("auto", one))
             except TimeoutError:
@@ -113,64 +113,73 @@ class BroadcastProcess:
         return self._backends or ()
 
     def check(self) -> None:
-        """ConfigError when the settings name a backend that is not there; waits for the process, then."""
+        """Check that a backend named in the settings is available, waiting for the process; ConfigError otherwise."""
         backend = self._settings.backend
         if backend != "auto" and not self.backends(START_S):
             raise ConfigError(
-                f"trainer.publish.nccl.backend {backend} can't be used here, {self._problem}; auto takes what can"
+                f"trainer.publish.nccl.backend {backend} can't be used here: {self._problem}; auto uses any available one"
             )
 
-    def take_part(self, seat: Seat, file: Path, size: int, roll: Roll) -> None:
-        """Broadcast ``size`` bytes from the file, or into it where the seat is not the trainer's.
+    def take_part(self, membership: Membership, file: Path, size: int, roll: RollCall) -> None:
+        """Broadcast ``size`` bytes from the file, as rank 0, or into it, as any other rank.
 
-        InfraError when that failed or took too long; then the process is as new, or becomes so.
+        InfraError if that failed or took too long; then the process is usable again, or is restarted.
         """
         stream = self._stream
         if stream is None or self._closed:
-            raise InfraError("this process takes part in no broadcast any more")
+            raise InfraError("this process takes part in no more broadcasts")
         silence_s = self._settings.silence_s
-        order = TakePart(seat.communicator, seat.rank, seat.size, seat.backend, self._host, str(file), size, silence_s)
+        order = TakePart(
+            membership.communicator,
+            membership.rank,
+            membership.size,
+            membership.backend,
+            self._host,
+            str(file),
+            size,
+            silence_s,
+        )
         self.communicator = 0
         try:
             stream.settimeout(silence_s)
             send(stream, order)
-            reason = self._follow(stream, seat, size, roll)
+            reason = self._follow(stream, membership, size, roll)
         except TimeoutError:
             self._restart()
-            raise InfraError(f"nothing moved for {silence_s:g} s, or all of it was too slow") from None
+            raise InfraError(f"no bytes moved for {silence_s:g} s, or the broadcast was too slow") from None
         except (OSError, InfraError) as error:
             self._restart()
-            raise InfraError(f"a broadcast was broken off: {error}") from error
+            raise InfraError(f"a broadcast was interrupted: {error}") from error
         if reason:
-            if seat.backend == "nccl":
+            if membership.backend == "nccl":
                 self._restart()
             raise InfraError(f"a broadcast failed: {reason}")
-        self.communicator = seat.communicator
+        self.communicator = membership.communicator
 
-    def _follow(self, stream: socket.socket, seat: Seat, size: int, roll: Roll) -> str:
-        """Pass on what the ranks tell one another until it is done; returns why it failed, empty if it did not."""
+    def _follow(self, stream: socket.socket, membership: Membership, size: int, roll: RollCall) -> str:
+        """Relay the ranks' notes until the broadcast is done; return why it failed, "" if it did not."""
         silence_s = self._settings.silence_s
         began = time.monotonic()
-        until = began + 2 * silence_s + size / SLOWEST
+        deadline = began + 2 * silence_s + size / SLOWEST
         while True:
-            # What it has said while we were stopped is there at once.
-            match self._hear(stream, min(until - time.monotonic(), silence_s) + GRACE_S):
-                case Told(key, note):
-                    roll.tell(seat.communicator, key, note)
-                case Wanted(key):
-                    send(stream, Found(roll.find_note(seat.communicator, key, began + silence_s)))
+            # Messages sent while this process was stopped are received at once.
+            match self._hear(stream, min(deadline - time.monotonic(), silence_s) + GRACE_S):
+                case Note(key, note):
+                    roll.tell(membership.communicator, key, note)
+                case NoteRequest(key):
+                    send(stream, NoteReply(roll.find_note(membership.communicator, key, began + silence_s)))
                 case Failed(reason):
                     return reason
                 case Done():
                     return ""
 
     def _hear(self, stream: socket.socket, patience: float) -> Report:
-        # 0 is another mode, with another error.
+        # 0 would make the socket non-blocking, with another error.
         stream.settimeout(max(patience, 1e-4))
         return receive(stream, reports)
 
     def _restart(self) -> None:
-        """Have the process killed, waiting for nothing, and start another one."""
+        """Kill the process without waiting for its end, and start another one."""
         self._end()
         self.start()
 
@@ -180,11 +189,11 @@ class BroadcastProcess:
             self._process, self._stream, self._backends, self.communicator = None, None, None, 0
         if process is not None and stream is not None:
             process.order_kill()
-            # It may hang in the system.
+            # Its end may hang in the kernel.
             threading.Thread(target=_clean_up, args=(process, stream), name="broadcast end", daemon=True).start()
 
     def close(self) -> None:
-        """End the process; a broadcast that is under way fails."""
+        """End the process; a broadcast under way fails."""
         self._closed = True
         self._end()
 

@@ -1,4 +1,4 @@
-"""What a service and its broadcasting process say to one another, in frames as peers send them."""
+"""Messages between a service and its broadcasting process, in the frames that peers use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import msgspec
 class TakePart(msgspec.Struct, tag="take_part", frozen=True):
     """Order to be ``rank`` of ``size`` in a broadcast of ``bytes`` bytes, from rank 0's file into those of the others.
 
-    communicator: its number; it is made where it is not held already, between the addresses that each of its ranks
-    tells, over ``host``. silence_s: how long a part of it may take.
+    communicator: its number. If it is not held already, it is created between the addresses that the ranks exchange;
+    ``host`` is this rank's. silence_s: how long one piece may take.
     """
 
     communicator: int
@@ -22,33 +22,33 @@ class TakePart(msgspec.Struct, tag="take_part", frozen=True):
     silence_s: float
 
 
-class Found(msgspec.Struct, tag="found", frozen=True):
-    """Answer to ``Wanted``; empty when nobody has told it in time."""
+class NoteReply(msgspec.Struct, tag="note_reply", frozen=True):
+    """Reply to ``NoteRequest``; empty if the note was not left in time."""
 
     note: bytes
 
 
-class Ready(msgspec.Struct, tag="ready", frozen=True):
+class Backends(msgspec.Struct, tag="backends", frozen=True):
     """First message: the backends that this machine has."""
 
     backends: list[str]
 
 
-class Told(msgspec.Struct, tag="told", frozen=True):
-    """Note that the other ranks want: an address, say."""
+class Note(msgspec.Struct, tag="note", frozen=True):
+    """A note for the other ranks, such as an address."""
 
     key: str
     note: bytes
 
 
-class Wanted(msgspec.Struct, tag="wanted", frozen=True):
-    """Question for another rank's note."""
+class NoteRequest(msgspec.Struct, tag="note_request", frozen=True):
+    """Request for another rank's note."""
 
     key: str
 
 
 class Moving(msgspec.Struct, tag="moving", frozen=True):
-    """Sign that bytes have moved since the last one."""
+    """Report that bytes have moved since the last message."""
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):
@@ -56,14 +56,14 @@ class Done(msgspec.Struct, tag="done", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """End of a broadcast that failed; its communicator is no more."""
+    """End of a failed broadcast; its communicator is gone."""
 
     reason: str
 
 
-Report = Ready | Told | Wanted | Moving | Done | Failed
-reports: msgspec.msgpack.Decoder[Ready | Told | Wanted | Moving | Done | Failed] = msgspec.msgpack.Decoder(
-    Ready | Told | Wanted | Moving | Done | Failed
+Report = Backends | Note | NoteRequest | Moving | Done | Failed
+reports: msgspec.msgpack.Decoder[Backends | Note | NoteRequest | Moving | Done | Failed] = msgspec.msgpack.Decoder(
+    Backends | Note | NoteRequest | Moving | Done | Failed
 )
 orders: msgspec.msgpack.Decoder[TakePart] = msgspec.msgpack.Decoder(TakePart)
-found: msgspec.msgpack.Decoder[Found] = msgspec.msgpack.Decoder(Found)
+note_replies: msgspec.msgpack.Decoder[NoteReply] = msgspec.msgpack.Decoder(NoteReply)

@@ -1,6 +1,6 @@
-"""The roll of a version: who takes part in its broadcast, as the broker says; scripts decide, by its clock.
+"""The roll call of a version: the broker's scripts decide, by its clock, which generators take part in the broadcast.
 
-Who waits for a roll or a note sleeps in the broker, which wakes it when one of them changes.
+A process that waits for a roll or a note blocks in the broker, which wakes it when one of them changes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from broker.connection.connection import BLOCK_MS, Connection
 from broker.flow.fencing import accepted
 
 GRACE_S = 1.0
-"""After the end of its time a roll that nobody has closed is left: its trainer is gone."""
+"""How long after its deadline a roll that is still open is abandoned, because its trainer is gone."""
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A place on a closed roll: ``rank`` of ``size`` in the communicator of this number; the trainer has rank 0."""
+class Membership:
+    """A place on a closed roll: ``rank`` of ``size`` in the communicator of this number. The trainer has rank 0."""
 
     communicator: int
     rank: int
@@ -28,22 +28,22 @@ class Seat:
     backend: str
 
 
-class Roll:
-    """The calls of a run, for the trainer or the one member of this name. InfraError when there is no broker."""
+class RollCall:
+    """The roll calls of a run, for the trainer or one member. InfraError if the broker does not answer."""
 
     def __init__(self, connection: Connection, member: str) -> None:
         self._connection = connection
         self._member = member
 
     def open(self, leader_term: str, payload: str, backend: str, roll_s: float) -> None:
-        """Call those who want the payload, for so many seconds. FencedError once another trainer took over."""
+        """Open a roll for ``roll_s`` seconds to readers of the payload. FencedError once another trainer took over."""
         answer = self._connection.run_script("open_roll", leader_term, payload, backend, int(roll_s * 1000))
         accepted(self._connection, answer, leader_term)
 
-    def close(self, leader_term: str, payload: str, communicator: int, roll_s: float) -> Seat | None:
-        """Wait until all known members have answered, at most ``roll_s``; the trainer's seat, None if nobody came.
+    def close(self, leader_term: str, payload: str, communicator: int, roll_s: float) -> Membership | None:
+        """Wait until all known members have answered, at most ``roll_s``; return rank 0, or None without members.
 
-        communicator: the one it holds, 0 for none.
+        communicator: number of the one that the trainer holds, 0 for none.
         """
         keys, deadline = self._connection.keys, time.monotonic() + roll_s + GRACE_S
         while time.monotonic() < deadline:
@@ -51,17 +51,17 @@ class Roll:
             found = self._connection.run_script_once("close_roll", leader_term, payload, communicator)
             if not isinstance(accepted(self._connection, found, leader_term), int):
                 number, size, backend = found
-                return Seat(int(number), 0, int(size), _text(backend)) if int(size) > 1 else None
+                return Membership(int(number), 0, int(size), _text(backend)) if int(size) > 1 else None
             self._wait_change(keys.roll_answers, position, found / 1000)
         return None
 
     def answer(
         self, payload: str, communicator: int, backends: Sequence[str], given_up: Callable[[], bool]
-    ) -> Seat | None:
-        """Answer the call for a payload if there is one, and wait until it is closed; None: not on its roll.
+    ) -> Membership | None:
+        """Answer the roll call for a payload, if it is open, and wait until it is closed; None if not on the roll.
 
-        communicator: the one this member holds, 0 for none. backends: those that it has; without any it is not waited
-        for. given_up: whether to wait no longer.
+        communicator: number of the one that this member holds, 0 for none. backends: those that it has; the trainer
+        does not wait for a member without any. given_up: whether to stop waiting.
         """
         deadline: float | None = None
         while not given_up():
@@ -71,12 +71,12 @@ class Roll:
             )
             if not isinstance(found, int):
                 if found is None and given_up():
-                    # Whoever ends us may have left the roll before this answer put us on the next one.
+                    # The thread that closes us may have left the roll just before this answer joined the next one.
                     break
                 if found is None:
                     return None
                 number, rank, size, backend = found
-                return Seat(int(number), int(rank), int(size), _text(backend))
+                return Membership(int(number), int(rank), int(size), _text(backend))
             deadline = deadline or time.monotonic() + found / 1000 + GRACE_S
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -86,15 +86,15 @@ class Roll:
         return None
 
     def leave(self) -> None:
-        """Be on no roll, and be waited for by none."""
+        """Leave the rolls, so that no trainer waits for this member."""
         self._connection.run_script_once("answer_roll", self._member, "", 0, "")
 
     def tell(self, communicator: int, key: str, note: bytes) -> None:
-        """Leave a note for those who make this communicator."""
+        """Leave a note for the ranks of this communicator."""
         self._connection.run_script_once("meet", communicator, key, note)
 
     def find_note(self, communicator: int, key: str, deadline: float) -> bytes:
-        """The note of this key, waiting until ``deadline``, monotonic seconds; empty when nobody left one."""
+        """Wait for the note of this key until ``deadline`` (monotonic seconds); b"" if there is none."""
         while (left_s := deadline - time.monotonic()) > 0:
             position = self._position(self._connection.keys.roll_changes)
             found: list[bytes] = self._connection.run_script_once("meet", communicator, "", "")
@@ -105,12 +105,12 @@ class Roll:
         return b""
 
     def _position(self, key: str) -> bytes:
-        """The newest entry of a stream of changes; read it before what may change."""
+        """Return the newest entry of a stream of changes; read it before the state that may change."""
         found: Any = self._connection.run_once("looking for a roll", lambda client: client.xrevrange(key, count=1))
         return bytes(found[0][0]) if found else b"0-0"
 
     def _wait_change(self, key: str, position: bytes, timeout_s: float) -> None:
-        """Return when there is an entry after ``position``, at the latest after the timeout, or BLOCK_MS."""
+        """Wait for an entry after ``position``, at most until the timeout or BLOCK_MS."""
         block_ms = max(1, min(BLOCK_MS, math.ceil(1000 * timeout_s)))
         self._connection.run_once("waiting for a roll", lambda client: client.xread({key: position}, 1, block_ms))
 

@@ -1,7 +1,7 @@
-"""The process in which broadcasts happen: ``python -m broker.weights.collective.worker``, orders on stdin.
+"""The process that takes part in broadcasts: ``python -m broker.weights.collective.worker``, with orders on stdin.
 
-The only file of the broker that loads torch, which is why nothing imports it. It holds the communicator of the last
-broadcast, made of its backend's class alone: no default process group is needed, and none is touched.
+It is the only file of the broker that loads torch, so nothing imports it. It holds the communicator of the last
+broadcast, an instance of the backend's class: it neither needs nor touches a default process group.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from broker.weights.collective.protocol import (
+    Backends,
     Done,
     Failed,
-    Found,
     Moving,
-    Ready,
+    Note,
+    NoteReply,
+    NoteRequest,
     TakePart,
-    Told,
-    Wanted,
-    found,
+    note_replies,
     orders,
 )
 from broker.weights.peers.wire import receive, send
 from schemas.errors import InfraError, describe_error
 
 PIECE_BYTES = 16 << 20
-"""Bytes of one collective operation: what a deadline can be given to."""
+"""Bytes of one collective operation, each of which has a deadline."""
 MOVING_S = 0.5
 
 
 class BrokerStore(Store):
-    """The store by which ranks find one another: it lies in the broker, which this process reaches by its service.
+    """The store by which ranks find each other. It lies in the broker, which this process reaches through its service.
 
-    So only who may read the run's keys learns an address, and no port is open for the meeting itself.
+    So only processes that may read the run's keys learn an address, and the store itself opens no port.
     """
 
     def __init__(self, service: socket.socket) -> None:
@@ -50,33 +50,33 @@ class BrokerStore(Store):
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Tell the other ranks."""
+        """Leave a note for the other ranks."""
         note = value.encode() if isinstance(value, str) else value
         self._known[key] = note
-        send(self._service, Told(key, note))
+        send(self._service, Note(key, note))
 
     def get(self, key: str) -> bytes:
-        """What a rank has told, waiting for it. TimeoutError when it has not in time."""
+        """Wait for a note of a rank. TimeoutError if it does not come in time."""
         if key not in self._known:
-            send(self._service, Wanted(key))
-            answer: Found = receive(self._service, found)
-            if not answer.note:
-                raise TimeoutError("not all of the roll came")
-            self._known[key] = answer.note
+            send(self._service, NoteRequest(key))
+            reply: NoteReply = receive(self._service, note_replies)
+            if not reply.note:
+                raise TimeoutError("not all ranks of the roll came")
+            self._known[key] = reply.note
         return self._known[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for all of these notes; the service has the deadline."""
+        """Wait for all of these notes; the service applies the deadline."""
         for key in keys:
             self.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether these notes are known here."""
+        """Return whether these notes are known here."""
         return all(key in self._known for key in keys)
 
 
 class Communicator:
-    """The connections between the ranks of one roll. The constructor meets the others; RuntimeError if they don't."""
+    """Connections between the ranks of a roll. The constructor connects them, or raises RuntimeError."""
 
     def __init__(self, order: TakePart, service: socket.socket) -> None:
         self.number = order.communicator
@@ -88,7 +88,7 @@ class Communicator:
         self._options.rootTensor = 0
 
     def broadcast(self, data: torch.Tensor) -> Iterator[None]:
-        """Fill ``data``, uint8 [bytes] in host memory, from rank 0's; yields after each piece."""
+        """Fill ``data``, uint8 [bytes] in host memory, from rank 0's; yield after each piece."""
         for piece in data.split(PIECE_BYTES):
             moved = piece.to(self._device) if self._root or self._device.type == "cpu" else _like(piece, self._device)
             self._group.broadcast([moved], self._options).wait()
@@ -118,7 +118,7 @@ def _connect(order: TakePart, store: BrokerStore) -> object:
 
 
 class Worker:
-    """Takes part in one broadcast after the other, as its service says."""
+    """Takes part in broadcasts, one after the other, as its service orders."""
 
     def __init__(self, service: socket.socket) -> None:
         self._service = service
@@ -126,8 +126,8 @@ class Worker:
         self._told = 0.0
 
     def run(self) -> int:
-        """Serve until the service is gone."""
-        send(self._service, Ready(["nccl", "gloo"] if _has_nccl() else ["gloo"]))
+        """Follow orders until the service is gone."""
+        send(self._service, Backends(["nccl", "gloo"] if _has_nccl() else ["gloo"]))
         while True:
             try:
                 order = receive(self._service, orders)
@@ -139,7 +139,7 @@ class Worker:
                 self._communicator = None
                 send(self._service, Failed(describe_error(error)))
                 if order.backend == "nccl":
-                    # What a broken communicator left on the device goes with its process.
+                    # Only the end of the process frees what a broken communicator left on the device.
                     return 1
             else:
                 send(self._service, Done())
@@ -149,13 +149,13 @@ class Worker:
             self._communicator = None
             self._communicator = Communicator(order, self._service)
         self._say_moving()
-        # What a receiver writes into this memory is in the file.
+        # The memory is mapped from the file, so a receiver writes into it.
         data = torch.from_file(order.file, shared=order.rank != 0, size=order.bytes, dtype=torch.uint8)
         for _ in self._communicator.broadcast(data):
             self._say_moving()
 
     def _say_moving(self) -> None:
-        # Not at each piece: nobody reads them while the service is stopped.
+        # Not at each piece: the socket would fill up while the service is stopped.
         if time.monotonic() - self._told > MOVING_S:
             self._told = time.monotonic()
             send(self._service, Moving())
@@ -166,7 +166,7 @@ def _has_nccl() -> bool:
 
 
 def main() -> int:
-    """Serve on stdin; what libraries print goes to stderr."""
+    """Follow orders on stdin; what libraries print goes to stderr."""
     service = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

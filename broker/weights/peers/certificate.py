@@ -1,7 +1,7 @@
-"""TLS between peers, where the broker has it: a certificate for each process, known by its fingerprint in the broker.
+"""TLS between peers, if the broker has it: each process has a certificate, whose fingerprint is in the broker.
 
-It is made anew at each start, signed by itself, and never leaves the process but for its public half. Readers take none
-but the one whose fingerprint the broker names, so no authority is needed.
+The certificate is self-signed and created at each start; its private key never leaves the process. Readers accept only
+the certificate whose fingerprint the broker names, so no authority is needed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from broker.weights.peers.wire import PeerError
 from schemas.errors import ConfigError
 
 VALID = datetime.timedelta(days=3650)
-"""Of no use to anybody: what counts is the record in the broker, whose lease is short."""
+"""Validity of a certificate, which does not matter: the record in the broker counts, and its lease is short."""
 
 
 def has_tls(url: str) -> bool:
-    """Whether a broker's URL asks for TLS, so that peers use it, too."""
+    """Return whether a broker's URL asks for TLS; peers then use it, too."""
     return url.startswith("rediss:")
 
 
 def make_certificate() -> tuple[ssl.SSLContext, str]:
-    """A server's context with a new certificate, and the fingerprint of that; ConfigError without ``cryptography``."""
+    """Return a server context with a new certificate, and its fingerprint; ConfigError without ``cryptography``."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -56,7 +56,7 @@ def make_certificate() -> tuple[ssl.SSLContext, str]:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     password = os.urandom(32)
     with tempfile.TemporaryDirectory(prefix="tidemill-") as folder:
-        # ssl reads files only; this one is encrypted, in a folder of ours alone, and gone in a moment.
+        # ssl reads files only; this one is encrypted, in a private folder, and deleted at once.
         file = Path(folder) / "pem"
         file.write_bytes(
             certificate.public_bytes(serialization.Encoding.PEM)
@@ -71,10 +71,10 @@ def make_certificate() -> tuple[ssl.SSLContext, str]:
 
 
 def secure(stream: socket.socket, fingerprint: str) -> ssl.SSLSocket:
-    """Make a reader's connection one of TLS, to the certificate with this fingerprint; PeerError for any other."""
+    """Wrap a reader's connection in TLS; PeerError unless the server's certificate has this fingerprint."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # The fingerprint says who it is, and nothing else would.
+    # The fingerprint identifies the peer.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     secured = context.wrap_socket(stream)

@@ -1,4 +1,4 @@
-"""One payload from many peers at once: every chunk is compared with its digest, and served on from then on."""
+"""A download from many peers at once: each chunk is compared with its digest, and then served to others."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ import numpy.typing as npt
 import structlog
 
 from broker.weights.peers import certificate
+from broker.weights.peers.chunk_store import Chunks, StoredPayload
 from broker.weights.peers.registry import Peer, PeerRegistry, is_loopback
-from broker.weights.peers.shelf import Chunks, Item
 from broker.weights.peers.wire import Get, Have, connect, held, receive, receive_into, send, sent
 from schemas.digests import CHUNK_BYTES, digest
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Payload
 
 STALL_S = 15.0
-"""Without any chunk for so long, a download is given up."""
+"""Seconds without a chunk after which a download is abandoned."""
 PATIENCE_S = 2.0
-"""After so long without any chunk, the trainer is asked for more than its share."""
+"""Seconds without a chunk after which the trainer is asked for more than its share."""
 SLOW_S = 2.0
-"""A chunk that was asked for so long ago is asked of somebody else as well."""
+"""Seconds after which a requested chunk is also requested from another peer."""
 REFRESH_S, MOST_REFRESH_S = 0.05, 1.0
-"""After so long the broker is asked for peers again, each time after twice as long."""
+"""Seconds after which the broker is asked for peers again, doubled each time up to the second."""
 MOST_WAIT_S = 0.2
-"""A connection that finds nothing asks again after so long at most."""
+"""Longest wait of a thread that finds nothing to fetch."""
 ASKED = 4
-"""Peers that one connection's thread asks in a turn, beside the trainer."""
+"""Peers that a thread asks in a turn, in addition to the trainer."""
 AVOID_S = 0.5
-"""How long a peer is left alone that could not be reached, or gave something else; each time twice as long."""
+"""How long an unreachable or faulty peer is avoided, doubled each time."""
 MOST_RANGE = 16
-"""Chunks asked for at once, at most."""
+"""Most chunks in a request."""
 
 log = structlog.get_logger()
 
 
 class Download:
-    """Fetches ``payload`` into ``file``, which ``run`` opens anew::
+    """Fetches ``payload`` into ``file``, which ``run`` opens::
 
     Download(payload, name, file, registry, "generator-0-1a2b3c4d", streams=4).run(serve)
 
-    reader: this process's id among the peers. streams: connections at once. name: of the payload among peers.
+    reader: this process's id among the peers. streams: threads that fetch at once. name: of the payload among peers.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class Download:
         self._peers: list[Peer] = []
         self._key = b""
         self._avoided: dict[str, tuple[int, float]] = {}
-        """How often each peer failed, and until when it is left alone."""
+        """How often each peer failed, and until when it is avoided."""
         self._open: set[socket.socket] = set()
         self._over = False
         self._error: BaseException | None = None
         self._why = "no peer has it"
 
-    def run(self, item: Item | None) -> None:
-        """Return when all chunks are in the file. item: where they are served while they come.
+    def run(self, item: StoredPayload | None) -> None:
+        """Return when all chunks are in the file. item: serves them while they arrive.
 
-        InfraError: nothing came for STALL_S, with the last reason.
+        InfraError, with the last reason, if no chunk arrived for STALL_S.
         """
         descriptor = os.open(self._file, os.O_WRONLY)
         workers = [
@@ -107,9 +107,9 @@ class Download:
                 self._over = True
                 self._moved.notify_all()
                 for stream in self._open:
-                    # Whoever waits for a peer that is silent need not do so any more.
+                    # A thread that waits for a silent peer need not wait any longer.
                     with contextlib.suppress(OSError):
-                        # Not that of ssl, which another thread's call would not outlive.
+                        # Not ssl's shutdown, which would break a call in another thread.
                         socket.socket.shutdown(stream, socket.SHUT_RDWR)
             for worker in workers:
                 worker.join()
@@ -118,10 +118,10 @@ class Download:
             raise self._error
 
     def abandon(self) -> None:
-        """Have ``run`` end soon, with InfraError unless all is there."""
-        self._fail(InfraError(f"{self._payload.uri}: given up, because this process ends"))
+        """Make ``run`` end soon, with InfraError unless it is complete."""
+        self._fail(InfraError(f"{self._payload.uri}: abandoned, because this process ends"))
 
-    def _work(self, descriptor: int, item: Item | None) -> None:
+    def _work(self, descriptor: int, item: StoredPayload | None) -> None:
         buffer = memoryview(bytearray(CHUNK_BYTES))
         streams: dict[str, socket.socket] = {}
         wait = REFRESH_S
@@ -145,7 +145,7 @@ class Download:
             self._moved.notify_all()
 
     def _candidates(self) -> Sequence[Peer]:
-        """Some peers to ask: those that pass it on, and at last the trainer."""
+        """Choose peers to ask: some generators, and last the trainer."""
         now = time.monotonic()
         with self._lock:
             stale = now - self._refreshed > self._refresh
@@ -158,14 +158,14 @@ class Download:
                 with self._lock:
                     self._key, self._peers = key, [peer for peer in peers if self._may_help(peer)]
             except InfraError as error:
-                # Those that are known go on meanwhile.
+                # Known peers are used meanwhile.
                 self._why = str(error)
         with self._lock:
-            found = [peer for peer in self._peers if self._avoided.get(peer.id, (0, -np.inf))[1] < now]
-        passing_on = [peer for peer in found if not peer.origin]
+            usable = [peer for peer in self._peers if self._avoided.get(peer.id, (0, -np.inf))[1] < now]
+        generators = [peer for peer in usable if not peer.origin]
         return [
-            *random.sample(passing_on, min(ASKED, len(passing_on))),
-            *(peer for peer in found if peer.origin),
+            *random.sample(generators, min(ASKED, len(generators))),
+            *(peer for peer in usable if peer.origin),
         ]
 
     def _may_help(self, peer: Peer) -> bool:
@@ -173,7 +173,7 @@ class Download:
             return False
         if is_loopback(peer.host) and peer.machine != socket.gethostname():
             self._why = (
-                f"{peer.id} on {peer.machine} says that it is at {peer.host}, which only its own machine reaches:"
+                f"{peer.id} on {peer.machine} has registered the address {peer.host}, which no other machine reaches:"
                 " set trainer.publish.peer.host there"
             )
             return False
@@ -185,9 +185,9 @@ class Download:
         streams: dict[str, socket.socket],
         descriptor: int,
         buffer: memoryview,
-        item: Item | None,
+        item: StoredPayload | None,
     ) -> bool:
-        """Take from one peer while it has what is missing; returns whether it gave anything. Connections are kept."""
+        """Fetch from a peer while it has missing chunks; return whether it sent any. Connections are reused."""
         gave = False
         try:
             if peer.id not in streams:
@@ -215,8 +215,10 @@ class Download:
             self._open.discard(stream)
         stream.close()
 
-    def _draw(self, peer: Peer, stream: socket.socket, descriptor: int, buffer: memoryview, item: Item | None) -> bool:
-        """Ask for one range; False if the peer has nothing that is wanted. OSError, InfraError: it broke off."""
+    def _draw(
+        self, peer: Peer, stream: socket.socket, descriptor: int, buffer: memoryview, item: StoredPayload | None
+    ) -> bool:
+        """Fetch one range; False if the peer has no missing chunk. OSError or InfraError if the transfer fails."""
         stalled = time.monotonic() - self._progress > PATIENCE_S
         send(stream, Have(self._name, self._reader, stalled))
         bits = np.frombuffer(receive(stream, held).chunks, np.uint8)
@@ -231,7 +233,7 @@ class Download:
             send(stream, Get(self._name, self._reader, stalled, first, count))
             answer = receive(stream, sent)
             if not 0 <= answer.count <= count or answer.size != self._size(first, answer.count):
-                raise InfraError(f"it answers with {answer.size} bytes for chunks {first} to {first + count}")
+                raise InfraError(f"it replies with {answer.size} bytes for chunks {first} to {first + count}")
             for chunk in range(first, first + answer.count):
                 view = buffer[: self._size(chunk, 1)]
                 receive_into(stream, view)
@@ -246,26 +248,26 @@ class Download:
                 self._asked[done : first + count] = -np.inf
 
     def _claim(self, offered: Chunks) -> tuple[int, int]:
-        """A range that is offered, missing, and asked of nobody else; each reader begins somewhere else."""
+        """Claim a range that is offered, missing and not requested elsewhere, at a random position."""
         now = time.monotonic()
         with self._lock:
             wanted = offered & self._missing & (now - self._asked > SLOW_S)
-            places = np.flatnonzero(wanted)
-            if not places.size:
+            candidates = np.flatnonzero(wanted)
+            if not candidates.size:
                 return 0, 0
-            first = int(places[random.randrange(places.size)])
+            first = int(candidates[random.randrange(candidates.size)])
             rest = np.flatnonzero(~wanted[first : first + self._range])
             count = int(rest[0]) if rest.size else min(self._range, len(wanted) - first)
             self._asked[first : first + count] = now
             return first, count
 
-    def _store(self, chunk: int, view: memoryview, descriptor: int, item: Item | None) -> None:
+    def _store(self, chunk: int, view: memoryview, descriptor: int, item: StoredPayload | None) -> None:
         written = 0
         try:
             while written < len(view):
                 written += os.pwrite(descriptor, view[written:], chunk * CHUNK_BYTES + written)
         except OSError as error:
-            # No peer's fault.
+            # This is not the peer's fault.
             failure = DiskError(f"{self._payload.uri} cannot be written to {self._file}: {error}")
             self._fail(failure)
             raise failure from error

@@ -1,4 +1,4 @@
-"""A process's part among the peers: what it holds, the server of that, and its record in the broker."""
+"""A process as a peer: the chunks that it has, its server, and its record in the broker."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import structlog
 
 from broker.connection.connection import Connection
 from broker.weights.peers.certificate import make_certificate
+from broker.weights.peers.chunk_store import ChunkStore, StoredPayload
 from broker.weights.peers.registry import RENEW_S, Peer, PeerRegistry, find_host, is_loopback
 from broker.weights.peers.server import PeerServer
-from broker.weights.peers.shelf import Item, Shelf
 from broker.weights.peers.wire import SILENCE_S
 from schemas.config.publish import PeerConfig
 from schemas.errors import InfraError, TidemillError
 
 SIGN_OFF_S = 2.0
-"""Seconds that the end of a process waits for the broker to hear of it."""
+"""Seconds that the end of a process waits until the broker has removed its record."""
 
 log = structlog.get_logger()
 
 
 class PeerNode:
-    """Serves what is put here, from the first call of ``put`` until ``close``.
+    """Serves payloads from the first ``put`` or ``begin`` until ``close``.
 
-    origin: whether it is the trainer's, whose sending ``uplinks`` bounds. id: of this process among the peers.
+    origin: whether it is the trainer's, whose traffic ``uplinks`` limits. id: of this process among the peers.
     """
 
     def __init__(self, connection: Connection, service: str, settings: PeerConfig, origin: bool = False) -> None:
@@ -38,13 +38,13 @@ class PeerNode:
         self.streams = settings.streams
         self._origin = origin
         self._host = settings.host or find_host(connection.url)
-        self._shelf = Shelf(settings.uplinks if origin else None)
+        self._store = ChunkStore(settings.uplinks if origin else None)
         everywhere = "::" if ":" in self._host else "0.0.0.0"
         bound = self._host if is_loopback(self._host) else everywhere
         self._key = b""
         self._keyed = threading.Event()
         context, self._fingerprint = make_certificate() if self.registry.tls else (None, "")
-        self._server = PeerServer(self._shelf, bound, settings.port, self._wait_key, context)
+        self._server = PeerServer(self._store, bound, settings.port, self._wait_key, context)
         self._beginning = threading.Lock()
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -53,43 +53,43 @@ class PeerNode:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of weights that left this process so far."""
+        """Bytes of weights sent so far."""
         return self._server.sent_bytes
 
     @property
     def connections(self) -> int:
-        """Connections of readers that are open now."""
+        """Number of open connections of readers."""
         return self._server.connections
 
     def put(self, name: str, path: Path, size: int, at_once: bool = True) -> None:
-        """Serve a whole payload. at_once: who looks for it finds us when this returns, else within a moment.
+        """Serve a whole payload. at_once: register it before this returns; otherwise a moment later.
 
-        InfraError when there is no such file, and with ``at_once`` when there is no broker.
+        InfraError if there is no such file or, with ``at_once``, no broker.
         """
-        self._shelf.put(name, path, size)
+        self._store.put(name, path, size)
         if at_once:
             self._announce(once=False)
         self._wake.set()
         self._begin()
 
-    def begin(self, name: str, path: Path, size: int) -> Item:
-        """Serve a payload while it comes in, chunk by chunk."""
-        item = self._shelf.put(name, path, size, complete=False)
+    def begin(self, name: str, path: Path, size: int) -> StoredPayload:
+        """Serve a payload while it is received, chunk by chunk."""
+        item = self._store.put(name, path, size, complete=False)
         self._begin()
         self._wake.set()
         return item
 
     def remove(self, name: str) -> None:
-        """Serve a payload no more; its file may be changed then."""
-        self._shelf.remove(name)
+        """Stop serving a payload; its file may be changed afterwards."""
+        self._store.remove(name)
         self._wake.set()
 
     def names(self) -> list[str]:
-        """Return what is served."""
-        return self._shelf.names()
+        """Return the names of the payloads that are served."""
+        return self._store.names()
 
     def close(self) -> None:
-        """End, and take the record out of the broker."""
+        """Stop serving, and remove the record from the broker."""
         self._stop.set()
         self._wake.set()
         with self._beginning:
@@ -97,8 +97,8 @@ class PeerNode:
         if begun:
             self._thread.join(RENEW_S)
         self._server.close()
-        for name in self._shelf.names():
-            self._shelf.remove(name)
+        for name in self._store.names():
+            self._store.remove(name)
         sign_off(self._sign_off)
 
     def _sign_off(self) -> None:
@@ -106,7 +106,7 @@ class PeerNode:
             self.registry.announce(self._record(), lease_s=0, once=True)
 
     def _wait_key(self) -> bytes:
-        """The run's key: others may find us in the broker before its answer is here."""
+        """Return the run's key, waiting for it: readers may find this peer before the broker's reply has arrived."""
         self._keyed.wait(SILENCE_S)
         return self._key
 
@@ -123,7 +123,7 @@ class PeerNode:
             self._server.port,
             socket.gethostname(),
             self._origin,
-            self._shelf.names(),
+            self._store.names(),
             self._fingerprint,
         )
 
@@ -140,15 +140,15 @@ class PeerNode:
             try:
                 self._announce(once=True)
             except InfraError as error:
-                # It comes again by itself; until then those who know us go on.
+                # It is retried soon; readers that know this peer continue meanwhile.
                 log.warning("a peer's lease could not be renewed", error=str(error))
                 self._stop.wait(RENEW_S)
 
 
 def sign_off(tell: Callable[[], None]) -> None:
-    """Tell the broker that a process ends, in a thread, and wait at most SIGN_OFF_S: it may hang.
+    """Tell the broker in a thread that a process ends, and wait at most SIGN_OFF_S, because it may hang.
 
-    Whoever is not told finds out by a lease or a deadline.
+    If that fails, others find out by a lease or a deadline.
     """
 
     def try_it() -> None:

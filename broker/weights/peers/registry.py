@@ -1,4 +1,4 @@
-"""Where the peers of a run are: their records in the broker, each under a lease that its process renews."""
+"""The peers of a run: their records in the broker, each under a lease that its process renews."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ log = structlog.get_logger()
 class Peer(msgspec.Struct, frozen=True, array_like=True):
     """A process that serves weights.
 
-    names: payloads of which it has something. origin: the trainer, who made them. machine: its host's name.
-    fingerprint: of its certificate, empty without TLS.
+    names: payloads of which it has at least a part. origin: whether it is the trainer. machine: its host name.
+    fingerprint: of its certificate, "" without TLS.
     """
 
     id: str
@@ -47,32 +47,32 @@ class PeerRegistry:
         self.tls = has_tls(connection.url)
 
     def announce(self, peer: Peer, lease_s: int = LEASE_S, once: bool = False) -> bytes:
-        """Note a peer for ``lease_s`` seconds, 0: it leaves; returns the run's key. once: it comes again by itself."""
+        """Register a peer for ``lease_s`` seconds, 0 to remove it; return the run's key. once: without retries."""
         run = self._connection.run_script_once if once else self._connection.run_script
         record = msgspec.msgpack.encode(peer)
         return bytes(run("announce_peer", peer.id, record, lease_s, secrets.token_hex(32)))
 
     def find(self, once: bool = False) -> tuple[bytes, list[Peer]]:
-        """The run's key, and all peers whose lease goes on. A record that can't be read is another release's."""
+        """Return the run's key and all peers with a current lease. Unreadable records are of other releases."""
         key, *records = (self._connection.run_script_once if once else self._connection.run_script)("find_peers")
         peers = []
         for record in records:
             try:
                 peers.append(_decoder.decode(record))
             except msgspec.MsgspecError as error:
-                log.warning("a peer that can't be understood", error=str(error))
+                log.warning("a peer's record can't be read", error=str(error))
         return bytes(key), peers
 
 
 def find_host(url: str) -> str:
-    """The address of this machine on the way to the broker; 127.0.0.1 when that is on this machine."""
+    """Return this machine's address on the route to the broker; 127.0.0.1 if the broker is on this machine."""
     if url.startswith("unix:"):
         return "127.0.0.1"
     parts = urlsplit(url)
     try:
         family, *_, address = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # Nothing is sent: the system only chooses the way.
+            # Nothing is sent: the system only chooses the route.
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
@@ -82,7 +82,7 @@ def find_host(url: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Return whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""The server of a peer: a thread for each connection, which sends chunks from the shelf as the system copies files."""
+"""The server of a peer: a thread for each connection, which sends chunks with the system's file copy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Callable
 import numpy as np
 import structlog
 
-from broker.weights.peers.shelf import Item, Shelf
+from broker.weights.peers.chunk_store import ChunkStore, StoredPayload
 from broker.weights.peers.wire import SILENCE_S, Get, Have, Held, PeerError, Sent, admit, questions, receive, send
 from schemas.digests import CHUNK_BYTES
 from schemas.errors import ConfigError
 
 MOST_CONNECTIONS = 128
-"""Most at once; whoever comes then finds the connection closed and asks somebody else."""
+"""Most connections at once; further ones are closed, and their readers ask another peer."""
 IDLE_S = 60.0
 _LOOK_S = 1.0
 
@@ -27,15 +27,15 @@ log = structlog.get_logger()
 
 
 class PeerServer:
-    """Serves a shelf at ``host``:``port`` from ``start`` to ``close``; port 0 takes a free one.
+    """Serves a store at ``host``:``port`` from ``start`` to ``close``; port 0 takes a free one.
 
-    key: gives the run's key, waiting for it if need be. tls: with the server's certificate. sent_bytes: what left it.
+    key: returns the run's key, waiting if necessary. tls: with the server's certificate. sent_bytes: sent so far.
     """
 
     def __init__(
-        self, shelf: Shelf, host: str, port: int, key: Callable[[], bytes], tls: ssl.SSLContext | None = None
+        self, store: ChunkStore, host: str, port: int, key: Callable[[], bytes], tls: ssl.SSLContext | None = None
     ) -> None:
-        self._shelf = shelf
+        self._store = store
         self._key = key
         self._tls = tls
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
@@ -61,18 +61,18 @@ class PeerServer:
 
     @property
     def connections(self) -> int:
-        """Return how many are open now."""
+        """Number of open connections."""
         return len(self._streams)
 
     def start(self) -> None:
-        """Answer from now on."""
+        """Begin to accept connections."""
         self._thread.start()
 
     def close(self) -> None:
-        """Break off what goes on and answer nobody any more."""
+        """Cancel all transfers and accept no more connections."""
         self._stop.set()
         with contextlib.suppress(OSError):
-            # Wakes who waits for a connection; not every system does.
+            # This wakes the accepting thread, but not on every system.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
@@ -80,7 +80,7 @@ class PeerServer:
         for stream in streams:
             # Its thread closes it.
             with contextlib.suppress(OSError):
-                # Not that of ssl, which another thread's call would not outlive.
+                # Not ssl's shutdown, which would break a call in another thread.
                 socket.socket.shutdown(stream, socket.SHUT_RDWR)
         if self._thread.ident is not None:
             self._thread.join(2 * _LOOK_S)
@@ -117,7 +117,7 @@ class PeerServer:
                 stream.settimeout(SILENCE_S)
                 self._answer(stream, question)
         except (OSError, PeerError):
-            # A reader has what it wanted, or is gone: it asks anew if it is not.
+            # The reader is done or gone; otherwise it connects again.
             pass
         finally:
             with self._lock:
@@ -126,16 +126,16 @@ class PeerServer:
             self._places.release()
 
     def _secure(self, stream: socket.socket, tls: ssl.SSLContext) -> socket.socket:
-        """The same connection under TLS; OSError when that fails."""
+        """Wrap the connection in TLS; OSError if that fails."""
         secured = tls.wrap_socket(stream, server_side=True)
         with self._lock:
-            # The other one has no connection any more.
+            # The wrapped one has taken over the connection.
             self._streams.discard(stream)
             self._streams.add(secured)
         return secured
 
     def _admit(self, stream: socket.socket) -> None:
-        """Let in who knows the run's key; PeerError for anybody else, which is told to people."""
+        """Authenticate a reader by the run's key; log a failure and raise PeerError."""
         try:
             if not (key := self._key()):
                 raise PeerError("the run's key is not known yet")
@@ -145,7 +145,7 @@ class PeerServer:
             raise
 
     def _answer(self, stream: socket.socket, question: Have | Get) -> None:
-        item = self._shelf.find(question.name)
+        item = self._store.find(question.name)
         if isinstance(question, Have):
             found = item.chunks(question.reader, question.stalled, time.monotonic()) if item is not None else None
             send(stream, Held(b"" if found is None else np.packbits(found).tobytes()))
@@ -164,13 +164,13 @@ class PeerServer:
         finally:
             item.give_back(question.first, taken, arrived)
 
-    def _send_chunks(self, stream: socket.socket, item: Item, first: int, count: int) -> None:
+    def _send_chunks(self, stream: socket.socket, item: StoredPayload, first: int, count: int) -> None:
         for chunk in range(first, first + count):
             if item.closed:
-                raise PeerError("the payload is served no more")
+                raise PeerError("the payload is no longer served")
             size = item.bytes_of(chunk, 1)
             if isinstance(stream, ssl.SSLSocket):
-                # The system can't encrypt what it copies.
+                # The system's file copy can't encrypt.
                 data = os.pread(item.file.fileno(), size, chunk * CHUNK_BYTES)
                 stream.sendall(data)
                 sent = len(data)

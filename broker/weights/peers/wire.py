@@ -1,8 +1,8 @@
-"""What peers say to one another over TCP: a handshake by the run's key, then requests and answers.
+"""The peers' protocol over TCP: a handshake by the run's key, then requests and replies.
 
-A frame is its length, 4 bytes big-endian, and a MessagePack map. The bytes of chunks follow their answer as they are.
-Nothing is signed: readers compare chunks with digests that come from the broker. Where the broker has TLS, all of it is
-under TLS (certificate.py).
+A frame is its length, 4 bytes big-endian, and a MessagePack map. The bytes of chunks follow their reply unframed.
+Nothing is signed: readers compare chunks with digests from the broker. If the broker has TLS, so does this protocol
+(certificate.py).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import msgspec
 from schemas.errors import InfraError
 
 SILENCE_S = 5.0
-"""A peer that neither takes nor sends a byte for so long is given up."""
+"""Seconds without a byte in either direction after which a peer is abandoned."""
 _NONCE = 32
 _LENGTH = struct.Struct(">I")
 _MOST = 1 << 20
-"""Bytes of a frame: the map of a payload of 8 TB."""
+"""Most bytes of a frame: the map of a payload of 8 TB."""
 
 
 class Have(msgspec.Struct, tag="have", frozen=True):
-    """Question which chunks of a payload this reader may get.
+    """Request for the list of chunks of a payload that this reader may get.
 
-    reader: its id. stalled: nobody has given it anything for a while, so that it has to be given what there is.
+    reader: its id. stalled: it has received nothing for a while, so limits don't apply to it.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Have(msgspec.Struct, tag="have", frozen=True):
 
 
 class Get(msgspec.Struct, tag="get", frozen=True):
-    """Question for ``count`` chunks from chunk ``first`` on."""
+    """Request for ``count`` chunks from chunk ``first`` on."""
 
     name: str
     reader: str
@@ -48,13 +48,13 @@ class Get(msgspec.Struct, tag="get", frozen=True):
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):
-    """Answer to ``Have``: a bit for each chunk, the first the highest of the first byte; empty if there is none."""
+    """Reply to ``Have``: a bit for each chunk, from the highest bit of the first byte; empty if there are none."""
 
     chunks: bytes
 
 
 class Sent(msgspec.Struct, tag="sent", frozen=True):
-    """Answer to ``Get``: so many chunks, of ``size`` bytes together, follow; 0 if they can't be had here now."""
+    """Reply to ``Get``: ``count`` chunks of ``size`` bytes in all follow; 0 if they are not available now."""
 
     count: int
     size: int
@@ -69,35 +69,35 @@ sent: msgspec.msgpack.Decoder[Sent] = msgspec.msgpack.Decoder(Sent)
 
 
 class PeerError(InfraError):
-    """A peer is gone, silent, no peer of this run, or says what makes no sense."""
+    """A peer is gone, silent, not of this run, or breaks the protocol."""
 
 
 def send(stream: socket.socket, message: msgspec.Struct) -> None:
-    """Send one frame. OSError when the peer is gone."""
+    """Send a frame. OSError if the peer is gone."""
     body = _encoder.encode(message)
     stream.sendall(_LENGTH.pack(len(body)) + body)
 
 
 def receive(stream: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """Read one frame. PeerError for anything else, OSError when the peer is gone."""
+    """Read a frame. PeerError if it is invalid, OSError if the peer is gone."""
     (length,) = _LENGTH.unpack(receive_exactly(stream, _LENGTH.size))
     if length > _MOST:
         raise PeerError(f"a frame of {length} bytes")
     try:
         return decoder.decode(receive_exactly(stream, length))
     except msgspec.MsgspecError as error:
-        raise PeerError(f"no frame of a peer: {error}") from error
+        raise PeerError(f"not a frame of a peer: {error}") from error
 
 
 def receive_exactly(stream: socket.socket, size: int) -> bytearray:
-    """Read ``size`` bytes. PeerError if they end before, OSError when the peer is gone."""
+    """Read ``size`` bytes. PeerError if the connection ends, OSError if the peer is gone."""
     data = bytearray(size)
     receive_into(stream, memoryview(data))
     return data
 
 
 def receive_into(stream: socket.socket, view: memoryview) -> None:
-    """Fill ``view``. PeerError if the bytes end before, OSError when the peer is gone."""
+    """Fill ``view``. PeerError if the connection ends, OSError if the peer is gone."""
     at = 0
     while at < len(view):
         read = stream.recv_into(view[at:])
@@ -109,9 +109,9 @@ def receive_into(stream: socket.socket, view: memoryview) -> None:
 def connect(
     host: str, port: int, key: bytes, secure: Callable[[socket.socket], socket.socket] | None = None
 ) -> socket.socket:
-    """Return a connection to a peer of this run. PeerError when it is none, OSError when nobody answers.
+    """Connect to a peer of this run. PeerError if it is not one, OSError if it does not answer.
 
-    secure: makes it one of TLS.
+    secure: wraps the connection in TLS.
     """
     stream = socket.create_connection((host, port), SILENCE_S)
     try:
@@ -129,7 +129,7 @@ def connect(
 
 
 def admit(stream: socket.socket, key: bytes) -> None:
-    """Let in who knows the run's key, and prove that we do. PeerError for anybody else, OSError when it is gone."""
+    """Authenticate a connecting peer by the run's key, in both directions. PeerError or OSError if it fails."""
     ours = secrets.token_bytes(_NONCE)
     stream.sendall(ours)
     theirs, proof = receive_exactly(stream, _NONCE), receive_exactly(stream, _NONCE)

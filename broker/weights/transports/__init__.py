@@ -1,4 +1,4 @@
-"""Ways for the bytes of a weight version to get from the trainer to its readers."""
+"""Transports: how the bytes of a weight version get from the trainer to its readers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ __all__ = [
 
 
 def make_transport(connection: Connection, kind: str, folder: Path) -> Transport:
-    """The trainer's transport: ``file`` over this folder, ``redis`` through the broker, or ``peer`` and ``nccl``.
+    """Return the trainer's transport: ``file`` in this folder, ``redis`` through the broker, ``peer`` or ``nccl``.
 
-    Settings of these two, which serve the folder, are the default ones; ``PeerOrigin`` and ``NcclOrigin`` take others.
+    The last two serve the folder with default settings; ``PeerOrigin`` and ``NcclOrigin`` take others.
     """
     if kind == "peer":
         return PeerOrigin(connection, folder, PublishConfig().peer)

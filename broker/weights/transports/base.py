@@ -1,7 +1,7 @@
-"""Protocols of a weight transport: where the bytes of a version are, and how they get there and from there.
+"""Protocols of a weight transport: where the bytes of a version are, and how they are sent and received.
 
-The three are protocols of their own, so that a transport whose bytes lie nowhere between sender and receiver, such as
-a collective one, can bring a sender and a receiver without pretending to be a file.
+They are separate, so that a transport without a place between sender and receiver, such as a collective, can implement
+a sender and a receiver alone.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Form = Literal["whole", "delta"]
 
 
 class Location(Protocol):
-    """Place of the bytes of versions: names them, checks them, and frees them."""
+    """Place of the bytes of versions: it names, checks and frees them."""
 
     def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
         """Return the URI under which a version's bytes are, or would be."""
         ...
 
     def check(self, payload: Payload) -> None:
-        """Compare each chunk with its digest; InfraError when one is damaged or gone."""
+        """Compare each chunk with its digest; InfraError if one is damaged or gone."""
         ...
 
     def trim(self, old: Sequence[Manifest], kept: Sequence[Manifest]) -> None:
-        """Free the ``old`` versions, and what no version of ``kept`` (oldest first) names."""
+        """Free the ``old`` versions, and bytes that no version of ``kept`` (oldest first) names."""
         ...
 
 
@@ -41,14 +41,14 @@ class Sender(Protocol):
         ...
 
     def spreading(self, payload: Payload, leader_term: str) -> AbstractContextManager[None]:
-        """Around the moment in which readers learn of ``payload``, which was put: bring it to them, if they don't come.
+        """Return a context for the announcement of ``payload``, in which the transport may push it to readers.
 
-        What goes wrong there costs readers time alone, and raises nothing but FencedError.
+        A failure of that only costs readers time; the context raises nothing but FencedError.
         """
         ...
 
     def close(self) -> None:
-        """End what runs for readers, if anything does; nothing is put any more."""
+        """Stop serving readers; nothing is put afterwards."""
         ...
 
 
@@ -56,13 +56,13 @@ class Receiver(Protocol):
     """A reader's side of a transport."""
 
     def holds(self, payloads: Sequence[Payload]) -> bool:
-        """Whether all bytes of these payloads are there."""
+        """Return whether all bytes of these payloads are there."""
         ...
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
-        """A verified local file, in ``folder`` where none is shared; InfraError when bytes are damaged or gone."""
+        """Return a verified local file, in ``folder`` unless it is shared; InfraError if bytes are damaged or gone."""
         ...
 
 
 class Transport(Location, Sender, Receiver, Protocol):
-    """A transport over a place that both sides reach: location, sender and receiver in one."""
+    """A transport with a place that both sides reach: location, sender and receiver in one."""

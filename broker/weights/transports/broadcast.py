@@ -1,8 +1,8 @@
-"""Weights by one broadcast to all generators that are ready for it, and from peers for all others.
+"""Weights by broadcast to all generators that are ready for it, and from peers for all others.
 
-The trainer serves each version as with ``peer`` before anybody hears of it, and calls the roll while they do. So who
-is late, or on a roll whose broadcast fails, has the same version a little later; the engine never sees either, since
-bytes are received into a file beside, and loaded once they have been compared with the manifest's digests.
+The trainer serves each version as with ``peer`` before it announces the manifest, and calls the roll at the same time.
+So a generator that is late, or whose broadcast fails, has the version a little later. The engine notices neither: bytes
+are received into a separate file, and loaded after they were compared with the manifest's digests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import structlog
 
 from broker.connection.connection import Connection
 from broker.weights.collective.process import BroadcastProcess
-from broker.weights.collective.roll import Roll
+from broker.weights.collective.roll import RollCall
 from broker.weights.peers.certificate import has_tls
 from broker.weights.peers.node import PeerNode, sign_off
 from broker.weights.peers.registry import find_host
@@ -28,14 +28,14 @@ from schemas.errors import DiskError, InfraError
 from schemas.messages import Payload
 
 MOST_FAILURES = 3
-"""After so many broadcasts in a row that failed there is none for the next PAUSE versions."""
+"""Failed broadcasts in a row after which the next PAUSE versions are not broadcast."""
 PAUSE = 8
 
 log = structlog.get_logger()
 
 
 def warn_unencrypted(url: str) -> None:
-    """Say in a line that broadcasts have no TLS, where the broker at this URL has it."""
+    """Warn that broadcasts have no TLS, if the broker at this URL has it."""
     if has_tls(url):
         log.warning(
             "trainer.publish.transport nccl: the broker has TLS, but broadcasts of weights are not encrypted; set peer"
@@ -44,12 +44,12 @@ def warn_unencrypted(url: str) -> None:
 
 
 class NcclOrigin(PeerOrigin):
-    """The trainer's side. broadcasts: how many arrived, as far as the trainer could see."""
+    """The trainer's side. broadcasts: how many succeeded, as far as the trainer knows."""
 
     def __init__(self, connection: Connection, folder: Path, settings: PublishConfig, service: str = "trainer") -> None:
         super().__init__(connection, folder, settings.peer, service)
         warn_unencrypted(connection.url)
-        self._roll = Roll(connection, self.node.id)
+        self._roll = RollCall(connection, self.node.id)
         self._roll_s = settings.nccl.roll_s
         self.process = BroadcastProcess(settings.nccl, settings.peer.host or find_host(connection.url))
         self.process.start()
@@ -77,17 +77,21 @@ class NcclOrigin(PeerOrigin):
 
     def _broadcast(self, name: str, payload: Payload, leader_term: str) -> None:
         held = self.process.communicator
-        seat = self._roll.close(leader_term, name, held, self._roll_s)
-        if seat is None:
+        membership = self._roll.close(leader_term, name, held, self._roll_s)
+        if membership is None:
             log.info("no generator was ready for a broadcast", payload=name)
             return
         started = time.monotonic()
-        self.process.take_part(seat, self._path(payload.uri), payload.size, self._roll)
+        self.process.take_part(membership, self._path(payload.uri), payload.size, self._roll)
         self.broadcasts += 1
         self._failures = 0
         took = round(time.monotonic() - started, 3)
-        (log.debug if held == seat.communicator else log.info)(
-            "weights were broadcast", payload=name, generators=seat.size - 1, backend=seat.backend, seconds=took
+        (log.debug if held == membership.communicator else log.info)(
+            "weights were broadcast",
+            payload=name,
+            generators=membership.size - 1,
+            backend=membership.backend,
+            seconds=took,
         )
 
     def close(self) -> None:
@@ -101,7 +105,7 @@ class NcclReader(PeerReader):
     def __init__(self, connection: Connection, node: PeerNode, settings: PublishConfig) -> None:
         super().__init__(connection, node)
         self._serving = node
-        self._roll = Roll(connection, node.id)
+        self._roll = RollCall(connection, node.id)
         self.process = BroadcastProcess(settings.nccl, settings.peer.host or find_host(connection.url))
         self.process.start()
         self.received = 0
@@ -113,18 +117,18 @@ class NcclReader(PeerReader):
             log.warning("weights come from peers", payload=payload.uri, reason=str(error))
             path = None
         if self.process.closed:
-            raise InfraError(f"{payload.uri} is given up, because this process ends")
+            raise InfraError(f"{payload.uri} is abandoned, because this process ends")
         return path or super().fetch(payload, folder)
 
     def _receive(self, payload: Payload, folder: Path) -> Path | None:
-        """Take part in the payload's broadcast; None where we are not on its roll."""
+        """Take part in the payload's broadcast; None if this generator is not on its roll."""
         name, process = payload_name(payload.uri), self.process
-        seat = self._roll.answer(name, process.communicator, process.backends(), lambda: process.closed)
-        if seat is None:
+        membership = self._roll.answer(name, process.communicator, process.backends(), lambda: process.closed)
+        if membership is None:
             return None
         target, aside = make_room(payload, folder)
         try:
-            process.take_part(seat, aside, payload.size, self._roll)
+            process.take_part(membership, aside, payload.size, self._roll)
             verify(payload.uri, chunk_digests(aside), payload.chunks)
             os.replace(aside, target)
             self._serving.put(name, target, payload.size, at_once=False)

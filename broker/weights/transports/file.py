@@ -1,4 +1,4 @@
-"""Weights in a folder that trainer and generators share: the file that the trainer wrote is the payload."""
+"""Weights in a folder shared by trainer and generators: the payload is the file that the trainer wrote."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from schemas.messages import Manifest, Payload
 
 
 class FileTransport:
-    """The payload stays where the trainer put it; readers check and map it."""
+    """A shared folder: the payload stays where the trainer put it; readers check and map it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -33,7 +33,7 @@ class FileTransport:
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing: nothing runs."""
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
         self.check(payload)

@@ -1,4 +1,4 @@
-"""Weights from peers: the trainer serves its files, and whoever has fetched a version serves it too."""
+"""Weights from peers: the trainer serves its files, and each generator serves what it has fetched."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from schemas.errors import DiskError, InfraError
 from schemas.messages import Manifest, Payload
 
 KEPT_DELTAS = 2
-"""Deltas that a reader serves after it applied them: for those who are a version behind."""
+"""Deltas that a reader still serves after it applied them, for readers that are a version behind."""
 
 _NAME = re.compile(r"v\d+-t\d+\.(?:safetensors|delta)")
 
 
 class PeerOrigin:
-    """The trainer's side: versions are files in a folder of its own, which need not be shared.
+    """The trainer's side: versions are files in its folder, which need not be shared.
 
-    What a trainer before it left there is served again.
+    Files that an earlier trainer left there are served again.
     """
 
     def __init__(self, connection: Connection, folder: Path, settings: PeerConfig, service: str = "trainer") -> None:
@@ -82,9 +82,9 @@ class PeerOrigin:
 
 
 class PeerReader:
-    """A reader's side: fetches from whoever has a version, and serves what it has itself, if it has a ``node``.
+    """A reader's side: fetches from all peers that have a version and, with a ``node``, serves what it has.
 
-    Of whole states it serves the newest, and of deltas KEPT_DELTAS.
+    It serves the newest whole state, and KEPT_DELTAS deltas.
     """
 
     def __init__(self, connection: Connection, node: PeerNode | None = None) -> None:
@@ -106,7 +106,7 @@ class PeerReader:
         try:
             self._download = Download(payload, name, aside, self._registry, reader, streams)
             if self._closed:
-                # close() came before it could see this download.
+                # close() was called before it could see this download.
                 self._download.abandon()
             self._download.run(item)
             os.replace(aside, target)
@@ -120,7 +120,7 @@ class PeerReader:
         return target
 
     def forget_older(self, name: str) -> None:
-        """Serve nothing that the payload of this name replaces."""
+        """Stop serving what the payload of this name replaces."""
         if self._node is None:
             return
         ending = name.rpartition(".")[2]
@@ -129,19 +129,19 @@ class PeerReader:
             self._node.remove(other)
 
     def offer(self, payload: Payload, path: Path) -> None:
-        """Serve a whole state that was made of another one and deltas."""
+        """Serve a whole state that was made from another one and deltas."""
         if self._node is not None and payload_name(payload.uri) not in self._node.names():
             self._node.put(payload_name(payload.uri), path, payload.size, at_once=False)
 
     def withdraw(self) -> None:
-        """Serve no whole state: its file is about to be changed or deleted."""
+        """Stop serving whole states: their file is about to be changed or deleted."""
         if self._node is not None:
             for name in self._node.names():
                 if name.endswith("safetensors"):
                     self._node.remove(name)
 
     def close(self) -> None:
-        """Serve no more, and give up what is being fetched or would be."""
+        """Stop serving, and abandon all fetches."""
         self._closed = True
         if self._download is not None:
             self._download.abandon()
@@ -150,16 +150,16 @@ class PeerReader:
 
 
 def payload_name(uri: str) -> str:
-    """The name under which peers know a payload. InfraError when the URI is not of theirs."""
+    """Return the name under which peers know a payload. InfraError if peers don't serve this URI."""
     name = uri.removeprefix("peer:")
     if not _NAME.fullmatch(name):
-        raise InfraError(f"weights {uri!r} are nothing that a peer serves")
+        raise InfraError(f"weights {uri!r} are not served by peers")
     return name
 
 
 def make_room(payload: Payload, folder: Path) -> tuple[Path, Path]:
-    """Return where a payload is to be in ``folder``, and an empty file of its size beside, until it is whole."""
-    # One name for all versions: what a reader that was killed leaves is replaced by its successor.
+    """Return the path for a payload in ``folder``, and an empty file of its size to fill first."""
+    # One name for all versions, so that the next reader replaces what a killed one left.
     target = folder / ("delta" if payload.uri.endswith(".delta") else "whole")
     aside = target.with_suffix(".part")
     try:

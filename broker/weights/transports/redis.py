@@ -1,4 +1,4 @@
-"""Weights through the broker in chunks of 1 MB: for small models, deltas, and machines that share no folder."""
+"""Weights through the broker in chunks of 1 MB: for small models, deltas, and machines without a shared folder."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from schemas.messages import Manifest, Payload
 
 
 class RedisTransport:
-    """The payload travels through the broker."""
+    """The broker itself: payloads are fields of a hash, a chunk each."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
-        # The version comes first: by it a chunk is known to be of no use any more.
+        # The version comes first, so that ``trim`` recognises chunks of old versions.
         return f"redis:{version}" if form == "whole" else f"redis:{version}:delta"
 
     def put(self, file: Path, uri: str, leader_term: str) -> None:
@@ -42,10 +42,10 @@ class RedisTransport:
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing: nothing runs."""
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
-        # One name for all versions: what a reader that was killed leaves is replaced by its successor.
+        # One name for all versions, so that the next reader replaces what a killed one left.
         target = folder / ("delta" if _name(payload.uri).endswith("delta") else "whole")
         aside = target.with_suffix(".part")
         try:
@@ -62,7 +62,7 @@ class RedisTransport:
             continue
 
     def _read(self, payload: Payload) -> Iterator[bytes]:
-        """Its chunks, each one checked."""
+        """Read the chunks, checking each."""
         for index, (field, expected) in enumerate(zip(_fields(payload), payload.chunks, strict=True)):
             chunk = self._connection.run("fetching weights", lambda client, field: self._get(client, field), field)
             if digest(chunk) != expected:
@@ -83,7 +83,7 @@ class RedisTransport:
         kept_versions, newest = {manifest.version for manifest in kept}, kept[-1].version
 
         def freed(field: bytes) -> bool:
-            # A later version is on its way here; an earlier one without a manifest can never get one.
+            # A later version is being put now; an earlier one without a manifest never gets one.
             version = number(field.partition(b":")[0])
             return version < newest and version not in kept_versions
 
@@ -94,8 +94,8 @@ class RedisTransport:
             )
 
     def _there(self) -> set[bytes]:
-        found: Any = self._connection.run("listing weights", lambda client: client.hkeys(self._connection.keys.chunks))
-        return set(found)
+        fields: Any = self._connection.run("listing weights", lambda client: client.hkeys(self._connection.keys.chunks))
+        return set(fields)
 
 
 def _name(uri: str) -> str:

@@ -26,7 +26,7 @@ from broker.client import Broker
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from broker.weights.collective import process
-from broker.weights.collective.roll import Roll, Seat
+from broker.weights.collective.roll import Membership, RollCall
 from broker.weights.local_copy import LocalWeights
 from broker.weights.peers.node import PeerNode
 from broker.weights.transports import NcclOrigin, NcclReader
@@ -137,11 +137,11 @@ def run_generator(url: str, run: str, folder: str) -> None:
     broker, fate = begin(url, run, folder)
     reader = NcclReader(broker.connection, PeerNode(broker.connection, Path(folder).name, SETTINGS.peer), SETTINGS)
     broker.weights.serve(reader)
-    answer = Roll.answer
+    answer = RollCall.answer
 
     def struck(
-        self: Roll, payload: str, communicator: int, backends: tuple[str, ...], given_up: Callable[[], bool]
-    ) -> Seat | None:
+        self: RollCall, payload: str, communicator: int, backends: tuple[str, ...], given_up: Callable[[], bool]
+    ) -> Membership | None:
         looks = 0
 
         def look() -> bool:
@@ -154,7 +154,7 @@ def run_generator(url: str, run: str, folder: str) -> None:
 
         return answer(self, payload, communicator, backends, look)
 
-    Roll.answer = struck  # type: ignore[method-assign, assignment]
+    RollCall.answer = struck  # type: ignore[method-assign, assignment]
     copy = LocalWeights(broker.weights, Path(folder))
     assert reader.process.backends(READY_S)
     newest = broker.weights.newest()
@@ -191,13 +191,13 @@ def run_trainer(url: str, run: str, folder: str) -> None:
     out.mkdir(exist_ok=True)
     origin = NcclOrigin(broker.connection, out, SETTINGS)
     broker.weights.serve(origin)
-    close = Roll.close
+    close = RollCall.close
 
-    def struck(self: Roll, leader_term: str, payload: str, communicator: int, roll_s: float) -> Seat | None:
+    def struck(self: RollCall, leader_term: str, payload: str, communicator: int, roll_s: float) -> Membership | None:
         fate.strike("in the roll")
         return close(self, leader_term, payload, communicator, roll_s)
 
-    Roll.close = struck  # type: ignore[method-assign]
+    RollCall.close = struck  # type: ignore[method-assign]
     assert origin.process.backends(READY_S) == ("gloo",)
     say(ready=True)
     for line in sys.stdin:

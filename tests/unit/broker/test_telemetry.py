@@ -12,7 +12,7 @@ import pytest
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from broker.evaluations.store import Evals
-from broker.queues.dead_letters import DeadLetters
+from broker.queues.dead_letters import DeadLetterStore
 from broker.telemetry import trajectories
 from broker.telemetry.events import Events
 from broker.telemetry.heartbeats import Heartbeats
@@ -91,7 +91,7 @@ def test_a_letter_that_cannot_be_read_is_shown_as_such_and_hides_no_other(connec
     good = encode(DeadLetter(source="reward", reason="no", deliveries=1, payload=b"p", task_id=1, sample=0))
     for fields in ({"b": good}, {"b": b"\xc1 nonsense"}, {"other": "field"}, {"b": good}):
         connection.client.xadd(connection.keys.dead, fields)
-    letters = DeadLetters(connection)
+    letters = DeadLetterStore(connection)
     found = letters.list()
     assert [filed.letter.source for filed in found] == ["reward", "unreadable", "unreadable", "reward"]
     assert found[1].letter.payload == b"\xc1 nonsense"

@@ -24,7 +24,7 @@ from broker.connection.runs import list_runs
 from broker.connection.scripts import names
 from broker.flow.ledger import SkippedTask
 from broker.queues.tasks import eval_task_id
-from broker.weights.collective.roll import Roll
+from broker.weights.collective.roll import RollCall
 from broker.weights.peers.node import PeerNode
 from broker.weights.transports import PeerOrigin, PeerReader
 from schemas.config import BrokerConfig
@@ -99,7 +99,7 @@ def test_weights_go_from_peer_to_peer_under_each_role(roles: dict[str, Broker], 
 
 def test_trainer_and_generators_meet_for_a_broadcast_and_only_the_trainer_calls(roles: dict[str, Broker]) -> None:
     term = take_over(roles["trainer"]).leader_term
-    trainer, generator = (Roll(roles[role].connection, role) for role in ("trainer", "generator"))
+    trainer, generator = (RollCall(roles[role].connection, role) for role in ("trainer", "generator"))
     # Who was heard of once is waited for: the roll closes when it answers.
     assert generator.answer("v0-t1.safetensors", 0, ["gloo"], lambda: False) is None
     trainer.open(term, "v1-t1.safetensors", "gloo", 60.0)

@@ -70,7 +70,7 @@ def test_the_trainer_notices_that_orders_are_gone_and_gives_them_again(broker: B
     known.update(training.read_pipeline())
     broker.connection.client.delete(broker.connection.keys.run_control)
     broker.run_control.checkpoint("bob")
-    with pytest.raises(BrokerLost, match="forgotten what was asked"):
+    with pytest.raises(BrokerLost, match="lost the orders"):
         training.read_pipeline()
     again, takeover = take_over_as(broker, replace(FIRST, fresh=False, progress=known))
     assert not takeover.lost, "orders are no part of the pipeline"

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness.workload import PipelineShape, TrajectoryPool, begin
 from broker.client import Broker
-from broker.connection.scripts import Script
+from broker.connection.scripts import LuaScript
 from broker.queues.consumer_group import AT_ONCE
 from broker.queues.scores import outcomes_in
 from schemas.codec import encode
@@ -57,13 +57,15 @@ def test_a_sample_twice_in_one_call_is_published_once(broker: Broker) -> None:
 
 def test_one_call_admits_many_tasks_and_publishes_for_many(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, keys = list[str](), broker.connection.keys
-    real = Script.send
+    real = LuaScript.send
 
-    def send(self: Script, client: Any, args: Sequence[Any]) -> Any:
-        calls.extend(name for name in ("admit_tasks", "publish_samples") if Script.named(name, keys).text == self.text)
+    def send(self: LuaScript, client: Any, args: Sequence[Any]) -> Any:
+        calls.extend(
+            name for name in ("admit_tasks", "publish_samples") if LuaScript.named(name, keys).text == self.text
+        )
         return real(self, client, args)
 
-    monkeypatch.setattr(Script, "send", send)
+    monkeypatch.setattr(LuaScript, "send", send)
     begin(broker.trainer_session(), PipelineShape(batch=AT_ONCE, staleness=0))
     broker.ledger.admit_all([POOL.task(task_id, 1) for task_id in range(AT_ONCE)])
     queue = broker.task_queue("g")

@@ -16,7 +16,7 @@ import structlog
 from broker.client import Broker
 from broker.connection.connection import Connection
 from broker.weights.collective.process import BroadcastProcess
-from broker.weights.collective.roll import Roll, Seat
+from broker.weights.collective.roll import Membership, RollCall
 from broker.weights.local_copy import LocalWeights
 from broker.weights.peers.node import PeerNode
 from broker.weights.transports import NcclOrigin, NcclReader
@@ -78,12 +78,12 @@ def run(make_broker: Callable[..., Broker], tmp_path: Path, monkeypatch: pytest.
 
 
 def test_damaged_bytes_are_never_loaded_and_come_again_from_peers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damage(self: BroadcastProcess, seat: Seat, file: Path, size: int, roll: Roll) -> None:
+    def damage(self: BroadcastProcess, membership: Membership, file: Path, size: int, roll: RollCall) -> None:
         with file.open("r+b") as stream:
             stream.write(b"damage")
 
     monkeypatch.setattr(BroadcastProcess, "take_part", damage)
-    monkeypatch.setattr(Roll, "answer", lambda *_: Seat(1, 1, 2, "gloo"))
+    monkeypatch.setattr(RollCall, "answer", lambda *_: Membership(1, 1, 2, "gloo"))
     data = run.publish(1)
     with structlog.testing.capture_logs() as logs:
         assert run.fetch() == data
@@ -101,8 +101,8 @@ def test_after_failures_in_a_row_versions_come_from_peers_for_a_while(
     def fail(*_: object) -> None:
         raise InfraError("it failed")
 
-    monkeypatch.setattr(Roll, "open", lambda self, term, payload, backend, roll_s: opened.append(payload))
-    monkeypatch.setattr(Roll, "close", lambda *_: Seat(1, 0, 2, "gloo"))
+    monkeypatch.setattr(RollCall, "open", lambda self, term, payload, backend, roll_s: opened.append(payload))
+    monkeypatch.setattr(RollCall, "close", lambda *_: Membership(1, 0, 2, "gloo"))
     monkeypatch.setattr(BroadcastProcess, "take_part", fail)
     for version in range(1, MOST_FAILURES + PAUSE + 2):
         run.publish(version)
@@ -114,8 +114,8 @@ def test_a_broker_that_is_gone_in_the_roll_costs_the_broadcast_alone(run: Run, m
     def gone(*_: object) -> None:
         raise InfraError("the broker is gone")
 
-    monkeypatch.setattr(Roll, "close", gone)
-    monkeypatch.setattr(Roll, "answer", gone)
+    monkeypatch.setattr(RollCall, "close", gone)
+    monkeypatch.setattr(RollCall, "answer", gone)
     data = run.publish(1)
     assert run.fetch() == data
 

@@ -111,7 +111,7 @@ def run(make_broker: Callable[..., Broker], tmp_path: Path) -> Iterator[Run]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asks the trainer for more because this machine has other things to do."""
-    for name in ("download.PATIENCE_S", "download.SLOW_S", "download.STALL_S", "shelf.RIVAL_S"):
+    for name in ("download.PATIENCE_S", "download.SLOW_S", "download.STALL_S", "chunk_store.RIVAL_S"):
         monkeypatch.setattr(f"broker.weights.peers.{name}", 60.0)
 
 
@@ -191,9 +191,9 @@ def test_a_fetch_is_given_up_when_its_process_ends(run: Run) -> None:
         fetching = threads.submit(copy.fetch, run.manifest)
         until(lambda: (run.folder / "g0" / "whole.part").exists(), "it has begun")
         run.readers[0].close()
-        with pytest.raises(InfraError, match="given up, because this process ends"):
+        with pytest.raises(InfraError, match="abandoned, because this process ends"):
             fetching.result(10)
-    with pytest.raises(InfraError, match="given up, because this process ends"):
+    with pytest.raises(InfraError, match="abandoned, because this process ends"):
         copy.fetch(run.manifest)
 
 
@@ -248,7 +248,7 @@ def test_a_loopback_address_of_another_machine_is_named(run: Run, monkeypatch: p
     run.origin.close()
     run.announce("127.0.0.1", 1, machine="another")
     with pytest.raises(
-        InfraError, match=r"other on another says that it is at 127.0.0.1.*set trainer.publish.peer.host"
+        InfraError, match=r"other on another has registered the address 127.0.0.1.*set trainer.publish.peer.host"
     ):
         run.generator("g0")[0].fetch(run.manifest)
 

@@ -13,7 +13,7 @@ import pytest
 
 from broker.client import Broker
 from broker.connection.connection import Connection
-from broker.weights.collective.roll import Roll, Seat
+from broker.weights.collective.roll import Membership, RollCall
 from schemas.errors import FencedError
 from tests.support.broker.trainer_sessions import take_over
 
@@ -30,13 +30,13 @@ class Call:
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
         self.term = take_over(broker).leader_term
-        self.trainer = Roll(broker.connection, "trainer")
+        self.trainer = RollCall(broker.connection, "trainer")
 
     def open(self, name: str, roll_s: float = OPEN_S, backend: str = "gloo") -> None:
         self.trainer.open(self.term, name, backend, roll_s)
 
     def look(self, name: str, member: str, held: int = 0, backends: str = "gloo") -> object:
-        """One answer: None, milliseconds, or a seat."""
+        """One answer: None, milliseconds, or a membership."""
         return self.broker.connection.run_script("answer_roll", member, name, held, backends)
 
     def close(self, name: str, held: int = 0) -> object:
@@ -52,12 +52,12 @@ class Call:
         assert found.size == len(members) + 1
         return found.communicator
 
-    def force(self, name: str, held: int = 0) -> Seat:
-        """The seat once the time of the call is over."""
+    def force(self, name: str, held: int = 0) -> Membership:
+        """The membership once the time of the call is over."""
         self.broker.connection.client.hset(self.broker.connection.keys.roll, "ends", 0)
-        seat = self.trainer.close(self.term, name, held, OPEN_S)
-        assert seat is not None
-        return seat
+        membership = self.trainer.close(self.term, name, held, OPEN_S)
+        assert membership is not None
+        return membership
 
 
 def nobody_came(call: Call) -> bool:
@@ -74,10 +74,10 @@ def test_who_answers_in_time_gets_a_rank_of_its_own(call: Call) -> None:
     call.open("v1")
     assert isinstance(call.look("v1", "b"), int)
     assert isinstance(call.look("v1", "a"), int)
-    seat = call.force("v1")
-    assert (seat.rank, seat.size, seat.backend) == (0, 3, "gloo")
-    assert call.look("v1", "a") == [seat.communicator, 1, 3, b"gloo"]
-    assert call.look("v1", "b") == [seat.communicator, 2, 3, b"gloo"]
+    membership = call.force("v1")
+    assert (membership.rank, membership.size, membership.backend) == (0, 3, "gloo")
+    assert call.look("v1", "a") == [membership.communicator, 1, 3, b"gloo"]
+    assert call.look("v1", "b") == [membership.communicator, 2, 3, b"gloo"]
 
 
 def test_after_a_wipe_no_number_of_before_is_given_again(call: Call) -> None:
@@ -130,7 +130,7 @@ def test_who_missed_a_call_is_waited_for_again_only_once_it_is_heard_of(call: Ca
 
 def test_who_leaves_is_not_waited_for(call: Call, make_broker: Callable[..., Broker]) -> None:
     call.meet("v1", "ab")
-    Roll(call.broker.connection, "b").leave()
+    RollCall(call.broker.connection, "b").leave()
     call.open("v2")
     call.look("v2", "a")
     assert call.close("v2") is not None
@@ -138,7 +138,7 @@ def test_who_leaves_is_not_waited_for(call: Call, make_broker: Callable[..., Bro
 
 def test_who_ends_while_it_answers_is_not_waited_for(call: Call) -> None:
     call.meet("v1", "b")
-    ending = Roll(call.broker.connection, "a")
+    ending = RollCall(call.broker.connection, "a")
     ended: list[bool] = []
 
     def end() -> bool:
@@ -156,7 +156,7 @@ def test_a_member_without_the_calls_backend_is_not_on_the_roll(call: Call) -> No
     call.open("v1", backend="nccl")
     assert call.look("v1", "a", backends="gloo") is None
     call.look("v1", "b", backends="nccl gloo")
-    assert replace(call.force("v1"), communicator=0) == Seat(0, 0, 2, "nccl")
+    assert replace(call.force("v1"), communicator=0) == Membership(0, 0, 2, "nccl")
 
 
 def test_a_member_that_can_take_part_in_nothing_is_never_waited_for(call: Call) -> None:
@@ -186,8 +186,8 @@ def test_a_communicator_that_one_member_has_lost_is_made_anew(call: Call) -> Non
 def test_closing_again_after_a_lost_answer_says_the_same(call: Call) -> None:
     call.open("v1")
     call.look("v1", "a")
-    seat = call.force("v1")
-    assert call.close("v1") == [seat.communicator, 2, b"gloo"]
+    membership = call.force("v1")
+    assert call.close("v1") == [membership.communicator, 2, b"gloo"]
 
 
 def test_an_older_trainer_calls_nobody(call: Call) -> None:
@@ -201,7 +201,7 @@ def test_an_older_trainer_calls_nobody(call: Call) -> None:
 def test_a_member_leaves_a_roll_that_its_trainer_never_closes(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("broker.weights.collective.roll.GRACE_S", 0.05)
     call.open("v1", roll_s=0.05)
-    assert Roll(call.broker.connection, "a").answer("v1", 0, ["gloo"], FOREVER) is None
+    assert RollCall(call.broker.connection, "a").answer("v1", 0, ["gloo"], FOREVER) is None
     assert nobody_came(call), "it is not on the roll when the trainer comes back"
 
 
@@ -221,18 +221,18 @@ def test_who_waits_for_a_roll_is_woken_and_does_not_ask_all_the_time(
     monkeypatch.setattr(Connection, "run_script_once", counted)
     call.open("v2")
     with ThreadPoolExecutor(2) as threads:
-        other = Roll(call.broker.connection, "a")
+        other = RollCall(call.broker.connection, "a")
         closing = threads.submit(call.trainer.close, call.term, "v2", 0, OPEN_S)
         waiting = threads.submit(other.answer, "v2", 0, ["gloo"], FOREVER)
         time.sleep(0.5)
         call.look("v2", "b")
-        assert closing.result(OPEN_S) == Seat(closing.result().communicator, 0, 3, "gloo")
-        assert waiting.result(OPEN_S) == Seat(closing.result().communicator, 1, 3, "gloo")
+        assert closing.result(OPEN_S) == Membership(closing.result().communicator, 0, 3, "gloo")
+        assert waiting.result(OPEN_S) == Membership(closing.result().communicator, 1, 3, "gloo")
     assert len(asked) <= 10, "each asks when something has changed"
 
 
 def test_a_note_wakes_who_waits_for_it(call: Call) -> None:
-    other = Roll(call.broker.connection, "a")
+    other = RollCall(call.broker.connection, "a")
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(other.find_note, 7, "key", time.monotonic() + OPEN_S)
         call.trainer.tell(7, "key", b"note")
@@ -241,7 +241,7 @@ def test_a_note_wakes_who_waits_for_it(call: Call) -> None:
 
 def test_notes_are_those_of_one_communicator(call: Call) -> None:
     first = call.meet("v1", "a")
-    roll = Roll(call.broker.connection, "a")
+    roll = RollCall(call.broker.connection, "a")
     roll.tell(first, "0/1", b"\x00address")
     assert roll.find_note(first, "0/1", time.monotonic() + 5) == b"\x00address"
     assert roll.find_note(first, "0/2", time.monotonic() + 0.05) == b""
@@ -259,10 +259,10 @@ def test_whatever_the_order_no_two_have_one_rank_and_all_see_the_same_roll(call:
             call.look(name, member, held.get(member, 0))
         call.broker.connection.client.hset(call.broker.connection.keys.roll, "ends", 0)
         number, size, _ = call.close(name, held.get("trainer", 0))  # type: ignore[misc]
-        seats = {member: call.look(name, member, held.get(member, 0)) for member in "abcdef"}
-        on_roll = {member: seat for member, seat in seats.items() if isinstance(seat, list)}
-        assert sorted(seat[1] for seat in on_roll.values()) == list(range(1, size))
-        assert all(seat[0] == number and seat[2] == size for seat in on_roll.values())
+        memberships = {member: call.look(name, member, held.get(member, 0)) for member in "abcdef"}
+        on_roll = {member: membership for member, membership in memberships.items() if isinstance(membership, list)}
+        assert sorted(membership[1] for membership in on_roll.values()) == list(range(1, size))
+        assert all(membership[0] == number and membership[2] == size for membership in on_roll.values())
         if on_roll:
             reused = {held.get(member, 0) for member in [*on_roll, "trainer"]} == {number}
             assert reused or number not in held.values(), "a new one is new to all"

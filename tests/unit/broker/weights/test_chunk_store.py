@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.weights.peers.shelf import RIVAL_S, Item, Shelf
+from broker.weights.peers.chunk_store import RIVAL_S, ChunkStore, StoredPayload
 from schemas.digests import CHUNK_BYTES
 from schemas.errors import InfraError
 
@@ -18,15 +18,15 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def item(file: Path, *, complete: bool = True, uplinks: int | None = None) -> Item:
-    return Item(file, file.stat().st_size, complete, uplinks)
+def item(file: Path, *, complete: bool = True, uplinks: int | None = None) -> StoredPayload:
+    return StoredPayload(file, file.stat().st_size, complete, uplinks)
 
 
-def offered(found: Item, reader: str, now: float = 0.0, stalled: bool = False) -> list[int]:
+def offered(found: StoredPayload, reader: str, now: float = 0.0, stalled: bool = False) -> list[int]:
     return [int(chunk) for chunk in found.chunks(reader, stalled, now).nonzero()[0]]
 
 
-def give(found: Item, first: int, count: int, reader: str, now: float = 0.0) -> int:
+def give(found: StoredPayload, first: int, count: int, reader: str, now: float = 0.0) -> int:
     taken = found.take(first, count, reader, False, now)
     found.give_back(first, taken, arrived=True)
     return taken
@@ -80,11 +80,11 @@ def test_what_did_not_arrive_was_not_given(file: Path) -> None:
 
 
 def test_what_is_off_the_shelf_is_given_to_nobody(file: Path) -> None:
-    shelf = Shelf()
-    found = shelf.put("v1-t1.safetensors", file, file.stat().st_size)
-    shelf.remove("v1-t1.safetensors")
-    assert (shelf.find("v1-t1.safetensors"), shelf.names()) == (None, [])
+    store = ChunkStore()
+    found = store.put("v1-t1.safetensors", file, file.stat().st_size)
+    store.remove("v1-t1.safetensors")
+    assert (store.find("v1-t1.safetensors"), store.names()) == (None, [])
     assert found.take(0, 4, "a", False, 0.0) == 0
     assert found.file.closed
     with pytest.raises(InfraError, match="cannot be read"):
-        shelf.put("v2-t1.safetensors", file.with_name("none"), 1)
+        store.put("v2-t1.safetensors", file.with_name("none"), 1)

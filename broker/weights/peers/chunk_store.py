@@ -1,6 +1,6 @@
-"""The payloads that a process can serve, and which chunks of them it has.
+"""The payloads that a process serves, and which of their chunks it has.
 
-An item is a file that is open for as long as it is on the shelf, whatever becomes of its name meanwhile.
+A payload's file is open for as long as it is in the store, even if its name is deleted meanwhile.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from schemas.digests import CHUNK_BYTES
 from schemas.errors import InfraError
 
 RIVAL_S = 2.0
-"""A reader that asked within this time is one who may pass on what it was given."""
+"""Seconds for which a reader that asked counts as one that can serve others."""
 CLOSE_S = 1.0
-"""How long ``Shelf.remove`` waits for chunks that are on their way to a reader."""
+"""How long ``ChunkStore.remove`` waits for chunks on their way to a reader."""
 
 Chunks = npt.NDArray[np.bool_]
 
 
-class Item:
-    """One payload of ``size`` bytes in a file: the chunks that are there, and how often each was given.
+class StoredPayload:
+    """A payload of ``size`` bytes in a file: the chunks that are there, and how often each was sent.
 
-    uplinks: how often a chunk is given while others can pass it on; None: always.
+    uplinks: how often a chunk is sent while other readers can serve it; None for no limit.
     """
 
     def __init__(self, path: Path, size: int, complete: bool, uplinks: int | None = None) -> None:
@@ -41,15 +41,15 @@ class Item:
         self._closed = False
 
     def add(self, chunk: int) -> None:
-        """Note that a chunk is there."""
+        """Record that a chunk is there."""
         with self._changed:
             self._held[chunk] = True
 
     def chunks(self, reader: str, stalled: bool, now: float) -> Chunks:
-        """Return those that this reader may have, bool [chunks].
+        """Return the chunks that this reader may have, bool [chunks].
 
-        Where ``uplinks`` bounds it: of those that were given least often, so that readers get different ones, and none
-        that was given so often. A reader that is the only one, or that nobody else gives anything, may have all.
+        With ``uplinks``, these are the chunks that were sent least often, so that readers get different ones, and none
+        that reached the limit. A reader that is alone, or that no other peer serves (``stalled``), may have all.
         """
         with self._changed:
             return self._offered(reader, stalled, now).copy()
@@ -66,7 +66,7 @@ class Item:
         return offered
 
     def take(self, first: int, count: int, reader: str, stalled: bool, now: float) -> int:
-        """Reserve chunks from ``first`` on; returns how many the reader gets. ``give_back`` must follow."""
+        """Reserve chunks from ``first`` on; return how many the reader gets. ``give_back`` must follow."""
         with self._changed:
             if self._closed or not 0 <= first < self.count:
                 return 0
@@ -78,7 +78,7 @@ class Item:
             return taken
 
     def give_back(self, first: int, count: int, arrived: bool) -> None:
-        """End what ``take`` began; chunks that did not arrive were not given."""
+        """End what ``take`` began; chunks that did not arrive do not count as sent."""
         with self._changed:
             self._sending -= 1
             if not arrived:
@@ -87,11 +87,11 @@ class Item:
 
     @property
     def closed(self) -> bool:
-        """Whether the file may be changed now, so that nothing of it may be sent."""
+        """Whether the file may change now, so that nothing of it may be sent."""
         return self._closed
 
     def close(self) -> None:
-        """Give nothing more; returns when nothing is on its way, or after CLOSE_S."""
+        """Stop serving; return when nothing is being sent, or after CLOSE_S."""
         with self._changed:
             self._closed = True
             quiet = self._changed.wait_for(lambda: not self._sending, CLOSE_S)
@@ -99,22 +99,22 @@ class Item:
             self.file.close()
 
     def bytes_of(self, first: int, count: int) -> int:
-        """Return the bytes of these chunks."""
+        """Return the number of bytes of these chunks."""
         return min((first + count) * CHUNK_BYTES, self.size) - first * CHUNK_BYTES
 
 
-class Shelf:
-    """Items by name."""
+class ChunkStore:
+    """Payloads by name."""
 
     def __init__(self, uplinks: int | None = None) -> None:
         self._uplinks = uplinks
-        self._items: dict[str, Item] = {}
+        self._items: dict[str, StoredPayload] = {}
         self._lock = threading.Lock()
 
-    def put(self, name: str, path: Path, size: int, complete: bool = True) -> Item:
-        """Serve a payload from a file; with ``complete`` False, the chunks that are added. InfraError: no such file."""
+    def put(self, name: str, path: Path, size: int, complete: bool = True) -> StoredPayload:
+        """Serve a payload from a file, or with ``complete`` False the chunks that are added. InfraError: no file."""
         try:
-            item = Item(path, size, complete, self._uplinks)
+            item = StoredPayload(path, size, complete, self._uplinks)
         except OSError as error:
             raise InfraError(f"{path} cannot be read: {error}") from error
         with self._lock:
@@ -123,19 +123,19 @@ class Shelf:
             before.close()
         return item
 
-    def find(self, name: str) -> Item | None:
-        """Return an item, None if it is not there."""
+    def find(self, name: str) -> StoredPayload | None:
+        """Return a payload, None if it is not there."""
         with self._lock:
             return self._items.get(name)
 
     def remove(self, name: str) -> None:
-        """Serve it no more; its file may be changed afterwards."""
+        """Stop serving a payload; its file may be changed afterwards."""
         with self._lock:
             item = self._items.pop(name, None)
         if item is not None:
             item.close()
 
     def names(self) -> list[str]:
-        """Return what is there, the oldest first."""
+        """Return the names of the payloads, the oldest first."""
         with self._lock:
             return list(self._items)
