@@ -117,7 +117,7 @@ class BroadcastProcess:
         backend = self._settings.backend
         if backend != "auto" and not self.backends(START_S):
             raise ConfigError(
-                f"trainer.publish.nccl.backend {backend} can't be used here: {self._problem}; auto uses any available one"
+                f"trainer.publish.nccl.backend {backend} can't be used here, {self._problem}; auto uses what can be"
             )
 
     def take_part(self, membership: Membership, file: Path, size: int, roll: RollCall) -> None:

@@ -130,12 +130,12 @@ def test_damage_is_refused_or_changes_bits_and_never_reads_or_writes_elsewhere(
     assert len(state) == len(old)
 
 
-def test_what_is_no_delta_or_is_for_a_smaller_state_is_refused() -> None:
+def test_what_is_not_a_delta_or_is_for_a_smaller_state_is_refused() -> None:
     old = np.zeros(4096, np.uint8)
     new = np.ones(4096, np.uint8)
     payload = coded(old, new, whole(old, 4))
     assert payload is not None
-    with pytest.raises(InfraError, match="no delta"):
+    with pytest.raises(InfraError, match="not a delta"):
         apply_delta(old.copy(), io.BytesIO(b"PK\x03\x04" + payload))
     with pytest.raises(InfraError, match=r"block of bytes \[0, 4096\) for a state of 64"):
         apply_delta(old[:64].copy(), io.BytesIO(payload))
@@ -146,9 +146,9 @@ def test_what_is_no_delta_or_is_for_a_smaller_state_is_refused() -> None:
         apply_delta(old.copy(), io.BytesIO(payload[:-1]))
 
 
-def test_an_extent_that_is_no_tensor_is_refused() -> None:
+def test_an_extent_that_is_not_a_tensor_is_refused() -> None:
     for start, stop, width in ((0, 3, 2), (8, 4, 4), (0, 6, 3), (-2, 2, 2)):
-        with pytest.raises(ValueError, match="no tensor"):
+        with pytest.raises(ValueError, match="not a tensor"):
             Extent(start, stop, width)
 
 
