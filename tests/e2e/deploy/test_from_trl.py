@@ -1,4 +1,4 @@
-"""The page "from a TRL script to four machines", block by block, with a tiny model."""
+"""The example "a TRL script on four machines" of docs/migrate.md, block by block, with a tiny model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
 
 pytestmark = [
-    pytest.mark.matrix("a page's commands on four machines; test_up runs the same services"),
     pytest.mark.e2e,
     pytest.mark.matrix("a page's commands on four machines; test_up runs the same services"),
 ]
 
-PAGE = Path(__file__).parents[3] / "docs" / "from-trl.md"
+PAGE = Path(__file__).parents[3] / "docs" / "migrate.md"
 STEPS, DEADLINE_S = 2, 240
 TINY = {
     "TIDEMILL_MODEL__DTYPE": "float32",
@@ -43,7 +42,7 @@ TINY = {
 
 def commands(heading: str) -> list[list[str]]:
     """The commands that stand below a heading of the page."""
-    section = PAGE.read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    section = PAGE.read_text(encoding="utf-8").partition(f"### {heading}\n")[2].partition("\n##")[0]
     return [line.split()[1:] for line in section.splitlines() if line.startswith("    tidemill ")]
 
 
