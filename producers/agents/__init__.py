@@ -1,1 +1,1 @@
-"""Agents: programs of the user that talk to the policy over HTTP, and whose model calls become one sample."""
+"""Agents: users' programs that call the policy over HTTP, and whose model calls become one sample."""

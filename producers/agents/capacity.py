@@ -1,4 +1,4 @@
-"""Places in the engine: how many samples agents may have in it at once. Who waits for one is served in order."""
+"""The engine's capacity for agents: how many samples they may have in it at once. Waiting calls are served in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class EngineCapacity:
-    """A number of places. An agent that runs a tool holds none, so slow tools leave the engine to others."""
+    """Capacity for a number of samples. An agent that runs a tool holds none, so slow tools do not block others."""
 
     def __init__(self, limit: int) -> None:
         self._free = self._limit = limit
@@ -17,7 +17,7 @@ class EngineCapacity:
 
     @asynccontextmanager
     async def take(self, samples: int) -> AsyncIterator[None]:
-        """Hold places for so many samples, of more than there are all."""
+        """Hold capacity for so many samples in the block; for more than the limit, all of it."""
         count = min(samples, self._limit)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((count, ready))

@@ -1,4 +1,4 @@
-"""An episode: one sample of a task, played by an agent from its start to its sample, its failure or its handover."""
+"""An episode: one sample of a task, played by an agent from its start to its sample, failure or handover."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from schemas.config import AgentsConfig
 from schemas.messages import Task
 
 SETTLE_S = 5.0
-"""Longest wait for requests that are being aborted, so that what they have is handed over too."""
+"""The longest wait for requests that are being aborted, so that their tokens are handed over, too."""
 
 
 @dataclass(frozen=True)
 class EpisodeServices:
-    """What all episodes of a generator share.
+    """The services that all episodes of a generator share.
 
-    base_url: of the endpoint, without a session. clock: for deadlines. images: what agents may send.
+    base_url: of the endpoint, without a session. clock: for deadlines. images: limits for images that agents send.
     """
 
     settings: AgentsConfig
@@ -60,7 +60,7 @@ class AgentEpisode:
         self._deadline = services.clock() + services.settings.deadline_s
 
     async def play(self) -> SampledCompletion | FailedSample:
-        """Run the agent, again when its process died, until there is an outcome or it has failed for good."""
+        """Run the agent, and retry if its process dies, until there is an outcome or the attempts are used up."""
         settings, rollout = self._services.settings, self._rollout
         partial = rollout.saved.get(self._index)
         attempt = 0
@@ -86,7 +86,7 @@ class AgentEpisode:
             if isinstance(found, EpisodeFailure) and found.again:
                 partial = session.partial()
                 if found.kind == "neighbour":
-                    # What another episode has done costs it neither an attempt nor time.
+                    # The fault of another episode costs this one neither an attempt nor time.
                     self._began = time.monotonic()
                     self._deadline = self._services.clock() + settings.deadline_s
                 else:
@@ -100,7 +100,7 @@ class AgentEpisode:
         return Conversation(services.template, services.history, episode_images(self._rollout, services.images))
 
     async def _run_agent(self, session: Session, attempt: int) -> AgentResult | None:
-        """Run the agent to its end; None when the episode has to be handed over."""
+        """Run the agent to its end; None if the episode must be handed over."""
         task = self._rollout.task
         job = AgentJob(
             episode_id=f"{task.task_id}-{self._index}",
@@ -125,7 +125,7 @@ class AgentEpisode:
             running.cancel()
             for wait in waits:
                 wait.cancel()
-            # Its process must have let go of the session before another begins.
+            # Its process must release the session before another one starts.
             await asyncio.wait({running})
 
     def _unfinished(self, session: Session) -> SampledCompletion:
@@ -150,14 +150,14 @@ class AgentEpisode:
             except SessionError as error:
                 return FailedSample(self._index, f"agent: {error.message}", "raised")
         if not session.conversation.calls:
-            return FailedSample(self._index, "agent: it ended without a model call that was answered", "no_call")
+            return FailedSample(self._index, "agent: it ended without an answered model call", "no_call")
         reward = found.reward if found.reward is not None else session.reward
         if reward is None and result.turn_rewards:
             reward = sum(result.turn_rewards.values())
         if reward is None and found.finish is not None:
-            # The policy used up what it was allowed, and its agent could not say more.
+            # The policy reached a limit, so its agent could not set a reward.
             reward = 0.0
-        # A thread: to decode and to join long conversations would hold the requests of all others.
+        # In a thread: decoding and joining long conversations would delay the requests of all other episodes.
         return await asyncio.to_thread(self._sample, session, result, found, reward)
 
     def _sample(
@@ -177,7 +177,7 @@ class AgentEpisode:
     def _metrics(
         self, session: Session, result: AgentResult, found: EpisodeOutcome, sample: SampledCompletion
     ) -> dict[str, float]:
-        """Numbers of the episode. Those that count how often something happened are always there: their mean counts."""
+        """Return metrics of the episode. Counts of rare events are always present, because their mean is reported."""
         counts, seconds = session.counts, time.monotonic() - self._began
         return {
             **{f"outcome_{kind}": float(kind == found.kind) for kind in OUTCOMES},
@@ -198,7 +198,7 @@ class AgentEpisode:
 
 
 def task_for_agent(task: Task, files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The task as agents see it: id, prompt as messages, text or token ids, and the data of the dataset.
+    """Return the task as agents see it: id, prompt as messages, text or token ids, and the dataset's data.
 
     files: of its images by digest.
     """
@@ -214,7 +214,7 @@ def task_for_agent(task: Task, files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _shortened(messages: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """The messages as data of the sample: the first and the newest of them where ``limit`` bytes hold no more."""
+    """Return the messages as data of the sample; above ``limit`` bytes, the first and the newest that fit."""
     sizes = [len(json.dumps(message).encode()) for message in messages]
     if sum(sizes) <= limit:
         return {"messages": messages} if limit else {}

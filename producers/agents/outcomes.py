@@ -1,8 +1,8 @@
-"""What became of an episode: an outcome, which is scored and trained, or a failure, which is excluded and counted.
+"""The result of an episode: an outcome, which is scored and trained, or a failure, which is excluded and counted.
 
-An outcome is what the policy did, a failure what happened to it. An agent that returns has an outcome, and so has one
-that reached a limit (deadline, calls, context), whatever it raises then. An agent that raises for another reason has
-failed, and so has one whose process died: that is never a reward of 0.
+The policy causes an outcome; a failure has another cause. An agent that returns has an outcome. So has one that reached
+a limit (deadline, calls, context), even if it raises then. An agent that raises for another reason has failed, and so
+has one whose process died: a failure is never a reward of 0.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from schemas.config import AgentsConfig
 from schemas.messages import FinishReason
 
 OUTCOMES = ("returned", "declared", "deadline", "calls", "length")
-"""Kinds: the agent returned, it raised what ``generator.agents.outcomes`` declares, or a limit was reached."""
+"""Kinds: the agent returned, it raised an error in ``generator.agents.outcomes``, or it reached a limit."""
 WINDOW = 100
-"""Episodes over which the share of failures is taken."""
+"""The number of episodes over which the share of failures is measured."""
 
 
 @dataclass(frozen=True)
 class EpisodeOutcome:
-    """An episode to be scored. finish: how it ended, None: as its last answer did. reward: None: nobody said one.
+    """An episode to be scored. finish: None takes that of its last answer. reward: None if the agent set none.
 
     kind: one of OUTCOMES.
     """
@@ -34,7 +34,7 @@ class EpisodeOutcome:
 
 @dataclass(frozen=True)
 class EpisodeFailure:
-    """An episode that is excluded. kind: a word for counting. reason: one line. again: another try may succeed."""
+    """An episode that is excluded. kind: a word for counting. reason: one line. again: a retry may succeed."""
 
     kind: str
     reason: str
@@ -42,7 +42,7 @@ class EpisodeFailure:
 
 
 def judge(result: AgentResult, limit: FinishReason | None, settings: AgentsConfig) -> EpisodeOutcome | EpisodeFailure:
-    """Decide what the end of an agent means. limit: the one that its session has reached, if any."""
+    """Decide whether an agent's end is an outcome or a failure. limit: the limit that its session reached, if any."""
     if result.kind in ("died", "neighbour"):
         return EpisodeFailure(result.kind, result.error, again=True)
     reached = "deadline" if result.kind == "deadline" else limit
@@ -60,7 +60,7 @@ def judge(result: AgentResult, limit: FinishReason | None, settings: AgentsConfi
 
 
 class FailureAlarm:
-    """Counts failures, and says when too many of the last episodes are such; once, until it is better again."""
+    """Raises an alarm if too many of the last episodes failed; once, until the share has fallen again."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -68,7 +68,7 @@ class FailureAlarm:
         self._raised = False
 
     def add(self, found: EpisodeOutcome | EpisodeFailure) -> str | None:
-        """Count an episode; returns the text of an alarm that begins with it."""
+        """Count an episode; returns the text of an alarm that starts with it."""
         kind = found.kind if isinstance(found, EpisodeFailure) else ""
         self._last.append(kind)
         failed = Counter(word for word in self._last if word)

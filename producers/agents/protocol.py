@@ -1,4 +1,4 @@
-"""What the endpoint asks of a session: the protocols of the wire, OpenAI's and Anthropic's, all become these calls."""
+"""The calls of the endpoint to a session; requests of OpenAI's and Anthropic's protocols all become these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AnswerFinish = Literal["stop", "length", "tool_calls"]
 
 
 class SessionError(Exception):
-    """Error that the agent is told. status: of HTTP. code: a word for programs, that of OpenAI where there is one."""
+    """An error for the agent. status: of HTTP. code: a word for programs, OpenAI's if it has one."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -23,10 +23,10 @@ class SessionError(Exception):
 
 @dataclass(frozen=True)
 class CallRequest:
-    """A request for ``n`` answers to one prompt, which is one of messages (OpenAI's form), token ids and text.
+    """A request for ``n`` answers to one prompt, given as messages (OpenAI's form), token ids or text.
 
-    max_tokens: the client's limit, None: ours alone. name: of the agent that asks, ``main`` or a sub-agent's.
-    ignored: names of settings that the client gave and that are the task's to set.
+    max_tokens: the client's limit; None: only that of the task. name: of the agent that asks, ``main`` or a
+    sub-agent's. ignored: names of settings that the client sent but the task decides.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -42,14 +42,14 @@ class CallRequest:
 
     @property
     def characters(self) -> int:
-        """Length of the text that its prompt has at least."""
+        """The least length of the prompt's text."""
         texts = [content_text(message.get("content")) for message in self.messages or ()]
         return len(self.prompt_text or "") + sum(len(text or "") for text in texts)
 
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """One sampled answer. call: its number in the episode. id: of the completion, for rewards.
+    """A sampled answer. call: its number in the episode. id: of the completion, for rewards.
 
     text: as sampled, without the closing token. prompt_ids, ids: tokens of the prompt and of the answer; logprobs:
     natural log, of each of ``ids``.
@@ -66,14 +66,14 @@ class SampledAnswer:
 
 
 class OpenSession(Protocol):
-    """A running episode, as the endpoint uses it."""
+    """A running episode, as the endpoint sees it."""
 
     async def complete(self, request: CallRequest) -> list[SampledAnswer]:
         """Sample and record the answers; SessionError says what is wrong with the request."""
         ...
 
     def forget(self, call: int) -> None:
-        """Take an answer out of the record, because nobody received it."""
+        """Remove an answer from the record, because no client received it."""
         ...
 
     def set_reward(self, value: float, completion_id: str | None = None) -> None:
@@ -81,15 +81,15 @@ class OpenSession(Protocol):
         ...
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
-        """Keep numbers of the agent about its episode."""
+        """Record the agent's metrics of its episode."""
         ...
 
     async def count_tokens(self, request: CallRequest) -> int:
-        """Number of tokens of the prompt that the request would have."""
+        """Return the number of tokens in the prompt of the request."""
         ...
 
     def finish(self) -> None:
-        """The agent says that its episode is over."""
+        """End the episode at the agent's request."""
         ...
 
 
@@ -97,5 +97,5 @@ class OpenSessions(Protocol):
     """All running episodes."""
 
     def find(self, token: str) -> OpenSession:
-        """The session of a token; SessionError 410 for one that has ended, 401 for an unknown token."""
+        """Return the session of a token; SessionError 410 for one that has ended, 401 for an unknown token."""
         ...

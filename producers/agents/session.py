@@ -1,8 +1,8 @@
 """A session: the running episode of one agent, as the endpoint sees it.
 
-It joins each request to the conversation so far, samples the answer, parses and records it. What another generator had
-recorded of the same episode is answered from that record, as long as the agent asks for the very same tokens. An agent
-never sees an aborted request: the episode is handed over then, and the request waits until its agent is ended.
+It joins each request to the conversation so far, then samples, parses and records the answer. If another generator has
+already answered the same call of the episode, the recorded answer is returned, provided that the prompt's tokens are
+equal. An agent never sees an aborted request: the episode is handed over, and the request waits until its agent ends.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ ENDED = "the episode is over: its sample is finished, or another process has it"
 
 @dataclass(frozen=True)
 class PolicyHandle:
-    """What all sessions of a generator share. max_length: tokens of the model, prompt and answer.
+    """The policy that all sessions of a generator share. max_length: tokens of prompt and answer together.
 
-    encode: token ids of plain text, for prompts that are no messages. longest_token: characters of one at most.
+    encode: token ids of plain text, for prompts without messages. longest_token: the most characters of a token.
     """
 
     engine: Engine
@@ -49,7 +49,7 @@ class PolicyHandle:
 
 @dataclass
 class Counts:
-    """What happened in an episode, for metrics: numbers, and seconds.
+    """Events of an episode, for metrics: numbers, and seconds.
 
     tools_s: from an answer that called tools to the next request.
     """
@@ -66,12 +66,12 @@ class Counts:
 
 
 class Session:
-    """One running episode. Requests may come at the same time, from agents that work side by side.
+    """One running episode. Requests may overlap if agents work side by side.
 
-    limit: which limit the agent has reached, so that its end is an outcome and no failure; None: none.
-    interrupted: set when a request was aborted; the episode has to be handed over then. finished: set when the agent
-    itself said that it is over. notes: results of its side effects, for its next attempt. busy_s: seconds in which a
-    request was under way.
+    limit: the limit that the agent has reached, so that its end is an outcome and not a failure; None: no limit.
+    interrupted: set when a request was aborted, so the episode must be handed over. finished: set when the agent
+    declared the end. notes: results of its side effects, for its next attempt. busy_s: seconds in which a request was
+    under way.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Session:
         save: Callable[[Partial], Awaitable[None]] | None = None,
         sample: int = 0,
     ) -> None:
-        """saved: what another generator had of this sample. save: keeps it for the next one, see RolloutContext."""
+        """saved: the sample's state from another generator. save: stores the state, see RolloutContext."""
         self.token = secrets.token_urlsafe(24)
         self.notes = Notes(saved.notes if saved else None, self._keep)
         self.finish_of_last: FinishReason = "stop"
@@ -114,24 +114,24 @@ class Session:
         self.busy_s = 0.0
 
     def partial(self) -> Partial:
-        """What there is of the episode, for whoever goes on with it."""
+        """Return the state of the episode, for the generator that resumes it."""
         found = self.conversation.partial(self._sample)
         return msgspec.structs.replace(found, notes=dict(self.notes))
 
     def end(self) -> None:
-        """Refuse every further request, and cancel those under way: nothing of them is recorded."""
+        """Reject every further request, and cancel those under way without recording them."""
         self._ended = True
         for task in self._tasks:
             task.cancel()
 
     async def settle(self, seconds: float) -> None:
-        """Wait, at most so long, until what was being sampled is recorded."""
+        """Wait, at most so long, until running samples are recorded."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._settled.wait()
 
     async def complete(self, request: CallRequest) -> list[SampledAnswer]:
-        """Answer a model call with ``request.n`` choices; SessionError tells the agent what is wrong."""
+        """Answer a model call with ``request.n`` choices; SessionError says what is wrong with it."""
         self._begin(request)
         task = asyncio.current_task()
         assert task is not None
@@ -149,7 +149,7 @@ class Session:
                 raise self._too_long(str(len(prompt.ids)))
             answers = await self._answer(request, prompt, room)
             try:
-                # No agent may go on with an answer that is lost if this process dies now.
+                # No agent may use an answer that would be lost if this process died now.
                 await self._keep()
             except asyncio.CancelledError:
                 for answer in answers:
@@ -159,7 +159,7 @@ class Session:
         except DataError as error:
             raise SessionError(400, "invalid_request_error", str(error)) from error
         except asyncio.CancelledError:
-            # Nobody heard an answer, so it was no call.
+            # The agent received no answer, so the call does not count.
             self.counts.requests -= 1
             raise
         finally:
@@ -170,9 +170,9 @@ class Session:
                 self.busy_s += self._idle_since - self._busy_since
 
     def forget(self, call: int) -> None:
-        """Take an answer out of the record, because nobody received it.
+        """Remove an answer from the record, because no client received it.
 
-        Not when the session has ended: who goes on with the episode will ask for it again.
+        Does nothing if the session has ended: the next attempt at the episode will ask for the answer again.
         """
         if self._ended:
             return
@@ -180,7 +180,7 @@ class Session:
         self._asked[self._digests.pop(call)] -= 1
 
     def set_reward(self, value: float, completion_id: str | None = None) -> None:
-        """Set the reward of the episode, or that of one answer. SessionError if there is no such answer."""
+        """Set the reward of the episode, or of one answer. SessionError if there is no such answer."""
         if completion_id is None:
             self.reward = value
         elif completion_id not in self._numbers:
@@ -189,11 +189,11 @@ class Session:
             self.conversation.set_reward(self._numbers[completion_id], value)
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
-        """Keep numbers of the agent about its episode."""
+        """Record the agent's metrics of its episode."""
         self.metrics.update(metrics)
 
     async def count_tokens(self, request: CallRequest) -> int:
-        """Number of tokens of the prompt that the request would have; at least so many of one that is far too long."""
+        """Return the number of tokens in the prompt of the request; a lower bound if it is far too long."""
         self._check_open()
         least = self._least_tokens(request)
         if least > self._policy.max_length:
@@ -202,7 +202,7 @@ class Session:
             return len((await asyncio.to_thread(self._prompt, request)).ids)
 
     def finish(self) -> None:
-        """The agent says that its episode is over."""
+        """End the episode at the agent's request."""
         self.finished.set()
 
     def _begin(self, request: CallRequest) -> None:
@@ -225,7 +225,7 @@ class Session:
             raise SessionError(410, "session_ended", ENDED)
 
     def _least_tokens(self, request: CallRequest) -> int:
-        """How many tokens its text has at least: to cut one that is far too long into tokens takes minutes itself."""
+        """Return a lower bound of its tokens: encoding a text that is far too long would take minutes."""
         return request.characters // self._policy.longest_token
 
     def _too_long(self, tokens: str) -> SessionError:
@@ -244,7 +244,7 @@ class Session:
         return self.conversation.raw_prompt(self._policy.encode(request.prompt_text or ""), request.name)
 
     async def _answer(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[SampledAnswer]:
-        """Sample every choice, parse and record it; where one is aborted, the episode is handed over instead."""
+        """Sample, parse and record every choice; if one is aborted, hand the episode over instead."""
         self._sampling_now += 1
         self._settled.clear()
         try:
@@ -259,12 +259,12 @@ class Session:
             self._sampling_now -= 1
             if not self._sampling_now:
                 self._settled.set()
-        # Until the agent is ended: it never sees that its request was aborted.
+        # Wait until the agent is ended: it must not see that its request was aborted.
         await asyncio.Event().wait()
         return []
 
     async def _sample_all(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[Completion]:
-        """Sample every choice: from the record where the same tokens were asked before, else by the engine."""
+        """Sample every choice: from the record if the same tokens were asked before, else by the engine."""
         self._asked[prompt.digest] += request.n
         try:
             return await self._sample_keys(request, prompt, room, prompt.digest)
@@ -307,7 +307,7 @@ class Session:
         return [answers[k] for k in range(request.n)]
 
     async def _keep_aborted(self, prompt: NextPrompt, completions: Sequence[Completion]) -> None:
-        """Keep what there is of aborted answers, and have the episode handed over."""
+        """Record the tokens of aborted answers, and let the episode be handed over."""
         async with self._lock:
             if not self._ended:
                 for completion in completions:
@@ -315,7 +315,7 @@ class Session:
         self.interrupted.set()
 
     def _seed(self) -> int | None:
-        """A seed of this call, so that calls of an episode, and episodes of a group, don't draw the same."""
+        """Return a seed for this call, so that calls of an episode and episodes of a group differ."""
         if self._sampling.seed is None:
             return None
         return self._sampling.seed + (self._sample << 16) + (self.counts.requests << 4)
@@ -336,7 +336,7 @@ class Session:
         self, prompt: NextPrompt, completions: Sequence[Completion], parsed: Sequence[ParsedAnswer]
     ) -> list[SampledAnswer]:
         if self.limit == "length":
-            # The agent has shortened its history, and goes on.
+            # The agent has shortened its history, so it continues.
             self.limit = None
         self.counts.begun[prompt.why] += 1
         self.counts.prompt_tokens += len(prompt.ids)
@@ -352,7 +352,7 @@ class Session:
         return answers
 
     async def _keep(self) -> None:
-        """Return when whoever goes on with the episode would find it as it is."""
+        """Store the state of the episode, and return when another generator could resume it."""
         if self._save is not None:
             await self._save(self.partial())
 

@@ -1,4 +1,4 @@
-"""The sessions of a generator, found by their unguessable token."""
+"""The sessions of a generator, found by their unguessable tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from producers.agents.protocol import SessionError
 from producers.agents.session import ENDED, Session
 
 REMEMBERED = 10_000
-"""Tokens of ended sessions that are answered with 410 instead of 401; it is what makes clients give up."""
+"""The number of ended sessions that are answered with 410 instead of 401, which makes clients give up."""
 
 
 class Sessions:
-    """Running sessions by token; of ended ones the token alone is kept."""
+    """Running sessions by token; of ended ones only the token is kept."""
 
     def __init__(self) -> None:
         self._running: dict[str, Session] = {}
@@ -25,7 +25,7 @@ class Sessions:
         self._running[session.token] = session
 
     def end(self, session: Session) -> None:
-        """End a session: its token finds nothing any more."""
+        """End a session: its token is rejected from now on."""
         session.end()
         if self._running.pop(session.token, None) is not None:
             self._ended[session.token] = None
@@ -33,7 +33,7 @@ class Sessions:
                 self._ended.popitem(last=False)
 
     def find(self, token: str) -> Session:
-        """The running session; SessionError 410 for an ended one, 401 for any other token."""
+        """Return the running session; SessionError 410 for an ended one, 401 for any other token."""
         found = self._running.get(token)
         if found is not None:
             return found

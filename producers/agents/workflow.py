@@ -34,10 +34,10 @@ AGENTS = {"verifiers": AGENT}
 
 
 class AgentWorkflow:
-    """Samples are episodes of an agent, which runs in a worker process and asks the policy over HTTP.
+    """A workflow whose samples are episodes of an agent, which runs in a worker process and calls the policy over HTTP.
 
-    run: the user's function or class, ``file.py:name`` or ``module:name``, or one of AGENTS; args: what a class is
-    built with. command: a program and its arguments instead.
+    run: the user's function or class, ``file.py:name`` or ``module:name``, or one of AGENTS; args: arguments of a
+    class. command: a program and its arguments instead.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AgentWorkflow:
         self._server: EndpointServer | None = None
 
     def check_agent(self, base: Path, settings: AgentsConfig) -> None:
-        """ConfigError if the agent can't be loaded or called; it is imported in a process of its own, and not run."""
+        """Raise ConfigError if the agent can't be loaded or called; it is imported in its own process, and not run."""
         check_agent(self._run, self._command, self._args, base, settings)
 
     async def start(self, services: WorkflowServices) -> None:
@@ -85,7 +85,7 @@ class AgentWorkflow:
         self._server = EndpointServer(sessions, settings)
         base_url = await self._server.start()
         await workers.start()
-        log.info("agents may begin", endpoint=base_url, processes=settings.processes)
+        log.info("agents are ready", endpoint=base_url, processes=settings.processes)
         self._services = EpisodeServices(
             settings=settings,
             policy=policy,

@@ -1,1 +1,1 @@
-"""Conversations of agents: model calls joined to the token sequences that are trained, without I/O."""
+"""Conversations of agents: model calls, joined to the token sequences that are trained, without I/O."""

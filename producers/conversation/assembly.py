@@ -17,7 +17,7 @@ from schemas.messages import PlacedImage, Segment, Span, Turn
 
 @dataclass(frozen=True)
 class _Row:
-    """Token ids of a row, and the images at their places in it."""
+    """Token ids of a row, and the images at their positions in it."""
 
     ids: npt.NDArray[Any]
     images: list[PlacedImage]
@@ -25,7 +25,7 @@ class _Row:
 
 @dataclass
 class Arrays:
-    """Tokens of an episode's segments one after the other, with what is known of each, as in SampledCompletion."""
+    """The tokens of an episode's segments in order, with the arrays of SampledCompletion for them."""
 
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
@@ -35,10 +35,10 @@ class Arrays:
     segments: list[Segment] = field(default_factory=list)
     images: list[PlacedImage] = field(default_factory=list)
     experts: list[npt.NDArray[Any] | int] = field(default_factory=list)
-    """Of each segment's tokens, [T, L, k]; a number of tokens where nothing is known."""
+    """Of each segment's tokens, [T, L, k]; a number of tokens if their experts are unknown."""
 
     def routed_experts(self) -> npt.NDArray[Any] | None:
-        """The experts of all tokens, as in SampledCompletion."""
+        """Return the experts of all tokens, as in SampledCompletion."""
         first = next((part for part in self.experts if not isinstance(part, int)), None)
         if first is None:
             return None
@@ -51,7 +51,7 @@ class Arrays:
         self._append(role, ids, 0, [0.0] * len(ids), -1, None)
 
     def sampled(self, call: AnsweredCall, number: int) -> None:
-        """Add an answer. number: of its call, in the order of time."""
+        """Add an answer. number: of its call, in order of time."""
         start, completion = len(self.tokens), call.completion
         self._append("assistant", completion.tokens, 1, completion.logprobs.tolist(), number, call.reward)
         for span in completion.spans:
@@ -74,9 +74,9 @@ class Arrays:
 
 
 def choose_calls(calls: Collection[AnsweredCall]) -> list[AnsweredCall]:
-    """Return the calls to train, without the choices of a request (n > 1) that no later one contains.
+    """Return the calls to train, without choices of a request (n > 1) that no later request contains.
 
-    One with a reward of its own stays; of a request none of whose choices was used, the first does.
+    A choice with its own reward stays; if no choice of a request was used, the first stays.
     """
     choices: dict[int, list[AnsweredCall]] = {}
     for call in calls:
@@ -89,10 +89,10 @@ def choose_calls(calls: Collection[AnsweredCall]) -> list[AnsweredCall]:
 
 
 def join_rows(every: dict[int, AnsweredCall], kept: Sequence[AnsweredCall], numbers: dict[int, int]) -> Arrays:
-    """Put the calls into rows: each extends the row of its parent, or begins one where another call already does.
+    """Put the calls into rows: each extends its parent's row, or starts a row if another call already extends that.
 
-    every: all calls by number, kept: those to train, in the order of time, numbers: the number each has on the wire.
-    A new row shares the longest prefix that an earlier row has too, but none of the tokens that were sampled in it.
+    every: all calls by number. kept: those to train, in order of time. numbers: each call's number in messages.
+    A new row shares the longest prefix with an earlier row, but none of the tokens that were sampled in it.
     """
     rows: list[list[AnsweredCall]] = []
     ends: dict[int, int] = {}
@@ -146,7 +146,7 @@ def _add_row(
 
 
 def _common_prefix(one: _Row, other: _Row, most: int) -> int:
-    """Return how many tokens, at most so many, two rows have in common: an image wholly, or nothing of it."""
+    """Return how many tokens, at most so many, two rows have in common; an image counts wholly or not at all."""
     size = min(most, len(other.ids))
     different = np.flatnonzero(one.ids[:size] != other.ids[:size])
     same = int(different[0]) if len(different) else size

@@ -1,8 +1,8 @@
-"""The join of two turns: what a chat template writes after an answer, so that the answer's own token ids are kept.
+"""The join of two turns: the text that a chat template writes after an answer, so that the answer's own ids are kept.
 
-The next prompt is then the ids so far and the ids of this text. It is found with a mark in the place of the answer:
-what stands after it is the template's, however the template changes old answers. Where a template does not show the
-mark, it is found as the difference of the conversation with and without the new messages.
+The next prompt is then the ids so far and the ids of this text. To find it, a mark is rendered in place of the answer:
+the text after the mark is the template's, however the template rewrites old answers. If a template drops the mark, the
+text is found as the difference between the conversation with and without the new messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NewTurn:
     """Messages that follow an answer.
 
     before: the conversation that was answered. closing: text of the special token with which the policy ended the
-    answer, None if it did not: the answer was cut, or ended at a stop string. tools, args: for the template.
+    answer; None if the answer was cut, or ended at a stop string. tools, args: for the template.
     """
 
     before: Sequence[Message]
@@ -36,7 +36,7 @@ class NewTurn:
 
 
 def find_suffix(template: ChatTemplate, turn: NewTurn) -> str | None:
-    """Return what follows the answer's last token, up to the header of the next answer; None if it can't be found."""
+    """Return the text after the answer's last token, up to the header of the next answer; None if it can't be found."""
     for find in (_by_mark, _by_difference):
         try:
             suffix = find(template, turn)
@@ -48,7 +48,7 @@ def find_suffix(template: ChatTemplate, turn: NewTurn) -> str | None:
 
 
 def find_kept_suffix(template: ChatTemplate, turn: NewTurn) -> str | None:
-    """Return the same if the template leaves all before the new messages as it was, so that it sees what is held."""
+    """Return the same if the template does not change the text before the new messages, so the policy sees it all."""
     try:
         whole = template.render([*turn.before, turn.answer], turn.tools, generation_prompt=False, args=turn.args)
         marked = _render_marked(template, turn, new=False)
@@ -63,7 +63,7 @@ def find_kept_suffix(template: ChatTemplate, turn: NewTurn) -> str | None:
 
 
 def mark_answer(answer: Message) -> Message:
-    """Return an answer with the mark for its content or, if it calls tools, for the value of its last argument."""
+    """Return an answer with the mark as its content or, if it calls tools, as the value of its last argument."""
     if not answer.get("tool_calls"):
         return {"role": "assistant", "content": MARK}
     *calls, last = answer["tool_calls"]
@@ -76,9 +76,9 @@ def mark_answer(answer: Message) -> Message:
 
 
 def shorten(before: Sequence[Message]) -> list[Message]:
-    """Return what most templates need of a conversation to write what follows an answer: the system, the last user.
+    """Return the messages that most templates need to write the text after an answer: the system, the last user.
 
-    A template looks at each message, so that writing 70,000 tokens anew costs more than all else of a join.
+    A template visits each message, so rendering 70,000 tokens again would cost more than the rest of a join.
     """
     first = next((k for k, message in enumerate(before) if message.get("role") not in _SYSTEM), len(before))
     last = next((message for message in reversed(before[first:]) if message.get("role") == "user"), None)
@@ -106,8 +106,8 @@ def _by_mark(template: ChatTemplate, turn: NewTurn) -> str | None:
             return tail[at:]
     if not turn.answer.get("tool_calls"):
         return tail
-    # The call's own brackets were sampled, or never came: they end at a closing token or, where there is none, at what
-    # stands only there if something follows.
+    # The call's own brackets were sampled, or are missing: they end at a closing token or, without one, at the text
+    # that is rendered only if another message follows.
     at = min((at for stop in template.stop_texts if (at := head.find(stop)) >= 0), default=-1)
     if at < 0:
         at = _same_length(_render_marked(template, turn, new=False).partition(MARK)[2], head)
@@ -115,7 +115,7 @@ def _by_mark(template: ChatTemplate, turn: NewTurn) -> str | None:
 
 
 def _place_of_new(template: ChatTemplate, tail: str, new: Sequence[Message]) -> int | None:
-    """Return where the first new message stands in what follows an answer, so that nothing is looked for in it."""
+    """Return the position of the first new message after an answer; the search ends there."""
     content = new[0].get("content") if new else None
     parts = content if isinstance(content, list) else [content]
     text = next((text.strip() for text in map(part_text, parts) if text and text.strip()), None)
@@ -124,9 +124,9 @@ def _place_of_new(template: ChatTemplate, tail: str, new: Sequence[Message]) -> 
 
 
 def _replaced_closing(template: ChatTemplate, turn: NewTurn, head: str) -> int:
-    """Return where the token ends that stands for the sampled one, 0 if there is none.
+    """Return the end of the token that replaces the sampled one; 0 if no token does.
 
-    A template may close the last answer with the token that the policy samples, and older ones with another.
+    A template may close the last answer with the token that the policy samples, and older answers with another.
     """
     if turn.closing is None:
         return 0
@@ -141,7 +141,7 @@ def _replaced_closing(template: ChatTemplate, turn: NewTurn, head: str) -> int:
 
 
 def _same_length(one: str, other: str) -> int:
-    """Return how many characters two texts have the same at their beginning."""
+    """Return the number of characters that two texts share at their beginning."""
     return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -150,7 +150,7 @@ def _special_at(template: ChatTemplate, text: str) -> bool:
 
 
 def _from_special(template: ChatTemplate, text: str) -> str:
-    """Return a text from its first special token on, all of it if there is none."""
+    """Return a text from its first special token on; all of it if it has no such token."""
     at = min((at for special in template.special_texts if (at := text.find(special)) >= 0), default=0)
     return text[at:]
 

@@ -1,4 +1,4 @@
-"""Model calls that an agent was answered with, and the keys under which they are found again."""
+"""Answered model calls of an agent, and the keys by which they are found again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from schemas.messages import Call, PlacedImage, Span
 
 @dataclass
 class AnsweredCall:
-    """A model call and where it stands among the others.
+    """A model call and its relation to the others.
 
-    parent: number of the call whose row it extends, None: a row of its own. suffix: ids of its prompt after the
-    parent's row, all without a parent. images: of the suffix, at their places in the row. length: tokens of its row,
-    answer included. new: messages after the parent's answer, all without a parent. chain: digest of all messages,
-    answer included, None for prompts of ids. asked: the same for all choices of one request. record: the call as it is
-    saved, but for its key. used: a later request contains its answer.
+    parent: number of the call whose row it extends; None: a row of its own. suffix: ids of its prompt after the
+    parent's row; all ids without a parent. images: of the suffix, at their positions in the row. length: tokens of its
+    row, answer included. new: messages after the parent's answer; all messages without a parent. chain: digest of all
+    messages, answer included; None for prompts of ids. asked: the same for all choices of one request. record: the call
+    as it is saved, except for its key. used: a later request contains its answer.
     """
 
     number: int
@@ -47,7 +47,7 @@ class AnsweredCall:
 
 
 def ids_digest(ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> bytes:
-    """Return the digest of a prompt's token ids, and of the images that some of them stand for, 16 bytes."""
+    """Return the digest of a prompt's token ids and images, 16 bytes."""
     hashed = hashlib.blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=16)
     for image in images:
         hashed.update(f"{image.digest} {image.start} {image.end}".encode())
@@ -57,13 +57,13 @@ def ids_digest(ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> bytes:
 def digest_key(digest: bytes, repeat: int) -> bytes:
     """Return the key of a call, 16 bytes, given the digest of its prompt.
 
-    repeat: how often the same prompt was asked before in its episode.
+    repeat: how often the episode asked the same prompt before.
     """
     return hashlib.blake2b(digest + repeat.to_bytes(8, "little"), digest_size=16).digest()
 
 
 def record_completion(completion: Completion) -> Call:
-    """Return an answer as it is saved, without its key."""
+    """Return an answer in its saved form, without its key."""
     return Call(
         key=b"",
         tokens=Array.of(completion.tokens, "i4"),
@@ -74,12 +74,12 @@ def record_completion(completion: Completion) -> Call:
 
 
 def recorded_completion(call: Call) -> Completion:
-    """Return what a recorded call was answered with."""
+    """Return the completion of a recorded call."""
     return Completion(call.tokens.numpy().tolist(), call.logprobs.numpy(), list(call.spans), call.finish)
 
 
 def continued_completion(call: Call, more: Completion) -> Completion:
-    """Return a recorded beginning and what was sampled after it as one completion."""
+    """Return a recorded beginning and its continuation as one completion."""
     start = len(call.tokens)
     spans = list(call.spans)
     for span in more.spans:
@@ -108,7 +108,7 @@ def row_ids(calls: dict[int, AnsweredCall], last: int | None) -> list[int]:
 
 
 def row_images(calls: dict[int, AnsweredCall], last: int | None) -> list[PlacedImage]:
-    """Return the images of a call's row, in order and at their places in it."""
+    """Return the images of a call's row, in order and at their positions in it."""
     pieces: list[Sequence[PlacedImage]] = []
     while last is not None:
         pieces.append(calls[last].images)

@@ -1,4 +1,4 @@
-"""The policy's chat template: messages of any client to text, text to token ids."""
+"""The policy's chat template: messages of any client to text, and text to token ids."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from producers.tokenizer import HfTokenizer
 from schemas.errors import DataError
 
 MARK = "Qz7MarkOfTheJoin7zQ"
-"""A text that no template changes, and no conversation has."""
+"""A text that no template changes, and that no conversation contains."""
 
 BREAK = "Qz7BreakOfTheText7zQ"
-"""Another one, at which text is cut before it is turned into token ids."""
+"""Another such text, at which text is cut before it is encoded."""
 _FROM_OUTSIDE = ("user", "tool", "function")
-"""Roles of messages whose content may come from anywhere: a page that a tool has read."""
+"""Roles of messages whose content may come from anywhere, such as a page that a tool has read."""
 
 _Style = tuple[str | None, bool]
 _STYLES: tuple[_Style, ...] = (("", False), (None, False), ("", True), (None, True))
-"""How templates want an answer with tool calls and no text: its content, and whether its arguments are text."""
+"""Forms of an answer with tool calls and no text: its content, and whether its arguments are text."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 class ChatTemplate:
     """A chat template over its tokenizer.
 
-    source: another template than the tokenizer's own. What the check at start-up finds out: bridge_off, why turns are
-    not joined with it, None: they are; short_history, whether what it writes after an answer depends on no older turn.
+    source: a template that replaces the tokenizer's own. The check at start-up sets bridge_off, the reason why turns
+    are not joined (None: they are), and short_history, whether the text after an answer is independent of older turns.
     """
 
     def __init__(self, tokenizer: HfTokenizer, source: str | None = None) -> None:
@@ -48,9 +48,9 @@ class ChatTemplate:
         generation_prompt: bool = True,
         args: dict[str, Any] | None = None,
     ) -> str:
-        """Return the text of a conversation. DataError when the template refuses it, ConfigError if there is none.
+        """Return the text of a conversation. DataError if the template rejects it, ConfigError without a template.
 
-        generation_prompt: whether the header of the next answer stands at its end. args: the template's own, such as
+        generation_prompt: whether the text ends with the header of the next answer. args: the template's own, such as
         enable_thinking.
         """
         style = self._style if any(message.get("tool_calls") for message in messages) else _STYLES[0]
@@ -59,8 +59,8 @@ class ChatTemplate:
     def ids(self, text: str, after: int | None = None) -> list[int]:
         """Return token ids of a rendered text, nothing added; special tokens of the template become their ids.
 
-        Those that stand in the content of a user's or a tool's message stay text. after: the special token that stands
-        before it, since a tokenizer may read what follows one in its own way.
+        Special tokens in the content of a user's or a tool's message stay text. after: the special token before the
+        text, because a tokenizer may treat the text after a special token differently.
         """
         if after is not None:
             found = self._encode(self.token_text(after) + text)
@@ -69,7 +69,7 @@ class ChatTemplate:
         return self._encode(text)
 
     def shield(self, text: str) -> str:
-        """Return the text as it is rendered, so that no special token in it becomes one."""
+        """Return the text in a form in which no special token is encoded as one."""
         return self._special.sub(lambda found: f"{found[0][0]}{BREAK}{found[0][1:]}", text) if self._special else text
 
     def _encode(self, text: str) -> list[int]:
@@ -84,7 +84,7 @@ class ChatTemplate:
         return self._tokenizer.decode_all([token])
 
     def is_special(self, token: int) -> bool:
-        """Tell whether a token is one that text splits at, such as the end of a turn."""
+        """Tell whether a token is one that text is split at, such as the end of a turn."""
         return token in self.stop_ids or token in self._tokenizer.special_ids
 
     @cached_property
@@ -100,13 +100,13 @@ class ChatTemplate:
 
     @cached_property
     def _special(self) -> re.Pattern[str] | None:
-        """Finds special tokens in text; None if there are none that text can have."""
+        """Return a pattern for special tokens in text; None if no special token can occur in text."""
         found = [re.escape(text) for text in self.special_texts if len(text) > 1]
         return re.compile("|".join(found)) if found else None
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template shows content only as a list of parts, as those of models with images may."""
+        """Tell whether the template shows content only as a list of parts, as models with images may."""
 
         def shows(content: Any) -> bool:
             messages = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
@@ -119,7 +119,7 @@ class ChatTemplate:
 
     @cached_property
     def _style(self) -> _Style:
-        """The first way to write a tool call that shows in the template's text."""
+        """Return the first form of a tool call that the template shows in its text."""
         call = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"word": MARK}}}
         messages: list[Message] = [
             {"role": "user", "content": "Look"},
@@ -153,7 +153,7 @@ class ChatTemplate:
         )
 
     def _fit(self, message: Message, style: _Style) -> Message:
-        """Write a message as templates expect it: content one text, arguments a mapping, reasoning under its key."""
+        """Return a message as templates expect it: content one text, arguments a mapping, reasoning under its key."""
         fitted = dict(message)
         text = content_text(message.get("content"))
         if text is not None and message.get("role") in _FROM_OUTSIDE:
@@ -178,7 +178,7 @@ class ChatTemplate:
         return fitted
 
     def _fit_part(self, part: Any) -> Any:
-        """Write a part of a user's or a tool's message beside which there are images: a text, or the place of one."""
+        """Return a part of a user's or a tool's message with images: a text, or the placeholder of an image."""
         text = part_text(part)
         return {"type": part["type"]} if text is None else {"type": "text", "text": self.shield(text)}
 

@@ -1,7 +1,8 @@
-"""The conversations of one episode: which token ids each model call gets, and the sample that its calls become.
+"""The conversations of one episode: the token ids of each model call, and the sample that its calls become.
 
-Token ids that were sampled are kept and never made again from text. A request whose messages go on with an answer of
-ours gets the ids held so far and those of what is new, and so stays one row of training; any other begins a new row.
+Sampled token ids are kept and never encoded again from text. If the messages of a request continue one of our answers,
+its prompt is the ids so far and the ids of the new messages, and so it stays one row of training; any other request
+starts a new row.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from schemas.messages import Call, FinishReason, Partial, PlacedImage
 History = Literal["held", "template"]
 Why = Literal["joined", "first", "history rewritten", "tools changed", "template", "no bridge", "raw"]
 BEGINNINGS = tuple(why for why in get_args(Why) if why != "joined")
-"""Why segments begin."""
+"""The reasons why segments begin."""
 MAIN = "main"
 
 
@@ -37,9 +38,9 @@ MAIN = "main"
 class NextPrompt:
     """The prompt of the next call.
 
-    ids: its token ids. segment: the row that it extends, None: a new one begins. why: how it came about; ``first``
-    begins a conversation, ``template`` and ``no bridge`` say that its turns could not be joined, ``raw`` that the
-    client gave ids. images: those that some of the ids stand for. The rest is the conversation's own.
+    ids: its token ids. segment: the row that it extends; None: it starts a new one. why: the reason; ``first`` starts a
+    conversation, ``template`` and ``no bridge`` mean that its turns could not be joined, ``raw`` that the client sent
+    ids. images: those that some of the ids stand for. The other fields are internal to the conversation.
     """
 
     ids: list[int]
@@ -58,7 +59,7 @@ class NextPrompt:
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest of the token ids and the images."""
+        """The digest of the token ids and the images."""
         return ids_digest(self.ids, self.images)
 
 
@@ -71,9 +72,9 @@ class Conversation:
         ...
         sample = conversation.sample(index, "stop", reward=1.0)
 
-    history: ``held`` keeps all that was sampled in the context; ``template`` begins a new row where the chat template
-    rewrites what was before. images: those of its messages, which name them by digest. Not safe for threads that add at
-    once; no I/O.
+    history: ``held`` keeps all sampled tokens in the context; ``template`` starts a new row if the chat template
+    rewrites earlier text. images: those of its messages, which refer to them by digest. Threads must not add at the
+    same time. No I/O.
     """
 
     def __init__(self, template: ChatTemplate, history: History = "held", images: EpisodeImages | None = None) -> None:
@@ -92,7 +93,7 @@ class Conversation:
 
     @property
     def calls(self) -> int:
-        """Number of calls that were answered."""
+        """The number of answered calls."""
         return len(self._delivered())
 
     def prompt(
@@ -102,9 +103,9 @@ class Conversation:
         name: str = MAIN,
         args: dict[str, Any] | None = None,
     ) -> NextPrompt:
-        """Return what a request's call is prompted with; records nothing.
+        """Return the prompt of a request's call; records nothing.
 
-        name: of the agent that asks. args: of the chat template. DataError when the template refuses the messages.
+        name: of the agent that asks. args: of the chat template. DataError if the template rejects the messages.
         """
         settings = settings_key(tools, args)
         found, chain, repeated = self._match(messages, name, settings)
@@ -143,7 +144,7 @@ class Conversation:
         )
 
     def raw_prompt(self, ids: Sequence[int], name: str = MAIN) -> NextPrompt:
-        """Return the same for a prompt of token ids: it is joined where it begins with all ids held of an answer."""
+        """Return the same for a prompt of ids: it is joined if it begins with all ids up to one of our answers."""
         ids = list(ids)
         best: AnsweredCall | None = None
         fitting: dict[int, int] = {}
@@ -162,11 +163,11 @@ class Conversation:
         return NextPrompt(ids, segment, "raw", name, best.number, best.length, new, images=images)
 
     def key(self, prompt: NextPrompt, ahead: int = 0) -> bytes:
-        """Return the key of a call with this prompt. ahead: calls with the same ids that are not answered yet."""
+        """Return the key of a call with this prompt. ahead: unanswered calls with the same ids."""
         return digest_key(prompt.digest, self._asked[prompt.digest] + ahead)
 
     def add(self, prompt: NextPrompt, completion: Completion, answer: Message) -> int:
-        """Record what a call was answered with, and return its number.
+        """Record the answer of a call, and return the call's number.
 
         answer: the assistant's message as the client got it. Choices of one request are added with the same prompt.
         """
@@ -210,16 +211,16 @@ class Conversation:
         return number
 
     def remove(self, call: int) -> None:
-        """Forget an answer that nobody received."""
+        """Remove an answer that no client received."""
         self._calls[call].removed = True
         self._make_records()
 
     def set_reward(self, call: int, reward: float) -> None:
-        """Say what the answer of a call earned."""
+        """Set the reward of a call's answer."""
         self._calls[call].reward = reward
 
     def messages(self) -> list[Message]:
-        """Return the conversation of the main agent, its last answer included, for people."""
+        """Return the conversation of the main agent with its last answer, to be shown to users."""
         last = self._last_call(self._delivered())
         found: list[Message] = []
         number = last.number if last is not None else None
@@ -230,7 +231,7 @@ class Conversation:
         return found
 
     def records(self) -> list[Call]:
-        """Return the calls as they are saved for another generator, in the order of time."""
+        """Return the calls in their saved form for another generator, in order of time."""
         return list(self._records)
 
     def _make_records(self) -> None:
@@ -260,7 +261,7 @@ class Conversation:
     ) -> SampledCompletion:
         """Return the episode as sample ``index``, a segment for each row. DataError if there is nothing to train.
 
-        With finish ``abort`` somebody goes on with it: it may be empty then.
+        With finish ``abort`` it may be empty, because another generator resumes it.
         train: names of the agents whose rows are kept; None: all. Prompt and completion are those of the main agent's
         last answer.
         """
@@ -308,9 +309,9 @@ class Conversation:
     def _match(
         self, messages: Sequence[Message], name: str, settings: bytes
     ) -> tuple[list[tuple[int, AnsweredCall]], bytes, tuple[int, ...]]:
-        """Find the answers of ours that a request repeats after the very messages that they answered.
+        """Find our answers that a request repeats after exactly the messages that they answered.
 
-        Returned beside places and calls: the digest of the messages, and calls whose answers stand anywhere in them.
+        Returns their positions and calls, the digest of the messages, and all calls whose answers occur in them.
         """
         found: list[tuple[int, AnsweredCall]] = []
         repeated: list[int] = []
@@ -354,7 +355,7 @@ class Conversation:
         return self.images.expand(self._template.ids(self._template.render(messages, tools, args=args)), messages)
 
     def _agent(self, prompt: NextPrompt) -> str:
-        """Name the agent that begins a row: as it was called or, without a name, by its first system prompt."""
+        """Name the agent that starts a row: by the given name or, without one, by its first system prompt."""
         if prompt.name != MAIN or prompt.system is None:
             return prompt.name
         repeated = next((self._calls[number].name for number in prompt.repeated), None)
@@ -363,7 +364,7 @@ class Conversation:
 
 
 def _system_key(messages: Sequence[Message]) -> bytes:
-    """Return the digest of the messages of the system at the beginning."""
+    """Return the digest of the system messages at the beginning."""
     chain = b""
     for message in messages:
         if message.get("role") not in ("system", "developer"):

@@ -1,7 +1,7 @@
 """The images of one episode: those of its task, and those that an agent, a tool or an environment shows the policy.
 
-An agent's come as ``data:`` URLs, again with every request that repeats the history. Each is prepared for the model
-once, and is known by its digest from then on: messages hold ``{"type": "image", "digest": ...}`` in its place.
+An agent sends images as ``data:`` URLs, again with every request that repeats the history. Each image is prepared for
+the model once and replaced by its digest: messages hold ``{"type": "image", "digest": ...}`` in its place.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from schemas.images import prepare_image
 from schemas.messages import Image, PlacedImage, Task
 
 _decoding = threading.Semaphore(2)
-"""So many images are decoded at once: a large one takes hundreds of megabytes while it is, and anybody may send one."""
+"""Limits how many images are decoded at once: a large one takes hundreds of megabytes meanwhile."""
 Content = str | list[dict[str, Any]]
-"""What a message says: a text, or parts of texts and images in their order."""
+"""The content of a message: a text, or parts of texts and images in order."""
 
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What an episode's images may be.
+    """Limits of an episode's images.
 
-    count: of one prompt, and different ones of an episode, each beside its task's. file_bytes: of one that is sent.
-    stored_bytes: of one as it is prepared for the model.
+    count: images of one prompt, and different images of an episode, each in addition to its task's. file_bytes: of a
+    received image. stored_bytes: of an image prepared for the model.
     """
 
     count: int
@@ -43,20 +43,20 @@ class ImageLimits:
 
     @classmethod
     def of(cls, config: TidemillConfig) -> ImageLimits:
-        """Those of a run."""
+        """Return the limits of a run."""
         agents = config.generator.agents
         return cls(agents.max_images, agents.max_image_bytes, config.broker.max_message_bytes)
 
 
 class EpisodeImages:
-    """Images by digest, and where they stand in prompts::
+    """Images by digest, and their positions in prompts::
 
         messages = images.resolve(request.messages)      # DataError for one that can't be used
         ids, placed = images.expand(template.ids(text), messages)
         await engine.generate(ids, sampling, **images.for_engine(placed))
 
-    placeholders: None with a model of text. task, files: the task's images, and their bytes by digest. Without limits
-    there are no others.
+    placeholders: None with a text model. task, files: the task's images, and their bytes by digest. Without limits
+    no other images are accepted.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class EpisodeImages:
         return self._placeholders is not None
 
     def resolve(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages with a digest in the place of each image; DataError says what is wrong with one."""
+        """Return messages with each image replaced by its digest; DataError names an image that can't be used."""
         found = [self._resolve(message, f"messages[{at}]") for at, message in enumerate(messages)]
         count = sum(name not in self._task for name in image_digests(found))
         if self._limits is not None and count > self._limits.count:
@@ -91,9 +91,9 @@ class EpisodeImages:
     def expand(
         self, ids: Sequence[int], messages: Sequence[Message], start: int = 0
     ) -> tuple[list[int], list[PlacedImage]]:
-        """Return ids with the tokens of each image of ``messages`` in the place of its one, and where these are.
+        """Replace the placeholder of each image of ``messages`` by its tokens; returns ids and the images' positions.
 
-        start: tokens that stand before ``ids``. DataError unless there are as many places as images.
+        start: tokens before ``ids``. DataError unless there are as many placeholders as images.
         """
         if self._placeholders is None:
             return list(ids), []
@@ -101,16 +101,16 @@ class EpisodeImages:
         return found, [PlacedImage(image.digest, start + image.start, start + image.end) for image in placed]
 
     def for_engine(self, placed: Sequence[PlacedImage]) -> dict[str, Any]:
-        """Return what the engine is given beside a prompt's ids: nothing where there are no images."""
+        """Return the engine's arguments in addition to a prompt's ids: empty without images."""
         images = [PromptImage(image.digest, image.start, image.end, self._files[image.digest]) for image in placed]
         return {"images": images} if images else {}
 
     def files_beside_the_task(self, placed: Sequence[PlacedImage]) -> dict[str, bytes]:
-        """Return the bytes of those of the images, by digest, that the task does not have."""
+        """Return the bytes of those images, by digest, that the task does not have."""
         return {image.digest: self._files[image.digest] for image in placed if image.digest not in self._task}
 
     def resolve_content(self, content: Content, where: str) -> Content:
-        """Return content with a digest in the place of each image. DataError, which begins with ``where``."""
+        """Return content with each image replaced by its digest. The text of a DataError starts with ``where``."""
         if not isinstance(content, list):
             return content
         urls = [_url(part) for part in content]
@@ -126,7 +126,7 @@ class EpisodeImages:
         return {**message, "content": self.resolve_content(content, where)}
 
     def _prepare(self, url: str, where: str) -> str:
-        """Return the digest of an image that a URL holds, prepared for the model if it was not seen before."""
+        """Return the digest of the image in a URL, and prepare it for the model if it is new."""
         if self._placeholders is None or self._limits is None:
             raise DataError(f"{where} has an image, and this policy reads text only (model.kind)")
         if not url.startswith("data:"):
@@ -167,7 +167,7 @@ class EpisodeImages:
 
 
 def episode_images(rollout: RolloutContext, limits: ImageLimits) -> EpisodeImages:
-    """Return the images of a new episode: those of its task, and no others yet."""
+    """Return the images of a new episode, which are those of its task."""
     return EpisodeImages(rollout.placeholders, limits, rollout.task.images, rollout.files)
 
 
@@ -177,7 +177,7 @@ def image_part(url: str) -> dict[str, Any]:
 
 
 def task_messages(task: Task, files: Mapping[str, bytes]) -> list[Message]:
-    """Return the messages of a task's prompt as any client sends them, images as ``data:`` URLs."""
+    """Return the messages of a task's prompt as a client would send them, images as ``data:`` URLs."""
     images = iter(task.images)
     found: list[Message] = []
     for message in task.messages or ():
@@ -194,9 +194,9 @@ def task_messages(task: Task, files: Mapping[str, bytes]) -> list[Message]:
 
 
 def content_of(value: Any) -> Content | None:
-    """Return what a tool or an environment gave as content; None if it is neither text nor image, nor a list of those.
+    """Return a value of a tool or an environment as content; None if it is neither text nor image, nor a list of those.
 
-    An image is one of Pillow, or a part of OpenAI's form. Beside images in a list, other values are JSON.
+    An image is one of Pillow, or a part of OpenAI's form. Beside images in a list, other values are written as JSON.
     """
     if isinstance(value, str):
         return printable(value)
@@ -227,7 +227,7 @@ def map_texts(content: Content, change: Callable[[str], str]) -> Content:
 
 
 def name_images(content: Content) -> Content:
-    """Return content for a policy of text: a line for each part, in which an image is named; as it is without texts."""
+    """Return content for a text model: a line for each part, which names an image; unchanged without texts."""
     if isinstance(content, str) or not any(part["type"] == "text" for part in content):
         return content
     return "\n".join(part["text"] if part["type"] == "text" else "[image, which is no text]" for part in content)
@@ -238,7 +238,7 @@ def _parts(content: Content) -> list[dict[str, Any]]:
 
 
 def _part(value: Any) -> dict[str, Any] | None:
-    """Return a value as a part of content; None if it is none."""
+    """Return a value as a part of content; None if it is neither text nor image."""
     if isinstance(value, str):
         return _text_part(value)
     if isinstance(value, dict):
@@ -254,7 +254,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _url(part: Any) -> str | None:
-    """Return the URL of an image part in the form of OpenAI's chat; None for another part."""
+    """Return the URL of an image part in the form of OpenAI's chat; None for any other part."""
     if not isinstance(part, dict) or part.get("type") != "image_url":
         return None
     image = part.get("image_url")

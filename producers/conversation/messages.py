@@ -1,7 +1,7 @@
-"""Chat messages in one form, and the digests by which a request is found to go on with an earlier one.
+"""Chat messages in one form, and digests by which a request is matched with an earlier one that it continues.
 
-Clients send the history back with small changes that mean nothing: arguments written anew as JSON, reasoning left out,
-spaces stripped, other ids of tool calls. What has the same digest is the same message.
+Clients send the history back with insignificant changes: arguments re-encoded as JSON, reasoning left out, spaces
+stripped, other ids of tool calls. Messages with the same digest are the same message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 Message = dict[str, Any]
-"""A message in the form of OpenAI's chat: role, content, and tool_calls, tool_call_id, reasoning_content where any."""
+"""A message in the form of OpenAI's chat: role, content, and optionally tool_calls, tool_call_id, reasoning_content."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -21,7 +21,7 @@ _SHORTEST = 3
 
 
 def content_text(content: Any) -> str | None:
-    """Return a message's content as one text, '' for none; None if it has parts that are not text, such as images."""
+    """Return a message's content as one text, '' if it is empty; None if it has parts such as images."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -38,27 +38,27 @@ def content_text(content: Any) -> str | None:
 
 
 def part_text(part: Any) -> str | None:
-    """Return the text of a part of a message's content; None for one that is no text."""
+    """Return the text of a part of a message's content; None for a part that is not text."""
     if isinstance(part, dict) and part.get("type") in _TEXT_PARTS:
         part = part.get("text")
     return part if isinstance(part, str) else None
 
 
 def shown_text(content: Any) -> str:
-    """Return the text of a message's content, images left out."""
+    """Return the text of a message's content, without images."""
     text = content_text(content)
     return "".join(part_text(part) or "" for part in content) if text is None else text
 
 
 def image_digests(messages: Sequence[Message]) -> list[str]:
-    """Return the digests of the images of messages in their order, as conversation/images.py has put them there."""
+    """Return the digests of the images in messages, in order, as conversation/images.py has stored them."""
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [part["digest"] for part in parts if isinstance(part, dict) and "digest" in part]
 
 
 def reasoning_text(message: Message) -> str | None:
-    """Return the reasoning of an answer, None if it has none: clients drop it."""
+    """Return the reasoning of an answer; None if it has none, because clients drop it."""
     found = next((message[key] for key in _REASONING if isinstance(message.get(key), str)), "")
     return found.strip() or None
 
@@ -71,7 +71,7 @@ def tool_calls(message: Message) -> list[dict[str, Any]]:
 
 
 def arguments_value(arguments: Any) -> Any:
-    """Return the arguments of a tool call as a value; text that is no JSON stays text."""
+    """Return the arguments of a tool call as a value; text that is not JSON stays text."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -81,7 +81,7 @@ def arguments_value(arguments: Any) -> Any:
 
 
 def message_key(message: Message, reasoning: bool = True) -> bytes:
-    """Return the digest of a message, 16 bytes. reasoning: whether that of an answer counts."""
+    """Return the digest of a message, 16 bytes. reasoning: whether to include that of an answer."""
     text = content_text(message.get("content"))
     shown: Any = _joined_texts(message["content"]) if text is None else text
     answer = message.get("role") == "assistant"
@@ -95,7 +95,7 @@ def message_key(message: Message, reasoning: bool = True) -> bytes:
 
 
 def _joined_texts(content: Sequence[Any]) -> list[Any]:
-    """Return mixed content with its texts joined as far as they follow one another, however a client has cut them."""
+    """Return mixed content with adjacent texts joined, however a client has split them."""
     found: list[Any] = []
     for part in content:
         text = part_text(part)
@@ -109,17 +109,17 @@ def _joined_texts(content: Sequence[Any]) -> list[Any]:
 
 
 def extend_chain(chain: bytes, key: bytes) -> bytes:
-    """Return the digest of a list of messages, given that of all but the last, and the last one's."""
+    """Return the digest of a list of messages, given the digest of all but the last, and that of the last."""
     return _digest(chain, key)
 
 
 def settings_key(tools: Sequence[Any] | None, args: dict[str, Any] | None) -> bytes:
-    """Return the digest of what a template is given beside the messages."""
+    """Return the digest of a template's arguments beside the messages."""
     return _digest(b"", json.dumps([list(tools or []), args or {}], sort_keys=True, default=str).encode())
 
 
 def longest_word(message: Message) -> str:
-    """Return a word of a message that a chat template shows in any notation, lower case; '' if there is none."""
+    """Return a word of a message that a chat template shows in any notation, lower case; '' if it has no such word."""
     text = shown_text(message.get("content"))
     words = re.findall(r"[A-Za-z]+", text[:20_000])
     longest = max(words, key=len, default="")

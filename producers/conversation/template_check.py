@@ -1,4 +1,4 @@
-"""The check of the bridge on the model's own chat template, before anything is trained with it."""
+"""The check of the bridge on the model's own chat template, before training starts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _CASES = (
 
 
 async def open_template(services: WorkflowServices) -> ChatTemplate:
-    """Return the template of a workflow's tokenizer, checked; people are told when turns can't be joined with it."""
+    """Return the template of a workflow's tokenizer, checked; logs a warning if turns can't be joined with it."""
     template = ChatTemplate(services.tokenizer)
     if problem := await asyncio.to_thread(check_bridge, template):
         text = f"turns are not joined, each model call is a row of its own: {problem}"
@@ -89,10 +89,10 @@ async def open_template(services: WorkflowServices) -> ChatTemplate:
 
 
 def check_bridge(template: ChatTemplate) -> str | None:
-    """Try the bridge on what the template makes of short conversations, and switch it off where it fails.
+    """Try the bridge on short conversations in the template, and switch it off if it fails.
 
-    Where the template leaves old turns as they are, the join must have the ids of the template's own text. Returned and
-    kept in ``template.bridge_off``: None, or one line that says why each model call becomes a row of its own.
+    If the template does not change old turns, the join must have the ids of the template's own text. Returned and
+    stored in ``template.bridge_off``: None, or one line that says why each model call becomes a row of its own.
     """
     template.short_history = False
     try:
@@ -150,9 +150,9 @@ def _try(template: ChatTemplate, case: _Case) -> _Outcome:
 
 
 def _sampled_text(template: ChatTemplate, whole: str, longer: str) -> tuple[str, str | None]:
-    """Return a conversation up to the token that ends its last answer, and that token's text; None if there is none.
+    """Return a conversation up to the token that ends its last answer, and that token's text; None without one.
 
-    Where the template closes no turns, it is the header of the next one.
+    If the template does not close turns, it is the header of the next one.
     """
     for text in (whole, longer):
         begin = text.rfind(_WORD) + len(_WORD)

@@ -1,7 +1,7 @@
-"""How samples leave a generator: finished ones are published, growing ones saved for whoever has to go on with them.
+"""The way of samples out of a generator: finished ones are published, growing ones are saved for another generator.
 
-What is ready while one call to the broker is under way leaves together in the next. Publishing must succeed. Saving
-need not: what can't be saved is left out and logged, and whoever waits for it goes on.
+Samples that become ready during one call to the broker leave together in the next. Publishing must succeed. Saving need
+not: a state that can't be saved is skipped and logged, and its callers continue.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Outbox:
         self._sending: asyncio.Task[None] | None = None
 
     async def publish(self, trajectory: Trajectory) -> str:
-        """Return the broker's word for it (``TaskQueue.publish``) when that has answered."""
+        """Return the broker's verdict (``TaskQueue.publish``) when it has answered."""
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting.append((trajectory, done))
         if self._sending is None or self._sending.done():
-            # A task of its own: whoever waits may be cancelled, and the others still have their answers.
+            # In a task: a caller may be cancelled, and the others still get their answers.
             self._sending = asyncio.create_task(self._send_all())
         return await done
 
@@ -57,7 +57,7 @@ class Outbox:
         await asyncio.wait([call])
         error = call.exception()
         if error is not None:
-            # Whatever it is: who waits must hear of it.
+            # Any error: the callers must get it.
             for _, done in batch:
                 if not done.done():  # cancelled meanwhile
                     done.set_exception(error)
@@ -74,23 +74,23 @@ def _end(done: asyncio.Future[T], result: T) -> None:
 
 @dataclass
 class Saved:
-    """The state of a sample that the broker has. starts: tokens or calls, and notes, before each of its pieces."""
+    """The state of a sample in the broker. starts: tokens or calls, and notes, before each of its pieces."""
 
     partial: Partial
     starts: list[tuple[int, int]]
 
     @classmethod
     def after(cls, before: Saved | None, partial: Partial, number: int, piece: Piece) -> Saved:
-        """The state when the broker has ``piece`` too."""
+        """Return the state after the broker has ``piece``, too."""
         earlier = before.starts[:number] if before is not None else []
         return cls(partial, [*earlier, (piece.start, len(partial.notes) - len(piece.partial.notes))])
 
 
 def next_piece(saved: Saved | None, partial: Partial) -> tuple[int, Piece] | None:
-    """Return number and content of the piece that brings the broker up to date; None when it is.
+    """Return number and content of the piece that brings the broker up to date; None if it is.
 
-    It goes on from what is saved. Where a call or a note is another one now, it replaces the piece with the first such.
-    Tokens that are no continuation of those that are saved begin anew, with piece 0.
+    The piece continues the saved state. If a call or a note differs, it replaces the piece that holds the first such.
+    Tokens that do not continue the saved ones start again with piece 0.
     """
     if saved is None:
         return 0, piece_of(partial, 0)
@@ -114,7 +114,7 @@ def next_piece(saved: Saved | None, partial: Partial) -> tuple[int, Piece] | Non
 
 
 def _in_common(first: Sequence[T], second: Sequence[T], same: Callable[[T, T], bool]) -> int:
-    """How many items both begin with."""
+    """Return how many items both begin with."""
     pairs = zip(first, second, strict=False)
     return next((n for n, (one, other) in enumerate(pairs) if not same(one, other)), min(len(first), len(second)))
 
@@ -129,7 +129,7 @@ def _same_call(first: Call, second: Call) -> bool:
 
 @dataclass
 class _Unsaved:
-    """The newest state of a sample that is not on its way yet, and who waits until it is saved."""
+    """The newest state of a sample that is not being saved yet, and the callers that wait for it."""
 
     delivery: Delivery[Task]
     partial: Partial
@@ -137,7 +137,7 @@ class _Unsaved:
 
 
 class PartialSaver:
-    """Saves growing samples: only what is new of each, and only the newest state while a call is under way."""
+    """Saves growing samples: only their new parts, and only the newest state while a call is under way."""
 
     def __init__(self, partials: Partials) -> None:
         self._partials = partials
@@ -146,9 +146,10 @@ class PartialSaver:
         self._saving: asyncio.Task[None] | None = None
 
     def save_soon(self, delivery: Delivery[Task], partial: Partial) -> asyncio.Future[None]:
-        """Have this state of a sample saved.
+        """Save this state of a sample soon.
 
-        The future, which need not be awaited, ends when the broker has it or a later state, or when it can't be saved.
+        The future, which need not be awaited, is done when the broker has this or a later state, or when it can't be
+        saved.
         """
         key = delivery.message.task_id, partial.sample
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -159,14 +160,14 @@ class PartialSaver:
         return done
 
     def forget(self, task: Task) -> None:
-        """Save nothing more of a task, which is no longer this generator's."""
+        """Stop saving a task that is no longer this generator's."""
         for sample in range(task.n):
             key = task.task_id, sample
             _end_waiting(self._unsaved.pop(key, None))
             self._saved.pop(key, None)
 
     async def close(self) -> None:
-        """Wait for what is under way; nothing more is saved."""
+        """Wait for the call under way; nothing more is saved."""
         for unsaved in self._unsaved.values():
             _end_waiting(unsaved)
         self._unsaved.clear()
@@ -202,7 +203,7 @@ class PartialSaver:
                 if ok:
                     self._saved[key] = state[key]
                 else:
-                    # What the broker has goes on from something else: the next piece begins anew.
+                    # The broker has another state: the next piece starts from the beginning.
                     self._saved.pop(key, None)
 
 

@@ -43,7 +43,7 @@ class QuestionAnswering:
                     break
 
     async def _answer_one(self) -> bool:
-        """Take a question as soon as there is capacity, and answer it; return False if there is none."""
+        """Take a question as soon as there is capacity, and answer it; return False if there is no question."""
         async with self._tasks.reserve(1):
             question = await asyncio.to_thread(self._questions.take)
             if question is None:

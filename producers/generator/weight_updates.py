@@ -305,7 +305,7 @@ class WeightUpdater:
             self._changed.notify_all()
 
     async def _refuse(self, manifest: Manifest, text: str) -> Manifest:
-        """Never use this version; return the version to keep. Raises InfraError if there is none.
+        """Never use this version; return the version to keep. Raises InfraError if the engine has no other.
 
         Only in that case the refusal counts as a verdict on the version. In a generator that has other weights, the
         fault may be in the update from those to this version, and a restart loads the version whole.

@@ -1,1 +1,1 @@
-"""The endpoint: an HTTP server in the protocols of OpenAI and Anthropic, where agents ask the policy."""
+"""The endpoint: an HTTP server with OpenAI's and Anthropic's protocols, through which agents call the policy."""

@@ -29,11 +29,11 @@ from producers.agents.protocol import CallRequest, SampledAnswer
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 UNREADABLE = "_unreadable"
-"""Field of a tool's input that holds arguments which are no JSON object, since this protocol knows no others."""
+"""The field of a tool's input for arguments that are not a JSON object, which this protocol can't express."""
 
 
 class MessagesBody(msgspec.Struct):
-    """The fields of a request that are followed."""
+    """The supported fields of a request."""
 
     messages: list[JSON]
     model: str | None = "policy"
@@ -45,7 +45,7 @@ class MessagesBody(msgspec.Struct):
 
 
 def read_messages(data: JSON, asker: Asker) -> ModelRequest:
-    """The model call that a body asks for, and the form of its answer."""
+    """Return the model call that a body asks for, and the form of its answer."""
     body = convert(data, MessagesBody)
     if not body.messages:
         raise bad_request("messages must not be empty")
@@ -67,7 +67,7 @@ def read_messages(data: JSON, asker: Asker) -> ModelRequest:
 
 
 async def count_tokens(body: bytes, asker: Asker) -> JSON:
-    """Length of the prompt that a request would have."""
+    """Return the length of a request's prompt."""
     return {"input_tokens": await asker.session.count_tokens(read_messages(read_json(body), asker).call)}
 
 
@@ -78,7 +78,7 @@ def _output_format(data: JSON) -> str | None:
 
 
 def _chat_messages(message: JSON, where: str) -> list[Message]:
-    """A message as those of chat completions: results of tools are messages of their own there."""
+    """Convert a message to chat messages, in which each tool result is a message of its own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise bad_request(f"{where}: role {role!r} must be user or assistant")
@@ -157,7 +157,7 @@ class _Form:
         self._model = model
 
     def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
-        """The whole answer."""
+        """Return the whole answer."""
         (answer,) = answers
         prompt, completion = usage_counts(answers)
         return {
@@ -172,7 +172,7 @@ class _Form:
         }
 
     def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
-        """The answer as events, a block in one piece; the second part begins with the reason of the end."""
+        """Return the answer as events, one delta per block; the second part begins with the stop reason."""
         whole = self.answer(answers, created)
         begun = whole | {"content": [], "stop_reason": None, "usage": whole["usage"] | {"output_tokens": 0}}
         events: list[JSON] = [{"type": "message_start", "message": begun}]
@@ -199,7 +199,7 @@ def _blocks(answer: SampledAnswer) -> list[JSON]:
 
 
 def _pieces(block: JSON) -> tuple[JSON, list[JSON]]:
-    """A block as a stream begins it, and what then comes."""
+    """Return a block as a stream starts it, and its deltas."""
     if block["type"] == "text":
         return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "tool_use":

@@ -1,4 +1,4 @@
-"""The endpoint's application: which route is which protocol, and whose session a request belongs to.
+"""The endpoint's application: its routes, their protocols, and the session that a request belongs to.
 
 An agent has a base URL, ``/s/TOKEN/v1``, or the same token as its API key at ``/v1``, because some clients take only
 one of the two. ``/s/TOKEN/NAME/v1`` names a sub-agent.
@@ -44,7 +44,7 @@ PREFIXES = ("", "/s/{token}", "/s/{token}/{name}")
 
 @dataclass(frozen=True)
 class WireProtocol:
-    """A protocol: how it reads a request, and how it shows an error, in a body and in a stream."""
+    """A protocol: how it reads a request, and how it writes an error, in a body and in a stream."""
 
     read: Callable[[JSON, Asker], ModelRequest]
     error: Callable[[SessionError], JSON] = openai_error
@@ -63,7 +63,7 @@ PROTOCOLS = {
 
 @dataclass(frozen=True)
 class SessionState:
-    """What the endpoint keeps of a session, while that exists and without keeping it alive."""
+    """The endpoint's state of a session, for as long as the session exists."""
 
     generations: Generations
     responses: dict[str, list[Message]] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Endpoint:
         self._states: weakref.WeakKeyDictionary[OpenSession, SessionState] = weakref.WeakKeyDictionary()
 
     def app(self) -> Starlette:
-        """The ASGI application."""
+        """Build the ASGI application."""
         routes = []
         for prefix in PREFIXES:
             for path, protocol in PROTOCOLS.items():
@@ -95,12 +95,12 @@ class Endpoint:
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _bug})
 
     def close(self) -> None:
-        """Cancel all that is under way."""
+        """Cancel all model calls under way."""
         for state in list(self._states.values()):
             state.generations.close()
 
     def _asking(self, protocol: WireProtocol) -> Callable[[Request], Awaitable[ASGIApp]]:
-        """The handler of a route that makes model calls."""
+        """Return the handler of a route that makes model calls."""
 
         async def handle(request: Request) -> Response | StreamingReply:
             session = self._session(request)
@@ -120,7 +120,7 @@ class Endpoint:
     def _answering(
         self, answer: Callable[[bytes, Asker], Awaitable[JSON]], protocol: WireProtocol = CHAT
     ) -> Callable[[Request], Awaitable[ASGIApp]]:
-        """The handler of a route that answers at once."""
+        """Return the handler of a route that answers at once."""
 
         async def handle(request: Request) -> Response:
             session = self._session(request)
@@ -163,7 +163,7 @@ def _guarded(
 
 
 async def _body(request: Request) -> bytes:
-    """The whole body; SessionError if it is too long."""
+    """Read the whole body; SessionError if it is too long."""
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)

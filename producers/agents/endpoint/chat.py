@@ -32,7 +32,7 @@ IMAGES = ImageForm("image_url", lambda part, where: image_url(part.get("image_ur
 
 
 class ChatBody(msgspec.Struct):
-    """The fields of a request that are followed."""
+    """The supported fields of a request."""
 
     messages: list[JSON]
     model: str | None = "policy"
@@ -49,7 +49,7 @@ class ChatBody(msgspec.Struct):
 
 
 def read_chat(data: JSON, asker: Asker) -> ModelRequest:
-    """The model call that a body asks for, and the form of its answer."""
+    """Return the model call that a body asks for, and the form of its answer."""
     body = convert(data, ChatBody)
     if data.get("functions"):
         raise bad_request("functions is not supported, tools are")
@@ -71,21 +71,21 @@ def read_chat(data: JSON, asker: Asker) -> ModelRequest:
 
 
 def check_n(n: int | None) -> int:
-    """The number of answers asked for."""
+    """Return the number of answers asked for."""
     if n is not None and not 1 <= n <= 128:
         raise bad_request(f"n {n}: must be in [1, 128]")
     return n or 1
 
 
 def check_max_tokens(limit: int | None) -> int | None:
-    """The client's limit of an answer."""
+    """Return the client's limit of an answer."""
     if limit is not None and limit < 1:
         raise bad_request(f"max_tokens {limit}: must be 1 or more")
     return limit
 
 
 class _Form:
-    """What one request wants to have in its answer."""
+    """The form of one request's answer."""
 
     def __init__(self, body: ChatBody) -> None:
         self._model = body.model or "policy"
@@ -94,7 +94,7 @@ class _Form:
         self._usage = bool((body.stream_options or {}).get("include_usage"))
 
     def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
-        """The whole answer."""
+        """Return the whole answer."""
         choices = []
         for index, answer in enumerate(answers):
             choice = {
@@ -108,7 +108,7 @@ class _Form:
         return whole | ({"prompt_token_ids": answers[0].prompt_ids} if self._ids else {})
 
     def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
-        """The answer as chunks; the second part begins with the finish reasons."""
+        """Return the answer as chunks; the second part begins with the finish reasons."""
         base = self._base(answers, created, "chat.completion.chunk")
         head, tail = [], []
         for index, answer in enumerate(answers):
@@ -133,7 +133,7 @@ class _Form:
         return {"id": answers[0].id, "object": kind, "created": created, "model": self._model}
 
     def _extra(self, answer: SampledAnswer, n: int) -> JSON:
-        """Fields beside OpenAI's: the ids that were sampled, and the id to reward one of several choices by."""
+        """Return fields beyond OpenAI's: the sampled ids, and an id by which to reward one of several choices."""
         extra: JSON = {"token_ids": answer.ids} if self._ids else {}
         return extra | ({"id": answer.id} if n > 1 else {})
 
@@ -150,13 +150,13 @@ class _Form:
 
 
 def usage(answers: Sequence[SampledAnswer]) -> JSON:
-    """Counts of tokens in OpenAI's form."""
+    """Return counts of tokens in OpenAI's form."""
     prompt, completion = usage_counts(answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def _message(message: JSON, where: str) -> Message:
-    """A message with the field's present names. Images may be in what users and tools say."""
+    """Return a message with current field names. Messages of users and tools may have images."""
     role = message.get("role")
     if not isinstance(role, str):
         raise bad_request(f"{where}: a message must have a role")

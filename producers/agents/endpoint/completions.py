@@ -24,7 +24,7 @@ from producers.agents.protocol import CallRequest, SampledAnswer
 
 
 class CompletionBody(msgspec.Struct):
-    """The fields of a request that are followed."""
+    """The supported fields of a request."""
 
     prompt: Any
     model: str | None = "policy"
@@ -38,7 +38,7 @@ class CompletionBody(msgspec.Struct):
 
 
 def read_completion(data: JSON, asker: Asker) -> ModelRequest:
-    """The model call that a body asks for, and the form of its answer."""
+    """Return the model call that a body asks for, and the form of its answer."""
     body = convert(data, CompletionBody)
     for name in ("echo", "suffix"):
         if data.get(name):
@@ -58,7 +58,7 @@ def read_completion(data: JSON, asker: Asker) -> ModelRequest:
 
 
 def _prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
-    """A prompt as text, or as ids; a list of one prompt is that prompt."""
+    """Return a prompt as text, or as ids; a list of one prompt is that prompt."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
@@ -69,7 +69,7 @@ def _prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
 
 
 class _Form:
-    """What one request wants to have in its answer."""
+    """The form of one request's answer."""
 
     def __init__(self, body: CompletionBody) -> None:
         self._model = body.model or "policy"
@@ -78,12 +78,12 @@ class _Form:
         self._usage = bool((body.stream_options or {}).get("include_usage"))
 
     def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
-        """The whole answer."""
+        """Return the whole answer."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         return self._base(answers, created) | {"choices": choices, "usage": usage(answers)}
 
     def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
-        """The answer as one chunk a choice, then the counts."""
+        """Return the answer as one chunk per choice, then the usage."""
         base = self._base(answers, created)
         chunks = [base | {"choices": [self._choice(index, answer)]} for index, answer in enumerate(answers)]
         end = [base | {"choices": [], "usage": usage(answers)}] if self._usage else []

@@ -1,4 +1,4 @@
-"""Routes beside the model calls: which models there are, and what an agent says of its episode."""
+"""Routes beside the model calls: the list of models, and reports of an agent about its episode."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class RewardBody(msgspec.Struct):
 
 
 async def models(body: bytes, asker: Asker) -> JSON:
-    """The list of models, as OpenAI's and Anthropic's clients both read it."""
+    """Return the list of models, in a form that OpenAI's and Anthropic's clients both read."""
     return {"object": "list", "data": [_model(MODEL)], "has_more": False, "first_id": MODEL, "last_id": MODEL}
 
 
 async def model(body: bytes, asker: Asker) -> JSON:
-    """One model; requests may name it as they like."""
+    """Return a model; requests may name it as they like."""
     return _model(MODEL)
 
 
 async def reward(body: bytes, asker: Asker) -> JSON:
-    """Note a reward, metrics or both."""
+    """Record a reward, metrics or both."""
     found = convert(read_json(body), RewardBody)
     for name, value in {"reward": found.reward or 0.0, **found.metrics}.items():
         if not math.isfinite(value):
@@ -46,13 +46,13 @@ async def reward(body: bytes, asker: Asker) -> JSON:
 
 
 async def end(body: bytes, asker: Asker) -> JSON:
-    """The episode is over."""
+    """End the episode."""
     asker.session.finish()
     return {}
 
 
 def _completion_id(shown: str | None) -> str | None:
-    """The id of an answer by that of it in any protocol."""
+    """Return the id of an answer, given the id that any of the protocols shows."""
     return None if shown is None else "chatcmpl-" + shown.rpartition("-" if "-" in shown else "_")[2]
 
 

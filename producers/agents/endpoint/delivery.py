@@ -1,8 +1,8 @@
-"""Answers on their way: the wait for a generation, the signs of life meanwhile, and whether the client got it all.
+"""The delivery of answers: the wait for a generation, and whether the client received the answer.
 
 A client that waits for long gets white space before JSON, which is legal there, or comments before events, so that its
-read timeout does not fire. The status 200 is spent then: if the call fails later, the connection breaks, the client's
-library asks again, and gets the true status. A stream, which no library asks for again, ends with an error event.
+read timeout does not fire. The status 200 has been sent then: if the call fails later, the connection is broken, so the
+client's library retries and gets the true status. Libraries do not retry streams, so a stream ends with an error event.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from schemas.errors import TidemillError
 
 KEEP_ALIVE_S = 15.0
 BUFFERED = 32768
-"""Bytes that a connection's buffers take at once, so that there is no half-way between all and nothing."""
+"""The bytes that a connection buffers at once, so that a client gets all of the answer or none."""
 
 
 class StreamingReply:
-    """The ASGI response to one request: the answer of ``generation``, as ``request`` wants it.
+    """The ASGI response to one request: the answer of ``generation``, in the form of ``request``.
 
-    errors: how the protocol shows an error. error_event: the same within a stream.
+    errors: how the protocol writes an error. error_event: the same within a stream.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StreamingReply:
             self._generations.leave(self._generation, delivered)
 
     async def _wait(self, gone: asyncio.Future[None], send: Send) -> bool:
-        """Wait for the answer or the client's end; whether the response has begun."""
+        """Wait for the answer or the client's end; returns whether the response has started."""
         begun = False
         task = self._generation.task
         while not task.done() and not gone.done():
@@ -72,7 +72,7 @@ class StreamingReply:
         return begun
 
     async def _send(self, gone: asyncio.Future[None], send: Send, begun: bool) -> bool:
-        """Send the answer; whether the client has it."""
+        """Send the answer; returns whether the client has it."""
         try:
             answers = self._generation.task.result()
         except asyncio.CancelledError:
@@ -91,7 +91,7 @@ class StreamingReply:
             await send(self._start(200, None if self._request.stream else len(head) + len(tail)))
         if len(head) > BUFFERED:
             await send(_body(head))
-            await send(_body(b""))  # waits until the connection has taken most of it
+            await send(_body(b""))  # returns when the connection has buffered most of it
             await asyncio.sleep(0)
             head = b""
         if gone.done():
@@ -106,7 +106,7 @@ class StreamingReply:
             await send(_body(body, more=False))
         elif self._request.stream:
             await send(_body(self._error_event(error), more=False))
-        # else the response stays without an end, and the server breaks the connection
+        # else the response has no end, and the server breaks the connection
 
     def _start(self, status: int, length: int | None = None, kind: str | None = None) -> dict[str, object]:
         kind = kind or ("text/event-stream; charset=utf-8" if self._request.stream else "application/json")

@@ -1,4 +1,4 @@
-"""Errors as the clients' protocols show them."""
+"""Errors in the form of the clients' protocols."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 503: "overloaded_e
 
 
 def bad_request(message: str, code: str = "invalid_request") -> SessionError:
-    """The error of a request that is not understood, or not supported."""
+    """Return the error for a request that is invalid or not supported."""
     return SessionError(400, code, message)
 
 
 def as_session_error(error: SessionError | TidemillError) -> SessionError:
-    """The error that a client gets for ``error``: 503 where a retry can succeed."""
+    """Return the error that a client gets for ``error``: 503 if a retry can succeed."""
     if isinstance(error, SessionError):
         return error
     if isinstance(error, InfraError):
@@ -28,13 +28,13 @@ def as_session_error(error: SessionError | TidemillError) -> SessionError:
 
 
 def openai_error(error: SessionError) -> dict[str, Any]:
-    """Body of an error in OpenAI's protocols."""
+    """Return the body of an error in OpenAI's protocols."""
     kind = _OPENAI_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
 
 
 def anthropic_error(error: SessionError) -> dict[str, Any]:
-    """Body of an error in Anthropic's protocol. A full context is known there by the first words of its message."""
+    """Return the body of an error in Anthropic's protocol, whose clients detect a full context by the first words."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     full = error.code == "context_length_exceeded" and not error.message.startswith("prompt is too long")
     message = f"prompt is too long: {error.message}" if full else error.message
@@ -42,16 +42,16 @@ def anthropic_error(error: SessionError) -> dict[str, Any]:
 
 
 def openai_error_event(error: SessionError) -> bytes:
-    """An error within a stream of OpenAI's protocols."""
+    """Return an error within a stream of OpenAI's protocols."""
     return b"data: %b\n\n" % msgspec.json.encode(openai_error(error))
 
 
 def anthropic_error_event(error: SessionError) -> bytes:
-    """An error within a stream of Anthropic's protocol."""
+    """Return an error within a stream of Anthropic's protocol."""
     return b"event: error\ndata: %b\n\n" % msgspec.json.encode(anthropic_error(error))
 
 
 def responses_error_event(error: SessionError) -> bytes:
-    """An error within a stream of responses. Its first field is what OpenAI's library looks at."""
+    """Return an error within a stream of responses. OpenAI's library reads its first field."""
     body = openai_error(error) | {"type": "error", "code": error.code, "message": error.message}
     return b"event: error\ndata: %b\n\n" % msgspec.json.encode(body)

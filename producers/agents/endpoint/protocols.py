@@ -1,4 +1,4 @@
-"""What the protocols have in common: reading a body, the settings that are not the client's, and writing JSON."""
+"""The common parts of the protocols: reading a body, the settings that a client can't change, and writing JSON."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ SAMPLING = (
     "stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos", "truncate_prompt_tokens", "thinking",
     "reasoning_effort",
 )  # fmt: skip
-"""What a client does not get: the policy is sampled as the task says, so that its log-probabilities hold."""
+"""Settings that a client can't change: the task decides them, so that log-probabilities are right."""
 CONSTRAINTS = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "regex"
 )  # fmt: skip
-"""Further names of what would mask the distribution."""
+"""Further settings that would mask the distribution."""
 
 
 @dataclass(frozen=True)
 class Asker:
-    """Who asks. name: of the agent within the session. responses: messages up to each response, by its id."""
+    """The sender of a request. name: of the agent in the session. responses: messages up to each response, by id."""
 
     session: OpenSession
     name: str
@@ -43,10 +43,10 @@ class Asker:
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A request as a protocol has understood it.
+    """A request, read from its protocol.
 
-    answer: the body for these answers of a call of this time. events: the same as a stream, in two parts: a client that
-    has not got the second knows that it has not got all.
+    answer: the body for these answers of a call of this time. events: the same as a stream, in two parts: a client
+    without the second part knows that its answer is incomplete.
     """
 
     call: CallRequest
@@ -56,7 +56,7 @@ class ModelRequest:
 
 
 def read_json(body: bytes) -> JSON:
-    """The object that a request's body is."""
+    """Return the object in a request's body."""
     try:
         return msgspec.json.decode(body, type=JSON)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -64,7 +64,7 @@ def read_json(body: bytes) -> JSON:
 
 
 def convert(data: JSON, to: type[T]) -> T:
-    """The fields of a body that are used, with their types checked."""
+    """Return the used fields of a body, with their types checked."""
     try:
         return msgspec.convert(data, to)
     except msgspec.ValidationError as error:
@@ -72,7 +72,7 @@ def convert(data: JSON, to: type[T]) -> T:
 
 
 def write_json(data: Any) -> bytes:
-    """A body. Half characters, which UTF-8 does not have, are escaped as JSON has them."""
+    """Encode a body. Lone surrogates, which UTF-8 can't encode, become JSON escapes."""
     try:
         return msgspec.json.encode(data)
     except UnicodeEncodeError:
@@ -80,19 +80,19 @@ def write_json(data: Any) -> bytes:
 
 
 def data_events(chunks: Iterable[Any]) -> bytes:
-    """Server-sent events without names."""
+    """Encode server-sent events without names."""
     return b"".join(b"data: %b\n\n" % write_json(chunk) for chunk in chunks)
 
 
 def named_events(events: Iterable[JSON]) -> bytes:
-    """Server-sent events that are named by their type."""
+    """Encode server-sent events that are named by their type."""
     return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), write_json(event)) for event in events)
 
 
 def ignored_settings(data: Mapping[str, Any], output_format: str | None, settings: AgentsConfig) -> list[str]:
-    """Names of the client's settings that are not followed; SessionError where ``settings`` refuse constraints.
+    """Return names of the client's settings that are ignored; SessionError if ``settings`` reject constraints.
 
-    output_format: name of the setting with which the client wants an answer of a certain form, if it does.
+    output_format: the setting with which the client asks for an answer of a certain form, if it does.
     """
     choice = data.get("tool_choice")
     choice = choice.get("type") if isinstance(choice, dict) else choice
@@ -101,7 +101,7 @@ def ignored_settings(data: Mapping[str, Any], output_format: str | None, setting
     constraints += ["tool_choice"] if choice not in (None, "auto", "none") else []
     if constraints and settings.constrained == "refuse":
         names = " and ".join(constraints)
-        raise bad_request(f"{names} would change the distribution that is sampled from, and is refused in this run")
+        raise bad_request(f"{names} would change the sampled distribution, and is rejected in this run")
     ignored = [name for name in SAMPLING if data.get(name) is not None]
     ignored += ["tool_choice"] if choice == "none" else []
     ignored += ["parallel_tool_calls"] if data.get("parallel_tool_calls") is False else []
@@ -109,13 +109,13 @@ def ignored_settings(data: Mapping[str, Any], output_format: str | None, setting
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str]:
-    """Stop strings as a list, without empty ones."""
+    """Return stop strings as a list, without empty ones."""
     return [text for text in ([stop] if isinstance(stop, str) else stop or []) if text]
 
 
 @dataclass(frozen=True)
 class ImageForm:
-    """How a protocol writes an image: the type of such a part, and what gives its URL."""
+    """How a protocol writes an image: the type of such a part, and a function that returns its URL."""
 
     kind: str
     url: Callable[[JSON, str], str]
@@ -124,9 +124,9 @@ class ImageForm:
 def content_parts(
     content: Any, where: str, kinds: Sequence[str] = ("text",), images: ImageForm | None = None
 ) -> str | list[Message]:
-    """Content as text, or as parts in OpenAI's form. ``where`` names it in errors.
+    """Return content as text, or as parts in OpenAI's form. ``where`` names it in errors.
 
-    kinds: of parts that are texts. images: how those are written, None: there may be none.
+    kinds: types of text parts. images: how image parts are written; None: not allowed.
     """
     if isinstance(content, str):
         return content
@@ -145,7 +145,7 @@ def content_parts(
 
 
 def image_url(value: Any, where: str) -> str:
-    """The URL of an image, which is text, or an object that has it."""
+    """Return the URL of an image, given as text or as an object that has it."""
     url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str):
         raise bad_request(f"{where}: an image must have a URL with its data in base64, such as data:image/png;base64,…")
@@ -165,7 +165,7 @@ def _text(part: Any, where: str, kinds: Sequence[str], allowed: Sequence[str]) -
 
 
 def function_tools(tools: Sequence[Any] | None, schema: str) -> list[JSON] | None:
-    """Tools of another protocol in OpenAI's form; ``schema``: the field of their parameters. Only functions."""
+    """Convert another protocol's tools to OpenAI's form; only functions. ``schema``: the field of their parameters."""
     if not tools:
         return None
     found = []
@@ -179,12 +179,12 @@ def function_tools(tools: Sequence[Any] | None, schema: str) -> list[JSON] | Non
 
 
 def usage_counts(answers: Sequence[SampledAnswer]) -> tuple[int, int]:
-    """Tokens of the prompt, and of all answers."""
+    """Return the number of tokens in the prompt, and in all answers."""
     return len(answers[0].prompt_ids), sum(len(answer.ids) for answer in answers)
 
 
 def answer_message(answer: SampledAnswer) -> Message:
-    """An answer as the message that a client gets and sends back."""
+    """Return an answer as the message that a client gets and sends back."""
     message = answer.parsed.message()
     if message.get("content") is None and not answer.parsed.tool_calls:
         message["content"] = ""
@@ -192,10 +192,10 @@ def answer_message(answer: SampledAnswer) -> Message:
 
 
 def token_name(token: int) -> str:
-    """A token in log-probabilities, as vLLM names it with ``return_tokens_as_token_ids``: text would not be exact."""
+    """Return a token's name in log-probabilities, as vLLM's ``return_tokens_as_token_ids``: text would not be exact."""
     return f"token_id:{token}"
 
 
 def finite(logprob: float) -> float:
-    """A log-probability as JSON can hold it."""
+    """Return a log-probability that JSON can hold."""
     return max(float(logprob), -9999.0)

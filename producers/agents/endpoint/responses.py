@@ -1,7 +1,7 @@
 """Responses in OpenAI's newer protocol: items in, items out.
 
-Stateless, but for ``previous_response_id``, which is followed within a session. Tools are functions; those that OpenAI
-runs itself are refused.
+They are stateless, except for ``previous_response_id`` within a session. Tools are functions; tools that OpenAI itself
+runs are rejected.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from producers.agents.endpoint.protocols import (
 from producers.agents.protocol import CallRequest, SampledAnswer
 
 KEPT = 32
-"""So many of a session's last responses can be named as the previous one."""
+"""The number of a session's last responses that a request can refer to."""
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 IMAGES = ImageForm("input_image", lambda part, where: image_url(part.get("image_url"), where))
 UNSUPPORTED = ("background", "conversation", "prompt")
 
 
 class ResponseBody(msgspec.Struct):
-    """The fields of a request that are followed."""
+    """The supported fields of a request."""
 
     input: str | list[JSON]
     model: str | None = "policy"
@@ -50,7 +50,7 @@ class ResponseBody(msgspec.Struct):
 
 
 def read_response(data: JSON, asker: Asker) -> ModelRequest:
-    """The model call that a body asks for, and the form of its answer."""
+    """Return the model call that a body asks for, and the form of its answer."""
     body = convert(data, ResponseBody)
     for name in UNSUPPORTED:
         if data.get(name):
@@ -86,7 +86,7 @@ def _output_format(data: JSON) -> str | None:
 
 
 def _chat_messages(items: str | list[JSON]) -> list[Message]:
-    """Items as messages of a chat: what the policy said and called in one answer is one message there."""
+    """Convert items to chat messages, in which the text and the calls of one answer are one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Message] = []
@@ -96,7 +96,7 @@ def _chat_messages(items: str | list[JSON]) -> list[Message]:
         part = _part_of_answer(item, where)
         if part is None:
             messages.append(_other_message(item, where))
-        elif answering and not _begins_anew(messages[-1], part):
+        elif answering and not _starts_message(messages[-1], part):
             _add(messages[-1], part)
         else:
             messages.append({"role": "assistant", "content": None} | part)
@@ -105,7 +105,7 @@ def _chat_messages(items: str | list[JSON]) -> list[Message]:
 
 
 def _part_of_answer(item: JSON, where: str) -> Message | None:
-    """What an item adds to a message of the policy; None for one that is somebody else's."""
+    """Return the item's contribution to a message of the policy; None for an item of another role."""
     kind = item.get("type", "message")
     if kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
@@ -121,8 +121,8 @@ def _part_of_answer(item: JSON, where: str) -> Message | None:
     return None
 
 
-def _begins_anew(message: Message, part: Message) -> bool:
-    """Whether ``part`` can't belong to ``message``: the policy thinks, then speaks, then calls."""
+def _starts_message(message: Message, part: Message) -> bool:
+    """Tell whether ``part`` can't belong to ``message``: the policy thinks, then speaks, then calls."""
     order = ("reasoning_content", "content", "tool_calls")
     first = order.index(next(iter(part)))
     return "tool_calls" not in part and any(message.get(key) is not None for key in order[first:])
@@ -147,7 +147,7 @@ def _other_message(item: JSON, where: str) -> Message:
 
 
 class _Form:
-    """The form of one request's answer. messages: what came before it; responses: where that is kept."""
+    """The form of one request's answer. messages: those before it; responses: where it is stored."""
 
     def __init__(self, body: ResponseBody, messages: list[Message], responses: dict[str, list[Message]]) -> None:
         self._body = body
@@ -155,7 +155,7 @@ class _Form:
         self._responses = responses
 
     def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
-        """The whole answer, which can be the previous one from now on."""
+        """Return the whole answer, and store it as a possible previous response."""
         (answer,) = answers
         body, number = self._body, answer.id.removeprefix("chatcmpl-")
         self._keep("resp_" + number, [*self._messages, answer_message(answer)])
@@ -192,7 +192,7 @@ class _Form:
         }
 
     def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
-        """The answer as events; the second part is the one that ends it."""
+        """Return the answer as events; the second part is the last event."""
         events = _events(self.answer(answers, created))
         return named_events(events[:-1]), named_events(events[-1:])
 
@@ -219,7 +219,7 @@ def _items(answer: SampledAnswer, number: str, status: str) -> list[JSON]:
 
 
 def _events(response: JSON) -> list[JSON]:
-    """A finished response as the events of a stream, in the protocol's order; a cut one ends as ``incomplete``."""
+    """Return a finished response as the events of a stream, in order; a cut one ends as ``incomplete``."""
     begun = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     events: list[JSON] = [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
     for index, item in enumerate(response["output"]):
@@ -254,7 +254,7 @@ def _arguments_events(item: JSON) -> list[JSON]:
 
 
 def _part_events(item: str, index: int, part: JSON) -> list[JSON]:
-    """The events of one text, of a message or of the reasoning."""
+    """Return the events of one text, of a message or of the reasoning."""
     base: JSON = {"item_id": item, "content_index": index}
     extra: JSON = {"logprobs": []} if part["type"] == "output_text" else {}
     name = f"response.{part['type']}"

@@ -1,7 +1,7 @@
-"""Repeated requests: a client whose connection broke asks again, and must not make a second model call.
+"""Retried requests: a client whose connection broke asks again, and must not cause a second model call.
 
-A request is known by the digest of its body. It is a repeat if it says so (``x-stainless-retry-count``), or if the
-connection of an equal one broke before its answer was written. Without these signs the same body is a new sample.
+A request is identified by the digest of its body. It is a retry if it says so (``x-stainless-retry-count``), or if the
+connection of an equal request broke before its answer was written. Otherwise the same body asks for a new sample.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from producers.agents.protocol import OpenSession, SampledAnswer
 
 PATIENCE_S = 5.0
-"""An answer that nobody received is kept so long for a client that asks again."""
+"""How long an undelivered answer is kept for a client that retries."""
 KEEP_S = 60.0
-"""An answer that was written is kept so long for a client that did not receive it all."""
+"""How long a delivered answer is kept for a client that did not receive all of it."""
 
 
 @dataclass(eq=False)
 class Generation:
-    """A model call under way or done. waiting: connections that want its answer. created: time in seconds."""
+    """A model call, under way or done. waiting: connections that want its answer. created: time in seconds."""
 
     digest: bytes
     task: asyncio.Task[list[SampledAnswer]]
@@ -34,7 +34,7 @@ class Generation:
 
 
 class Generations:
-    """The model calls of one session, by what was asked. ``session``, not kept alive, forgets what nobody received."""
+    """The model calls of one session by their requests. ``session``, held weakly, forgets undelivered answers."""
 
     def __init__(self, session: OpenSession, patience_s: float = PATIENCE_S) -> None:
         self._session = weakref.ref(session)
@@ -44,7 +44,7 @@ class Generations:
     def ask(
         self, digest: bytes, retry: bool, complete: Callable[[], Coroutine[None, None, list[SampledAnswer]]]
     ) -> Generation:
-        """The generation that answers a request: an earlier one where this is a repeat, else ``complete`` begins.
+        """Return the generation that answers a request: an earlier one for a retry, else ``complete`` is started.
 
         Each call must be followed by one of ``leave``.
         """
@@ -61,7 +61,7 @@ class Generations:
         return generation
 
     def leave(self, generation: Generation, delivered: bool) -> None:
-        """A connection ended. delivered: the whole answer was written before."""
+        """Note that a connection ended. delivered: the whole answer was written before."""
         generation.waiting -= 1
         if delivered:
             generation.delivered = time.monotonic()
@@ -70,7 +70,7 @@ class Generations:
             generation.unwanted = loop.call_later(self._patience_s, self._forget, generation)
 
     def close(self) -> None:
-        """Cancel what is under way."""
+        """Cancel all generations under way."""
         for generations in self._known.values():
             for generation in generations:
                 if generation.unwanted is not None:

@@ -17,7 +17,7 @@ from schemas.config.agents import AgentsConfig
 from schemas.errors import ConfigError, InfraError
 
 IDLE_S = 3600
-"""A connection is kept so long while an agent does something else, so that it never meets one that is being closed."""
+"""How long a connection is kept while an agent does other work, so that it never uses one that is being closed."""
 START_S = 10.0
 
 
@@ -27,7 +27,7 @@ class EndpointServer:
     server = EndpointServer(sessions, settings)
     url = await server.start()                 # http://127.0.0.1:41234
     base_url = f"{url}/s/{token}/v1"           # of one agent
-    await server.close()                       # within a second, requests that wait are broken off
+    await server.close()                       # within a second; waiting requests are broken off
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EndpointServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listen; returns the URL without a path. ConfigError if the address can't be had."""
+        """Listen; returns the URL without a path. ConfigError if the address can't be used."""
         listener = listen(self._settings.address)
         self._server = _Server(
             uvicorn.Config(
@@ -83,7 +83,7 @@ class EndpointServer:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the process, and says when it listens."""
+    """A server that leaves signals to the process, and reports when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -99,14 +99,14 @@ class _Server(uvicorn.Server):
 
 
 def listen(address: str) -> socket.socket:
-    """A socket bound to HOST:PORT; ConfigError if it can't be had."""
+    """Return a socket bound to HOST:PORT; ConfigError if the address can't be used."""
     host, _, port = address.rpartition(":")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         if not host:
-            raise ValueError("there is no host")
+            raise ValueError("the host is missing")
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. An answer leaves in two writes, of which the second else waits 40 ms for the first.
+        # Connections inherit it. Otherwise the second of an answer's two writes would wait 40 ms for the first.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind((host.strip("[]"), int(port)))
     except (OSError, ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Whether an agent can be loaded and called, asked before a run begins, of the interpreter that will run it."""
+"""The check before a run that an agent can be loaded and called, in the interpreter that will run it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ CHECK_TIMEOUT_S = 20.0
 def check_agent(
     run: str | None, command: Sequence[str] | None, args: dict[str, Any], base: Path, settings: AgentsConfig
 ) -> None:
-    """ConfigError unless the agent can be loaded and takes what it is given. It is imported, in a process of its own,
-    but neither built nor called; of a command, only the program is looked for.
+    """Raise ConfigError unless the agent can be loaded and takes its arguments.
+
+    It is imported in its own process, but neither built nor called; of a command, only the program is looked up.
     """
     if settings.sandbox != "none":
         if not command:
@@ -60,7 +61,7 @@ def check_agent(
 
 
 def _ask(connection: socket.socket, setup: bytes) -> bytes:
-    """Send the setup, return the line that comes back within the deadline."""
+    """Send the setup and return the line that comes back within the deadline."""
     deadline = time.monotonic() + CHECK_TIMEOUT_S
     connection.settimeout(CHECK_TIMEOUT_S)
     connection.sendall(setup)

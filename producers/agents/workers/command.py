@@ -1,8 +1,8 @@
-"""Agents that are programs: each episode is a process group of its own, with the endpoint in its environment.
+"""Agents that are programs: each episode is its own process group, with the endpoint in its environment.
 
-Exit code 0 ends the episode; with another one it has failed, and the last line on stderr says why. A program that has a
-reward to tell writes it to the file TIDEMILL_RESULT, as what a function returns: a number, or an object of reward,
-turns, metrics and data. What it prints goes to the generator's log, never into a result.
+Exit code 0 ends the episode; with any other code it has failed, and the last line on stderr is the reason. A program
+writes its reward to the file TIDEMILL_RESULT, in the form of a function's result: a number, or an object of reward,
+turns, metrics and data. Its output goes to the generator's log, never into a result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TAIL = 4096
 """Bytes of stderr that are kept for the reason of a failure."""
 _MOST_BYTES = 1 << 26
 _SIGNALLED = 128
-"""A sandbox says by an exit code above it that a signal ended the agent."""
+"""A sandbox reports the signal that ended the agent by an exit code above this one."""
 
 
 class CommandRunner:
@@ -48,7 +48,7 @@ class CommandRunner:
         self._running: dict[str, asyncio.Event] = {}
 
     async def run(self, job: AgentJob) -> AgentResult:
-        """Run the program to its end; when this call is cancelled, it is killed with all that it started."""
+        """Run the program to its end; if this call is cancelled, the program is killed with all its processes."""
         stop = self._running[job.episode_id] = asyncio.Event()
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="tidemill-agent-"))
         try:
@@ -63,7 +63,7 @@ class CommandRunner:
             self._running[episode_id].set()
 
     async def close(self) -> None:
-        """End all."""
+        """End all episodes."""
         for stop in self._running.values():
             stop.set()
         if self._jail is not None:
@@ -103,7 +103,7 @@ class CommandRunner:
             ended.cancel()
             await asyncio.wait({ended, stopping})
             how = await asyncio.shield(asyncio.to_thread(process.kill))
-            # The end of the pipe comes with the end of the last process that had it.
+            # The pipe ends when the last process that holds it has ended.
             await asyncio.wait({copying}, timeout=CANCEL_S)
             copying.cancel()
         result = _read_result(folder)
@@ -135,7 +135,7 @@ class CommandRunner:
         if self._jail is not None:
             command, shown = self._jail.command(command, folder, job.base_url, shown)
         with open(os.devnull, "rb") as nothing:
-            # What it prints is told from our own output by nobody: both are logs.
+            # The program's output need not be told apart from ours: both are logs.
             return GuardedProcess(
                 command, "agent", shown, stdin=nothing.fileno(), stdout=2, stderr=stderr, folder=self._base
             )
@@ -150,7 +150,7 @@ async def _open_pipe(read_end: int) -> asyncio.StreamReader:
 
 
 async def _copy(errors: asyncio.StreamReader) -> str:
-    """Copy stderr to our own as it comes; returns its last line."""
+    """Copy stderr to our own as it arrives; returns its last line."""
     tail = b""
     while data := await errors.read(1 << 16):
         tail = (tail + data)[-_TAIL:]
@@ -161,7 +161,7 @@ async def _copy(errors: asyncio.StreamReader) -> str:
 
 
 def _read_result(folder: Path) -> dict[str, Any] | str:
-    """What the program has written to TIDEMILL_RESULT, or why that is none."""
+    """Return the result that the program wrote to TIDEMILL_RESULT, or why it can't be read."""
     try:
         with open(folder / "agent" / "result.json", "rb") as file:
             return read_outcome(json.loads(file.read(_MOST_BYTES)))

@@ -1,4 +1,4 @@
-"""The sandbox of agents that are programs: the configuration's folder to read, the episode's to write, the endpoint."""
+"""The sandbox of agents that are programs: it can read the configuration's folder and write the episode's."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _RELAY = Path(jail_relay.__file__).read_bytes()
 _NO_LIMIT_S = 1e6
 _PROCESSES = 256
 _PORT = 8000
-"""Where the endpoint is in a sandbox, which has all ports for itself."""
+"""The endpoint's port in a sandbox, where all ports are free."""
 _DISK_MB = 512
 
 
 class AgentJail:
-    """The way from sandboxes to the endpoint, which all agents of a generator share. ConfigError if there is none."""
+    """Sandboxes for the agents of a generator, and their way to the endpoint. ConfigError if they are not available."""
 
     def __init__(self, base: Path, settings: AgentsConfig) -> None:
         choose("bwrap")
         self._base = base.resolve()
         if os.geteuid() == 0 and self._base.stat().st_mode & 0o005 != 0o005:
             raise ConfigError(
-                f"generator.agents.sandbox bwrap: agents of a service that runs as root are another user there, who"
+                f"generator.agents.sandbox bwrap: if the service runs as root, agents run as another user, who"
                 f" can't read {self._base}: chmod o+rx"
             )
         self._settings = settings
@@ -62,7 +62,7 @@ class AgentJail:
 
             self._folder = tempfile.TemporaryDirectory(prefix="tidemill-endpoint-")
             self._server = await asyncio.start_unix_server(carry, self._socket)
-            # Only sandboxes get into its folder.
+            # Only sandboxes can enter its folder.
             self._socket.chmod(0o666)
 
     async def close(self) -> None:
@@ -75,8 +75,9 @@ class AgentJail:
     def command(
         self, command: Sequence[str], episode: Path, base_url: str, env: Mapping[str, str]
     ) -> tuple[list[str], dict[str, str]]:
-        """The command that runs the agent in its sandbox, and its environment. episode: its folder, of which it sees
-        ``agent``, to write to.
+        """Return the command that runs the agent in its sandbox, and its environment.
+
+        episode: its folder, of which the agent sees and writes ``agent``.
         """
         address = urlsplit(base_url)
         inside = f"127.0.0.1:{_PORT}"

@@ -1,7 +1,7 @@
-"""The first program of an agent's sandbox: ``python jail_relay.py SOCKET PORT FOLDER COMMAND...``.
+"""The first program in an agent's sandbox: ``python jail_relay.py SOCKET PORT FOLDER COMMAND...``.
 
-The sandbox has no network. Connections to 127.0.0.1:PORT in there are carried over the unix socket to the endpoint; the
-agent is started in the folder, and its exit code is this program's. Standard library only.
+The sandbox has no network. The relay forwards connections to 127.0.0.1:PORT over the unix socket to the endpoint. It
+starts the agent in the folder, and exits with the agent's exit code. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PART = 1 << 16
 
 
 async def main() -> int:
-    """Listen, run the agent to its end."""
+    """Listen, and run the agent to its end."""
     path, port, folder, *command = sys.argv[1:]
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,7 +38,7 @@ async def main() -> int:
 
 
 async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy until the end of one side."""
+    """Copy until one side ends."""
     with contextlib.suppress(OSError):
         while data := await reader.read(_PART):
             writer.write(data)

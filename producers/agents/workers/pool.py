@@ -1,8 +1,8 @@
-"""The worker processes of one generator, over which episodes are spread.
+"""The worker processes of one generator, and the distribution of episodes over them.
 
-An episode gets the process with the fewest. When a process ends and nobody knows for which of its episodes, none of
-them pays for it: they begin anew in processes with fewer others, in the end alone, and the one that ends its process
-alone has died by itself.
+An episode gets the process with the fewest episodes. If a process ends and it is unknown which of its episodes caused
+it, none of them pays: they restart in processes with fewer others, in the end alone, and an episode that ends its
+process alone has died by itself.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from schemas.errors import ConfigError, InfraError
 log = structlog.get_logger()
 
 _STARTS = 3
-"""How often a process is started that ends before it is ready, before the generator gives up."""
+"""The number of times that a process may end before it is ready; then the generator gives up."""
 _MOST_CELLS = 4
-"""Processes at most that a pool has beside its own, for suspects."""
+"""The most processes that a pool adds for suspects."""
 
 
 @dataclass(eq=False)
 class _Cell:
-    """A process for at most so many suspects."""
+    """A process for a limited number of suspects."""
 
     limit: int
     start: asyncio.Task[AgentProcess]
@@ -59,7 +59,7 @@ class AgentWorkers:
         settings: AgentsConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """clock: seconds for deadlines, which may stand still while nobody is to blame for the time that passes."""
+        """clock: seconds for deadlines; it may stand still during a pause."""
         self._run = run or ""
         self._args = args
         self._base = base
@@ -84,7 +84,7 @@ class AgentWorkers:
                 await slot
 
     async def run(self, job: AgentJob, once: Notes | None = None) -> AgentResult:
-        """Run an episode to its end; when this call is cancelled, so is the episode.
+        """Run an episode to its end; if this call is cancelled, so is the episode.
 
         once: results of ``episode.once`` in earlier attempts, to which new ones are added. InfraError if no process can
         be started for it.
@@ -106,7 +106,7 @@ class AgentWorkers:
             process.cancel(episode_id)
 
     async def close(self) -> None:
-        """Kill all processes; episodes that run are cut off."""
+        """Kill all processes; running episodes are cut off."""
         self._closed = True
         if self._commands is not None:
             await self._commands.close()
@@ -118,12 +118,12 @@ class AgentWorkers:
         if result.kind == "neighbour" and process.suspects:
             self._suspects[job.episode_id] = max(1, process.suspects // 4)
             while len(self._suspects) > self._settings.episodes:
-                # The oldest was not begun again.
+                # The oldest was not restarted.
                 del self._suspects[next(iter(self._suspects))]
         return result
 
     async def _run_isolated(self, job: AgentJob, once: Notes, limit: int) -> AgentResult:
-        """Run a suspect, with less than ``limit`` others, which are suspects too."""
+        """Run a suspect with fewer than ``limit`` others, which are suspects, too."""
         cell = await self._enter_cell(limit)
         try:
             process = await asyncio.shield(cell.start)
@@ -153,7 +153,7 @@ class AgentWorkers:
         return asyncio.create_task(self._start_one())
 
     async def _start_one(self) -> AgentProcess:
-        """A process that is killed before it is ready, for want of memory or by hand, costs the generator nothing."""
+        """Start a process, and retry if it is killed before it is ready, by hand or for lack of memory."""
         end, left = time.monotonic() + START_TIMEOUT_S, _STARTS
         while True:
             left -= 1
@@ -169,7 +169,7 @@ class AgentWorkers:
         return [start.result() for start in starts if start.done() and not start.cancelled() and not start.exception()]
 
     async def _place(self) -> AgentProcess:
-        """The process for an episode; ends are noticed here, and replaced."""
+        """Return the process for an episode; ended processes are replaced here."""
         if self._closed:
             raise InfraError("the agents' processes are closed")
         for number, slot in enumerate(self._slots):
@@ -183,7 +183,7 @@ class AgentWorkers:
 
 
 async def _end(start: asyncio.Task[AgentProcess], reason: str) -> None:
-    """Kill a process, or end its start."""
+    """Kill a process, or stop its start."""
     start.cancel()
     with contextlib.suppress(asyncio.CancelledError, ConfigError, InfraError):
         await (await start).kill(reason)

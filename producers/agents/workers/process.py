@@ -1,7 +1,7 @@
 """One worker process, from the generator's side.
 
-It runs many episodes at once. One that reaches its deadline is told to end; if that can't be, because it blocks the
-event loop, the process is killed with all that it started, and its other episodes are told that it was not for them.
+It runs many episodes at once. An episode that reaches its deadline is told to end. If it does not, because it blocks
+the event loop, the process is killed with all its children, and its other episodes become ``neighbour``.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from schemas.system.guarded_process import GuardedProcess
 log = structlog.get_logger()
 START_TIMEOUT_S = 60.0
 CANCEL_S = 1.0
-"""How long an episode has to end after it was told to."""
+"""The time for an episode to end after it was told to."""
 LATE_S = 0.25
-"""How late the deadline of an episode may be noticed that was stopped by a pause."""
+"""The longest delay in noticing a deadline that a pause has moved."""
 PING_S, SILENT_S = 5.0, 20.0
-"""How often a process is asked for a sign of life, and how long it may be silent before it is killed."""
+"""How often a process is pinged, and how long it may be silent before it is killed."""
 _READ_S = 0.25
 LINGER_S = 10.0
-"""How long what is left of an ended episode may go on before its process gets no new ones, and ends with its last."""
+"""How long code of an ended episode may keep running; then its process gets no new episodes."""
 _MOST_BYTES = 1 << 26
 
 
@@ -80,7 +80,7 @@ class _RunningEpisode:
 
 
 class AgentProcess:
-    """A worker process. It is ``usable`` until it ends, or holds the remains of an episode that doesn't end::
+    """A worker process. ``usable`` turns False when it ends or an episode in it ignores its cancellation::
 
     process = await AgentProcess.start(run, args, base, settings)
     result = await process.play(job, notes)
@@ -101,7 +101,7 @@ class AgentProcess:
         self._episodes: dict[int, _RunningEpisode] = {}
         self._count = 0
         self.suspects = 0
-        """With how many episodes it ended by itself, none of which is known to have done it."""
+        """The number of episodes in the process when it ended by itself, if it is unknown which one caused it."""
         self._blocked: Blocked | None = None
         self._leaving: Leaving | None = None
         self._lingering: set[int] = set()
@@ -121,9 +121,9 @@ class AgentProcess:
         settings: AgentsConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> AgentProcess:
-        """Start it and wait until the agent is loaded. ConfigError if it can't be loaded, InfraError if not started.
+        """Start a process and wait until the agent is loaded.
 
-        clock: for deadlines, see AgentWorkers.
+        ConfigError if the agent can't be loaded, InfraError if the process does not start. clock: see AgentWorkers.
         """
         starting = asyncio.ensure_future(asyncio.to_thread(start_runner, run, args, base, settings))
         try:
@@ -158,16 +158,16 @@ class AgentProcess:
 
     @property
     def load(self) -> int:
-        """Episodes in it."""
+        """The number of episodes in the process."""
         return len(self._episodes)
 
     @property
     def usable(self) -> bool:
-        """Whether it takes new episodes."""
+        """Whether the process takes new episodes."""
         return self._killing is None and not self._worn
 
     async def play(self, job: AgentJob, notes: Notes) -> AgentResult:
-        """Run an episode to its end. When this call is cancelled, the episode is, too, and the call ends after it."""
+        """Run an episode to its end. If this call is cancelled, so is the episode, and the call returns after it."""
         if not self.usable:
             return AgentResult("neighbour", error="its process ended before it began")
         loop = asyncio.get_running_loop()
@@ -199,7 +199,7 @@ class AgentProcess:
                 episode.timer.cancel()
 
     def _await_deadline(self, number: int, least_s: float = LATE_S) -> None:
-        """End an episode when its time is over, which a pause makes later."""
+        """End an episode at its deadline, which a pause delays."""
         if (episode := self._episodes.get(number)) is None:
             return
         left = episode.until - self._clock()
@@ -215,7 +215,7 @@ class AgentProcess:
                 self._end(number, "cancelled")
 
     async def kill(self, reason: str) -> str:
-        """Kill it with all that it started; its episodes become neighbours of ``reason``. Returns how it ended."""
+        """Kill the process with all its children; its episodes end as ``neighbour``. Returns how it ended."""
         how = await self._kill()
         for _, episode in self._take_all():
             episode.finish(episode.ending or "neighbour", reason)
@@ -237,10 +237,10 @@ class AgentProcess:
         if episode is None or self._killing is not None:
             return
         if not episode.heard and again:
-            # Our own event loop may have stood still: what was said to it meanwhile is read first.
+            # Our own event loop may have been blocked: messages that arrived meanwhile are read first.
             asyncio.get_running_loop().call_later(_READ_S, self._check_end, number, False)
         elif episode.heard and self._blocked is None:
-            # Its code goes on, in a thread, or because it ignores the end. Nobody waits for it.
+            # Its code keeps running, in a thread or because it ignores its cancellation. No caller waits for it.
             del self._episodes[number]
             episode.finish(episode.ending or "cancelled", _late(episode))
             self._lingering.add(number)
@@ -249,7 +249,7 @@ class AgentProcess:
             self._keep_task(self._kill_stuck(self._blocked))
 
     async def _kill_stuck(self, blocked: Blocked | None) -> None:
-        """Kill the process, whose event loop or whole process stands still, and say whose fault it is, if known."""
+        """Kill a blocked process, and attribute the fault to an episode, if known."""
         await self._kill()
         culprit = blocked.episode if blocked else None
         for number, episode in self._take_all():
@@ -273,7 +273,7 @@ class AgentProcess:
             self._keep_task(self.kill("worn"))
 
     def _keep_task(self, work: Any) -> None:
-        # A task that nobody holds may be collected before it ends.
+        # An event loop keeps no reference to its tasks.
         self._ending = asyncio.ensure_future(work)
 
     async def _kill(self) -> str:
@@ -297,29 +297,29 @@ class AgentProcess:
                 self._obey(SAID.decode(line))
             wrong = ""
         except (msgspec.MsgspecError, ValueError):
-            wrong = "it wrote what is no message"
+            wrong = "it sent an invalid message"
         except OSError:
             wrong = ""
         self._listening = None
         self._keep_task(self._bury(wrong))
 
     async def _watch(self) -> None:
-        """Ask for a sign of life again and again. A process that gives none, because it is stopped, ends."""
+        """Ping the process regularly, and kill it if it does not answer, as when it is stopped."""
         while True:
             await asyncio.sleep(PING_S)
             self._answered.clear()
             self._send(Ping())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._answered.wait(), SILENT_S)
-            # Our own event loop may have stood still: what was said to it meanwhile is read first.
+            # Our own event loop may have been blocked: messages that arrived meanwhile are read first.
             await asyncio.sleep(_READ_S)
             if not self._answered.is_set():
-                log.warning("an agent's process gives no sign of life and is killed", episodes=self.load)
-                await self._bury(f"it gave no sign of life for {SILENT_S:g} s")
+                log.warning("an agent's process does not answer pings and is killed", episodes=self.load)
+                await self._bury(f"it did not answer for {SILENT_S:g} s")
                 return
 
     async def _bury(self, wrong: str) -> None:
-        """The process has ended by itself, or speaks nonsense: say so to its episodes."""
+        """End the episodes of a process that ended by itself or sent an invalid message."""
         how = wrong or await self._kill()
         await self._kill()
         episodes = self._take_all()
@@ -359,7 +359,7 @@ class AgentProcess:
             return
         elif isinstance(said, Heard):
             episode.heard = True
-            # If the loop is blocked now, that is said again before the second is over.
+            # If the loop is still blocked, the process reports it again within a second.
             self._blocked = None
         elif isinstance(said, Report):
             episode.reward = episode.reward if said.reward is None else said.reward

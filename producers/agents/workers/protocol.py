@@ -1,4 +1,4 @@
-"""What is said between a generator and the processes of its agents: a job, its result, and JSON lines in between.
+"""The messages between a generator and the processes of its agents: a job, its result, and JSON lines in between.
 
 The other side of the lines is producers/runner/agents.py, which needs only Python's standard library.
 """
@@ -17,7 +17,7 @@ Kind = Literal["returned", "raised", "died", "neighbour", "deadline", "cancelled
 class AgentJob:
     """An episode to run. episode_id: the same in each attempt. task: JSON. base_url: of its session, ends with /v1.
 
-    attempt: how many there were before this one.
+    attempt: the number of earlier attempts.
     """
 
     episode_id: str
@@ -30,12 +30,12 @@ class AgentJob:
 
 @dataclass(frozen=True)
 class AgentResult:
-    """How an episode ended.
+    """The end of an episode.
 
-    kind: died: its own process died, or it blocked the others of its process; neighbour: its process had to be ended
-    for another episode, so that it should begin anew and pay no attempt for it. reward, turn_rewards (by completion
-    id), metrics and data are what the agent said until then. error: one line; error_type: full name of the exception.
-    seconds: how long it ran.
+    kind: died: its own process died, or it blocked the others of its process; neighbour: its process had to be killed
+    for another episode, so it restarts and pays no attempt for it. reward, turn_rewards (by completion id), metrics and
+    data are those that the agent reported by then. error: one line; error_type: full name of the exception. seconds:
+    its run time.
     """
 
     kind: Kind
@@ -48,11 +48,11 @@ class AgentResult:
     seconds: float = 0.0
 
 
-# What a worker process is told.
+# Messages to a worker process.
 
 
 class AgentSetup(msgspec.Struct, tag="setup", tag_field="op", kw_only=True):
-    """The first line: what to load. search: Python's search path; None keeps the interpreter's own."""
+    """The first line: the agent to load. search: Python's search path; None keeps the interpreter's own."""
 
     run: str
     args: dict[str, Any]
@@ -62,7 +62,7 @@ class AgentSetup(msgspec.Struct, tag="setup", tag_field="op", kw_only=True):
 
 
 class Begin(msgspec.Struct, tag="begin", tag_field="op", kw_only=True):
-    """Begin an episode. deadline: Unix time, seconds. notes: results of ``episode.once`` in earlier attempts, JSON."""
+    """Start an episode. deadline: Unix time, seconds. notes: results of ``episode.once`` in earlier attempts, JSON."""
 
     episode: int
     id: str
@@ -81,17 +81,17 @@ class Cancel(msgspec.Struct, tag="cancel", tag_field="op"):
 
 
 class Ping(msgspec.Struct, tag="ping", tag_field="op"):
-    """Give a sign of life."""
+    """Ask for a Pong."""
 
 
 class NoteKept(msgspec.Struct, tag="kept", tag_field="op"):
-    """The note with this number is kept, or can't be for this reason."""
+    """The note with this number is stored, or can't be, for this reason."""
 
     note: int
     error: str = ""
 
 
-# What a worker process says.
+# Messages from a worker process.
 
 
 class AgentReady(msgspec.Struct, tag="ready", tag_field="op"):
@@ -109,13 +109,13 @@ class Pong(msgspec.Struct, tag="pong", tag_field="op"):
 
 
 class Heard(msgspec.Struct, tag="heard", tag_field="op"):
-    """The process runs, and has the order to end this episode, whether or not its event loop can obey."""
+    """The process has received the order to end this episode, whether or not its event loop can obey."""
 
     episode: int
 
 
 class Report(msgspec.Struct, tag="report", tag_field="op"):
-    """Rewards, metrics and data of an episode: what its agent returned, or has said in between."""
+    """Rewards, metrics and data of an episode: the agent's result, or reported earlier."""
 
     episode: int
     reward: float | None = None
@@ -125,7 +125,7 @@ class Report(msgspec.Struct, tag="report", tag_field="op"):
 
 
 class Ended(msgspec.Struct, tag="ended", tag_field="op"):
-    """Nothing of the agent's code runs any more for this episode."""
+    """The agent's code no longer runs for this episode."""
 
     episode: int
     kind: Literal["returned", "raised", "cancelled"]
@@ -134,7 +134,7 @@ class Ended(msgspec.Struct, tag="ended", tag_field="op"):
 
 
 class Note(msgspec.Struct, tag="note", tag_field="op"):
-    """Keep the result of a side effect, JSON, then answer with the note's number."""
+    """Store the result of a side effect, JSON, then answer with the note's number."""
 
     episode: int
     note: int
@@ -143,9 +143,9 @@ class Note(msgspec.Struct, tag="note", tag_field="op"):
 
 
 class Blocked(msgspec.Struct, tag="blocked", tag_field="op"):
-    """The event loop stands still, for so many seconds by now, in this function. It is said twice a second.
+    """The event loop has been blocked for so many seconds, in this function. Sent twice a second.
 
-    episode: whose function it is, if known.
+    episode: the one whose function it is, if known.
     """
 
     episode: int | None
@@ -163,4 +163,4 @@ class Leaving(msgspec.Struct, tag="leaving", tag_field="op"):
 
 Said = AgentReady | AgentRefused | Pong | Heard | Report | Ended | Note | Blocked | Leaving
 SAID = msgspec.json.Decoder(Said)
-"""Made at import: msgspec crashes when several threads look at a type for the first time."""
+"""Built at import: msgspec crashes when several threads inspect a type for the first time."""

@@ -17,13 +17,13 @@ from schemas.errors import ConfigError
 from schemas.system.guarded_process import GuardedProcess, environment
 
 _OURS = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
-"""What another interpreter must not see of our environment."""
+"""Variables of our environment that another interpreter must not see."""
 
 
 def start_runner(
     run: str, args: dict[str, Any], base: Path, settings: AgentsConfig, option: str = ""
 ) -> tuple[GuardedProcess, socket.socket, bytes]:
-    """Start a process for this agent; returns it, the connection to it, and the first line to send there.
+    """Start a process for this agent; returns it, its connection, and the first line to send.
 
     ConfigError if there is no such interpreter, OSError if the system can't start it.
     """

@@ -1,1 +1,1 @@
-"""Parsers: what the policy sampled, as text, reasoning and tool calls."""
+"""Parsers: sampled tokens as text, reasoning and tool calls."""

@@ -1,4 +1,4 @@
-"""A parsed answer of the policy, and the protocol of the parsers that make one of sampled token ids."""
+"""A parsed answer of the policy, and the protocol of the parsers that read it from sampled token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool. arguments: JSON text of an object, as it was sampled where the parser allows it."""
+    """A call of a tool. arguments: JSON text of an object, as it was sampled if the parser allows that."""
 
     id: str
     name: str
@@ -21,10 +21,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """What the policy answered.
+    """A parsed answer of the policy.
 
-    content: what is left beside reasoning and tool calls, None for nothing. text: all of it, with the markers of
-    reasoning and tools, without the token that ended it. failures: number of tool calls that could not be read; their
+    content: the text beside reasoning and tool calls; None if empty. text: the whole answer with the
+    markers of reasoning and tools, without the token that ended it. failures: number of unreadable tool calls, whose
     text is in ``content``.
     """
 
@@ -35,7 +35,7 @@ class ParsedAnswer:
     failures: int = 0
 
     def message(self) -> dict[str, Any]:
-        """The assistant's message, in the form of chat completions."""
+        """Return the assistant's message, in the form of chat completions."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -48,7 +48,7 @@ class ParsedAnswer:
 
 
 class AnswerParser(Protocol):
-    """Reads answers. Without state: calls may overlap in threads, and the same ids give the same answer."""
+    """A parser of answers. It has no state: calls may overlap in threads, and the same ids give the same answer."""
 
     def parse(
         self,
@@ -60,20 +60,20 @@ class AnswerParser(Protocol):
         check_names: bool = True,
         template_args: Mapping[str, Any] | None = None,
     ) -> ParsedAnswer:
-        """Read the answer that was sampled after ``prompt_ids``. Never raises, whatever was sampled.
+        """Parse the answer that was sampled after ``prompt_ids``. Never raises, whatever was sampled.
 
-        tools: those of the request, in the form of chat completions; without any, text that looks like a tool call is
-        text. prompt_ids: tell whether the prompt has opened the reasoning, and keep ids of calls apart between turns.
-        cut: the answer ended by its length; nothing in it is then a tool call. check_names: a call of a tool that is
-        not in ``tools`` is a failure. template_args: those that the prompt was rendered with.
+        tools: those of the request, in the form of chat completions; without tools, text that looks like a tool call is
+        text. prompt_ids: tell whether the prompt has opened the reasoning, and keep ids of calls distinct between
+        turns. cut: the answer ended by its length, so it has no tool calls. check_names: a call of a tool that is not
+        in ``tools`` is a failure. template_args: those of the prompt's template.
         """
         ...
 
 
 def call_id(prompt_ids: Sequence[int], ids: Sequence[int], number: int) -> str:
-    """The id of a tool call: the same whenever the same prompt got the same answer, so that an episode can be replayed.
+    """Return the id of a tool call: the same for the same prompt and answer, so that an episode can be replayed.
 
-    Nine letters and digits, because the templates of Mistral's models take no others.
+    It has nine letters and digits, because the templates of Mistral's models accept no other form.
     """
     digest = hashlib.blake2b(digest_size=5)
     for part in (prompt_ids, ids, (number,)):

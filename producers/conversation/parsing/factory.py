@@ -1,4 +1,4 @@
-"""The parser of a run's answers, made from the names in ``generator.agents``: ours, vLLM's, or one of each."""
+"""The parser of a run's answers, built from the names in ``generator.agents``: ours, vLLM's, or one of each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from producers.tokenizer import HfTokenizer
 from schemas.errors import ConfigError
 
 OWN = {"tool_parser": ["hermes"], "reasoning_parser": ["qwen3"]}
-"""Formats that are read by our own parsers, with every engine, also where vLLM has one of that name."""
+"""Formats that our own parsers read, with every engine, even if vLLM has one of that name."""
 
 
 def check_parsers(tool_parser: str, reasoning_parser: str | None, vllm: bool) -> None:
-    """ConfigError, one line, for a name that there is not. vllm: the engine is vllm. Imports nothing."""
+    """Raise ConfigError, one line, for an unknown name. vllm: the engine is vllm. Imports nothing."""
     for setting, name in (("tool_parser", tool_parser), ("reasoning_parser", reasoning_parser)):
         if name is not None and name not in OWN[setting]:
             _check_foreign(setting, name, vllm)
@@ -39,16 +39,16 @@ def _check_foreign(setting: str, name: str, vllm: bool) -> None:
 
 
 def make_parser(tool_parser: str, reasoning_parser: str | None, tokenizer: HfTokenizer, vllm: bool) -> AnswerParser:
-    """The parser for these names. vllm: the engine is vllm, so that its parsers may be loaded, which takes seconds.
+    """Build the parser of these names. vllm: the engine is vllm, so its parsers may be loaded, which takes seconds.
 
-    ConfigError names what is allowed, or why vLLM can't use the parser with this tokenizer.
+    ConfigError names the allowed values, or why vLLM can't use the parser with this tokenizer.
     """
     check_parsers(tool_parser, reasoning_parser, vllm)
     return _Parser(tokenizer, tool_parser, reasoning_parser)
 
 
 class _Parser:
-    """Splits the reasoning off, then the tool calls; each is done by us or by vLLM."""
+    """A parser that splits off the reasoning, then the tool calls; each by our code or vLLM's."""
 
     def __init__(self, tokenizer: HfTokenizer, tool_parser: str, reasoning_parser: str | None) -> None:
         self._tokenizer = tokenizer
@@ -87,7 +87,7 @@ class _Parser:
                 ToolCall(_keep_id(own, text) or call_id(prompt_ids, ids, number), name, arguments)
                 for number, (name, arguments, own) in enumerate(readable)
             ]
-            # There is no telling where in the text a call stood: where none can be made, all of it stays to be seen.
+            # The position of a call in the text is unknown: if no call can be read, the whole text is kept.
             if readable or not found.calls:
                 content = found.content
         if self._own_calls and may_call and content is not None:
@@ -110,5 +110,5 @@ def _is_readable(name: str, arguments: str, names: Collection[str] | None) -> bo
 
 
 def _keep_id(own: str | None, text: str) -> str | None:
-    """Return an id that the policy wrote itself, as Kimi K2 does; others that vLLM gives are random."""
+    """Return an id that the policy wrote itself, as Kimi K2 does; other ids from vLLM are random."""
     return own if own and own in text else None

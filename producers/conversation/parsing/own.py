@@ -1,13 +1,13 @@
-"""Parsers of our own: tool calls in the form of Hermes and Qwen, and reasoning between <think> and </think>.
+"""Our own parsers: tool calls in the form of Hermes and Qwen, and reasoning between <think> and </think>.
 
-They need no vLLM and are the same with every engine::
+They do not need vLLM and work the same with every engine::
 
     <think>two of them</think>Let me see.
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
 
-The arguments stay the text that was sampled: an agent that sends them back as they are is joined without a difference.
+The arguments stay the sampled text, so an agent that sends them back unchanged is joined without a difference.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class TextParts:
 
 
 def split_reasoning(text: str, opened: bool) -> tuple[str | None, str | None]:
-    """Return (reasoning, content), None where there is nothing of it. opened: the prompt ended with <think>.
+    """Return (reasoning, content), each None if it is empty. opened: the prompt ended with <think>.
 
-    Line breaks around the markers belong to them, as in the templates. Reasoning that was not closed is all there is.
+    Line breaks around the markers belong to them, as in the templates. If reasoning is not closed, all text is
+    reasoning.
     """
     head, close, rest = text.partition(THINK_END)
     before, begin, inner = head.partition(THINK)
@@ -50,10 +51,10 @@ def split_reasoning(text: str, opened: bool) -> tuple[str | None, str | None]:
 
 
 def read_tool_calls(text: str, names: Collection[str] | None) -> TextParts:
-    """Find all calls in ``text``. names: of the tools there are, None for any name.
+    """Find all calls in ``text``. names: of the available tools, None for any name.
 
     A call needs a name and an object of arguments in one valid JSON object; its closing marker may be missing at the
-    end of the text, as vLLM has it. What can't be read stays content.
+    end of the text, as in vLLM. Unreadable calls stay content.
     """
     content: list[str] = []
     calls: list[tuple[str, str]] = []
@@ -72,7 +73,7 @@ def read_tool_calls(text: str, names: Collection[str] | None) -> TextParts:
 
 
 def _read_call(text: str, start: int) -> tuple[tuple[str, str] | None, int]:
-    """Return the call whose opening marker ended at ``start`` (None if it can't be read), and where its text ends."""
+    """Return the call whose opening marker ended at ``start`` (None if unreadable), and the end of its text."""
     close = text.find(CALL_END, start)
     broken = len(text) if close < 0 else close + len(CALL_END)
     try:
@@ -99,9 +100,9 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _read_object(text: str, at: int) -> tuple[dict[str, tuple[Any, str]], int]:
-    """Read one JSON object: its keys with value and source text, and the position after it. ValueError if it is none.
+    """Read one JSON object: its keys with value and source text, and the position after it. ValueError if invalid.
 
-    Only the outer level is taken apart here, because the standard library does not tell where a value stood.
+    Only the outer level is parsed here, because the standard library does not report the positions of values.
     """
     fields: dict[str, tuple[Any, str]] = {}
     at = _skip(text, _expect(text, _skip(text, at), "{"))

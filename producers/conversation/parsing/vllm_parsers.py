@@ -1,7 +1,7 @@
-"""vLLM's parsers of tool calls and reasoning, called as its server calls them: the one place that knows their code.
+"""vLLM's parsers of tool calls and reasoning, called as its server calls them. No other module depends on their code.
 
-Importing them takes seconds, so only a generator with the vllm engine does it. Which names there are is read from their
-source, for checks that must be quick.
+Importing them takes seconds, so only a generator with the vllm engine does it. Their names are read from vLLM's source,
+for checks that must be quick.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _FOLDERS = {"tool_parser": "tool_parsers", "reasoning_parser": "reasoning"}
 
 
 def vllm_names(setting: str) -> list[str] | None:
-    """Names that vLLM has for ``tool_parser`` or ``reasoning_parser``, without importing it; None where nothing tells.
+    """Return vLLM's names for ``tool_parser`` or ``reasoning_parser`` without importing it; None if they are unknown.
 
-    Where it is not installed, or another release keeps them elsewhere, vLLM itself tells at its start.
+    If vLLM is not installed, or another release keeps them elsewhere, vLLM itself reports a wrong name at its start.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
@@ -36,7 +36,7 @@ def vllm_names(setting: str) -> list[str] | None:
 
 
 def read_parser_names(source: Path) -> list[str] | None:
-    """The keys of the registry that this file of vLLM's declares; None where it declares none."""
+    """Return the keys of the registry that this file of vLLM declares; None if it declares none."""
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, SyntaxError):
@@ -52,7 +52,7 @@ def read_parser_names(source: Path) -> list[str] | None:
 
 @dataclass(frozen=True)
 class VllmAnswer:
-    """calls: (name, arguments, the parser's own id). errors: what the parser wrote to its log instead of raising."""
+    """An answer as vLLM parses it. calls: (name, arguments, vLLM's id). errors: logged by the parser, not raised."""
 
     reasoning: str | None
     content: str | None
@@ -61,10 +61,10 @@ class VllmAnswer:
 
 
 class VllmParsers:
-    """A tool parser and a reasoning parser of vLLM's, or one of them. ConfigError when they can't be had together.
+    """A tool parser and a reasoning parser of vLLM, or one of them. ConfigError if they can't be used together.
 
     tokenizer: transformers' own object, ``HfTokenizer.hf``.
-    A parser object of theirs has state, so each answer gets a new one.
+    vLLM's parser objects have state, so each answer gets a new one.
     """
 
     def __init__(self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None):
@@ -99,7 +99,7 @@ class VllmParsers:
         template_args: Mapping[str, Any],
         may_call: bool,
     ) -> VllmAnswer:
-        """Read one answer, in which nothing is a tool call unless it ``may_call``. What a parser raises is an error."""
+        """Parse one answer, which has tool calls only if it ``may_call``. Exceptions of the parser count as errors."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         _ERRORS.heard.count = 0
@@ -128,7 +128,7 @@ class _Heard(threading.local):
 
 
 class _CountErrors(logging.Filter):
-    """Counts the errors that parsers log, in place of a traceback for each answer that a policy in training spoils."""
+    """Counts the errors that parsers log, instead of a traceback for each malformed answer of a policy in training."""
 
     def __init__(self) -> None:
         super().__init__()

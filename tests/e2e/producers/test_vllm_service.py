@@ -56,7 +56,7 @@ class Lent:
         """It runs."""
 
     async def close(self) -> None:
-        """Others go on with it."""
+        """Other generators resume it."""
 
 
 class World:

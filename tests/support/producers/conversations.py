@@ -55,7 +55,7 @@ def replay(message: Message, habits: frozenset[str]) -> Message:
         message.pop("reasoning_content", None)
     if "spaces stripped" in habits and message.get("content"):
         message["content"] = message["content"].strip()
-    if "arguments written anew" in habits and message.get("tool_calls"):
+    if "arguments re-encoded" in habits and message.get("tool_calls"):
         message["tool_calls"] = [
             {**call, "id": f"new{k}", "function": {**call["function"], "arguments": _anew(call)}}
             for k, call in enumerate(message["tool_calls"])

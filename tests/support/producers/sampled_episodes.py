@@ -44,7 +44,7 @@ from tests.support.models.trl_templates import real_template, stops_of, template
 from tests.support.producers.conversations import Message, can_show, replay
 from tests.support.trainer.train_steps import make_train_step
 
-HABITS = frozenset({"reasoning dropped", "spaces stripped", "arguments written anew"})
+HABITS = frozenset({"reasoning dropped", "spaces stripped", "arguments re-encoded"})
 HISTORIES: tuple[History, ...] = ("held", "template")
 LONGEST = 14
 """Tokens of an answer."""

@@ -224,7 +224,7 @@ def test_an_episode_goes_on_elsewhere_with_the_calls_it_had(broker: Broker, mode
 def test_a_generator_whose_run_is_finished_gives_its_episodes_no_time_to_end(
     broker: Broker, model: Path, tmp_path: Path
 ) -> None:
-    """Given time, they would go on for longer than a generator may take to end here."""
+    """They would run for longer than a generator may take to end here."""
     config = agent_config(model, tmp_path, "waits", grace_s=10 * END_S)
     training = take_over(broker)
     publish_version(broker, training, tmp_path, 1)

@@ -78,7 +78,7 @@ def test_errors_are_those_of_the_protocol() -> None:
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long: no room"):
             await client.messages.create(**ASKED)
         with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
-            await client.with_options(api_key="nobody").messages.create(**ASKED)
+            await client.with_options(api_key="unknown").messages.create(**ASKED)
         session.ended = True
         with pytest.raises(anthropic.APIStatusError, match="the episode has ended") as ended:
             await client.messages.create(**ASKED)

@@ -109,7 +109,7 @@ def test_a_session_is_found_by_its_key_too_and_a_name_in_the_path_is_the_agents(
 
 def test_an_unknown_token_is_401_an_ended_episode_410_and_neither_is_asked_for_again() -> None:
     async def act(client: Any, url: str) -> Any:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="nobody") as other:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unknown") as other:
             with pytest.raises(openai.AuthenticationError, match="no episode has this token"):
                 await other.chat.completions.create(model="policy", messages=QUESTION)
         await client.post(f"{url}/s/{TOKEN}/tidemill/v1/end", cast_to=object)

@@ -1,4 +1,4 @@
-"""Broken connections: a client that asks again makes no second model call, and what nobody received is forgotten."""
+"""Broken connections: a retry makes no second model call, and an answer that no client received is forgotten."""
 
 from __future__ import annotations
 

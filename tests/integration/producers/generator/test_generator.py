@@ -220,7 +220,7 @@ def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
             start = item.loss_mask.data.index(1)
             tokens = item.tokens.numpy()[start:]
             np.testing.assert_array_equal(tokens[: len(before[item.sample].tokens)], before[item.sample].tokens.numpy())
-            assert len(tokens) == len(before[item.sample].tokens) + 5, "it goes on from there"
+            assert len(tokens) == len(before[item.sample].tokens) + 5, "it resumes from there"
         await wait_until(lambda: broker.connection.client.hlen(broker.connection.keys.partials) == 0)
 
     run_generator_during(config, broker, make_engine(config, min_length=5, max_length=5), scene, name="heir")

@@ -1,4 +1,4 @@
-"""People ask the present policy something over HTTP, and a generator answers beside its work."""
+"""Users ask the current policy over HTTP, and a generator answers beside its work."""
 
 from __future__ import annotations
 

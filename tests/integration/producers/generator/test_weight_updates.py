@@ -112,7 +112,7 @@ def test_a_version_that_is_put_right_is_loaded_after_all(
 
 
 def publish_damaged(broker: Broker, training: TrainerSession, folder: Path, how: str) -> Callable[[], Any]:
-    """Version 2, spoiled before anybody can see it."""
+    """Publish a version 2 that is corrupted before a generator can see it."""
     real = broker.connection.run_script
     repairs: list[Callable[[], Any]] = []
 
@@ -162,7 +162,7 @@ def test_the_process_ends_when_a_version_stays_out_of_reach(
 
     async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
         publish_damaged(broker, training, tmp_path, "missing")
-        assert not await updates.wait_ready(2), "nobody waits for it any more"
+        assert not await updates.wait_ready(2), "no task waits for it any more"
 
     with pytest.raises(InfraError, match="gone from the broker"):
         play(config, broker, tmp_path, scene)

@@ -1,4 +1,4 @@
-"""What the end of an agent means, and when people are told that too many episodes fail."""
+"""Outcomes and failures of agents, and the alarm for too many failures."""
 
 from __future__ import annotations
 

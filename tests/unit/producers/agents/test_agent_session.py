@@ -76,7 +76,7 @@ def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 async def turns() -> None:
-    """Let all that can go on do so, threads included."""
+    """Let all tasks and threads that are ready run."""
     for _ in range(20):
         await asyncio.sleep(0.005)
 

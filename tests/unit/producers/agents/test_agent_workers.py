@@ -143,7 +143,7 @@ def wait_until(true: Callable[[], bool], otherwise: str) -> None:
 
 
 def test_one_episode_that_crashes_its_process_is_found_and_no_other_pays_for_it(base: Path):
-    """Nobody knows which of them it was: they begin anew with fewer others, the last of them alone."""
+    """It is unknown which of them it was: they restart with fewer others, the last of them alone."""
     died: list[str] = []
 
     async def play_on(workers: AgentWorkers, first: AgentJob) -> tuple[str, int]:
@@ -198,7 +198,7 @@ def test_a_process_that_is_stopped_is_noticed_long_before_a_deadline(base: Path,
     monkeypatch.setattr(process, "PING_S", 0.1)
     monkeypatch.setattr(process, "SILENT_S", 1.5)
     (result,) = play(base, job("stops_its_process", deadline_s=600))
-    assert (result.kind, result.error) == ("died", "its process ended: it gave no sign of life for 1.5 s")
+    assert (result.kind, result.error) == ("died", "its process ended: it did not answer for 1.5 s")
 
 
 def test_a_process_that_computes_for_long_gives_signs_of_life(base: Path, monkeypatch: pytest.MonkeyPatch):

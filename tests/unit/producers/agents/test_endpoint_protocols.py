@@ -74,7 +74,7 @@ def test_settings_that_would_change_the_distribution_are_named_and_not_followed(
 )
 def test_constraints_are_ignored_or_refused_as_the_run_says(protocol: str, constraint: dict[str, Any]) -> None:
     assert len(asked(protocol, **constraint).ignored) == 1
-    assert "would change the distribution" in refused(protocol, asker(constrained="refuse"), **constraint)
+    assert "would change the sampled distribution" in refused(protocol, asker(constrained="refuse"), **constraint)
 
 
 @pytest.mark.parametrize(

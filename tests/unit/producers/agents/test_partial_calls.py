@@ -1,4 +1,4 @@
-"""Unfinished episodes of agents: which of their calls are kept for whoever goes on with them."""
+"""Unfinished episodes of agents: the calls that are kept for the generator that resumes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of an episode become rows: what goes on with an answer is joined to it, each sampled token trained once."""
+"""The calls of an episode become rows: a call that continues an answer is joined to it, each token trained once."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_sub_agents_are_told_apart_by_name_and_by_their_first_system_prompt(temp
     only = trajectory(conversation, train=["main"])
     assert [segment.name for segment in only.segments] == ["main", "main"]
     with pytest.raises(DataError, match=r"no token to train: its calls are of agent-.*, critic, main"):
-        conversation.sample(0, "stop", train=["nobody"])
+        conversation.sample(0, "stop", train=["unknown"])
 
 
 def test_rewards_of_calls_stand_at_their_turns_and_versions_at_their_tokens(template: StoppingTemplate) -> None:
@@ -251,7 +251,7 @@ def test_saved_calls_are_found_by_their_prompt_and_how_often_it_was_asked(templa
     first = conversation.prompt([USER])
     assert conversation.key(first) == digest_key(first.digest, 0)
     ask(conversation, [USER], "It is 3")
-    conversation.remove(ask(conversation, [USER], "nobody hears")[0])
+    conversation.remove(ask(conversation, [USER], "undelivered")[0])
     ask(conversation, [USER], "It is 4")
     partial = conversation.partial(3)
     assert [call.key for call in partial.calls] == [digest_key(first.digest, 0), digest_key(first.digest, 1)]

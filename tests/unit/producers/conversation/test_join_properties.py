@@ -26,7 +26,7 @@ CONVERSATIONS = int(os.environ.get("CONVERSATIONS", "150"))
 """How many are played; by hand once with 10,000."""
 
 APPEND_ONLY = ["append only", "answers trimmed", "two closing tokens", "no closing token", "space before answers"]
-HABITS = ["reasoning dropped", "spaces stripped", "arguments written anew"]
+HABITS = ["reasoning dropped", "spaces stripped", "arguments re-encoded"]
 
 PIECES = [
     "user",

@@ -122,6 +122,6 @@ def test_each_row_of_a_mixture_comes_with_the_experts_that_its_tokens_were_sent_
         for row in trajectory.rows():
             found = trajectory.routed_experts.numpy()[row.places]
             assert np.array_equal(np.sort(found[:-1], -1), choices(model, trajectory.tokens.numpy()[row.places][:-1]))
-            assert (found[-1] == 255).all(), "nobody read the last token"
+            assert (found[-1] == 255).all(), "no layer read the last token"
             rows += 1
     assert rows >= 4

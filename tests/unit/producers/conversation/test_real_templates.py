@@ -32,7 +32,7 @@ CALLS = [
          [{**RESULT, "tool_call_id": "call00001"}, {**RESULT, "tool_call_id": "call00002", "content": "quotient"}]),
     Turn({"role": "assistant", "content": "Fiftysix"}, []),
 ]  # fmt: skip
-HABITS = frozenset({"reasoning dropped", "spaces stripped", "arguments written anew"})
+HABITS = frozenset({"reasoning dropped", "spaces stripped", "arguments re-encoded"})
 
 
 FILES = template_files()

@@ -39,8 +39,8 @@ from schemas.messages import Heartbeat
         "stays while it answers",
         "stays until its evaluation is opened",
         "not for ever",
-        "goes on when all is answered",
-        "goes on when it is beyond",
+        "continues when all is answered",
+        "continues when it is beyond",
     ],
 )
 def test_next_version(

@@ -27,7 +27,7 @@ from schemas.errors import ConfigError
         (10, KvCacheUsage(2560, 1280, 0, 128), 130.0, 0),
     ],
     ids=[
-        "the limit, where memory is none",
+        "the limit, if memory is not a limit",
         "a group may exceed the limit, then nothing more is taken",
         "a large cache",
         "an idle generator takes work in any case",

@@ -97,7 +97,7 @@ def test_a_silent_broker_pauses_and_its_answer_ends_that_reason_alone(monkeypatc
             assert "ordered" in pause.reasons
             broker.control = ControlState(pause="freeze", pause_id=1)
             broker.answers.set()
-            while "broker silent" in pause.reasons:  # noqa: ASYNC110 - the pause goes on for another reason
+            while "broker silent" in pause.reasons:  # noqa: ASYNC110 - the pause continues for another reason
                 await asyncio.sleep(0.001)
             assert pause.reasons == PauseReasons.of("ordered")
             assert not pause.is_open

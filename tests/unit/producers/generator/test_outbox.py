@@ -195,7 +195,7 @@ class GatedQueue:
 
 
 async def begin(outbox: Outbox, *samples: int) -> list[asyncio.Task[str]]:
-    """Publish these samples, each for somebody of its own."""
+    """Publish these samples, each from a caller of its own."""
     waiting = [asyncio.create_task(outbox.publish(make_trajectory(0, sample))) for sample in samples]
     await asyncio.sleep(0)  # each has handed its sample over
     return waiting
