@@ -1,28 +1,28 @@
 -- Code shared by all scripts. The keys that a script declares in its KEYS line are locals here, under the names of
 -- broker/connection/keys.py; a script reaches no other key.
--- A script is given those paragraphs that it uses, so no function has an empty line in it.
--- A refused write (out of memory) does not undo earlier ones, so in every script the first write is one
--- that memory limits refuse, and acknowledgements come last.
+-- Each script gets only the paragraphs that it uses, so no function contains an empty line.
+-- A write that is rejected (out of memory) does not undo earlier ones, so in every script the first write is one that
+-- memory limits reject, and acknowledgements come last.
 local GENERATORS, REWARD, TRAINER = 'generators', 'reward', 'trainer'
 local KEEP_DEAD, KEEP_DEAD_BYTES = '1000', 64 * 1024 * 1024
 
--- Wake whoever waits for room or for a change of control state.
+-- Wake the services that wait for a slot or for a change of control state.
 local function changed(what)
   redis.call('XADD', CHANGES, 'MAXLEN', '16', '*', 'w', what)
 end
 
--- Wake everybody for an order. Generators, of which there may be a thousand, wait for these alone.
+-- Wake all services for an order. Generators, of which there may be a thousand, wait for orders only.
 local function ordered(what)
   redis.call('XADD', ORDERS, 'MAXLEN', '16', '*', 'w', what)
   changed(what)
 end
 
--- Wake those who wait for a roll to close, or for a note. Answers wake the trainer alone, which waits for those.
+-- Wake the members that wait for a roll to close, or for a note. Answers wake the trainer alone.
 local function roll_changed(what)
   redis.call('XADD', ROLL_CHANGES, 'MAXLEN', '16', '*', 'w', what)
 end
 
--- Keep a dead letter for people; all are counted, and the newest are kept: so many, so many bytes, at least one.
+-- Store a dead letter. All are counted, and the newest are kept, limited in number and bytes, but at least one.
 local function keep_dead_letter(letter)
   redis.call('XADD', DEAD, 'MAXLEN', KEEP_DEAD, '*', 'b', letter)
   local left = redis.call('XLEN', DEAD)
@@ -33,14 +33,14 @@ local function keep_dead_letter(letter)
   redis.call('HINCRBY', COUNTS, 'dead_letters', 1)
 end
 
--- The stream a task of this kind travels on.
+-- The stream for tasks of this kind.
 local function task_stream(kind)
   if kind == 'eval' then return EVAL_TASKS end
   return TASKS
 end
 
--- Renew the leases of those entries (ARGV from the third on) that are pending for the worker (the second), and return
--- those that another worker has claimed, who keeps them.
+-- Renew the leases of entries (ARGV from the third on) that are pending for the worker (the second), and return those
+-- that another worker has claimed.
 local function renew_leases(stream, group)
   local taken = {}
   for i = 3, #ARGV do
@@ -58,8 +58,8 @@ local function term_number(leader_term)
   return tonumber(string.match(leader_term, '^%d+') or -1)
 end
 
--- Only the newest trainer may write. Every script of the trainer starts with this; nil means go on.
--- A term that is missing or older than the caller's own is a broker that lost what it knew.
+-- Only the newest trainer may write. Every script of the trainer starts with this; nil means that it may continue.
+-- If the term is missing, or older than the caller's, the broker lost its data.
 local function refused(leader_term)
   local now = redis.call('GET', LEADER_TERM)
   if now == leader_term then return nil end
@@ -67,12 +67,12 @@ local function refused(leader_term)
   return 'lost'
 end
 
--- Whether the run whose identity is known is another one than the caller's; not all callers have one.
+-- Whether a known run is not the caller's; not all callers have an identity.
 local function differs(known, id)
   return known and id ~= '' and known ~= id
 end
 
--- Whether the name is another run's than the one with this identity.
+-- Whether a run other than the one with this identity has the name.
 local function other_run(id)
   return differs(redis.call('HGET', CTL, 'run_id'), id)
 end
@@ -82,19 +82,19 @@ local function owner()
   return redis.call('HMGET', CTL, 'run_id', 'run_folder', 'run_host', 'run_since')
 end
 
--- Note who has the name.
+-- Record which run has the name.
 local function own_run(id, folder, host)
   if id == '' then return end
   redis.call('HSET', CTL, 'run_id', id, 'run_folder', folder, 'run_host', host)
   redis.call('HSETNX', CTL, 'run_since', redis.call('TIME')[1])
 end
 
--- The number of slots that the staleness bound, the batch and the look-ahead window make (schemas/config/run.py).
+-- The number of slots by staleness bound, batch and look-ahead window (schemas/config/run.py).
 local function count_slots(staleness, batch, window)
   return (tonumber(staleness) + 1) * tonumber(batch) - (tonumber(window) - 1)
 end
 
--- Whether they hold one batch at least: with fewer the trainer would wait for ever.
+-- Whether the slots hold a batch: with fewer the trainer would wait for ever.
 local function enough_slots(staleness, batch, window)
   return count_slots(staleness, batch, window) >= tonumber(batch)
 end
@@ -104,12 +104,12 @@ local function set_slots()
   redis.call('HSET', CTL, 'slots', count_slots(ctl[1], ctl[2], ctl[3]))
 end
 
--- Delete the body of a task that was staged apart from its entry, as those of evaluations are.
+-- Delete the body of a task that was stored apart from its entry, as those of evaluations are.
 local function forget_body(task, kind)
   if kind == 'eval' then redis.call('HDEL', BODIES, task) end
 end
 
--- Count `count` more outcomes of a group as known; with the last one the task itself is acknowledged.
+-- Count `count` more outcomes of a group as known; the last one acknowledges the task.
 local function outcomes_known(task, count)
   local left = redis.call('HINCRBY', GROUPS, task .. ':left', -count)
   if left <= 0 then
@@ -122,9 +122,9 @@ local function outcomes_known(task, count)
   return left
 end
 
--- SAMPLES holds where a sample is, as ENTRY/BODY: its entry in the trajectories and the field of its body in BODIES; '='
--- before it once it is scored, '-' alone when it failed. Bodies are large and never pass through a script.
--- An entry of SCORED has outcomes of one group that came in together: its task (t), its number of samples (n), and under
+-- SAMPLES holds the place of a sample, ENTRY/BODY: its entry in the trajectories and the field of its body in BODIES; with
+-- '=' before it once it is scored; '-' if it failed. Bodies are large and never pass through a script.
+-- An entry of SCORED has outcomes of one group that came together: its task (t), its number of samples (n), and under
 -- SAMPLE:PLACE the score of each.
 local function entry_of(place)
   return string.match(place, '^=?([^/]*)')
@@ -158,12 +158,12 @@ local function remove_trajectories(places)
   delete_fields(BODIES, bodies)
 end
 
--- How many pieces of a sample are saved; PARTIALS holds that number, and who wrote them, as NUMBER:WRITER.
+-- The number of saved pieces of a sample; PARTIALS holds it with the writer, as NUMBER:WRITER.
 local function piece_count(saved)
   return tonumber(string.match(saved or '', '^%d+') or 0)
 end
 
--- Delete the saved pieces of samples (TASK:SAMPLE) that are finished or given up.
+-- Delete the saved pieces of samples (TASK:SAMPLE) that are finished or abandoned.
 local function forget_partials(samples)
   for _, sample in ipairs(samples) do
     local fields = {sample}
@@ -172,9 +172,9 @@ local function forget_partials(samples)
   end
 end
 
--- Note in the statistic of a prompt how a group of it ended. `rate`: the share of its samples that are correct, in 1/255,
--- '' when nobody knows, because it failed. `step`: of the run, nil where the caller may not know it. Four bytes a prompt:
--- the rate of its last groups, their number up to 255, and the step in 1/16.
+-- Record the outcome of a group in the statistics of its prompt. `rate`: the share of its samples that are correct, in
+-- 1/255, '' if unknown, because it failed. `step`: of the run, nil if the caller may not read it. Four bytes a prompt: the
+-- rate of its last groups, their number up to 255, and the step in 1/16.
 local RECENT_GROUPS = 4
 local function note_outcome(prompt, rate, step)
   local at = 4 * tonumber(prompt)
@@ -193,13 +193,13 @@ local function note_outcome(prompt, rate, step)
   redis.call('SETRANGE', PROMPTS, at, string.char(solved, groups, high, low))
 end
 
--- The prompt whose statistic a group of training is counted in; nil without a curriculum.
+-- The prompt in whose statistics a training group counts; nil without a curriculum.
 local function prompt_of(task)
   return redis.call('HGET', GROUPS, task .. ':prompt') or nil
 end
 
--- Note that a group has images, every `step`th of `args` from `first` to `last` is a digest, for as long as the group is there.
--- IMAGES holds the bytes by digest, each once however many groups have it, and under DIGEST:groups how many these are.
+-- Record that a group has images; every `step`th of `args` from `first` to `last` is a digest. IMAGES holds the bytes by
+-- digest, each once for all groups, and under DIGEST:groups the number of groups that have it.
 local function share_images(task, args, first, last, step)
   local known = redis.call('HGET', GROUPS, task .. ':images') or ''
   for i = first, last, step do
@@ -211,7 +211,7 @@ local function share_images(task, args, first, last, step)
   if known ~= '' then redis.call('HSET', GROUPS, task .. ':images', known) end
 end
 
--- Keep images of a group, digest and bytes in turns in `args` from `first` to `last`.
+-- Store images of a group, digest and bytes in turn in `args` from `first` to `last`.
 local function keep_images(task, args, first, last)
   for i = first, last, 2 do redis.call('HSETNX', IMAGES, args[i], args[i + 1]) end
   share_images(task, args, first, last, 2)
@@ -225,7 +225,7 @@ local function forget_images(digests)
   end
 end
 
--- Forget what was staged for an evaluation: images, which its tasks have by now, and bodies of tasks that it has not.
+-- Release what was staged for an evaluation: images, which its tasks share now, and bodies of tasks that it does not have.
 -- opened: its tasks, as keys of a table.
 local function forget_staged(opened)
   local staged, unused = redis.call('HMGET', GROUPS, 'staged:images', 'staged:tasks'), {}
@@ -237,8 +237,8 @@ local function forget_staged(opened)
   redis.call('HDEL', GROUPS, 'staged:images', 'staged:tasks')
 end
 
--- Delete everything that the broker holds of a group; returns how many of its samples had been published. places: where these
--- are noted instead of being deleted, by a caller that deletes many at once.
+-- Delete all data of a group; return how many of its samples had been published. places: a table that collects their
+-- places instead, for a caller that deletes many at once.
 local function forget(task, places)
   local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':saved', task .. ':images')
   if not fields[1] then return 0 end
@@ -268,13 +268,13 @@ local function forget(task, places)
   return #published
 end
 
--- Note a group that failed: people may have it admitted again.
+-- Record a failed group, so that users can requeue it.
 local function note_failed(task)
   redis.call('ZADD', FAILED, redis.call('TIME')[1], task)
   redis.call('ZREMRANGEBYRANK', FAILED, 0, -10001)
 end
 
--- The version that a task of an evaluation is for.
+-- The version that an evaluation task is for.
 local function eval_version(task)
   return string.format('%.0f', math.floor(tonumber(task) / 4294967296) - 1)
 end
@@ -284,7 +284,7 @@ local function off_version(task)
   redis.call('HINCRBY', EVALS, eval_version(task) .. ':off_version', 1)
 end
 
--- Count the outcome of a sample of an evaluation, of all and of its dataset: scored with `reward`, or failed without.
+-- Count the outcome of an evaluation's sample, in total and by dataset: scored with `reward`, or failed without.
 local function eval_outcome(task, dataset, reward, tokens)
   local version = eval_version(task)
   for _, counted in ipairs({version, version .. ':' .. dataset}) do
@@ -299,13 +299,13 @@ local function eval_outcome(task, dataset, reward, tokens)
   redis.call('HSET', EVALS, version .. ':time', redis.call('TIME')[1])
 end
 
--- The dataset of a task of an evaluation.
+-- The dataset of an evaluation task.
 local function eval_dataset(task)
   return redis.call('HGET', GROUPS, task .. ':dataset') or ''
 end
 
--- Count `count` more samples of an evaluation's task as ended. With the last one its prompt counts, by how many of its
--- scored samples are correct, which pass@k is made of; and its data goes.
+-- Count `count` more samples of an evaluation task as ended. With the last one, its prompt counts by the numbers of its
+-- scored and correct samples, from which pass@k is computed, and its data is deleted.
 local function eval_ended(task, count)
   if redis.call('HINCRBY', GROUPS, task .. ':open', -count) > 0 then return end
   local f = redis.call('HMGET', GROUPS, task .. ':dataset', task .. ':scored', task .. ':correct')

@@ -1,9 +1,10 @@
 #!lua flags=allow-oom
 -- KEYS: GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES EVALS PARTIALS IMAGES BODIES
--- ARGV: cursor of a scan of the groups ('0' to begin), about how many fields to look at. Finds samples of evaluations whose
--- entry, or their task's, is gone, so that nobody would work on them: nobody else looks, as the trainer does for groups that
--- hold a slot. They are queued again, or count as failed where their body is gone, too. Returns the next cursor ('0' at the
--- end), then of each task that is not ended its id, the samples that were queued again, that failed, and that are left.
+-- ARGV: cursor of a scan of the groups ('0' to begin), about how many fields to scan. Finds samples of evaluations
+-- whose entry, or whose task's entry, is gone, so that no service would work on them; the trainer looks only after
+-- groups that hold a slot. They are queued again, or count as failed if their body is gone, too. Returns the next
+-- cursor ('0' at the end), then for each open task its id and the numbers of samples that were queued again, that
+-- failed, and that are left.
 local function is_there(stream, entry)
   return #redis.call('XRANGE', stream, entry, entry) > 0
 end

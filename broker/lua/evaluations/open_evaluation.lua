@@ -1,8 +1,8 @@
 -- KEYS: EVALS EVAL_TASKS GROUPS COUNTS DEAD IMAGES BODIES
--- ARGV: version, the feeder's run, evaluations kept, then task id, samples, dead letter ('' when it can be sent), dataset,
--- number of images, and their digests, of each.
--- Queues one evaluation, whose images and bodies stage_evaluation brought; a repeat does nothing. Returns 'again' when one
--- of these is not there, and does nothing, too. A task that is too large to be sent counts as failed.
+-- ARGV: version, the feeder's run, evaluations kept, then task id, samples, dead letter ('' if it can be sent),
+-- dataset, number of images, and their digests, of each. Queues an evaluation whose images and bodies stage_evaluation
+-- stored; a repeat has no effect. If one of these is missing, it returns 'again' and does nothing. A task that is too
+-- large to be sent counts as failed.
 local version = ARGV[1]
 if differs(redis.call('HGET', GROUPS, 'run'), ARGV[2]) then return 'other_run' end
 local i = 4
@@ -15,7 +15,7 @@ while i <= #ARGV do
   i = last + 1
 end
 if redis.call('HSETNX', EVALS, version .. ':n', 0) == 0 then return 0 end
--- The oldest go once they are complete: of those under way samples are still to come.
+-- The oldest are deleted once they are complete; samples of those under way are still to come.
 local function forget_old(kept)
   local of_version, versions = {}, {}
   for _, name in ipairs(redis.call('HKEYS', EVALS)) do
@@ -32,7 +32,7 @@ local function forget_old(kept)
     if tonumber(v[2] or 0) + tonumber(v[3] or 0) >= tonumber(v[1]) then delete_fields(EVALS, of_version[versions[k]]) end
   end
 end
--- Each has five fields at least.
+-- Each has at least five fields.
 if redis.call('HLEN', EVALS) > 5 * tonumber(ARGV[3]) then forget_old(tonumber(ARGV[3])) end
 local opened = {}
 i = 4

@@ -1,7 +1,7 @@
 -- KEYS: EVALS GROUPS IMAGES BODIES
--- ARGV: version, the feeder's run, 'images' or 'tasks', then name and bytes of each: an image by its digest, a task's body
--- by its id. Keeps a part of an evaluation that is about to be opened, until the next one is: what a feeder that died has
--- left goes with it. Returns 0 when that evaluation was opened before, and needs none; a repeat changes nothing.
+-- ARGV: version, the feeder's run, 'images' or 'tasks', then name and bytes of each: an image by its digest, a task's
+-- body by its id. Stores a part of an evaluation that is about to be opened. The next opened evaluation deletes what a
+-- dead feeder left. Returns 0 if the evaluation was opened before; a repeat has no effect.
 if differs(redis.call('HGET', GROUPS, 'run'), ARGV[2]) then return 'other_run' end
 if redis.call('HEXISTS', EVALS, ARGV[1] .. ':n') == 1 then
   forget_staged({})

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- KEYS: EVAL_SAMPLES
--- ARGV: the entry after which to read, entries at most, the entry up to which all are written to the disk ('' for none).
+-- ARGV: the entry after which to read, most entries, the entry up to which all are written to the disk ('' for none).
 -- Deletes what is written, and returns the next samples of evaluations.
 if ARGV[3] ~= '' then
   local ms, number = string.match(ARGV[3], '^(%d+)-(%d+)$')

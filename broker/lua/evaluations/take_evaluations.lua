@@ -1,7 +1,7 @@
 -- KEYS: EVAL_TASKS EVALS
--- ARGV: generator, most tasks, its weight version, '1' to take those of older versions as well.
--- Takes evaluation tasks for exactly this version, in order. Returns the version of the next task that nobody took yet or
--- -1, whether this version's evaluation was opened, and what was taken.
+-- ARGV: generator, most tasks, its weight version, '1' to take tasks of older versions as well. Takes evaluation tasks
+-- for exactly this version, in order. Returns the version of the next task that no generator has taken or -1, whether
+-- this version's evaluation was opened, and the taken tasks.
 local opened = redis.call('HEXISTS', EVALS, ARGV[3] .. ':n')
 local groups = redis.pcall('XINFO', 'GROUPS', EVAL_TASKS)
 local last = nil
@@ -12,7 +12,7 @@ for _, group in ipairs(groups.err and {} or groups) do
 end
 if not last then return {-1, opened, {}} end
 local version, fits = tonumber(ARGV[3]), 0
--- One more than can be taken: whose turn it is afterwards.
+-- One more than can be taken, to return the version of the next.
 local entries = redis.call('XRANGE', EVAL_TASKS, '(' .. last, '+', 'COUNT', tonumber(ARGV[2]) + 1)
 local pending = -1
 for k, entry in ipairs(entries) do

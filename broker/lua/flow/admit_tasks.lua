@@ -1,9 +1,9 @@
 -- KEYS: CTL SLOTS COUNTS GROUPS TASKS READMIT FAILED DEAD PROMPTS IMAGES
--- ARGV: the feeder's run, then for each task its id, body, samples, dead letter ('' when there is a body), the prompt in
--- whose statistic its outcome counts ('' for none), the number of its images, and digest and bytes of each. Charges one
--- slot for each task and queues it, or says why not: returns a word for each, and at the end which task is next. With
--- neither body nor letter the curriculum skips it: the cursor goes on, unless it is to be made again. Tasks to be made
--- again come first, then the cursor goes on. Idempotent: a repeat finds that another is next.
+-- ARGV: the feeder's run, then for each task its id, body, samples, dead letter ('' if there is a body), the prompt in
+-- whose statistics its outcome counts ('' for none), the number of its images, and digest and bytes of each. Charges a
+-- slot for each task and queues it, or rejects it: returns a word for each, and last the id of the next task. A task
+-- with neither body nor letter is skipped by the curriculum: the cursor advances, unless the task has to be made again.
+-- Tasks to be made again come first, then those at the cursor. Idempotent: a repeat finds that another task is next.
 local ctl = redis.call('HMGET', CTL, 'paused', 'slots', 'steps', 'step', 'batch', 'cursor', 'version', 'run_id')
 if differs(ctl[8], ARGV[1]) then return {'other_run', '0'} end
 if not ctl[6] then return {'starting', '0'} end
@@ -27,7 +27,7 @@ local function admit(task, at, first, last)
     return 'skipped'
   end
   if body == '' then
-    -- A task that nobody can send: its group failed as it came in, and needs no slot.
+    -- A task that can't be sent: its group fails on admission, and needs no slot.
     keep_dead_letter(letter)
     redis.call('HINCRBY', COUNTS, 'failed:dead_letter', 1)
     note_failed(task)

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
 -- KEYS: CTL RUN_CONTROL CHANGES ORDERS
--- ARGV: the name of a setting and its new value ('' for the configuration's own: of staleness and batch at the trainer's
--- next start), once or more. The ledger admits by them at once, the trainer assembles its next batch by them, generators
--- read theirs among the orders. All or none: with fewer slots than a batch needs, no step would ever come. Then the
--- answer is the staleness, batch and window that do not fit.
+-- ARGV: name of a setting and its new value ('' restores the configured one: of staleness and batch at the trainer's
+-- next start), once or more. The ledger admits by the new values at once, the trainer assembles its next batch by them,
+-- and generators read theirs among the orders. All or none: with fewer slots than a batch needs there would be no step;
+-- then the staleness, batch and window that do not fit are returned.
 if redis.call('HEXISTS', CTL, 'leader_term') == 0 then return 'starting' end
 local now = redis.call('HMGET', CTL, 'staleness', 'batch', 'window')
 local wanted = {staleness = now[1], batch = now[2]}
@@ -19,7 +19,7 @@ for i = 1, #ARGV, 2 do
     -- Services read these among the orders.
     if value == '' then redis.call('HDEL', RUN_CONTROL, 'set:' .. name) else redis.call('HSET', RUN_CONTROL, 'set:' .. name, value) end
   end
-  -- So many may be admitted.
+  -- The number of groups that may be admitted.
   if name == 'steps' then redis.call('HSET', CTL, 'steps', value ~= '' and value or redis.call('HGET', CTL, 'own_steps')) end
 end
 redis.call('HSET', CTL, 'staleness', wanted.staleness, 'batch', wanted.batch)

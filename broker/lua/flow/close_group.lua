@@ -1,8 +1,7 @@
 #!lua flags=allow-oom
 -- KEYS: CTL PROMPTS LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED FAILED CHANGES PARTIALS IMAGES BODIES
--- ARGV: task id, 'dropped' or 'failed', reason, term, share of correct samples in 1/255 ('' when it is not known), then
--- scored entries.
--- Ends a group that is not trained: its slot returns, its data is deleted. Once.
+-- ARGV: task id, 'dropped' or 'failed', reason, term, share of correct samples in 1/255 ('' if unknown), then scored
+-- entries. Ends a group that is not trained: its slot returns, its data is deleted. Once.
 local no = refused(ARGV[4])
 if no then return no end
 local task = ARGV[1]

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- KEYS: LEADER_TERM COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED JOURNAL PARTIALS IMAGES BODIES
 -- ARGV: term, step, number of groups, number of scored entries, task ids, scored entries, then the places of
--- trajectories (ENTRY/BODY). Deletes the entries of a step that a durable checkpoint covers. Trajectories are named, too,
--- because the data of the group that names them may be gone.
+-- trajectories (ENTRY/BODY). Deletes the entries of a step that a durable checkpoint covers. The trajectories are
+-- passed, too, because the group's data that names them may be gone.
 local no = refused(ARGV[1])
 if no then return no end
 local groups, count = tonumber(ARGV[3]), tonumber(ARGV[4])

@@ -1,13 +1,13 @@
 #!lua flags=allow-oom
 -- KEYS: CTL LEADER_TERM SLOTS COUNTS CHANGES GROUPS PROMPTS
--- ARGV: term, step done, new version, samples, then the task id of each group and the share of its samples that are
--- correct, in 1/255 ('' when it is not known). Frees the slots of what was trained. Once.
+-- ARGV: term, completed step, new version, samples, then the task id of each group and the share of its samples that
+-- are correct, in 1/255 ('' if unknown). Returns the slots of what was trained. Once.
 local no = refused(ARGV[1])
 if no then return no end
 local known = redis.call('HGET', CTL, 'step')
 if not known then return 'lost' end
 if tonumber(known) >= tonumber(ARGV[2]) then return 'repeat' end
--- An earlier step is missing: the broker went back in time, and its groups hold their slots again.
+-- An earlier step is missing: the broker lost recent writes, and its groups hold their slots again.
 if tonumber(known) ~= tonumber(ARGV[2]) - 1 then return 'lost' end
 local groups = 0
 for i = 5, #ARGV, 2 do

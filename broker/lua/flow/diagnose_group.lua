@@ -1,7 +1,7 @@
 #!lua flags=no-writes,allow-oom
 -- KEYS: SLOTS GROUPS SAMPLES TASKS TRAJECTORIES IMAGES BODIES
--- ARGV: task id of a group. Tells whether all is there that the group needs: 'ended' when it holds no slot any more,
--- 'waiting' for a generator or a score, 'complete' when all outcomes are on their way to the trainer, else 'damaged'.
+-- ARGV: task id of a group. Tells whether the data of the group is complete: 'ended' if it holds no slot, 'waiting' for
+-- a generator or a score, 'complete' if all outcomes are on their way to the trainer, otherwise 'damaged'.
 local task = ARGV[1]
 if not redis.call('ZSCORE', SLOTS, task) then return 'ended' end
 local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':images')

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- KEYS: CTL LEADER_TERM RUN_CONTROL CHANGES
--- ARGV: term. Marks the run as finished, all steps done. Services that see the number of its steps among the orders,
--- which all of them may read, end.
+-- ARGV: term. Marks the run as finished, with all steps done. Services find the number of its steps among the orders,
+-- which all of them may read, and end.
 local no = refused(ARGV[1])
 if no then return no end
 redis.call('HSET', CTL, 'state', 'finished')

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- KEYS: LEADER_TERM TASKS EVAL_TASKS TRAJECTORIES SCORED
--- ARGV: term, milliseconds. Deletes what the server keeps of workers that hold nothing and were silent for so long: each
--- name that ever read is kept otherwise. A worker that reads again is there again. Returns how many there were.
+-- ARGV: term, milliseconds. Deletes consumers that hold nothing and were silent for so long; otherwise the server keeps
+-- each name that ever read. A worker that reads again is created again. Returns their number.
 local no = refused(ARGV[1])
 if no then return no end
 local count = 0

@@ -1,8 +1,8 @@
 #!lua flags=no-writes,allow-oom
 -- KEYS: CTL LEADER_TERM COUNTS SLOTS READMIT JOURNAL RUN_CONTROL COUNTERS ORDERS
--- Reads the ledger at one moment: term, control state, counts, slots with their sequence, what is to be admitted again,
--- how many steps no checkpoint covers, the orders of people, and counts of faults. A script, because a transaction is refused when memory is full.
--- Generators alone wait for these; a value of another type there has to be noticed by the trainer, which mends it.
+-- Reads the ledger at one moment: term, control state, counts, slots with their sequence, groups to be admitted again,
+-- the number of steps that no checkpoint covers, users' orders, and counters of faults. It is a script because a
+-- transaction is rejected if memory is full. It also reads ORDERS, so that the trainer notices a key of the wrong type.
 redis.call('XLEN', ORDERS)
 return {
   redis.call('GET', LEADER_TERM), redis.call('HGETALL', CTL), redis.call('HGETALL', COUNTS),

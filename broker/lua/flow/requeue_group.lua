@@ -1,8 +1,8 @@
 -- KEYS: SLOTS COUNTS READMIT FAILED DEAD CHANGES
--- ARGV: dead letter's entry, task id. A group that failed is admitted again, first of all; its letters may go.
+-- ARGV: dead letter's entry, task id. Admits a failed group again, before all others, and deletes its letter.
 local task = ARGV[2]
 if redis.call('ZSCORE', SLOTS, task) then return 'active' end
--- The group waits for admission already; without its letter, this is a repeat of the call that asked for it.
+-- The group waits for admission already; if its letter is gone, this is a repeat of the same call.
 if redis.call('ZSCORE', READMIT, task) then
   return #redis.call('XRANGE', DEAD, ARGV[1], ARGV[1]) == 0 and 'ok' or 'waiting'
 end

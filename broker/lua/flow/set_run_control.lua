@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
 -- KEYS: CTL RUN_CONTROL CHANGES ORDERS
--- ARGV: pause, checkpoint, stop, evaluate or replicas:ROLE; its value; who asks. Each order gets the next number, and whoever
--- waits for a change wakes up. Admission looks at `paused` alone. Answers 'same' when nothing changes,
--- and the number of a checkpoint or a stop. What is evaluated is a weight version. The same number of replicas again is an order, too: one that failed may
--- be missing.
+-- ARGV: pause, checkpoint, stop, evaluate or replicas:ROLE; its value; who orders it. Each order gets the next number
+-- and wakes the services that wait. Admission reads `paused` alone; the value of evaluate is a weight version. Returns
+-- 'same' if nothing changes, and the number of a checkpoint or a stop. The same number of replicas is an order
+-- nevertheless, because a replica that failed may be missing.
 local order, value = ARGV[1], ARGV[2]
 if order == 'pause' then
   if (redis.call('HGET', RUN_CONTROL, 'pause') or 'none') == value then return 'same' end

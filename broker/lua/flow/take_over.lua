@@ -2,10 +2,10 @@
 -- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS IMAGES RUN_CONTROL COUNTERS RECENT EVAL_SAMPLES ORDERS REFUSALS PEERS ROLL ROLL_ANSWERS ROLL_CHANGES PROMPTS QUESTIONS ANSWERS BODIES
 -- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest), and the statistics of prompts in its
 -- checkpoint. A trainer takes the run over.
--- What the broker knows wins as long as it can be true. It cannot when its lifetime is not that of the trainer's
--- checkpoint, when a step is missing in its journal, when its counts do not add up, when a key of the pipeline is of
--- another type, or when one of its streams is gone: then the pipeline is built anew from what the trainer knows. When it only went back a little (its last second was lost), what ended
--- since then is forgotten, and what was admitted since then is admitted again.
+-- The broker's data counts if it is consistent. It is not if its lifetime is not that of the trainer's checkpoint, a step
+-- is missing in its journal, its counts do not add up, a key of the pipeline has the wrong type, or one of its streams is
+-- gone: then the pipeline is rebuilt from what the trainer knows. If only its last writes were lost, groups that ended in
+-- them are deleted, and groups that were admitted in them are admitted again.
 local own = cjson.decode(ARGV[1])
 if redis.call('TYPE', CTL).ok == 'hash' and other_run(own.run_id) then
   local other = owner()
@@ -17,7 +17,7 @@ local pipeline = {
   {TASKS, 'stream'}, {EVAL_TASKS, 'stream'}, {TRAJECTORIES, 'stream'}, {SCORED, 'stream'}, {JOURNAL, 'hash'},
   {READMIT, 'zset'}, {IMAGES, 'hash'}, {BODIES, 'hash'},
 }
--- What these hold is made again, or is for people only: the pipeline goes on without it.
+-- Their content is made again or only for users, so the pipeline continues without it.
 local beside = {
   {WEIGHTS, 'stream'}, {CHUNKS, 'hash'}, {DEAD, 'stream'}, {EVALS, 'hash'}, {CHANGES, 'stream'}, {FAILED, 'zset'},
   {PARTIALS, 'hash'}, {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
@@ -41,7 +41,7 @@ local damaged = drop_foreign(pipeline)
 
 local known = redis.call('HMGET', CTL, 'leader_term', 'version', 'step', 'cursor', 'broker_lifetime')
 local known_step = tonumber(known[3])
--- The first take-over made the streams, and an empty one stays.
+-- The first takeover created the streams, and an empty one stays.
 for _, pair in ipairs(known_step and pipeline or {}) do
   if pair[2] == 'stream' and redis.call('EXISTS', pair[1]) == 0 then damaged = true end
 end
@@ -69,7 +69,7 @@ if not rebuild then
   local ended = tonumber(redis.call('HGET', COUNTS, 'trained') or 0) + ended_untrained()
   local skipped = tonumber(redis.call('HGET', COUNTS, 'skipped') or 0)
   rebuild = admitted ~= active + ended or admitted ~= tonumber(known[4]) - redis.call('ZCARD', READMIT) - skipped
-  -- A number of fields would not say it: groups with a curriculum, or whose samples were saved, have more.
+  -- The number of fields would not tell: groups with a curriculum, or with saved samples, have more.
   for _, task in ipairs(rebuild and {} or redis.call('ZRANGE', SLOTS, 0, -1)) do
     for _, field in ipairs(redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left')) do
       if not field then rebuild = true end
@@ -80,7 +80,7 @@ if rebuild and own.fresh and not damaged and known_step and known_step > 0 then 
 local counted = tonumber(redis.call('HGET', COUNTS, 'trained') or 0)
 local back = not rebuild
   and (known_step < own.step or tonumber(known[4]) < own.cursor or (known_step == own.step and counted ~= own.trained))
--- The broker forgot that people asked for groups again: those that it calls failed may have been trained since.
+-- The broker lost which groups were requeued: groups that it lists as failed may have been trained.
 local forgot_requeue = tonumber(redis.call('HGET', COUNTS, 'failed:requeued') or 0) > (own.counts['failed:requeued'] or 0)
 local unfinished = {}
 for _, id in ipairs(own.unfinished) do unfinished[string.format('%d', id)] = true end
@@ -90,7 +90,7 @@ if rebuild then
   redis.call('DEL', COUNTS)
   for name, value in pairs(own.counts) do redis.call('HSET', COUNTS, name, string.format('%d', value)) end
   for task in pairs(unfinished) do redis.call('ZADD', READMIT, task, task) end
-  -- An evaluation that was under way is opened anew; also one of which there are outcomes, but not how many it has.
+  -- An evaluation under way is opened again, as is one with outcomes but without its number of samples.
   local of_version = {}
   for _, field in ipairs(redis.call('HKEYS', EVALS)) do
     local version = string.match(field, '^(%d+):')
@@ -124,7 +124,7 @@ if back then
     if tonumber(task) >= tonumber(known[4]) or asked_again then redis.call('ZADD', READMIT, task, task) end
   end
   redis.call('HSET', CTL, 'cursor', string.format('%d', math.max(tonumber(known[4]), own.cursor)))
-  -- Of the positions up to there so many were skipped.
+  -- The number of positions before it that were skipped.
   if own.cursor > tonumber(known[4]) then
     redis.call('HSET', COUNTS, 'skipped', string.format('%d', own.counts.skipped or 0))
   end
@@ -135,7 +135,7 @@ local lost = (rebuild and not fresh) or back
 local surplus = 0
 if rebuild or back then
   local cursor = tonumber(redis.call('HGET', CTL, 'cursor'))
-  -- What is made again anyway must not be asked for once more.
+  -- Groups that are made again anyway must not be requeued as well.
   for _, task in ipairs(redis.call('ZRANGE', FAILED, 0, -1)) do
     local again = tonumber(task) >= cursor or redis.call('ZSCORE', READMIT, task) or redis.call('ZSCORE', SLOTS, task)
     if again or forgot_requeue then redis.call('ZREM', FAILED, task) end
@@ -146,7 +146,7 @@ if rebuild or back then
   if not rebuild and known_step > own.step then trained = counted end
   local ended = trained + ended_untrained()
   redis.call('HSET', COUNTS, 'admitted', admitted, 'trained', trained)
-  -- Groups of which the broker forgot how they ended. More ends than groups is an error somewhere, and shown as such.
+  -- Groups whose end the broker has lost. More ends than groups is an error, and shown as such.
   local missing = admitted - redis.call('ZCARD', SLOTS) - ended
   if missing > 0 then redis.call('HINCRBY', COUNTS, 'dropped:unrecorded', missing) end
   if missing < 0 then
@@ -155,9 +155,9 @@ if rebuild or back then
   end
 end
 
--- What a broker without its memory knew of prompts is as old as the checkpoint.
+-- The statistics of prompts are as old as the checkpoint if the broker lost them.
 if redis.call('EXISTS', PROMPTS) == 0 and ARGV[2] ~= '' then redis.call('SET', PROMPTS, ARGV[2]) end
--- Numbers never go back: a version that was published once names those weights for ever.
+-- Numbers never go back: a published version names its weights for good.
 local version = math.max(tonumber(known[2] or 0), lost and own.version_if_lost or own.version)
 redis.call('SET', LEADER_TERM, leader_term)
 redis.call('HSET', CTL, 'schema', string.format('%d', own.schema), 'leader_term', n, 'version', string.format('%d', version), 'state', 'running')
@@ -174,10 +174,10 @@ end
 redis.call('HSETNX', CTL, 'started', own.started or redis.call('TIME')[1])
 if own.run_id ~= '' then
   redis.call('HSET', RUN_CONTROL, 'run_id', own.run_id, 'run_since', redis.call('HGET', CTL, 'run_since'))
-  -- Whose samples may come in: generators may not see CTL, and are refused beside their task's fields.
+  -- The run whose samples are accepted: generators may not read CTL, so this is beside their task's fields.
   redis.call('HSET', GROUPS, 'run', own.run_id)
 end
--- A pause outlives the loss of the broker.
+-- A pause survives the loss of the broker.
 if redis.call('HEXISTS', RUN_CONTROL, 'pause_id') == 0 then
   redis.call('HSET', RUN_CONTROL, 'pause', own.pause, 'pause_id', string.format('%d', own.pause_id))
   redis.call('HSET', RUN_CONTROL, 'by', own.pause_by, 'since', string.format('%d', own.pause_since))
@@ -212,7 +212,7 @@ redis.call('HSET', CTL, 'paused', (redis.call('HGET', RUN_CONTROL, 'pause') or '
 if not known_step then
   for name, value in pairs(own.settings) do redis.call('HSETNX', CTL, 'set:' .. name, string.format('%.17g', value)) end
 end
--- What people set was checked against the configuration of then; where it leaves no room for a batch now, it goes.
+-- Users' settings were checked against an earlier configuration; if they leave too few slots for a batch now, they go.
 local set = redis.call('HMGET', CTL, 'set:staleness', 'set:batch')
 local refused_settings = ''
 if not enough_slots(set[1] or own.staleness, set[2] or own.batch, own.window) then

@@ -1,4 +1,4 @@
 -- KEYS: ANSWERS
--- ARGV: the answer, most answers that are kept. Answers are for people who wait for them now, and few are kept.
+-- ARGV: the answer, most answers that are kept. Publishes the answer to a user who is waiting for it.
 redis.call('XADD', ANSWERS, 'MAXLEN', ARGV[2], '*', 'b', ARGV[1])
 return 'ok'

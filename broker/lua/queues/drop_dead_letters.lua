@@ -1,13 +1,13 @@
 #!lua flags=allow-oom
 -- KEYS: DEAD
--- ARGV: bytes to be free. When memory is full, drops the oldest dead letters until so many bytes are free or no letter
--- is left: they are for people, and work that waits for room would wait for ever. Returns how many it dropped.
+-- ARGV: bytes to be free. If memory is full, drops the oldest dead letters until so many bytes are free or none is
+-- left, because work that waits for memory would wait for ever. Returns how many it dropped.
 local function free()
   local info = redis.call('INFO', 'memory')
   local function figure(name) return tonumber(string.match(info, '\n' .. name .. ':(%d+)') or 0) end
   local most = figure('maxmemory')
   if most == 0 then return math.huge end
-  -- As the server counts: buffers for replicas and for its append-only file do not make it full.
+  -- As the server counts: buffers for replicas and its append-only file are not part of the limit.
   return most - figure('used_memory') + figure('mem_not_counted_for_evict')
 end
 local letters = redis.call('XLEN', DEAD)

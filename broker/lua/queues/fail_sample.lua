@@ -1,6 +1,6 @@
 -- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS PARTIALS IMAGES BODIES
--- ARGV: task id, sample, dead letter, failed score, the generator's run. Marks a sample that can't be made as failed: its
--- group goes on without it.
+-- ARGV: task id, sample, dead letter, failed score, the generator's run. Marks a sample that could not be produced as
+-- failed: its group continues without it.
 local task, field = ARGV[1], ARGV[1] .. ':' .. ARGV[2]
 local fields = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':n', 'run')
 if differs(fields[3], ARGV[5]) then return 'other_run' end

@@ -1,13 +1,13 @@
 #!lua flags=allow-oom
 -- KEYS: SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES DEAD FAILED CHANGES EVALS PARTIALS IMAGES PROMPTS BODIES
--- ARGV: stream, entry, task id ('' when the entry doesn't tell), dead letter.
--- Ends a task that no generator can read or survive: dead letter, and its group fails. Once. Of an evaluation only
--- the missing samples fail: the others are scored.
+-- ARGV: stream, entry, task id ('' if the entry does not tell), dead letter. Ends a task that no generator can read or
+-- survive: it becomes a dead letter, and its group fails. Once. Of an evaluation only the missing samples fail: the
+-- others are scored.
 local stream = ({tasks = TASKS, eval_tasks = EVAL_TASKS})[ARGV[1]]
 if #redis.call('XRANGE', stream, ARGV[2], ARGV[2]) == 0 then return 'dup' end
 keep_dead_letter(ARGV[4])
 local task = ARGV[3]
--- Only the entry that the group stands on ends the group; a forged one doesn't.
+-- Only the group's own entry ends the group; a forged one does not.
 local stands = task ~= '' and redis.call('HGET', GROUPS, task .. ':entry') == ARGV[2]
 if stands and redis.call('HGET', GROUPS, task .. ':kind') == 'eval' then
   local missing, dataset = 0, eval_dataset(task)

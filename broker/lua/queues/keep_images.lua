@@ -1,6 +1,6 @@
 -- KEYS: GROUPS IMAGES
--- ARGV: task id, the generator's run, then digest and bytes of each image. Keeps images that an episode has beside those
--- of its task, for as long as its group is there; a repeat changes nothing. Returns ok; closed when the group has ended.
+-- ARGV: task id, the generator's run, then digest and bytes of each image. Stores further images of an episode for as
+-- long as its group exists; a repeat has no effect. Returns ok, or closed if the group has ended.
 local group = redis.call('HMGET', GROUPS, ARGV[1] .. ':kind', 'run')
 if differs(group[2], ARGV[2]) then return 'other_run' end
 if not group[1] then return 'closed' end

@@ -1,16 +1,16 @@
 -- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES PARTIALS EVALS BODIES
--- ARGV: the generator's run, then for each task its id, those of its samples that are of an evaluation and not of its
--- version (`,0,3,`), the number of its samples, at most 1000, and of each the index, the generated tokens, the field of
--- its body in BODIES and the digests of its images, with commas between. The bodies were put there just before, in the same
--- transaction, under names that nobody else has; those of samples that are not taken are deleted. The first delivery of a
--- sample wins, whoever brings it; a task is acknowledged with its last sample. Returns one word a sample: ok, dup, closed,
--- or images, when one of its images is not kept with its group; or other_run alone, and takes none.
+-- ARGV: the generator's run, then for each task its id, its samples with tokens of another version than its
+-- evaluation's (`,0,3,`), the number of its samples, at most 1000, and of each the index, the generated tokens, the
+-- field of its body in BODIES and the digests of its images, separated by commas. The bodies were stored just before,
+-- in the same transaction, under unique names; those of rejected samples are deleted. The first delivery of a sample
+-- wins; a task is acknowledged with its last sample. Returns a word for each sample: ok, dup, closed, or images if one
+-- of its images is not stored with its group; or other_run alone, and takes none.
 local answers, unused = {}, {}
--- An error, before anything is noted, where BODIES is no hash and holds none of them.
+-- An error, before any write, if BODIES is not a hash and holds none of them.
 redis.call('HLEN', BODIES)
 local others = differs(redis.call('HGET', GROUPS, 'run'), ARGV[1])
 
--- Whether all of these images are among those that are kept with the group: a broker that was wiped has lost some.
+-- Whether all of these images are stored with the group; a wiped broker has lost some.
 local function keeps(kept, digests)
   for digest in string.gmatch(digests, '[^,]+') do
     if not string.find(',' .. (kept or '') .. ',', ',' .. digest .. ',', 1, true) then return false end
@@ -18,7 +18,7 @@ local function keeps(kept, digests)
   return true
 end
 
--- The samples of one task, whose arguments lie from `first` to `last`.
+-- Publish the samples of one task, whose arguments lie from `first` to `last`.
 local function publish(task, off, first, last)
   local fields, marks, finished, taken, tokens = {}, {}, {}, {}, 0
   for i = first, last, 4 do fields[#fields + 1] = task .. ':' .. ARGV[i] end
@@ -32,7 +32,7 @@ local function publish(task, off, first, last)
       unused[#unused + 1] = body
     elseif place then
       answers[#answers + 1] = 'dup'
-      -- The same delivery again, whose answer was lost, brings the body that is there.
+      -- The same delivery again after a lost reply: its body is there already.
       if body_of(place) ~= body then unused[#unused + 1] = body end
     elseif ARGV[i + 3] ~= '' and not keeps(group[3], ARGV[i + 3]) then
       answers[#answers + 1] = 'images'

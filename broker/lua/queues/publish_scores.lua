@@ -1,15 +1,16 @@
 #!lua flags=allow-oom
 -- KEYS: COUNTS GROUPS SAMPLES EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS PARTIALS IMAGES BODIES
--- ARGV, six for each result, at most 1000 of them: trajectory entry, task id, sample, score body, of an evaluation `REWARD
--- TOKENS CORRECT` of the sample ('' when it failed), dead letter ('' when none). Returns a word for each: ok, dup or closed.
--- Publishes the scores, those of a group as one entry, and acknowledges the trajectories at once, each once. Bodies stay until
--- they are trained. Scores pass when memory is full: they are small, as many as trajectories, and training is what frees it.
+-- ARGV, six for each result, at most 1000 of them: trajectory entry, task id, sample, score body, of an evaluation
+-- `REWARD TOKENS CORRECT` of the sample ('' if it failed), dead letter ('' for none). Returns a word for each: ok, dup
+-- or closed. Publishes the scores, those of a group as one entry, and acknowledges the trajectories, each once. Bodies
+-- stay until they are trained. It works if memory is full: scores are small and as many as trajectories, and training
+-- frees memory.
 local fields, groups, acks, answers = {}, {}, {}, {}
 for i = 1, #ARGV, 6 do fields[#fields + 1] = ARGV[i + 1] .. ':' .. ARGV[i + 2] end
 local samples = redis.call('HMGET', SAMPLES, unpack(fields))
 local state = {}
 for k, field in ipairs(fields) do state[field] = samples[k] end
--- Of each group that is trained, in the order of its first result here: its entry, what is marked with it, its dead letters.
+-- For each training group, in the order of its first result: its entry, what is marked with it, its dead letters.
 local outcomes, order = {}, {}
 
 local function score(field, entry, task, index, body, figures, letter)
@@ -17,13 +18,13 @@ local function score(field, entry, task, index, body, figures, letter)
   local place = state[field] or '-'
   local mine = entry_of(place) == entry
   if mine and string.sub(place, 1, 1) == '=' then
-    -- Delivered again by a group that was made anew, or sent again; its score is out already.
+    -- Delivered again by a recreated group, or sent again; its score is published already.
     acks[#acks + 1] = entry
     return 'dup'
   end
   local known = group[1] and mine
   if not known then
-    -- The group itself may be gone, with a broker that was wiped.
+    -- The group itself may be gone with a wiped broker.
     local pending = redis.pcall('XPENDING', TRAJECTORIES, REWARD, entry, entry, 1)
     if pending.err or #pending == 0 then return 'dup' end
   end
@@ -45,7 +46,7 @@ local function score(field, entry, task, index, body, figures, letter)
   end
   if letter ~= '' then keep_dead_letter(letter) end
   if not known then
-    -- No sample refers to this entry, so nobody else does to the body that it names.
+    -- No sample refers to this entry, so nothing refers to its body.
     local old = redis.call('XRANGE', TRAJECTORIES, entry, entry)
     for i = 1, old[1] and #old[1][2] or 0, 2 do
       if old[1][2][i] == 'b' then redis.call('HDEL', BODIES, old[1][2][i + 1]) end
@@ -72,7 +73,7 @@ end
 for _, out in ipairs(order) do
   for _, letter in ipairs(out.letters) do keep_dead_letter(letter) end
   redis.call('XADD', SCORED, '*', unpack(out.entry))
-  -- Marked at once: should a later group of this call fail, these scores are not sent a second time.
+  -- Marked at once: if a later group of this call fails, these scores are not sent again.
   redis.call('HSET', SAMPLES, unpack(out.marks))
 end
 if #acks > 0 then redis.call('XACK', TRAJECTORIES, REWARD, unpack(acks)) end

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- KEYS: GROUPS TASKS EVAL_TASKS
 -- ARGV: task id, its entry, its body with partial samples, the generator, how often the task came back without a new
--- token. Gives the task of a generator that ends to another one at once. Only while the task is its own.
+-- token. Returns the task of a generator for another one to take at once, if it is still this generator's.
 local task, entry = ARGV[1], ARGV[2]
 if redis.call('HGET', GROUPS, task .. ':entry') ~= entry then return 'closed' end
 local stream = task_stream(redis.call('HGET', GROUPS, task .. ':kind'))

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- KEYS: SAMPLES TRAJECTORIES
--- ARGV: trajectory entry, task id, sample, consumer. Gives a trajectory of a reward service that ends to another one at
--- once, as a new entry: what a consumer holds, others get only after its lease.
+-- ARGV: trajectory entry, task id, sample, consumer. Returns a trajectory of a reward service for another one to take
+-- at once, as a new entry, because others get what a consumer holds only after its lease.
 local entry, field = ARGV[1], ARGV[2] .. ':' .. ARGV[3]
 local place = redis.call('HGET', SAMPLES, field) or '-'
 if place ~= entry .. '/' .. body_of(place) then return 'closed' end

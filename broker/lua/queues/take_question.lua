@@ -1,3 +1,3 @@
 -- KEYS: QUESTIONS
--- ARGV: none. Takes the oldest question that people asked the policy, for one generator alone; false without one.
+-- ARGV: none. Takes the oldest question of a user to the policy, for one generator alone; false if there is none.
 return redis.call('LPOP', QUESTIONS)

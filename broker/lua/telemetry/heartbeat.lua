@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
 -- KEYS: SERVICES
--- ARGV: service, heartbeat, seconds of silence after which a service is forgotten; the heartbeat that is known to be
--- left of a dead process, for the first one of a process that may be the only one of its name. Stores a heartbeat, also
--- when memory is full, because its thread renews leases. A first one is not stored when another process has the name:
--- the answer is that one's. A new service deletes those that were silent for too long.
+-- ARGV: service, heartbeat, seconds of silence after which a service is deleted; for the first heartbeat of a process
+-- that must be the only one of its name, the heartbeat that a dead process left ('' for none). Stores a heartbeat, even
+-- if memory is full, because its thread renews leases. A first one is not stored if another process has the name: then
+-- that process's heartbeat is returned. A new service deletes those that were silent for too long.
 if ARGV[4] then
   local holder = redis.call('HGET', SERVICES, ARGV[1])
-  -- Its own is there when the answer to the first try was lost.
+  -- After a lost reply, its own heartbeat is there already.
   if holder and holder ~= ARGV[4] and holder ~= ARGV[2] then return holder end
 end
 if redis.call('HSET', SERVICES, ARGV[1], ARGV[2]) == 1 then

@@ -1,7 +1,7 @@
 #!lua flags=no-writes,allow-oom
 -- KEYS: TASKS EVAL_TASKS TRAJECTORIES SCORED
--- Measures each stream: length, entries read so far, unread (-1 when unknown), pending, id of the oldest pending
--- entry and of the oldest unread one ('' when none). No bodies are moved.
+-- Measures each stream: length, entries read so far, unread (-1 if unknown), pending, id of the oldest pending entry
+-- and of the oldest unread one ('' for none). Reads no bodies.
 local rows = {}
 for i, pair in ipairs({{TASKS, GENERATORS}, {EVAL_TASKS, GENERATORS}, {TRAJECTORIES, REWARD}, {SCORED, TRAINER}}) do
   local row = {0, 0, 0, 0, '', ''}

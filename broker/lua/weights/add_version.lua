@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- KEYS: LEADER_TERM WEIGHTS
--- ARGV: term, version, manifest. A number names one set of weights for ever. Weights must get through when memory
--- is full, because only steps free it; how many are kept bounds them.
+-- ARGV: term, version, manifest. Publishes a version; a number names one set of weights for good. It works if memory is
+-- full, because only steps free memory; the number of kept versions bounds it.
 local no = refused(ARGV[1])
 if no then return no end
 local made = redis.pcall('XADD', WEIGHTS, ARGV[2] .. '-1', 'b', ARGV[3])

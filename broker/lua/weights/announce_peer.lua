@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- KEYS: PEERS
--- ARGV: peer, its record, seconds of its lease (0: it leaves), a key of the run for when there is none. Notes where a
--- peer serves weights; those whose lease has ended are forgotten. Returns the key of the run, by which peers know one
--- another. Passes when memory is full: weights do.
+-- ARGV: peer, its record, seconds of its lease (0 to leave), a key for a run that has none. Registers where a peer
+-- serves weights, and deletes peers whose lease has ended. Returns the run's key, by which peers authenticate each
+-- other. It works if memory is full, as weights do.
 redis.call('HSETNX', PEERS, 'key', ARGV[4])
 local now = tonumber(redis.call('TIME')[1])
 if ARGV[3] == '0' then

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
 -- KEYS: ROLL ROLL_ANSWERS
--- ARGV: member, payload, communicator that it holds, backends that it has. Answers the call for this payload, as often
--- as the member looks; with no payload it leaves. Returns nil for who is not on the roll and never will be, how many
--- milliseconds it stays open, or, once it is closed: communicator, rank, size, backend. Who comes too late is known
--- from then on, so that the next call waits for it.
+-- ARGV: member, payload, communicator that it holds, backends that it has. Answers the roll call for this payload; a
+-- member repeats it to poll, and leaves with an empty payload. Returns nil to a member that is not and will not be on
+-- the roll, the milliseconds until an open roll closes, or, of a closed one: communicator, rank, size, backend. A
+-- member that comes too late is known afterwards, so that the next roll waits for it.
 local member, payload = ARGV[1], ARGV[2]
 if payload == '' then
   local known = redis.call('HDEL', ROLL, 'answer:' .. member, 'member:' .. member) > 0

@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
 -- KEYS: LEADER_TERM ROLL ROLL_CHANGES
--- ARGV: term, payload, communicator that the trainer holds. Closes the roll once all members that are known have
--- answered, or when its time is over; until then it returns how many milliseconds are left. Then:
--- communicator, size, backend; the trainer has rank 0, the others theirs in the order of their names. A communicator is
--- used again if all of the roll hold it, and nobody else. Who did not answer is not waited for again until it is heard
--- of. Size 1: nobody came. Asked again, it says the same.
+-- ARGV: term, payload, communicator that the trainer holds. Closes the roll once all known members have answered, or
+-- when its time is over; before that it returns the milliseconds left. Then: communicator, size, backend; the trainer
+-- has rank 0, the members follow in the order of their names. A communicator is reused if exactly the members of the
+-- roll hold it. A member that did not answer is not waited for before it answers again. Size 1: no member came. A
+-- repeat returns the same.
 local no = refused(ARGV[1])
 if no then return no end
 local f = redis.call('HMGET', ROLL, 'payload', 'open', 'ends', 'backend', 'communicator', 'roll')
@@ -40,7 +40,7 @@ end
 table.sort(ids)
 local roll, communicator = table.concat(ids, ' '), f[5]
 if not same or roll ~= f[6] then
-  -- No number is given twice, also by a broker that was wiped or went back in time: processes hold communicators by it.
+  -- No number is given twice, even by a wiped broker, because processes identify communicators by it.
   communicator = math.max((tonumber(f[5]) or 0) + 1, moment)
   redis.call('HSET', ROLL, 'roll', roll, 'communicator', communicator)
   for i = 1, #fields, 2 do

@@ -1,6 +1,6 @@
 #!lua flags=no-writes,allow-oom
 -- KEYS: PEERS
--- Returns the key of the run, '' when nobody has served yet, and the records of all whose lease goes on.
+-- Returns the run's key, '' before any peer served, and the records of all peers with a current lease.
 local now = tonumber(redis.call('TIME')[1])
 local found = {redis.call('HGET', PEERS, 'key') or ''}
 local known = redis.call('HGETALL', PEERS)

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- KEYS: ROLL ROLL_CHANGES
--- ARGV: communicator, name, note. Leaves a note for those who meet to make this communicator, unless it is ''; returns
--- all of its notes, name after name. A note with the key of a communicator that is no more goes with the next one.
+-- ARGV: communicator, name, note. Leaves a note for the ranks of this communicator, unless it is ''; returns all of its
+-- notes, name after name. A note for an earlier communicator is deleted with the next one.
 if ARGV[3] ~= '' then
   redis.call('HSET', ROLL, 'note:' .. ARGV[1] .. ':' .. ARGV[2], ARGV[3])
   roll_changed('note')

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- KEYS: REFUSALS
--- ARGV: version, generator; why it refused the version, which leaves it without weights, empty if it has it in use.
--- Counts the refusals of the newest version that anybody spoke of, with each generator's last reason, and notes whether
--- any generator could use it. An older version is nobody's business any more.
+-- ARGV: version, generator, why it rejects the version, which leaves it without weights ('' if it uses the version).
+-- Counts the rejections of the newest version with a verdict, with each generator's last reason, and whether any
+-- generator could use it. Verdicts on older versions have no effect.
 local known = tonumber(redis.call('HGET', REFUSALS, 'version') or -1)
 if tonumber(ARGV[1]) < known then return 'old' end
 if tonumber(ARGV[1]) > known then

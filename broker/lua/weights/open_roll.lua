@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- KEYS: LEADER_TERM ROLL
--- ARGV: term, payload, backend, milliseconds. Calls all who want this payload: until then they may answer. The call
--- before is over. Passes when memory is full, as all do by which weights travel.
+-- ARGV: term, payload, backend, milliseconds. Opens a roll for all that want this payload, and ends the roll before. It
+-- works if memory is full, as all scripts for weights do.
 local no = refused(ARGV[1])
 if no then return no end
 local now = redis.call('TIME')
