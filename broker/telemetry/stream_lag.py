@@ -1,7 +1,7 @@
-"""Lag of a run's streams: what waits, how long, and how much came in; one round trip, no bodies.
+"""Lag of a run's streams: how many entries wait, how long, and how many came in; one round trip, without bodies.
 
-A server that comes back with its append-only file has forgotten some of what was read, and says for ever after that
-more waits than does. Its surplus is known whenever nothing follows the last delivered entry, and taken off.
+A server that was restored from its append-only file has lost some read positions and reports too many waiting entries
+from then on. The surplus is measured whenever no entry follows the last delivered one, and subtracted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAMES = ("tasks", "eval_tasks", "trajectories", "scored")
 
 @dataclass(frozen=True)
 class StreamLag:
-    """Lag of a stream. waiting: unread entries; pending: read and not done; entered: entries that ever came in.
+    """Lag of a stream. waiting: unread entries; pending: read and not done; entered: all entries so far.
 
     oldest: Unix seconds of the oldest entry that waits or is pending, by the broker's clock; None if there is none.
     """
@@ -31,7 +31,7 @@ class StreamLag:
 
 
 def read_stream_lags(connection: Connection, surplus: MutableMapping[str, int] | None = None) -> list[StreamLag]:
-    """All streams at one moment. surplus: kept by the caller from one look to the next, for exact counts."""
+    """Measure all streams at one moment. surplus: state that the caller keeps between calls, for exact counts."""
     kept = {} if surplus is None else surplus
     return [
         _stream_lag(name, row, kept) for name, row in zip(NAMES, connection.run_script("measure_streams"), strict=True)
@@ -46,7 +46,7 @@ def _stream_lag(name: str, row: list[Any], surplus: MutableMapping[str, int]) ->
     elif lag >= 0:
         waiting = min(length, max(1, lag - surplus.get(name, 0)))
     else:
-        # Redis gives no lag when an entry was deleted before it was read; the length bounds it then.
+        # Redis reports no lag if an entry was deleted before it was read; then the length bounds it.
         waiting = max(1, length - pending)
     oldest = [int(id.partition(b"-")[0]) / 1000 for id in row[4:6] if id]
     return StreamLag(name, length, waiting, pending, read + (lag if lag >= 0 else waiting), min(oldest, default=None))

@@ -1,6 +1,6 @@
-"""Trajectories for reading: those in the pipeline with their scores, and a few trained ones that are kept.
+"""Trajectories for users to read: those in the pipeline with their scores, and a few trained ones of each step.
 
-Looking is read-only and bounded. Keeping is bounded too, in number and in bytes: a few samples of each step.
+Searches are read-only and bounded. The kept trajectories are bounded in number and in bytes.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from schemas.messages import Score, Trajectory
 
 KEEP = 256
 KEEP_BYTES = 32 << 20
-"""Fewer than KEEP trajectories are kept where they are so long that all together would have more bytes than this."""
+"""Most bytes of all kept trajectories; if they are long, fewer than KEEP are kept."""
 LONGEST_KEPT = 2 << 20
-"""A trajectory of more bytes is not kept."""
+"""Most bytes of a kept trajectory."""
 PER_STEP = 4
 PAGE = 50
-"""Most entries of a stream in one reply."""
+"""Most entries in one reply."""
 PAGE_BYTES = 4 << 20
-"""Bytes of a reply that are aimed at, by the sizes of the entries before."""
+"""Bytes of a reply to aim at, estimated from the entries before."""
 SEARCH_BYTES = 64 << 20
-"""Bytes of trajectories after which a search ends: what it asks of the broker for one look of one person."""
+"""Bytes of trajectories after which a search ends."""
 TRAINED, PIPELINE = "trained", "pipeline"
-"""Where a trajectory is, in places."""
+"""Where a trajectory is, as the first part of a cursor."""
 SCORES = 5000
-"""Scores that a search looks through."""
+"""Newest scores that a search reads."""
 
 
 @dataclass(frozen=True)
 class StoredTrajectory:
     """A trajectory as stored. time: Unix seconds when it was published, or trained. step: that trained it, or None.
 
-    place: where it stands in the order of a search.
+    cursor: its position in a search.
     """
 
     trajectory: Trajectory
@@ -47,14 +47,14 @@ class StoredTrajectory:
     state: Literal["generated", "scored", "trained"]
     time: float
     step: int | None = None
-    place: str = ""
+    cursor: str = ""
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """Result of a search. examined: trajectories read; complete: whether there were no more.
 
-    next: place of the last one that was read, to go on after it; None when there were no more.
+    next: cursor of the last one that was read, to continue after it; None if there were no more.
     """
 
     items: list[StoredTrajectory]
@@ -75,12 +75,12 @@ class _Reading:
         self.size += sum(map(len, fields.values()))
 
     def next_page(self) -> int:
-        """How many entries to ask for: few at first, and few where they are large."""
+        """Return how many entries to request: few at first, and few if they are large."""
         return max(1, min(PAGE, self.entries * PAGE_BYTES // max(self.size, 1))) if self.entries else 4
 
 
 class TrajectoryStore:
-    """Search and reading for people, and keeping by the trainer."""
+    """The trajectories of a run: users search and read them, the trainer keeps some."""
 
     def __init__(self, connection: Connection, max_bytes: int) -> None:
         self._connection = connection
@@ -92,9 +92,9 @@ class TrajectoryStore:
         trained: Sequence[tuple[Trajectory, float]],
         terms: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
     ) -> list[Trajectory]:
-        """Keep some samples of a step: the best, the worst, the longest and one more, each with its reward.
+        """Keep some samples of a step with their rewards: the best, the worst, the longest and one more.
 
-        Returned: those that are kept. terms: of the rewards, by task id and sample.
+        Returns the kept ones. terms: of the rewards, by task id and sample.
         """
         bodies = [(item, encode(item[0], self._max_bytes)) for item in choose(trained, step)]
         kept = [(item, body) for item, body in bodies if len(body) <= LONGEST_KEPT]
@@ -102,46 +102,46 @@ class TrajectoryStore:
             return []
         args: list[str | bytes | int] = [step, min(KEEP, KEEP_BYTES // max(len(body) for _, body in kept))]
         for (trajectory, reward), body in kept:
-            place = (trajectory.task_id, trajectory.sample)
-            score = Score(reward=reward, components=dict((terms or {}).get(place, {})))
-            args += [*place, encode(score), body]
+            sample = (trajectory.task_id, trajectory.sample)
+            score = Score(reward=reward, components=dict((terms or {}).get(sample, {})))
+            args += [*sample, encode(score), body]
         self._connection.run_script("keep_samples", *args)
         return [trajectory for (trajectory, _), _ in kept]
 
     def search(
         self,
-        wanted: Callable[[StoredTrajectory], bool],
+        matches: Callable[[StoredTrajectory], bool],
         limit: int,
         examine: int,
         only_trained: bool = False,
         after: str | None = None,
         newest: bool = True,
     ) -> SearchResult:
-        """Return up to ``limit`` trajectories that are ``wanted``, of the first ``examine`` after the place ``after``.
+        """Return up to ``limit`` matching trajectories, of the first ``examine`` after the cursor ``after``.
 
-        It ends early after SEARCH_BYTES. Trained ones that are kept come before those in the pipeline.
+        The search ends early after SEARCH_BYTES. Kept trained ones come before those in the pipeline.
 
-        newest: from the newest back. only_trained: look among the trained ones that are kept; the pipeline may hold
-        more than ``examine`` others.
+        newest: from the newest back. only_trained: search only the kept ones, because the pipeline may hold more than
+        ``examine`` others.
         """
         items: list[StoredTrajectory] = []
         examined = 0
         reading = _Reading()
-        place = after
-        for seen in self._from(after, newest, only_trained, reading):
+        cursor = after
+        for stored in self._from(after, newest, only_trained, reading):
             if examined >= examine or reading.size > SEARCH_BYTES or len(items) >= limit:
-                return SearchResult(items, examined, False, place)
+                return SearchResult(items, examined, False, cursor)
             examined += 1
-            place = seen.place
-            if wanted(seen):
-                items.append(seen)
+            cursor = stored.cursor
+            if matches(stored):
+                items.append(stored)
         return SearchResult(items, examined, True)
 
     def get(self, task_id: int, sample: int) -> StoredTrajectory | None:
-        """Return a sample; None when it is neither in the pipeline nor kept. A trained one is in both for a while."""
-        for seen in self._kept(_Reading(), None, newest=True):
-            if (seen.trajectory.task_id, seen.trajectory.sample) == (task_id, sample):
-                return seen
+        """Return a sample; None if it is neither in the pipeline nor kept. A trained one is in both for a while."""
+        for stored in self._kept(_Reading(), None, newest=True):
+            if (stored.trajectory.task_id, stored.trajectory.sample) == (task_id, sample):
+                return stored
         entry = self._entry(task_id, sample)
         if entry is not None:
             id = entry.removeprefix(b"=").partition(b"/")[0]
@@ -151,9 +151,9 @@ class TrajectoryStore:
     def _from(
         self, after: str | None, newest: bool, only_trained: bool, reading: _Reading
     ) -> Iterator[StoredTrajectory]:
-        """All after a place: the trained ones that are kept and then the pipeline, or all of it backwards.
+        """Yield all after a cursor: the kept trained ones and then the pipeline, or the reverse with ``newest``.
 
-        One that is in both is given where the pipeline has it.
+        A trajectory that is in both is yielded with the pipeline.
         """
         stream, _, id = (after or "").partition(":")
         order = [TRAINED] if only_trained else [PIPELINE, TRAINED] if newest else [TRAINED, PIPELINE]
@@ -162,12 +162,12 @@ class TrajectoryStore:
             if each == PIPELINE:
                 yield from self._in_pipeline(reading, begin, newest)
                 continue
-            for seen in self._kept(reading, begin, newest):
-                if only_trained or self._entry(seen.trajectory.task_id, seen.trajectory.sample) is None:
-                    yield seen
+            for stored in self._kept(reading, begin, newest):
+                if only_trained or self._entry(stored.trajectory.task_id, stored.trajectory.sample) is None:
+                    yield stored
 
     def _entry(self, task_id: int, sample: int) -> bytes | None:
-        """What the pipeline knows of a sample's trajectory; None if it has none."""
+        """Return the place of a sample's trajectory in the pipeline; None if it has none."""
         entry: Any = self._connection.run(
             "looking for a sample",
             lambda client: client.hget(self._connection.keys.samples, f"{task_id}:{sample}"),
@@ -186,9 +186,9 @@ class TrajectoryStore:
     def _pages(
         self, stream: str, reading: _Reading, after: str | None, newest: bool, bodies_elsewhere: bool = False
     ) -> Iterator[Entry]:
-        """A stream after an entry, forwards or back, a few at a time: bodies are large.
+        """Yield a stream after an entry, forwards or back, in small pages because bodies are large.
 
-        bodies_elsewhere: its entries name their bodies, and are given with these in their place.
+        bodies_elsewhere: entries contain names of bodies, which are replaced by the bodies.
         """
         while True:
             count = reading.next_page()
@@ -222,15 +222,15 @@ class TrajectoryStore:
             return None
         score = scores.get((trajectory.task_id, trajectory.sample))
         state: Literal["generated", "scored"] = "scored" if score else "generated"
-        return StoredTrajectory(trajectory, score, state, _time(id), place=f"{PIPELINE}:{id.decode()}")
+        return StoredTrajectory(trajectory, score, state, _time(id), cursor=f"{PIPELINE}:{id.decode()}")
 
     def _kept(self, reading: _Reading, after: str | None, newest: bool) -> Iterator[StoredTrajectory]:
         for id, fields in self._pages(self._connection.keys.recent, reading, after, newest):
             trajectory = self._body(fields.get(b"b", b""))
             if trajectory is not None:
                 score, step = _score(fields.get(b"r", b"")), number(fields.get(b"p"))
-                place = f"{TRAINED}:{id.decode()}"
-                yield StoredTrajectory(trajectory, score, "trained", _time(id), step, place)
+                cursor = f"{TRAINED}:{id.decode()}"
+                yield StoredTrajectory(trajectory, score, "trained", _time(id), step, cursor)
 
     def _body(self, body: bytes) -> Trajectory | None:
         try:
@@ -240,7 +240,7 @@ class TrajectoryStore:
 
 
 def choose(trained: Sequence[tuple[Trajectory, float]], step: int) -> list[tuple[Trajectory, float]]:
-    """At most PER_STEP samples of a step, all different: highest and lowest reward, longest, and one by turns."""
+    """Choose up to PER_STEP samples of a step: highest and lowest reward, longest, and one in turn."""
     if not trained:
         return []
     indices = range(len(trained))
