@@ -44,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: pytest.mark.matrix needs a reason, what covers it in make test")
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of tests that are coroutines."""
+    return "asyncio"
+
+
 @pytest.fixture(autouse=True, scope="module")
 def own_environment() -> Iterator[None]:
     """What a module's tests, or vLLM in them, set in the environment ends with the module."""

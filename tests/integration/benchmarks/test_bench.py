@@ -87,7 +87,7 @@ def test_every_generator_of_the_scale_run_is_a_consumer() -> None:
     assert row["task_ms_p99"] is not None
 
 
-def test_generators_of_the_scale_run_wait_in_one_thread(server: EmbeddedServer) -> None:
+async def test_generators_of_the_scale_run_wait_in_one_thread(server: EmbeddedServer) -> None:
     feeder = open_broker(server.url, "waits")
     begin(feeder.trainer_session(), SMALL)
     pool = TrajectoryPool(32)
@@ -101,7 +101,7 @@ def test_generators_of_the_scale_run_wait_in_one_thread(server: EmbeddedServer) 
         async with asyncio.timeout(5):
             return [delivery.message.task_id for found in await asyncio.gather(*waits) for delivery in found]
 
-    assert sorted(asyncio.run(wait_all())) == [0, 1, 2, 3]
+    assert sorted(await wait_all()) == [0, 1, 2, 3]
 
 
 def test_groups_that_are_dropped_in_the_scale_run_give_their_slots_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,7 @@ from tests.support.user_code.docs_code import ROOT, own_code_yaml, write_code
 from tests.support.user_code.sandboxes import sandbox
 
 
-def test_the_workflow_makes_valid_trajectories(snippets: Path) -> None:
+async def test_the_workflow_makes_valid_trajectories(snippets: Path) -> None:
     workflow = load("two_tries.py:TwoTries", "workflow", snippets)(hint="??")
 
     async def collect() -> list[Trajectory]:
@@ -50,7 +49,7 @@ def test_the_workflow_makes_valid_trajectories(snippets: Path) -> None:
         finally:
             await engine.close()
 
-    made = asyncio.run(collect())
+    made = await collect()
     assert sorted(trajectory.sample for trajectory in made) == [0, 1, 2]
     for trajectory in made:
         assert trajectory.oldest_version == 0
@@ -72,14 +71,14 @@ class Letters:
         return "".join(map(chr, ids))
 
 
-def test_the_policy_calls_the_tools(snippets: Path) -> None:
+async def test_the_policy_calls_the_tools(snippets: Path) -> None:
     args = workflow_args("tools")
     assert args["tools"] == ["tools.py:calculator", "tools.py:look_up"]
     assert isinstance(find_workflow("tools", args, snippets)(), Tools)
     tools = load_tools(args["tools"], snippets)
-    result = asyncio.run(tools["calculator"].call('{"left": 6, "right": 7, "sign": "*"}', timeout_s=30.0))
+    result = await tools["calculator"].call('{"left": 6, "right": 7, "sign": "*"}', timeout_s=30.0)
     assert result == "42.0"
-    assert asyncio.run(tools["look_up"].call('{"word": "tide"}', timeout_s=30.0)).startswith('{"word": "tide"')
+    assert (await tools["look_up"].call('{"word": "tide"}', timeout_s=30.0)).startswith('{"word": "tide"')
 
 
 def test_the_tool_python_stands_beside_functions(snippets: Path) -> None:
@@ -89,17 +88,14 @@ def test_the_tool_python_stands_beside_functions(snippets: Path) -> None:
     assert list(ToolBox(args["tools"], snippets).schemas) == ["calculator", "python"]
 
 
-def test_the_environment_is_one(snippets: Path) -> None:
+async def test_the_environment_is_one(snippets: Path) -> None:
     args = workflow_args("environment")
     assert args["environment"] == "guess.py:Guess"
     find_workflow("environment", args, snippets)
     game = load(args["environment"], "environment", snippets)(**args["args"])
 
-    async def play() -> list[tuple[str, float, bool]]:
-        assert "from 1 to 15" in await game.reset({"seed": 7})
-        return [await game.step(str(guess)) for guess in ("none", *range(1, 16))]
-
-    steps = asyncio.run(play())
+    assert "from 1 to 15" in await game.reset({"seed": 7})
+    steps = [await game.step(str(guess)) for guess in ("none", *range(1, 16))]
     assert steps[0][1] == -0.1
     assert [reward for _, reward, done in steps if done] == [1.0]
 
@@ -112,7 +108,7 @@ def test_the_game_of_two_players_ends_with_a_reward_for_each(snippets: Path) -> 
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/agents/index.md"])
-def test_the_agent_calls_its_tools_until_the_model_answers(page: str, tmp_path: Path) -> None:
+async def test_the_agent_calls_its_tools_until_the_model_answers(page: str, tmp_path: Path) -> None:
     write_code(ROOT / page, tmp_path)
     agent = load(f"{tmp_path}/my_agent.py:run", "agent")
     asked: list[list[Any]] = []
@@ -130,7 +126,7 @@ def test_the_agent_calls_its_tools_until_the_model_answers(page: str, tmp_path: 
     agent.__globals__.update(TOOLS=[], use=lambda call: f"result of {call.id}")
     client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
     task = {"messages": [{"role": "user", "content": "7*8=?"}], "data": {"answer": "56"}}
-    assert asyncio.run(agent(task, client)) == 1.0
+    assert await agent(task, client) == 1.0
     assert asked[1][-1] == {"role": "tool", "tool_call_id": "call-1", "content": "result of call-1"}
     assert len(task["messages"]) == 1
 
@@ -141,7 +137,7 @@ def workflow_args(name: str) -> Any:
     return next(workflow["args"] for workflow in found if workflow.get("name") == name)
 
 
-def test_the_agent_shows_a_picture_after_the_first_answer(tmp_path: Path) -> None:
+async def test_the_agent_shows_a_picture_after_the_first_answer(tmp_path: Path) -> None:
     write_code(ROOT / "docs" / "vision.md", tmp_path)
     (tmp_path / "closer.png").write_bytes(picture("blue"))
     agent, tokenizer = load(f"{tmp_path}/looker.py:run", "agent"), vision_tokenizer(tmp_path)
@@ -167,13 +163,13 @@ def test_the_agent_shows_a_picture_after_the_first_answer(tmp_path: Path) -> Non
             await server.close()
         return reward
 
-    assert asyncio.run(play()) == 1.0
+    assert await play() == 1.0
     sample = session.conversation.sample(0, "stop")
     assert len(sample.images) == len(sample.files) == 2
     assert len(sample.segments) == 1
 
 
-def test_the_tool_and_the_environment_show_pictures(tmp_path: Path) -> None:
+async def test_the_tool_and_the_environment_show_pictures(tmp_path: Path) -> None:
     write_code(ROOT / "docs" / "vision.md", tmp_path)
     tokenizer = vision_tokenizer(tmp_path)
     call = '<tool_call>{"name": "zoom", "arguments": {"left": 90, "top": 90}}</tool_call>'
@@ -184,7 +180,7 @@ def test_the_tool_and_the_environment_show_pictures(tmp_path: Path) -> None:
         remaining = iter(answers)
         engine = SpeakingEngine(tokenizer, lambda prompt, remaining=remaining: next(remaining))
         task = msgspec.structs.replace(chat_task("See."), data={"answer": "red"})
-        (sample,) = asyncio.run(play(loop_config(tmp_path, name, args), engine, tokenizer, task, placeholders=PLACES))
+        (sample,) = await play(loop_config(tmp_path, name, args), engine, tokenizer, task, placeholders=PLACES)
         assert isinstance(sample, SampledCompletion)
         assert len(sample.images) == len(sample.files) == 1
         assert sample.reward == (1.0 if name == "environment" else None)

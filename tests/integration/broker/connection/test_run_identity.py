@@ -118,31 +118,28 @@ def test_a_feeder_of_another_runs_folder_admits_nothing(broker: Broker, tmp_path
     assert broker.ledger.read_state().admitted == 0
 
 
-def test_a_generator_ends_when_the_run_that_it_works_for_is_replaced(broker: Broker, tmp_path: Path) -> None:
+async def test_a_generator_ends_when_the_run_that_it_works_for_is_replaced(broker: Broker, tmp_path: Path) -> None:
     engine = cast(Engine, SimpleNamespace())
     follower = OrderFollower(broker, engine, run=JoinedRun(tmp_path / "elsewhere"))
 
-    async def follow() -> None:
-        take_over_as(broker, change_request(FIRST, owner=OURS))
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    await follower.follow(broker.run_control.read())
+    broker.purge()
+    await follower.follow(broker.run_control.read())
+    take_over_as(broker, change_request(FIRST, owner=OURS, fresh=False))
+    await follower.follow(broker.run_control.read())
+    broker.purge()
+    take_over_as(broker, change_request(FIRST, owner=OTHER))
+    with pytest.raises(InfraError, match="another run of this name"):
         await follower.follow(broker.run_control.read())
-        broker.purge()
-        await follower.follow(broker.run_control.read())
-        take_over_as(broker, change_request(FIRST, owner=OURS, fresh=False))
-        await follower.follow(broker.run_control.read())
-        broker.purge()
-        take_over_as(broker, change_request(FIRST, owner=OTHER))
-        with pytest.raises(InfraError, match="another run of this name"):
-            await follower.follow(broker.run_control.read())
-
-    asyncio.run(follow())
 
 
-def test_a_generator_in_another_runs_folder_is_refused(broker: Broker, tmp_path: Path) -> None:
+async def test_a_generator_in_another_runs_folder_is_refused(broker: Broker, tmp_path: Path) -> None:
     claim_folder(configuration_in(tmp_path))
     take_over_as(broker, change_request(FIRST, owner=OURS))
     follower = OrderFollower(broker, cast(Engine, SimpleNamespace()), run=JoinedRun(tmp_path))
     with pytest.raises(ConfigError, match=r"RUN\.json"):
-        asyncio.run(follower.follow(broker.run_control.read()))
+        await follower.follow(broker.run_control.read())
 
 
 def test_a_reward_service_scores_nothing_of_another_run(broker: Broker, tmp_path: Path) -> None:

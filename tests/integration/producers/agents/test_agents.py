@@ -117,7 +117,9 @@ def kinds_of_failures(broker: Broker) -> list[str]:
     return [decode(body, Score, 1 << 20).failure for _, place, body in outcomes if place == b"-"]
 
 
-def test_an_agents_calls_become_one_sample_of_one_row(broker: Broker, config: TidemillConfig, tmp_path: Path) -> None:
+async def test_an_agents_calls_become_one_sample_of_one_row(
+    broker: Broker, config: TidemillConfig, tmp_path: Path
+) -> None:
     prepare(broker, tmp_path, 2)
     engine = make_engine(config, min_length=4, max_length=12)
 
@@ -142,13 +144,13 @@ def test_an_agents_calls_become_one_sample_of_one_row(broker: Broker, config: Ti
                 "assistant",
             ]
 
-    asyncio.run(run_generator_while(config, broker, engine, scene))
+    await run_generator_while(config, broker, engine, scene)
 
 
 @pytest.mark.parametrize(
     ("function", "finish", "reward"), [("shortens_its_history", "stop", None), ("never_shortens_it", "length", 0.0)]
 )
-def test_a_full_context_ends_an_episode_only_if_its_agent_does_not_go_on(
+async def test_a_full_context_ends_an_episode_only_if_its_agent_does_not_go_on(
     broker: Broker, model: Path, tmp_path: Path, function: str, finish: str, reward: float | None
 ) -> None:
     config = agent_config(model, tmp_path, function)
@@ -159,10 +161,10 @@ def test_a_full_context_ends_an_episode_only_if_its_agent_does_not_go_on(
         for found in await read_published(broker, 2):
             assert (found.finish, found.reward, found.calls) == (finish, reward, 1)
 
-    asyncio.run(run_generator_while(config, broker, engine, scene))
+    await run_generator_while(config, broker, engine, scene)
 
 
-def test_an_agent_that_raises_fails_its_own_sample_alone(broker: Broker, model: Path, tmp_path: Path) -> None:
+async def test_an_agent_that_raises_fails_its_own_sample_alone(broker: Broker, model: Path, tmp_path: Path) -> None:
     config = agent_config(model, tmp_path, "fails_for_sample_one")
     prepare(broker, tmp_path, 2)
     engine = make_engine(config, min_length=4, max_length=12)
@@ -172,14 +174,14 @@ def test_an_agent_that_raises_fails_its_own_sample_alone(broker: Broker, model: 
         assert {(item.task_id, item.sample) for item in published} == {(0, 0), (1, 0)}
         await wait_until(lambda: len(broker.dead_letters.list()) == 2)
 
-    asyncio.run(run_generator_while(config, broker, engine, scene))
+    await run_generator_while(config, broker, engine, scene)
     letters = broker.dead_letters.list()
     assert {(one.letter.task_id, one.letter.sample) for one in letters} == {(0, 1), (1, 1)}
     assert all("KeyError: 'tool'" in one.letter.reason for one in letters)
     assert kinds_of_failures(broker) == ["raised", "raised"]
 
 
-def test_an_agent_that_ends_its_process_costs_the_others_there_nothing(
+async def test_an_agent_that_ends_its_process_costs_the_others_there_nothing(
     broker: Broker, model: Path, tmp_path: Path
 ) -> None:
     config = agent_config(model, tmp_path, "ends_its_process_for_sample_one", attempts=1)
@@ -191,14 +193,14 @@ def test_an_agent_that_ends_its_process_costs_the_others_there_nothing(
         assert {(item.task_id, item.sample) for item in published} == {(0, 0), (1, 0)}
         await wait_until(lambda: len(broker.dead_letters.list()) == 2)
 
-    asyncio.run(run_generator_while(config, broker, engine, scene))
+    await run_generator_while(config, broker, engine, scene)
     letters = broker.dead_letters.list()
     assert {(one.letter.task_id, one.letter.sample) for one in letters} == {(0, 1), (1, 1)}
     assert all("os._exit(3)" in one.letter.reason for one in letters)
     assert kinds_of_failures(broker) == ["died", "died"]
 
 
-def test_an_episode_goes_on_elsewhere_with_the_calls_it_had(broker: Broker, model: Path, tmp_path: Path) -> None:
+async def test_an_episode_goes_on_elsewhere_with_the_calls_it_had(broker: Broker, model: Path, tmp_path: Path) -> None:
     config = agent_config(model, tmp_path, "waits")
     prepare(broker, tmp_path, 1)
     engine = make_engine(config, min_length=4, max_length=4, token_s=0.02)
@@ -209,7 +211,7 @@ def test_an_episode_goes_on_elsewhere_with_the_calls_it_had(broker: Broker, mode
             lambda: all(int((count or b"0").partition(b":")[0]) > 6 for count in client.hmget(key, "0:0", "0:1"))
         )
 
-    asyncio.run(run_generator_while(config, broker, engine, begins))
+    await run_generator_while(config, broker, engine, begins)
     engine = make_engine(config, min_length=4, max_length=4, tokens=9)
 
     async def goes_on() -> None:
@@ -218,10 +220,10 @@ def test_an_episode_goes_on_elsewhere_with_the_calls_it_had(broker: Broker, mode
             assert found.metrics["replayed"] >= 5
             assert len(found.rows()) == 1
 
-    asyncio.run(run_generator_while(config, broker, engine, goes_on, "h"))
+    await run_generator_while(config, broker, engine, goes_on, "h")
 
 
-def test_a_generator_whose_run_is_finished_gives_its_episodes_no_time_to_end(
+async def test_a_generator_whose_run_is_finished_gives_its_episodes_no_time_to_end(
     broker: Broker, model: Path, tmp_path: Path
 ) -> None:
     """They would run for longer than a generator may take to end here."""
@@ -235,6 +237,6 @@ def test_a_generator_whose_run_is_finished_gives_its_episodes_no_time_to_end(
         await asyncio.wait_for(engine.generating.wait(), 30)
         training.finish_run()
 
-    asyncio.run(run_generator_while(config, broker, engine, scene))
+    await run_generator_while(config, broker, engine, scene)
     (given_back,) = broker.task_queue("other").read(1, 10)
     assert given_back.message.task_id == 0

@@ -94,32 +94,29 @@ def test_a_killed_server_ends_the_generator_and_its_samples_go_to_others(
     assert claimed_by_another(broker) == {0, 1}
 
 
-def test_nothing_that_a_server_samples_after_an_update_that_went_wrong_leaves_the_generator(
+async def test_nothing_that_a_server_samples_after_an_update_that_went_wrong_leaves_the_generator(
     model: Path, tmp_path: Path, broker: Broker
 ) -> None:
     training = take_over(broker, staleness=100)
     publish(broker, training, model, tmp_path, 1)
     broker.ledger.admit_all([make_task(0, 2, 4), *(make_task(k, 2, LONG) for k in (1, 2))])
 
-    async def whole() -> None:
-        async with served() as server:
-            server.token_s = 0.05  # 20 s a sample, many times what an update takes
-            settings = config(model, tmp_path, url=server.url)
-            engine = engine_of(settings)
+    async with served() as server:
+        server.token_s = 0.05  # 20 s a sample, many times what an update takes
+        settings = config(model, tmp_path, url=server.url)
+        engine = engine_of(settings)
 
-            async def scenario() -> None:
-                assert len(await read_published(broker, 2)) == 2
-                await wait_until(lambda: (engine.growth() or 0) > 40)
-                server.answers["/update_weights"] = (400, {"error": "weights were updated, the cache was not"})
-                publish(broker, training, model, tmp_path, 2)
-                await asyncio.Event().wait()
+        async def scenario() -> None:
+            assert len(await read_published(broker, 2)) == 2
+            await wait_until(lambda: (engine.growth() or 0) > 40)
+            server.answers["/update_weights"] = (400, {"error": "weights were updated, the cache was not"})
+            publish(broker, training, model, tmp_path, 2)
+            await asyncio.Event().wait()
 
+        with pytest.raises(ExceptionGroup) as caught:
             await run_generator_while(settings, broker, engine, scenario)
-
-    with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(whole())
     assert caught.group_contains(InfraError, match="the cache was not")
     assert claimed_by_another(broker) == {1, 2}
-    published = asyncio.run(read_published(broker, 2))
+    published = await read_published(broker, 2)
     assert {item.task_id for item in published} == {0}
     assert {span.version for item in published for span in item.spans} == {1}

@@ -138,7 +138,7 @@ def configuration(folder: Path, model: Path, broker: Broker, dtype: str, transpo
 
 
 @pytest.mark.parametrize(("dtype", "transport"), [("float32", "file"), ("bfloat16", "redis")])
-def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
+async def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
     model: Path, broker: Broker, tmp_path: Path, dtype: str, transport: str
 ) -> None:
     config = configuration(tmp_path / "run", model, broker, dtype, transport)
@@ -173,7 +173,7 @@ def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
             await following
             await engine.close()
 
-    asyncio.run(scenario())
+    await scenario()
     publisher.close()
     newest = broker.weights.newest()
     assert newest is not None

@@ -79,7 +79,7 @@ def config(tmp_path: Path) -> TidemillConfig:
     )
 
 
-def test_an_engine_follows_a_chain_of_deltas_and_passes_every_probe(
+async def test_an_engine_follows_a_chain_of_deltas_and_passes_every_probe(
     config: TidemillConfig, broker: Broker, tmp_path: Path
 ) -> None:
     model = make_tiny_model(tmp_path / "model", hidden=32, layers=1)
@@ -88,20 +88,17 @@ def test_an_engine_follows_a_chain_of_deltas_and_passes_every_probe(
     pause = OrderFollower(broker, engine)
     updates = WeightUpdater(config, "g", broker, engine, tmp_path / "in", pause)
 
-    async def run() -> None:
-        await engine.start()
-        await pause.follow(None)
-        following = asyncio.create_task(updates.run(stop))
-        try:
-            async with asyncio.timeout(60):
-                for version in range(1, 7):
-                    manifest = await asyncio.to_thread(learner.publish, version)
-                    assert (manifest.delta is None) == (version == 1)
-                    assert await updates.wait_ready(version), "checked by its probe"
-        finally:
-            stop.set()
-            await following
-            await engine.close()
-
-    asyncio.run(run())
+    await engine.start()
+    await pause.follow(None)
+    following = asyncio.create_task(updates.run(stop))
+    try:
+        async with asyncio.timeout(60):
+            for version in range(1, 7):
+                manifest = await asyncio.to_thread(learner.publish, version)
+                assert (manifest.delta is None) == (version == 1)
+                assert await updates.wait_ready(version), "checked by its probe"
+    finally:
+        stop.set()
+        await following
+        await engine.close()
     assert [m.whole for m in broker.weights.published()][-3:] == [True, False, False]

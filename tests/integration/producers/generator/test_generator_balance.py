@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 TASKS = 60
 
 
-def test_a_slow_and_a_fast_generator_share_the_tasks_by_their_speed(broker: Broker, tmp_path: Path) -> None:
+async def test_a_slow_and_a_fast_generator_share_the_tasks_by_their_speed(broker: Broker, tmp_path: Path) -> None:
     begin_run(broker, tmp_path, staleness=TASKS)
     broker.ledger.admit_all([make_task(task_id) for task_id in range(TASKS)])
     config = make_config(make_tiny_model(tmp_path / "model"), tmp_path, max_samples=4)
@@ -34,13 +34,10 @@ def test_a_slow_and_a_fast_generator_share_the_tasks_by_their_speed(broker: Brok
         made.update(item.generator for item in await read_published(broker, 2 * TASKS))
         done.set()
 
-    async def both() -> None:
-        fast = make_engine(config, min_length=20, max_length=20, token_s=0.002)
-        slow = make_engine(config, min_length=20, max_length=20, token_s=0.02)
-        await asyncio.gather(
-            run_generator_while(config, broker, fast, count, "fast"),
-            run_generator_while(config, broker, slow, done.wait, "slow"),
-        )
-
-    asyncio.run(both())
+    fast = make_engine(config, min_length=20, max_length=20, token_s=0.002)
+    slow = make_engine(config, min_length=20, max_length=20, token_s=0.02)
+    await asyncio.gather(
+        run_generator_while(config, broker, fast, count, "fast"),
+        run_generator_while(config, broker, slow, done.wait, "slow"),
+    )
     assert made["fast"] > 2 * made["slow"] > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import string
 from pathlib import Path
@@ -30,7 +29,7 @@ class Echo:
 """
 
 
-def test_log_probabilities_of_a_row_of_four_turns_are_those_of_a_forward_pass(tmp_path: Path):
+async def test_log_probabilities_of_a_row_of_four_turns_are_those_of_a_forward_pass(tmp_path: Path):
     folder = make_tiny_model(tmp_path)
     (folder / "chat_template.jinja").write_text(SOURCES["append only"].replace("<|im_end|>", "<eos>"), encoding="utf-8")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -41,22 +40,19 @@ def test_log_probabilities_of_a_row_of_four_turns_are_those_of_a_forward_pass(tm
     task = chat_task("Talk to me.", n=3, max_tokens=100, stop=list(string.printable), seed=3)
     tokenizer = HfTokenizer(str(folder))
 
-    async def run() -> None:
-        engine = TransformersEngine(EngineSettings(str(folder), "float32", max_length=1024, max_samples=8))
-        await engine.start()
-        try:
-            for sample in await play(config, engine, tokenizer, task):
-                assert isinstance(sample, SampledCompletion)
-                trajectory = sample.to_trajectory(task, "run", "generator")
-                (row,) = trajectory.rows()
-                assert (trajectory.calls, trajectory.reward) == (4, 4.0)
-                assert [turn.role for turn in trajectory.turns] == ["prompt", *["assistant", "user"] * 3, "assistant"]
-                ids = trajectory.tokens.numpy()[row.places]
-                trained = trajectory.loss_mask.numpy()[row.places].astype(bool)
-                expected = np.concatenate([[0.0], await engine.logprobs(ids.tolist())])
-                difference = (trajectory.logprobs.numpy()[row.places] - expected)[trained]
-                assert np.abs(difference).max() < 1e-4
-        finally:
-            await engine.close()
-
-    asyncio.run(run())
+    engine = TransformersEngine(EngineSettings(str(folder), "float32", max_length=1024, max_samples=8))
+    await engine.start()
+    try:
+        for sample in await play(config, engine, tokenizer, task):
+            assert isinstance(sample, SampledCompletion)
+            trajectory = sample.to_trajectory(task, "run", "generator")
+            (row,) = trajectory.rows()
+            assert (trajectory.calls, trajectory.reward) == (4, 4.0)
+            assert [turn.role for turn in trajectory.turns] == ["prompt", *["assistant", "user"] * 3, "assistant"]
+            ids = trajectory.tokens.numpy()[row.places]
+            trained = trajectory.loss_mask.numpy()[row.places].astype(bool)
+            expected = np.concatenate([[0.0], await engine.logprobs(ids.tolist())])
+            difference = (trajectory.logprobs.numpy()[row.places] - expected)[trained]
+            assert np.abs(difference).max() < 1e-4
+    finally:
+        await engine.close()

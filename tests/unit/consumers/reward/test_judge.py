@@ -133,7 +133,7 @@ def test_the_clock_stands_still_while_anybody_waits():
     assert clock.left() < left
 
 
-def test_the_pace_is_even():
+async def test_the_pace_is_even():
     async def times() -> list[float]:
         pace = Pace(60 / 0.02)
         started = time.monotonic()
@@ -144,7 +144,7 @@ def test_the_pace_is_even():
 
         return await asyncio.gather(*(turn() for _ in range(10)))
 
-    assert all(at >= 0.02 * number for number, at in enumerate(asyncio.run(times())))
+    assert all(at >= 0.02 * number for number, at in enumerate(await times()))
 
 
 def test_the_same_question_is_asked_once_also_side_by_side():

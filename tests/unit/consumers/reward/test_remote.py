@@ -143,20 +143,20 @@ def test_the_term_names_each_sample_by_its_content(tmp_path: Path):
     assert server.requests[0]["data"] == {"answer": "46"}
 
 
-def test_a_reward_model_of_vllm_is_asked_for_the_raw_score_of_the_ids():
+async def test_a_reward_model_of_vllm_is_asked_for_the_raw_score_of_the_ids():
     async def one(url: str) -> float:
         ids = {"row_ids": [1, 2, 3], "eos_id": 9}
         return await reward_model_server("", "", [1], [2, 3], base_url=url + "/", model="rm", **ids)
 
     with serving((200, {"data": [{"index": 0, "probs": [-1.5], "num_classes": 1}]})) as server:
-        assert asyncio.run(one(server.url)) == -1.5
+        assert await one(server.url) == -1.5
     assert server.paths == ["/classify"]
     assert server.requests == [{"input": [1, 2, 3, 9], "use_activation": False, "model": "rm"}]
     with (
         serving((200, {"data": [{"probs": [0.1, 0.9]}]})) as server,
         pytest.raises(ValueError, match="one label"),
     ):
-        asyncio.run(one(server.url))
+        await one(server.url)
 
 
 def test_an_address_that_is_none_is_one_line(tmp_path: Path):

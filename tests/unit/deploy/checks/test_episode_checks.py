@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,7 @@ def test_whether_turns_are_joined_is_tried_on_the_models_own_template(
         assert "each model call becomes a separate row: the chat template closes answers with no token" in found.text
 
 
-def test_the_episode_of_an_agent_of_a_vision_model_shows_it_the_images_of_its_row(tmp_path: Path) -> None:
+async def test_the_episode_of_an_agent_of_a_vision_model_shows_it_the_images_of_its_row(tmp_path: Path) -> None:
     vision_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "image_token_id": PAD}))
     processor = {"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 784, "longest_edge": 12544}}
@@ -106,6 +105,6 @@ def test_the_episode_of_an_agent_of_a_vision_model_shows_it_the_images_of_its_ro
     workflow = {"name": "agent", "args": {"run": f"{tmp_path}/a.py:run"}}
     agents = {"deadline_s": 100.0}
     settings = config(tmp_path, **own, train=train, generator={"workflow": workflow, "agents": agents})
-    played = asyncio.run(play_episode(settings))
+    played = await play_episode(settings)
     assert isinstance(played.sample, SampledCompletion)
     assert (len(played.sample.images), played.sample.reward, played.replayed) == (1, 1.0, 1)

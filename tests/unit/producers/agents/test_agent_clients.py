@@ -77,7 +77,7 @@ def address() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("run", "calls"), [("agent.py:run", 3), ("agent.py:plain", 1)])
-def test_each_episode_has_a_client_of_its_own_session_and_they_share_connections(
+async def test_each_episode_has_a_client_of_its_own_session_and_they_share_connections(
     tmp_path: Path, address: str, run: str, calls: int
 ):
     (tmp_path / "agent.py").write_text(AGENT)
@@ -97,7 +97,7 @@ def test_each_episode_has_a_client_of_its_own_session_and_they_share_connections
         finally:
             await workers.close()
 
-    results = asyncio.run(play())
+    results = await play()
     assert [result.error for result in results] == [""] * 12
     tokens = [f"t{wave}{k}" for wave in range(3) for k in range(4)]
     assert [result.data["said"] for result in results] == [
@@ -106,10 +106,10 @@ def test_each_episode_has_a_client_of_its_own_session_and_they_share_connections
     assert len(Policy.connections) <= 4
 
 
-def test_an_agent_that_asks_for_a_client_where_there_is_no_openai_is_told_so(tmp_path: Path):
+async def test_an_agent_that_asks_for_a_client_where_there_is_no_openai_is_told_so(tmp_path: Path):
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "openai.py").write_text("raise ImportError('not installed')\n")
     with pytest.raises(
         ConfigError, match=r"agent\.py:run asks for client, and .* has no openai: ImportError: not inst"
     ):
-        asyncio.run(AgentWorkers("agent.py:run", None, {}, tmp_path, AgentsConfig()).start())
+        await AgentWorkers("agent.py:run", None, {}, tmp_path, AgentsConfig()).start()

@@ -108,7 +108,7 @@ def test_a_program_past_its_deadline_ends_with_all_that_it_started(tmp_path: Pat
     assert not Path(f"/proc/{int((tmp_path / 'daemon').read_text())}").exists()
 
 
-def test_a_cancelled_program_is_gone_when_its_call_ends(tmp_path: Path):
+async def test_a_cancelled_program_is_gone_when_its_call_ends(tmp_path: Path):
     async def body() -> AgentResult:
         workers = AgentWorkers(None, [*SHELL, "echo $$ > pid; exec sleep 3600"], {}, tmp_path, AgentsConfig())
         job = AgentJob("t-1", TASK, "http://127.0.0.1:9/s/token/v1", "token", 60.0)
@@ -122,7 +122,7 @@ def test_a_cancelled_program_is_gone_when_its_call_ends(tmp_path: Path):
             await other
         return found
 
-    assert asyncio.run(asyncio.wait_for(body(), 60)).kind == "cancelled"
+    assert (await asyncio.wait_for(body(), 60)).kind == "cancelled"
     assert not Path(f"/proc/{int((tmp_path / 'pid').read_text())}").exists()
 
 

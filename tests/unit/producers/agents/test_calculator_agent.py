@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import math
@@ -80,7 +79,7 @@ def test_short_products_are_trained_as_often_as_long_ones() -> None:
 
 
 @pytest.mark.parametrize(("with_tools", "reward"), [(True, 1.0), (False, 0.0)])
-def test_the_agent_asks_its_calculator_if_it_has_one(with_tools: bool, reward: float) -> None:
+async def test_the_agent_asks_its_calculator_if_it_has_one(with_tools: bool, reward: float) -> None:
     openai = pytest.importorskip("openai")
     agent = load("agent")
     requests: list[dict[str, Any]] = []
@@ -102,7 +101,7 @@ def test_the_agent_asks_its_calculator_if_it_has_one(with_tools: bool, reward: f
             task = {"messages": [{"role": "user", "content": "37*84=?"}], "data": {"answer": "3108"}}
             return float(await (agent.run if with_tools else agent.run_alone)(task, client))
 
-    assert asyncio.run(play()) == reward
+    assert await play() == reward
     assert [[message["role"] for message in body["messages"]] for body in requests] == (
         [["user"], ["user", "assistant", "tool"]] if with_tools else [["user"]]
     )

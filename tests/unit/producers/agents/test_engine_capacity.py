@@ -18,7 +18,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_who_waits_is_served_in_order_and_a_large_one_is_not_passed_by_small_ones() -> None:
+async def test_who_waits_is_served_in_order_and_a_large_one_is_not_passed_by_small_ones() -> None:
     async def scene() -> list[str]:
         capacity, begun, done = EngineCapacity(4), list[str](), asyncio.Event()
         first_done = asyncio.Event()
@@ -33,18 +33,15 @@ def test_who_waits_is_served_in_order_and_a_large_one_is_not_passed_by_small_one
         await asyncio.gather(*rest)
         return begun
 
-    assert asyncio.run(scene()) == ["first", "large", "small"]
+    assert await scene() == ["first", "large", "small"]
 
 
-def test_more_samples_than_there_are_places_take_all_of_them() -> None:
-    async def scene() -> None:
-        async with asyncio.timeout(5), EngineCapacity(2).take(100):
-            pass
-
-    asyncio.run(scene())
+async def test_more_samples_than_there_are_places_take_all_of_them() -> None:
+    async with asyncio.timeout(5), EngineCapacity(2).take(100):
+        pass
 
 
-def test_a_request_that_is_cancelled_while_it_waits_gives_its_turn_to_the_next_and_loses_no_place() -> None:
+async def test_a_request_that_is_cancelled_while_it_waits_gives_its_turn_to_the_next_and_loses_no_place() -> None:
     async def scene() -> list[str]:
         capacity, begun, done = EngineCapacity(1), list[str](), asyncio.Event()
         first_done = asyncio.Event()
@@ -63,4 +60,4 @@ def test_a_request_that_is_cancelled_while_it_waits_gives_its_turn_to_the_next_a
         async with asyncio.timeout(5), capacity.take(1):
             return begun
 
-    assert asyncio.run(scene()) == ["first", "last"]
+    assert await scene() == ["first", "last"]

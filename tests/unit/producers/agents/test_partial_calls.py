@@ -117,7 +117,7 @@ class Checked:
         return done
 
 
-def test_no_token_of_weights_that_are_not_checked_yet_is_saved_and_who_waits_waits_for_the_check() -> None:
+async def test_no_token_of_weights_that_are_not_checked_yet_is_saved_and_who_waits_waits_for_the_check() -> None:
     async def save() -> None:
         context = Checked(version=1)
         rollout = Rollout(cast(Any, context), Delivery(b"1-1", "tasks", make_task(0)), cast(Any, None), StopFlag())
@@ -139,4 +139,4 @@ def test_no_token_of_weights_that_are_not_checked_yet_is_saved_and_who_waits_wai
         await saving
         assert context.saved[1:] == [whole]
 
-    asyncio.run(asyncio.wait_for(save(), 10))
+    await asyncio.wait_for(save(), 10)

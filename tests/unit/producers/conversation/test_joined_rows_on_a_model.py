@@ -63,7 +63,7 @@ async def episode(engine: TransformersEngine, template: StoppingTemplate, histor
     return conversation.sample(0, "stop").to_trajectory(task, "run", "generator")
 
 
-def test_each_loss_token_of_each_row_has_the_probability_that_it_was_sampled_with(folder: Path) -> None:
+async def test_each_loss_token_of_each_row_has_the_probability_that_it_was_sampled_with(folder: Path) -> None:
     tokenizer = HfTokenizer(str(folder))
 
     async def play() -> list[tuple[str, Trajectory]]:
@@ -79,7 +79,7 @@ def test_each_loss_token_of_each_row_has_the_probability_that_it_was_sampled_wit
             await engine.close()
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for history, trajectory in asyncio.run(play()):
+    for history, trajectory in await play():
         trained = 0
         for row in trajectory.rows():
             tokens = torch.tensor(trajectory.tokens.numpy()[row.places]).long()
@@ -99,7 +99,7 @@ def test_each_loss_token_of_each_row_has_the_probability_that_it_was_sampled_wit
         assert history == "template" or len(trajectory.segments) == 1
 
 
-def test_each_row_of_a_mixture_comes_with_the_experts_that_its_tokens_were_sent_to(tmp_path: Path) -> None:
+async def test_each_row_of_a_mixture_comes_with_the_experts_that_its_tokens_were_sent_to(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, stops=["<|im_end|>", "<|end|>"])
     folder = make_mixture(tmp_path, tokenizer=PreTrainedTokenizerFast.from_pretrained(tmp_path))
     tokenizer = HfTokenizer(str(folder))
@@ -117,7 +117,7 @@ def test_each_row_of_a_mixture_comes_with_the_experts_that_its_tokens_were_sent_
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rows = 0
-    for trajectory in asyncio.run(play()):
+    for trajectory in await play():
         assert trajectory.routed_experts is not None
         for row in trajectory.rows():
             found = trajectory.routed_experts.numpy()[row.places]

@@ -21,30 +21,27 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_the_gate_stays_closed_until_its_last_holder_is_done_and_can_reject_what_waits():
-    async def scenario() -> None:
-        gate = RequestGate()
-        assert await gate.wait_open()
+async def test_the_gate_stays_closed_until_its_last_holder_is_done_and_can_reject_what_waits():
+    gate = RequestGate()
+    assert await gate.wait_open()
+    async with gate.held_closed():
         async with gate.held_closed():
-            async with gate.held_closed():
-                pass
-            waiting = asyncio.create_task(gate.wait_open())
-            await settle()
-            assert not waiting.done()
-            await gate.reject_waiting()
-            async with asyncio.timeout(5):
-                assert not await waiting
-            later = asyncio.create_task(gate.wait_open())
-            await settle()
-            assert not later.done()
+            pass
+        waiting = asyncio.create_task(gate.wait_open())
+        await settle()
+        assert not waiting.done()
+        await gate.reject_waiting()
         async with asyncio.timeout(5):
-            assert await later
-
-    asyncio.run(scenario())
+            assert not await waiting
+        later = asyncio.create_task(gate.wait_open())
+        await settle()
+        assert not later.done()
+    async with asyncio.timeout(5):
+        assert await later
 
 
 @pytest.mark.parametrize("then", ["weights change", "all is aborted"])
-def test_images_are_cut_before_the_gate_so_that_no_request_is_prepared_for_weights_that_go(
+async def test_images_are_cut_before_the_gate_so_that_no_request_is_prepared_for_weights_that_go(
     monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     cutting, go_on, salts = threading.Event(), threading.Event(), list[str]()
@@ -82,7 +79,7 @@ def test_images_are_cut_before_the_gate_so_that_no_request_is_prepared_for_weigh
         async with asyncio.timeout(20):
             return list(await asked)
 
-    found = asyncio.run(scenario())
+    found = await scenario()
     if then == "weights change":
         assert (found, salts) == (["sampled"], ["-1"])
     else:

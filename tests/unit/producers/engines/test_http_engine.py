@@ -291,7 +291,7 @@ def test_a_server_that_is_not_well_is_noticed_though_nothing_runs(model: Path) -
     play(scenario, model)
 
 
-def test_a_plain_openai_server_is_refused_in_a_line(model: Path) -> None:
+async def test_a_plain_openai_server_is_refused_in_a_line(model: Path) -> None:
     async def scenario(path: str, answer: tuple[int, Any]) -> str:
         async with served() as server:
             server.answers[path] = answer
@@ -306,59 +306,53 @@ def test_a_plain_openai_server_is_refused_in_a_line(model: Path) -> None:
         ("/weight_info", "VLLM_SERVER_DEV_MODE=1; as it is, it serves tidemill eval"),
         ("/inference/v1/generate", "--enable-scale-out; as it is, it serves tidemill eval"),
     ):
-        text = asyncio.run(scenario(path, missing))
+        text = await scenario(path, missing)
         assert said in text
         assert "\n" not in text
-    assert "reports its settings in an unknown form" in asyncio.run(scenario("/server_info", (200, {})))
+    assert "reports its settings in an unknown form" in await scenario("/server_info", (200, {}))
 
 
-def test_a_plain_openai_server_answers_evaluations_and_is_not_trained_with(model: Path) -> None:
+async def test_a_plain_openai_server_answers_evaluations_and_is_not_trained_with(model: Path) -> None:
     http = HttpEngineConfig.model_validate({"dialect": "openai", "url": "http://nowhere"})
 
-    async def scenario() -> None:
-        async with served() as server:
-            server.answers["/v1/models"] = (200, {"data": [{"id": "small"}]})
-            server.answers["/v1/completions"] = (200, {"choices": [{"text": "42", "finish_reason": "stop"}]})
-            settings = EngineSettings(str(model), "float32", 256, 8, http=http.model_copy(update={"url": server.url}))
-            engine = build_engine(settings)
-            with pytest.raises(ConfigError, match="the engine does not support it: OpenAI's protocol"):
-                check_abilities(engine, {"training": "generator.engine http"})
-            await engine.start()
-            completions = await engine.generate([5, 6], FOUR, n=2)
-            assert [len(completion.tokens) for completion in completions] == [2, 2]
-            with pytest.raises(ConfigError, match="serves evaluations and judges"):
-                await engine.load(FileSource(model / "model.safetensors"), 4)
-            await engine.close()
-
-    asyncio.run(scenario())
+    async with served() as server:
+        server.answers["/v1/models"] = (200, {"data": [{"id": "small"}]})
+        server.answers["/v1/completions"] = (200, {"choices": [{"text": "42", "finish_reason": "stop"}]})
+        settings = EngineSettings(str(model), "float32", 256, 8, http=http.model_copy(update={"url": server.url}))
+        engine = build_engine(settings)
+        with pytest.raises(ConfigError, match="the engine does not support it: OpenAI's protocol"):
+            check_abilities(engine, {"training": "generator.engine http"})
+        await engine.start()
+        completions = await engine.generate([5, 6], FOUR, n=2)
+        assert [len(completion.tokens) for completion in completions] == [2, 2]
+        with pytest.raises(ConfigError, match="serves evaluations and judges"):
+            await engine.load(FileSource(model / "model.safetensors"), 4)
+        await engine.close()
 
 
-def test_tidemill_eval_takes_answers_without_log_probabilities(
+async def test_tidemill_eval_takes_answers_without_log_probabilities(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def scenario() -> None:
-        async with served() as server:
-            server.answers["/v1/models"] = (200, {"data": [{"id": "small"}]})
-            server.answers["/v1/completions"] = (200, {"choices": [{"text": "42", "finish_reason": "stop"}]})
-            config = parse_config(
-                {
-                    "run": {"folder": str(tmp_path)},
-                    "model": {"path": str(model), "dtype": "float32", "max_length": 64},
-                    "train": {"name": "arithmetic"},
-                    "sampling": {"max_tokens": 4},
-                    "eval": {"dataset": {"name": "arithmetic", "limit": 3}, "sampling": {"n": 1, "max_tokens": 4}},
-                    "reward": {"terms": [{"name": "exact"}]},
-                    "generator": {"engine": "http", "http": {"dialect": "openai", "url": server.url}},
-                }
-            )
-            assert config.eval is not None
-            await asyncio.to_thread(evaluate_model, config, config.eval, None)
-
-    asyncio.run(scenario())
+    async with served() as server:
+        server.answers["/v1/models"] = (200, {"data": [{"id": "small"}]})
+        server.answers["/v1/completions"] = (200, {"choices": [{"text": "42", "finish_reason": "stop"}]})
+        config = parse_config(
+            {
+                "run": {"folder": str(tmp_path)},
+                "model": {"path": str(model), "dtype": "float32", "max_length": 64},
+                "train": {"name": "arithmetic"},
+                "sampling": {"max_tokens": 4},
+                "eval": {"dataset": {"name": "arithmetic", "limit": 3}, "sampling": {"n": 1, "max_tokens": 4}},
+                "reward": {"terms": [{"name": "exact"}]},
+                "generator": {"engine": "http", "http": {"dialect": "openai", "url": server.url}},
+            }
+        )
+        assert config.eval is not None
+        await asyncio.to_thread(evaluate_model, config, config.eval, None)
     assert "on 3 samples, 0 failed" in capsys.readouterr().out
 
 
-def test_a_launched_server_that_ends_says_why_and_one_that_hangs_leaves_nothing(model: Path) -> None:
+async def test_a_launched_server_that_ends_says_why_and_one_that_hangs_leaves_nothing(model: Path) -> None:
     async def fails() -> None:
         engine = make(model, command=[sys.executable, "-c", "raise SystemExit('Error: no such device')"])
         with pytest.raises(InfraError, match="exit code 1: Error: no such device"):
@@ -371,12 +365,12 @@ def test_a_launched_server_that_ends_says_why_and_one_that_hangs_leaves_nothing(
             await engine.start()
 
     before = set(psutil.Process().children(recursive=True))
-    asyncio.run(fails())
-    asyncio.run(hangs())
+    await fails()
+    await hangs()
     deadline = time.monotonic() + 20
     while set(psutil.Process().children(recursive=True)) - before:
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        await asyncio.sleep(0.05)
 
 
 def test_arguments_become_options_and_those_that_are_ours_are_refused() -> None:
@@ -404,7 +398,7 @@ def test_a_setting_that_needs_what_the_engine_lacks_is_refused(model: Path) -> N
         check_abilities(engine, {"lora": "trainer.lora"})
 
 
-def test_sglang_tells_the_last_id_of_a_probe_as_0_and_every_other_as_it_is(tmp_path: Path) -> None:
+async def test_sglang_tells_the_last_id_of_a_probe_as_0_and_every_other_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 14}))
     dialect, told = SglangDialect(), [[None, 5], [-1.0, 0], [-2.0, 7]]
 
@@ -415,13 +409,13 @@ def test_sglang_tells_the_last_id_of_a_probe_as_0_and_every_other_as_it_is(tmp_p
         return {"meta_info": {"input_token_logprobs": told}}
 
     client: Any = SimpleNamespace(get=get, post=post, shown="url")
-    asyncio.run(dialect.check(client, EngineSettings(str(tmp_path), "float32", 64, 4), tmp_path))
-    assert asyncio.run(dialect.logprobs(client, [5, 13, 7], "s")) == [-1.0, -2.0]
+    await dialect.check(client, EngineSettings(str(tmp_path), "float32", 64, 4), tmp_path)
+    assert await dialect.logprobs(client, [5, 13, 7], "s") == [-1.0, -2.0]
     with pytest.raises(InfraError, match="of other tokens than those of the probe"):
-        asyncio.run(dialect.logprobs(client, [5, 12, 7], "s"))
+        await dialect.logprobs(client, [5, 12, 7], "s")
 
 
-def test_sglang_tells_experts_at_the_end_of_a_sample(tmp_path: Path) -> None:
+async def test_sglang_tells_experts_at_the_end_of_a_sample(tmp_path: Path) -> None:
     """As its server answers; int32 in base64, of every token but the last."""
     config = {"num_hidden_layers": 3, "num_experts": 300, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -429,18 +423,15 @@ def test_sglang_tells_experts_at_the_end_of_a_sample(tmp_path: Path) -> None:
     settings = EngineSettings(str(tmp_path), "float32", 64, 4, routed_experts=True)
     assert "--enable-return-routed-experts" in dialect.command(settings, tmp_path, "127.0.0.1", 1)
 
-    async def scenario() -> None:
-        async def get(_: str) -> Any:
-            return {"version": "0.5.23", "context_length": 64, "enable_return_routed_experts": started_with}
+    async def get(_: str) -> Any:
+        return {"version": "0.5.23", "context_length": 64, "enable_return_routed_experts": started_with}
 
-        client: Any = SimpleNamespace(get=get, shown="url")
-        started_with = False
-        with pytest.raises(ConfigError, match="must be started with --enable-return-routed-experts"):
-            await dialect.check(client, settings, tmp_path)
-        started_with = True
+    client: Any = SimpleNamespace(get=get, shown="url")
+    started_with = False
+    with pytest.raises(ConfigError, match="must be started with --enable-return-routed-experts"):
         await dialect.check(client, settings, tmp_path)
-
-    asyncio.run(scenario())
+    started_with = True
+    await dialect.check(client, settings, tmp_path)
     assert dialect.request("x.", [1], FOUR, 0, 4, 4, "s")["return_routed_experts"] is True
     chosen = np.arange(4 * 3 * 2, dtype="<i4") + 270
     event = {

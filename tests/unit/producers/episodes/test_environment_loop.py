@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,11 +107,11 @@ def config(base: Path, name: str, agents: dict[str, Any] | None = None, **args: 
     return loop_config(base, "environment", {"environment": f"games.py:{name}", **args}, **(agents or {}))
 
 
-def one(
+async def one(
     base: Path, tokenizer: HfTokenizer, says: Says, name: str, task: Task | None = None, **args: Any
 ) -> SampledCompletion | FailedSample:
     engine = SpeakingEngine(tokenizer, says)
-    (sample,) = asyncio.run(play(config(base, name, **args), engine, tokenizer, task or chat_task("Let us play.")))
+    (sample,) = await play(config(base, name, **args), engine, tokenizer, task or chat_task("Let us play."))
     return sample
 
 
@@ -131,9 +130,9 @@ def search(prompt: str) -> str:
     return str((low + high) // 2)
 
 
-def test_an_episode_is_one_row_with_a_reward_at_each_turn(base: Path, tokenizer: HfTokenizer):
+async def test_an_episode_is_one_row_with_a_reward_at_each_turn(base: Path, tokenizer: HfTokenizer):
     task = chat_task("Let us play.")
-    sample = one(base, tokenizer, search, "Guess", task)
+    sample = await one(base, tokenizer, search, "Guess", task)
     assert isinstance(sample, SampledCompletion)
     trajectory = sample.to_trajectory(task, "run", "generator")
     answers = [turn for turn in trajectory.turns if turn.role == "assistant"]
@@ -144,9 +143,9 @@ def test_an_episode_is_one_row_with_a_reward_at_each_turn(base: Path, tokenizer:
     assert task.data == {}
 
 
-def test_samples_have_environments_and_seeds_of_their_own_and_all_are_closed(base: Path, tokenizer: HfTokenizer):
+async def test_samples_have_environments_and_seeds_of_their_own_and_all_are_closed(base: Path, tokenizer: HfTokenizer):
     engine = SpeakingEngine(tokenizer, search)
-    samples = asyncio.run(play(config(base, "Guess"), engine, tokenizer, chat_task("Let us play.", n=6)))
+    samples = await play(config(base, "Guess"), engine, tokenizer, chat_task("Let us play.", n=6))
     answers = {sample.completion for sample in samples if isinstance(sample, SampledCompletion)}
     assert len(samples) == 6
     assert len(answers) > 1
@@ -176,24 +175,22 @@ def test_games_are_different_ones():
         assert len(seeds) == 300 * 16
 
 
-def test_what_another_generator_began_is_played_again_from_its_record(base: Path, tokenizer: HfTokenizer):
+async def test_what_another_generator_began_is_played_again_from_its_record(base: Path, tokenizer: HfTokenizer):
     saved: list[Partial] = []
-    asyncio.run(
-        play(
-            config(base, "Guess"), SpeakingEngine(tokenizer, search), tokenizer, chat_task("Let us play."), saved=saved
-        )
+    await play(
+        config(base, "Guess"), SpeakingEngine(tokenizer, search), tokenizer, chat_task("Let us play."), saved=saved
     )
     again = SpeakingEngine(tokenizer, search)
     task = chat_task("Let us play.", partials=[saved[-1]])
-    (sample,) = asyncio.run(play(config(base, "Guess"), again, tokenizer, task))
+    (sample,) = await play(config(base, "Guess"), again, tokenizer, task)
     assert isinstance(sample, SampledCompletion)
     assert again.prompts == []
     assert sample.reward is not None
 
 
-def test_an_environment_may_be_synchronous_and_begin_the_conversation_itself(base: Path, tokenizer: HfTokenizer):
+async def test_an_environment_may_be_synchronous_and_begin_the_conversation_itself(base: Path, tokenizer: HfTokenizer):
     answers = iter(["go", "go", "end"])
-    sample = one(base, tokenizer, lambda prompt: next(answers), "Sync")
+    sample = await one(base, tokenizer, lambda prompt: next(answers), "Sync")
     assert isinstance(sample, SampledCompletion)
     assert [message["content"] for message in sample.data["messages"]] == [
         "You play.", "Begin.", "go", "more", "go", "more", "end",
@@ -214,20 +211,20 @@ def test_an_environment_may_be_synchronous_and_begin_the_conversation_itself(bas
         ("short", "step must return (text or images, reward, done)"),
     ],
 )
-def test_an_environment_that_fails_fails_its_sample(base: Path, tokenizer: HfTokenizer, how: str, reason: str):
-    sample = one(base, tokenizer, lambda prompt: "go", "Bad", args={"how": how}, timeout_s=0.2)
+async def test_an_environment_that_fails_fails_its_sample(base: Path, tokenizer: HfTokenizer, how: str, reason: str):
+    sample = await one(base, tokenizer, lambda prompt: "go", "Bad", args={"how": how}, timeout_s=0.2)
     assert isinstance(sample, FailedSample)
     assert reason in sample.reason
 
 
-def test_an_episode_ends_at_its_limit_of_turns_with_the_rewards_so_far(base: Path, tokenizer: HfTokenizer):
-    sample = one(base, tokenizer, lambda prompt: "0", "Guess", max_turns=3)
+async def test_an_episode_ends_at_its_limit_of_turns_with_the_rewards_so_far(base: Path, tokenizer: HfTokenizer):
+    sample = await one(base, tokenizer, lambda prompt: "0", "Guess", max_turns=3)
     assert isinstance(sample, SampledCompletion)
     assert (sample.finish, sample.reward) == ("calls", 1.5)
 
 
-def test_an_answer_that_was_cut_is_not_stepped_on(base: Path, tokenizer: HfTokenizer):
-    sample = one(base, tokenizer, lambda prompt: "1 " * 50, "Guess", chat_task("Play.", max_tokens=10))
+async def test_an_answer_that_was_cut_is_not_stepped_on(base: Path, tokenizer: HfTokenizer):
+    sample = await one(base, tokenizer, lambda prompt: "1 " * 50, "Guess", chat_task("Play.", max_tokens=10))
     assert isinstance(sample, SampledCompletion)
     assert (sample.finish, sample.reward) == ("length", 0.0)
 
@@ -261,9 +258,11 @@ def test_wrong_arguments_are_told_before_any_model_loads(base: Path, args: dict[
         find_workflow("environment", args, base)
 
 
-def test_a_game_against_itself_is_a_row_for_each_player_with_that_players_rewards(base: Path, tokenizer: HfTokenizer):
+async def test_a_game_against_itself_is_a_row_for_each_player_with_that_players_rewards(
+    base: Path, tokenizer: HfTokenizer
+):
     task = chat_task("You play Nim.")
-    sample = one(base, tokenizer, lambda prompt: "2" if "5 left" in prompt else "1", "Nim", task)
+    sample = await one(base, tokenizer, lambda prompt: "2" if "5 left" in prompt else "1", "Nim", task)
     assert isinstance(sample, SampledCompletion)
     trajectory = sample.to_trajectory(task, "run", "generator")
     rows = {row.name: row for row in trajectory.rows()}
@@ -272,16 +271,16 @@ def test_a_game_against_itself_is_a_row_for_each_player_with_that_players_reward
     assert [turn.reward for turn in answers if turn.reward is not None] == [1.0, -1.0]
     assert trajectory.reward == 0.0
     engine = SpeakingEngine(tokenizer, lambda prompt: "1")
-    asyncio.run(play(config(base, "Nim"), engine, tokenizer, task))
+    await play(config(base, "Nim"), engine, tokenizer, task)
     assert "You play Nim.\n\n5 left" in engine.prompts[0]
     assert "4 left" not in engine.prompts[2], "a player reads nothing of what the other one was told"
 
 
-def test_only_the_players_that_are_named_are_trained_and_rewarded(base: Path, tokenizer: HfTokenizer):
+async def test_only_the_players_that_are_named_are_trained_and_rewarded(base: Path, tokenizer: HfTokenizer):
     task = chat_task("You play Nim.")
     settings = config(base, "Nim", {"train": ["first"]})
     engine = SpeakingEngine(tokenizer, lambda prompt: "2" if "5 left" in prompt else "1")
-    (sample,) = asyncio.run(play(settings, engine, tokenizer, task))
+    (sample,) = await play(settings, engine, tokenizer, task)
     assert isinstance(sample, SampledCompletion)
     assert [row.name for row in sample.to_trajectory(task, "run", "generator").rows()] == ["first"]
     assert sample.reward in (1.0, -1.0)

@@ -90,23 +90,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_environment_plays_in_another_interpreter(base: Path) -> None:
+async def test_an_environment_plays_in_another_interpreter(base: Path) -> None:
     tokenizer = chat_tokenizer(base)
     args = {"environment": "games.py:Count", "args": {"until": 3}, "python": sys.executable}
     engine = SpeakingEngine(tokenizer, lambda prompt: "well")
-    samples = asyncio.run(play(loop_config(base, "environment", args), engine, tokenizer, chat_task("Play.", n=2)))
+    samples = await play(loop_config(base, "environment", args), engine, tokenizer, chat_task("Play.", n=2))
     for sample in samples:
         assert isinstance(sample, SampledCompletion)
         assert sample.reward == 1.5
     assert any("Say anything 3 times, python" in prompt for prompt in engine.prompts)
 
 
-def test_an_interpreter_is_looked_for_beside_the_configuration(base: Path) -> None:
+async def test_an_interpreter_is_looked_for_beside_the_configuration(base: Path) -> None:
     (base / "own").symlink_to(sys.executable)
     tokenizer = chat_tokenizer(base)
     args = {"environment": "games.py:Count", "args": {"until": 3}, "python": "./own"}
     config = loop_config(base, "environment", args)
-    (sample,) = asyncio.run(play(config, SpeakingEngine(tokenizer, lambda prompt: "well"), tokenizer, chat_task("Go.")))
+    (sample,) = await play(config, SpeakingEngine(tokenizer, lambda prompt: "well"), tokenizer, chat_task("Go."))
     assert isinstance(sample, SampledCompletion)
 
 
@@ -118,43 +118,37 @@ def test_an_interpreter_is_looked_for_beside_the_configuration(base: Path) -> No
         ("hang", "took longer than 5 s"),
     ],
 )
-def test_what_goes_wrong_fails_its_sample_and_the_next_one_plays(base: Path, word: str, reason: str) -> None:
+async def test_what_goes_wrong_fails_its_sample_and_the_next_one_plays(base: Path, word: str, reason: str) -> None:
     tokenizer = chat_tokenizer(base)
     args = {"environment": "games.py:Count", "python": sys.executable, "timeout_s": 5 if word == "hang" else 60}
     config = loop_config(base, "environment", args)
     said = [word, "well", "well"]
     workflow = find_workflow("environment", args, base)
 
-    async def run() -> list[Any]:
-        from producers.workflows.base import RolloutContext, WorkflowServices, running
-
-        made, found = workflow(), []
-        async with running(made, WorkflowServices(engine, tokenizer, config)):
-            for _ in range(2):
-                task = chat_task("Play.")
-                found += [one async for one in made.run(RolloutContext(engine, tokenizer, task, range(1)))]
-        return found
-
     engine = SpeakingEngine(tokenizer, lambda prompt: said.pop(0))
-    failed, played = asyncio.run(run())
+    from producers.workflows.base import RolloutContext, WorkflowServices, running
+
+    made, found = workflow(), []
+    async with running(made, WorkflowServices(engine, tokenizer, config)):
+        for _ in range(2):
+            task = chat_task("Play.")
+            found += [one async for one in made.run(RolloutContext(engine, tokenizer, task, range(1)))]
+    failed, played = found
     assert isinstance(failed, FailedSample)
     assert reason in failed.reason
     assert isinstance(played, SampledCompletion)
     assert played.reward == 1.0
 
 
-def test_an_observation_that_is_too_long_fails_its_own_step_alone(base: Path) -> None:
-    async def run() -> None:
-        worker = EnvironmentWorker("games.py:Count", base)
-        try:
-            one, other = await worker.open({}), await worker.open({})
-            with pytest.raises(DataError, match=r"a result has 64\d{6} bytes as JSON, at most 62914560 are allowed"):
-                await one.step("long")
-            assert await other.step("well") == ["1", 0.5, False]
-        finally:
-            await worker.close()
-
-    asyncio.run(run())
+async def test_an_observation_that_is_too_long_fails_its_own_step_alone(base: Path) -> None:
+    worker = EnvironmentWorker("games.py:Count", base)
+    try:
+        one, other = await worker.open({}), await worker.open({})
+        with pytest.raises(DataError, match=r"a result has 64\d{6} bytes as JSON, at most 62914560 are allowed"):
+            await one.step("long")
+        assert await other.step("well") == ["1", 0.5, False]
+    finally:
+        await worker.close()
 
 
 async def steps(folder: Path, name: str, args: dict[str, Any], *texts: str, task: Any = None) -> list[Any]:
@@ -170,24 +164,24 @@ async def steps(folder: Path, name: str, args: dict[str, Any], *texts: str, task
         await worker.close()
 
 
-def test_actions_of_gymnasium_are_read_from_answers(tmp_path: Path) -> None:
+async def test_actions_of_gymnasium_are_read_from_answers(tmp_path: Path) -> None:
     (tmp_path / "gymnasium.py").write_text(GYMNASIUM, encoding="utf-8")
-    found = asyncio.run(steps(tmp_path, "gymnasium", {"id": "Numbers"}, "none", "9", "I take 1", "2."))
+    found = await steps(tmp_path, "gymnasium", {"id": "Numbers"}, "none", "9", "I take 1", "2.")
     assert [one[1:] for one in found[1:]] == [[0.0, False], [0.0, False], [0.0, False], [1.0, True]]
     assert found[1][0].startswith("Your action must be one of ")
-    found = asyncio.run(
-        steps(tmp_path, "gymnasium", {"id": "Words", "tag": "a", "args": {"target": "x"}}, "x", "<a>y</a> <a> x </a>")
+    found = await steps(
+        tmp_path, "gymnasium", {"id": "Words", "tag": "a", "args": {"target": "x"}}, "x", "<a>y</a> <a> x </a>"
     )
     assert found == ["Which?", ["Write your action as <a>...</a>.", 0.0, False], ["no", 1.0, True]]
 
 
-def test_a_game_of_textarena_shows_what_is_new_and_pays_at_its_end(tmp_path: Path) -> None:
+async def test_a_game_of_textarena_shows_what_is_new_and_pays_at_its_end(tmp_path: Path) -> None:
     (tmp_path / "textarena.py").write_text(TEXTARENA, encoding="utf-8")
-    found = asyncio.run(steps(tmp_path, "textarena", {"id": "Guess-v0"}, "3", "7"))
+    found = await steps(tmp_path, "textarena", {"id": "Guess-v0"}, "3", "7")
     assert found == ["Guess.", ["Colder.", None, False], ["Won.", 0.5, True]]
 
 
-def test_games_of_textarena_that_begin_at_once_are_those_of_their_seeds(tmp_path: Path) -> None:
+async def test_games_of_textarena_that_begin_at_once_are_those_of_their_seeds(tmp_path: Path) -> None:
     (tmp_path / "textarena.py").write_text(DRAWING, encoding="utf-8")
 
     async def drawn(count: int) -> list[Any]:
@@ -199,10 +193,10 @@ def test_games_of_textarena_that_begin_at_once_are_those_of_their_seeds(tmp_path
             await worker.close()
 
     expected = [str(random.Random(seed).random()) for seed in (0, 1)]
-    assert asyncio.run(drawn(8)) == expected * 4
+    assert await drawn(8) == expected * 4
 
 
-def test_a_session_of_an_openenv_server_is_played() -> None:
+async def test_a_session_of_an_openenv_server_is_played() -> None:
     serve = pytest.importorskip("websockets.sync.server").serve
     heard: list[Any] = []
 
@@ -225,37 +219,37 @@ def test_a_session_of_an_openenv_server_is_played() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
         args = {"url": url, "observation": "echoed", "reset": {"level": 2}}
-        assert asyncio.run(steps(Path(), "openenv", args, "hello")) == ["Begin.", ["hello", 0.5, True]]
+        assert await steps(Path(), "openenv", args, "hello") == ["Begin.", ["hello", 0.5, True]]
         assert heard[:2] == [
             {"type": "reset", "data": {"seed": 7000, "level": 2}},
             {"type": "step", "data": {"message": "hello"}},
         ]
         with pytest.raises(DataError, match=r"ConnectionError: the server says: no \(EXECUTION_ERROR\)"):
-            asyncio.run(steps(Path(), "openenv", {"url": url}, "break"))
+            await steps(Path(), "openenv", {"url": url}, "break")
         server.shutdown()
     with pytest.raises(DataError, match="ConnectionRefusedError"):
-        asyncio.run(steps(Path(), "openenv", {"url": url}))
+        await steps(Path(), "openenv", {"url": url})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
-def test_a_task_of_reasoning_gym_is_tried_several_times(tmp_path: Path) -> None:
+async def test_a_task_of_reasoning_gym_is_tried_several_times(tmp_path: Path) -> None:
     import reasoning_gym
 
     entry = reasoning_gym.create_dataset("basic_arithmetic", size=5, seed=3)[2]
     recipe = {"task": "basic_arithmetic", "size": 5, "seed": 3, "index": 2, "params": {}}
     task = {"data": {"reasoning_gym": recipe}}
     right = f"<answer>{entry['answer']}</answer>"
-    found = asyncio.run(steps(tmp_path, "retry", {"tries": 3}, "no idea", right, task=task))
+    found = await steps(tmp_path, "retry", {"tries": 3}, "no idea", right, task=task)
     assert found[1][0].startswith("That scores 0.0")
     assert found[2] == ["", 0.9, True]
 
 
-def test_an_environment_that_cannot_be_had_is_found_at_the_start(tmp_path: Path) -> None:
+async def test_an_environment_that_cannot_be_had_is_found_at_the_start(tmp_path: Path) -> None:
     worker = EnvironmentWorker("games.py:Count", tmp_path)
     with pytest.raises(ConfigError, match=r"the environment games.py:Count can't be loaded .*: no file"):
-        asyncio.run(worker.start())
+        await worker.start()
     with pytest.raises(ConfigError, match="python '/nowhere/python' must be an interpreter"):
         find_workflow("environment", {"environment": "a.py:A", "python": "/nowhere/python"}, tmp_path)
     (tmp_path / "gymnasium.py").write_text("raise ImportError('not for this Python')", encoding="utf-8")
     with pytest.raises(DataError, match="ImportError: not for this Python"):
-        asyncio.run(steps(tmp_path, "gymnasium", {"id": "Numbers"}))
+        await steps(tmp_path, "gymnasium", {"id": "Numbers"})

@@ -103,17 +103,19 @@ def call(code: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': code}})}\n</tool_call>"
 
 
-def test_episodes_have_interpreters_of_their_own(tmp_path: Path) -> None:
+async def test_episodes_have_interpreters_of_their_own(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path)
     says = answers(call("seen = globals().get('seen', 0) + 1\nseen"), call("seen += 1\nseen"), "Two.")
     config = loop_config(tmp_path, "tools", {"tools": [{"python": {"memory_mb": 256}}]})
-    samples = asyncio.run(play(config, SpeakingEngine(tokenizer, says), tokenizer, chat_task("Count.", n=2)))
+    samples = await play(config, SpeakingEngine(tokenizer, says), tokenizer, chat_task("Count.", n=2))
     for sample in samples:
         assert isinstance(sample, SampledCompletion)
         assert [m["content"] for m in sample.data["messages"] if m["role"] == "tool"] == ["1", "2"]
 
 
-def test_a_sandbox_that_cannot_be_started_fails_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sandbox_that_cannot_be_started_fails_the_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise InfraError("the sandbox could not be started: no more processes")
 
@@ -122,7 +124,7 @@ def test_a_sandbox_that_cannot_be_started_fails_the_sample(tmp_path: Path, monke
     monkeypatch.setattr(Sandbox, "start", fails)
     engine = SpeakingEngine(tokenizer, answers(call("1"), "Well."))
     # The trial of the sandbox has been made by then.
-    (sample,) = asyncio.run(play(config, engine, tokenizer, chat_task("Count.")))
+    (sample,) = await play(config, engine, tokenizer, chat_task("Count."))
     assert isinstance(sample, FailedSample)
     assert "no more processes" in sample.reason
 

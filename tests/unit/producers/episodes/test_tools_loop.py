@@ -110,26 +110,26 @@ def config(base: Path, *names: str, agents: dict[str, Any] | None = None, **args
     return loop_config(base, "tools", {"tools": [f"tools.py:{name}" for name in names], **args}, **(agents or {}))
 
 
-def one(
+async def one(
     base: Path, tokenizer: HfTokenizer, answers: Says, *names: str, agents: Any = None, **args: Any
 ) -> tuple[SampledCompletion, SpeakingEngine]:
     engine = SpeakingEngine(tokenizer, answers)
     settings = config(base, *names, agents=agents, **args)
-    (sample,) = asyncio.run(play(settings, engine, tokenizer, chat_task("What is it?")))
+    (sample,) = await play(settings, engine, tokenizer, chat_task("What is it?"))
     assert isinstance(sample, SampledCompletion), sample
     sample.to_trajectory(chat_task("What is it?"), "run", "generator")
     return sample, engine
 
 
-def results(base: Path, tokenizer: HfTokenizer, answer: str, *names: str, **args: Any) -> list[dict[str, Any]]:
+async def results(base: Path, tokenizer: HfTokenizer, answer: str, *names: str, **args: Any) -> list[dict[str, Any]]:
     """The messages that the policy reads after an answer."""
-    sample, _ = one(base, tokenizer, says(answer, "Well."), *names, **args)
+    sample, _ = await one(base, tokenizer, says(answer, "Well."), *names, **args)
     return [message for message in sample.data["messages"][2:] if message["role"] != "assistant"]
 
 
-def test_functions_are_run_until_the_policy_calls_none(base: Path, tokenizer: HfTokenizer):
+async def test_functions_are_run_until_the_policy_calls_none(base: Path, tokenizer: HfTokenizer):
     two = call("add", a=2) + "\n" + call("multiply", a=1.5, b=2)
-    sample, engine = one(base, tokenizer, says(two, call("add", a=5, b=5), "It is 10."), "add", "multiply")
+    sample, engine = await one(base, tokenizer, says(two, call("add", a=5, b=5), "It is 10."), "add", "multiply")
     assert (sample.finish, sample.completion, len(sample.calls)) == ("stop", "It is 10.", 3)
     assert [turn.role for turn in sample.turns] == ["prompt", "assistant", "tool", "assistant", "tool", "assistant"]
     trained = [token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask]
@@ -146,8 +146,8 @@ def test_functions_are_run_until_the_policy_calls_none(base: Path, tokenizer: Hf
     assert sample.reward is None
 
 
-def test_the_policy_is_told_of_tools_by_their_name_docstring_and_type_hints(base: Path, tokenizer: HfTokenizer):
-    _, engine = one(base, tokenizer, says("Hi."), "add", "multiply")
+async def test_the_policy_is_told_of_tools_by_their_name_docstring_and_type_hints(base: Path, tokenizer: HfTokenizer):
+    _, engine = await one(base, tokenizer, says("Hi."), "add", "multiply")
     told = json.loads(engine.prompts[0].partition("system\n")[2].partition(END)[0])
     assert told[0] == {
         "type": "function",
@@ -179,91 +179,88 @@ def test_the_policy_is_told_of_tools_by_their_name_docstring_and_type_hints(base
         (call("cancel"), "error: RuntimeError: it was cancelled from within"),
     ],
 )
-def test_what_goes_wrong_with_a_call_is_its_result(base: Path, tokenizer: HfTokenizer, answer: str, told: str):
-    (message,) = results(base, tokenizer, answer, "add", "break_it", "cancel")
+async def test_what_goes_wrong_with_a_call_is_its_result(base: Path, tokenizer: HfTokenizer, answer: str, told: str):
+    (message,) = await results(base, tokenizer, answer, "add", "break_it", "cancel")
     assert message["role"] == "tool"
     assert message["content"].startswith(told)
 
 
-def test_a_call_that_cannot_be_read_is_told_and_the_others_are_run(base: Path, tokenizer: HfTokenizer):
-    (message,) = results(base, tokenizer, "<tool_call>add 1 and 2</tool_call>", "add")
+async def test_a_call_that_cannot_be_read_is_told_and_the_others_are_run(base: Path, tokenizer: HfTokenizer):
+    (message,) = await results(base, tokenizer, "<tool_call>add 1 and 2</tool_call>", "add")
     assert (message["role"], message["content"][:37]) == ("user", "error: a tool call could not be read:")
-    (message,) = results(base, tokenizer, "<tool_call>add</tool_call>" + call("add", a=1), "add")
+    (message,) = await results(base, tokenizer, "<tool_call>add</tool_call>" + call("add", a=1), "add")
     assert message["role"] == "tool"
     assert message["content"].startswith("2\nerror: a tool call could not be read:")
 
 
 @pytest.mark.parametrize("answer", [call("hang"), call("wait", seconds=3600)])
-def test_a_tool_that_takes_too_long_is_told_and_holds_nobody_up(base: Path, tokenizer: HfTokenizer, answer: str):
+async def test_a_tool_that_takes_too_long_is_told_and_holds_nobody_up(base: Path, tokenizer: HfTokenizer, answer: str):
     try:
-        (message,) = results(base, tokenizer, answer, "hang", "wait", timeout_s=0.2)
+        (message,) = await results(base, tokenizer, answer, "hang", "wait", timeout_s=0.2)
     finally:
         user_module(base).SLOW["released"].set()
     assert message["content"].endswith("took longer than 0.2 s")
 
 
-def test_calls_of_one_answer_run_beside_each_other_up_to_a_limit(base: Path, tokenizer: HfTokenizer):
+async def test_calls_of_one_answer_run_beside_each_other_up_to_a_limit(base: Path, tokenizer: HfTokenizer):
     answer = "".join(call("multiply", a=k, b=1) for k in range(6))
-    found = results(base, tokenizer, answer, "multiply", parallel=3)
+    found = await results(base, tokenizer, answer, "multiply", parallel=3)
     assert [json.loads(message["content"])["product"] for message in found] == [0, 1, 2, 3, 4, 5]
     assert user_module(base).SLOW["most"] == 3
 
 
-def test_a_long_result_is_cut_in_its_middle(base: Path, tokenizer: HfTokenizer):
-    (message,) = results(base, tokenizer, call("wait", seconds=0), "wait", longest_result=101)
+async def test_a_long_result_is_cut_in_its_middle(base: Path, tokenizer: HfTokenizer):
+    (message,) = await results(base, tokenizer, call("wait", seconds=0), "wait", longest_result=101)
     assert message["content"] == f"{'x' * 51}\n[9899 characters left out]\n{'x' * 50}"
     assert shorten("abc", 3) == "abc"
     assert shorten("abcd", 1) == "a\n[3 characters left out]\n"
 
 
-def test_an_episode_ends_at_its_limit_of_calls(base: Path, tokenizer: HfTokenizer):
+async def test_an_episode_ends_at_its_limit_of_calls(base: Path, tokenizer: HfTokenizer):
     again = lambda prompt: call("add", a=1)  # noqa: E731
-    sample, _ = one(base, tokenizer, again, "add", max_calls=3)
+    sample, _ = await one(base, tokenizer, again, "add", max_calls=3)
     assert (sample.finish, len(sample.calls), sample.metrics["tool_calls"]) == ("calls", 3, 3)
-    sample, _ = one(base, tokenizer, again, "add", agents={"max_calls": 2})
+    sample, _ = await one(base, tokenizer, again, "add", agents={"max_calls": 2})
     assert (sample.finish, len(sample.calls)) == ("calls", 2)
     settings = config(base, "add", max_calls=2, agents={"late": "exclude"})
-    (failed,) = asyncio.run(play(settings, SpeakingEngine(tokenizer, again), tokenizer, chat_task("Go on")))
+    (failed,) = await play(settings, SpeakingEngine(tokenizer, again), tokenizer, chat_task("Go on"))
     assert failed == FailedSample(0, "its episode reached its limit of 2 model calls", "late")
 
 
-def test_a_call_in_an_answer_that_was_cut_is_not_run(base: Path, tokenizer: HfTokenizer):
+async def test_a_call_in_an_answer_that_was_cut_is_not_run(base: Path, tokenizer: HfTokenizer):
     engine = SpeakingEngine(tokenizer, says(call("add", a=1) + " and then " * 100))
-    (sample,) = asyncio.run(play(config(base, "add"), engine, tokenizer, chat_task("Go on", max_tokens=80)))
+    (sample,) = await play(config(base, "add"), engine, tokenizer, chat_task("Go on", max_tokens=80))
     assert isinstance(sample, SampledCompletion)
     assert (sample.finish, len(sample.calls), "tool_calls" in sample.metrics) == ("length", 1, False)
 
 
-def test_an_episode_whose_next_prompt_does_not_fit_keeps_what_it_has(base: Path, tokenizer: HfTokenizer):
+async def test_an_episode_whose_next_prompt_does_not_fit_keeps_what_it_has(base: Path, tokenizer: HfTokenizer):
     settings = config(base, "wait", longest_result=10_000)
     settings.model.max_length = 2000
     engine = SpeakingEngine(tokenizer, says(call("wait", seconds=0), "never"))
-    (sample,) = asyncio.run(play(settings, engine, tokenizer, chat_task("Go on")))
+    (sample,) = await play(settings, engine, tokenizer, chat_task("Go on"))
     assert isinstance(sample, SampledCompletion)
     assert (sample.finish, len(sample.calls)) == ("length", 1)
 
 
-def test_an_episode_goes_on_elsewhere_from_its_recorded_calls(base: Path, tokenizer: HfTokenizer):
+async def test_an_episode_goes_on_elsewhere_from_its_recorded_calls(base: Path, tokenizer: HfTokenizer):
     last = "The sum of these is three, as far as I can tell."
     task = chat_task("What is it?")
     saved: list[Partial] = []
     engine = SpeakingEngine(tokenizer, says(call("add", a=2), f"...{last}"), cut=4)
 
-    async def cut_short() -> SampledCompletion:
-        playing = asyncio.create_task(play(config(base, "add"), engine, tokenizer, task, saved=saved))
-        await asyncio.wait_for(engine.waiting.wait(), 20)
-        await engine.abort_all()
-        (sample,) = await playing
-        assert isinstance(sample, SampledCompletion)
-        return sample
-
-    sample = asyncio.run(cut_short())
+    playing = asyncio.create_task(play(config(base, "add"), engine, tokenizer, task, saved=saved))
+    await asyncio.wait_for(engine.waiting.wait(), 20)
+    await engine.abort_all()
+    (sample,) = await playing
+    assert isinstance(sample, SampledCompletion)
+    sample = sample
     assert (sample.finish, [c.finish for c in sample.calls]) == ("abort", ["stop", "abort"])
     assert [len(partial.calls) for partial in saved] == [1]
     partial = sample.to_partial()
     other = SpeakingEngine(tokenizer, says("never asked", last), version=4)
     task = chat_task("What is it?", partials=[partial])
-    (whole,) = asyncio.run(play(config(base, "add"), other, tokenizer, task))
+    (whole,) = await play(config(base, "add"), other, tokenizer, task)
     assert isinstance(whole, SampledCompletion)
     assert (whole.finish, whole.completion) == ("stop", last)
     assert other.prefixes == [partial.calls[1].tokens.numpy().tolist()]
@@ -271,7 +268,7 @@ def test_an_episode_goes_on_elsewhere_from_its_recorded_calls(base: Path, tokeni
     whole.to_trajectory(task, "run", "generator")
 
 
-def test_a_generator_that_ends_does_not_wait_for_a_tool(base: Path, tokenizer: HfTokenizer):
+async def test_a_generator_that_ends_does_not_wait_for_a_tool(base: Path, tokenizer: HfTokenizer):
     settings = config(base, "interrupt")
 
     async def interrupt() -> tuple[SampledCompletion | FailedSample, ...]:
@@ -282,22 +279,22 @@ def test_a_generator_that_ends_does_not_wait_for_a_tool(base: Path, tokenizer: H
         (second,) = await play(settings, engine, tokenizer, task, interrupted=interrupted)
         return first, second
 
-    for sample, calls in zip(asyncio.run(interrupt()), (1, 0), strict=True):
+    for sample, calls in zip(await interrupt(), (1, 0), strict=True):
         assert isinstance(sample, SampledCompletion)
         assert (sample.finish, len(sample.to_partial().calls)) == ("abort", calls)
 
 
-def test_samples_of_a_task_are_sampled_apart(base: Path, tokenizer: HfTokenizer):
+async def test_samples_of_a_task_are_sampled_apart(base: Path, tokenizer: HfTokenizer):
     engine = SpeakingEngine(tokenizer, says("Hi."))
-    samples = asyncio.run(play(config(base, "add"), engine, tokenizer, chat_task("Hello", n=3, seed=5)))
+    samples = await play(config(base, "add"), engine, tokenizer, chat_task("Hello", n=3, seed=5))
     assert [sample.index for sample in samples] == [0, 1, 2]
     assert sorted(seed for seed in engine.seeds if seed is not None) == [5, 6, 7]
 
 
-def test_a_tool_without_its_infrastructure_ends_the_generator(base: Path, tokenizer: HfTokenizer):
+async def test_a_tool_without_its_infrastructure_ends_the_generator(base: Path, tokenizer: HfTokenizer):
     engine = SpeakingEngine(tokenizer, says(call("break_it", how="infra")))
     with pytest.raises(InfraError, match="the database is down"):
-        asyncio.run(play(config(base, "break_it"), engine, tokenizer, chat_task("Go on")))
+        await play(config(base, "break_it"), engine, tokenizer, chat_task("Go on"))
 
 
 @pytest.mark.parametrize(

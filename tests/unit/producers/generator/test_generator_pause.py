@@ -51,84 +51,73 @@ def follower() -> tuple[OrderFollower, RecordingEngine]:
     return OrderFollower(cast(Broker, None), cast(Engine, engine)), engine
 
 
-def test_a_generator_begins_paused_until_it_has_read_the_orders_once() -> None:
-    async def scenario() -> None:
-        pause, engine = follower()
-        assert not pause.is_open
-        assert pause.reasons == PauseReasons.of("starting")
-        await pause.follow(None)
-        assert pause.is_open
-        assert not pause.reasons
-        assert engine.calls == []
-
-    asyncio.run(scenario())
+async def test_a_generator_begins_paused_until_it_has_read_the_orders_once() -> None:
+    pause, engine = follower()
+    assert not pause.is_open
+    assert pause.reasons == PauseReasons.of("starting")
+    await pause.follow(None)
+    assert pause.is_open
+    assert not pause.reasons
+    assert engine.calls == []
 
 
-def test_a_freeze_pauses_the_engine_and_the_next_order_resumes_it() -> None:
-    async def scenario() -> None:
-        pause, engine = follower()
-        await pause.engine_started()
-        await pause.follow(ControlState(pause="freeze", pause_id=3))
-        assert not pause.is_open
-        assert pause.reasons == PauseReasons.of("ordered")
-        assert pause.acknowledged == {"pause": 3}
-        await pause.follow(None)
-        assert not pause.is_open, "a broker that knows no orders ends no pause"
-        await pause.follow(ControlState(pause_id=4))
-        assert pause.is_open
-        assert engine.calls == ["pause", "resume"]
-        assert pause.acknowledged == {"pause": 4}
-
-    asyncio.run(scenario())
+async def test_a_freeze_pauses_the_engine_and_the_next_order_resumes_it() -> None:
+    pause, engine = follower()
+    await pause.engine_started()
+    await pause.follow(ControlState(pause="freeze", pause_id=3))
+    assert not pause.is_open
+    assert pause.reasons == PauseReasons.of("ordered")
+    assert pause.acknowledged == {"pause": 3}
+    await pause.follow(None)
+    assert not pause.is_open, "a broker that knows no orders ends no pause"
+    await pause.follow(ControlState(pause_id=4))
+    assert pause.is_open
+    assert engine.calls == ["pause", "resume"]
+    assert pause.acknowledged == {"pause": 4}
 
 
-def test_a_silent_broker_pauses_and_its_answer_ends_that_reason_alone(monkeypatch) -> None:
+async def test_a_silent_broker_pauses_and_its_answer_ends_that_reason_alone(monkeypatch) -> None:
     monkeypatch.setattr(orders, "FENCE_S", 0.01)
 
-    async def scenario() -> None:
-        broker, engine, stop = SilentBroker(), RecordingEngine(), StopFlag()
-        pause = OrderFollower(cast(Broker, broker), cast(Engine, engine))
-        await pause.engine_started()
-        await pause.follow(ControlState(pause="freeze", pause_id=1))
-        running = asyncio.create_task(pause.run(stop))
-        async with asyncio.timeout(30):
-            while "broker silent" not in pause.reasons:  # noqa: ASYNC110 - nothing tells of a pause that begins
-                await asyncio.sleep(0.001)
-            assert "ordered" in pause.reasons
-            broker.control = ControlState(pause="freeze", pause_id=1)
-            broker.answers.set()
-            while "broker silent" in pause.reasons:  # noqa: ASYNC110 - the pause continues for another reason
-                await asyncio.sleep(0.001)
-            assert pause.reasons == PauseReasons.of("ordered")
-            assert not pause.is_open
-            broker.control = ControlState(pause_id=2)
-            assert await pause.wait_open()
-            stop.set()
-            await running
-        assert engine.calls == ["pause", "resume"]
-
-    asyncio.run(scenario())
+    broker, engine, stop = SilentBroker(), RecordingEngine(), StopFlag()
+    pause = OrderFollower(cast(Broker, broker), cast(Engine, engine))
+    await pause.engine_started()
+    await pause.follow(ControlState(pause="freeze", pause_id=1))
+    running = asyncio.create_task(pause.run(stop))
+    async with asyncio.timeout(30):
+        while "broker silent" not in pause.reasons:  # noqa: ASYNC110 - nothing tells of a pause that begins
+            await asyncio.sleep(0.001)
+        assert "ordered" in pause.reasons
+        broker.control = ControlState(pause="freeze", pause_id=1)
+        broker.answers.set()
+        while "broker silent" in pause.reasons:  # noqa: ASYNC110 - the pause continues for another reason
+            await asyncio.sleep(0.001)
+        assert pause.reasons == PauseReasons.of("ordered")
+        assert not pause.is_open
+        broker.control = ControlState(pause_id=2)
+        assert await pause.wait_open()
+        stop.set()
+        await running
+    assert engine.calls == ["pause", "resume"]
 
 
-def test_the_clock_of_deadlines_stands_still_while_nothing_may_be_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_clock_of_deadlines_stands_still_while_nothing_may_be_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 100.0
     monkeypatch.setattr(orders.time, "monotonic", lambda: now)
 
-    async def scenario() -> None:
-        nonlocal now
-        pause, _ = follower()
-        at_start, now = pause.clock(), 107.0
-        assert pause.clock() == at_start
-        await pause.follow(None)
-        now = 110.0
-        assert pause.clock() == at_start + 3
-        await pause.follow(ControlState(pause="freeze", pause_id=1))
-        now = 150.0
-        await pause.follow(ControlState(pause="freeze", pause_id=2))
-        now = 160.0
-        assert pause.clock() == at_start + 3
-        await pause.follow(ControlState(pause_id=3))
-        now = 161.0
-        assert pause.clock() == at_start + 4
-
-    asyncio.run(scenario())
+    pause, _ = follower()
+    at_start, now = pause.clock(), 107.0
+    assert pause.clock() == at_start
+    await pause.follow(None)
+    now = 110.0
+    assert pause.clock() == at_start + 3
+    await pause.follow(ControlState(pause="freeze", pause_id=1))
+    now = 150.0
+    await pause.follow(ControlState(pause="freeze", pause_id=2))
+    now = 160.0
+    assert pause.clock() == at_start + 3
+    await pause.follow(ControlState(pause_id=3))
+    now = 161.0
+    assert pause.clock() == at_start + 4

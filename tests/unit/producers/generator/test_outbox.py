@@ -49,7 +49,7 @@ def partial(length: int) -> Partial:
         ((True, False, True), [(0, 0), (1, 4), (0, 0)]),
     ],
 )
-def test_a_sample_begins_anew_where_a_piece_of_it_was_refused(
+async def test_a_sample_begins_anew_where_a_piece_of_it_was_refused(
     answers: tuple[bool, ...], sent: list[tuple[int, int]]
 ) -> None:
     async def save() -> list[tuple[int, int]]:
@@ -62,7 +62,7 @@ def test_a_sample_begins_anew_where_a_piece_of_it_was_refused(
             await saver.close()
         return partials.sent
 
-    assert asyncio.run(asyncio.wait_for(save(), 10)) == sent
+    assert await asyncio.wait_for(save(), 10) == sent
 
 
 class Gated(Answers):
@@ -80,7 +80,7 @@ class Gated(Answers):
         return super().save_pieces(growth)
 
 
-def test_who_waits_for_a_state_goes_on_when_the_broker_has_it_or_a_later_one() -> None:
+async def test_who_waits_for_a_state_goes_on_when_the_broker_has_it_or_a_later_one() -> None:
     async def save() -> None:
         partials = Gated()
         saver = PartialSaver(cast(Partials, partials))
@@ -97,11 +97,11 @@ def test_who_waits_for_a_state_goes_on_when_the_broker_has_it_or_a_later_one() -
         await saver.save_soon(delivery, partial(12))  # nothing is new
         assert len(partials.sent) == 2
 
-    asyncio.run(asyncio.wait_for(save(), 10))
+    await asyncio.wait_for(save(), 10)
 
 
 @pytest.mark.parametrize("end", ["the broker is gone", "the task is another's", "the generator ends"])
-def test_who_waits_for_what_can_not_be_saved_goes_on(end: str) -> None:
+async def test_who_waits_for_what_can_not_be_saved_goes_on(end: str) -> None:
     async def save() -> None:
         partials = Gated(InfraError("no broker") if end == "the broker is gone" else None)
         saver = PartialSaver(cast(Partials, partials))
@@ -118,7 +118,7 @@ def test_who_waits_for_what_can_not_be_saved_goes_on(end: str) -> None:
             assert second.done()
         await asyncio.gather(first, second)
 
-    asyncio.run(asyncio.wait_for(save(), 10))
+    await asyncio.wait_for(save(), 10)
 
 
 def call(key: str, length: int = 3, finish: FinishReason = "stop") -> Call:
@@ -201,7 +201,7 @@ async def begin(outbox: Outbox, *samples: int) -> list[asyncio.Task[str]]:
     return waiting
 
 
-def test_who_waits_with_a_sender_that_is_cancelled_has_the_answer_all_the_same() -> None:
+async def test_who_waits_with_a_sender_that_is_cancelled_has_the_answer_all_the_same() -> None:
     async def publish() -> None:
         queue = GatedQueue()
         outbox = Outbox(cast(TaskQueue, queue))
@@ -215,11 +215,11 @@ def test_who_waits_with_a_sender_that_is_cancelled_has_the_answer_all_the_same()
         assert await asyncio.gather(beside, later) == ["ok", "ok"]
         assert sorted(sample for call in queue.taken for sample in call) == [0, 1, 2]
 
-    asyncio.run(asyncio.wait_for(publish(), 10))
+    await asyncio.wait_for(publish(), 10)
 
 
 @pytest.mark.parametrize("error", [InfraError("no broker"), RuntimeError("a bug")])
-def test_an_error_of_a_call_is_that_of_all_whose_samples_it_had(error: Exception) -> None:
+async def test_an_error_of_a_call_is_that_of_all_whose_samples_it_had(error: Exception) -> None:
     async def publish() -> None:
         queue = GatedQueue(error)
         outbox = Outbox(cast(TaskQueue, queue))
@@ -227,4 +227,4 @@ def test_an_error_of_a_call_is_that_of_all_whose_samples_it_had(error: Exception
         queue.open.set()
         assert await asyncio.gather(*waiting, return_exceptions=True) == [error, error]
 
-    asyncio.run(asyncio.wait_for(publish(), 10))
+    await asyncio.wait_for(publish(), 10)

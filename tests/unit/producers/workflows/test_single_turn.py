@@ -167,21 +167,21 @@ def test_a_folder_without_tokenizer_is_named(tmp_path: Path):
         HfTokenizer(str(tmp_path))
 
 
-def test_growing_samples_come_as_partials_that_another_goes_on_from(tokenizer: HfTokenizer):
+async def test_growing_samples_come_as_partials_that_another_goes_on_from(tokenizer: HfTokenizer):
     async def collect(engine: ScriptedEngine, job: Task) -> tuple[list[SampledCompletion], list[Partial]]:
         growing: list[Partial] = []
         rollout = RolloutContext(engine, tokenizer, job, [0, 1], save=keep_in(growing))
         return [sample async for sample in SingleTurn().run(rollout)], growing
 
     settings = EngineSettings("none", "float32", 200, 8, report_every=3, args={"min_length": 9, "max_length": 9})
-    finished, growing = asyncio.run(collect(ScriptedEngine(settings), task(text="1+2=")))
+    finished, growing = await collect(ScriptedEngine(settings), task(text="1+2="))
     assert [(part.sample, len(part.tokens)) for part in growing] == [(0, 3), (1, 3), (0, 6), (1, 6)]
     ends = {sample.index: sample for sample in finished}
     start = len(ends[0].tokens) - 9
     for part in growing:
         assert part.tokens.numpy().tolist() == ends[part.sample].tokens[start : start + len(part.tokens)]
         assert part.spans == [Span(0, 0, len(part.tokens))]
-    finished, grown = asyncio.run(collect(ScriptedEngine(settings), task(text="1+2=", partials=growing[2:])))
+    finished, grown = await collect(ScriptedEngine(settings), task(text="1+2=", partials=growing[2:]))
     assert len(finished) == 2
     pieces = [(part.sample, part.tokens.numpy().tolist()) for part in grown]
     for index, tokens in [*pieces, *((sample.index, sample.tokens[start:]) for sample in finished)]:

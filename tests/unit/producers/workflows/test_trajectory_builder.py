@@ -128,7 +128,7 @@ def test_a_prompt_comes_first_and_once_and_a_sample_needs_an_end() -> None:
     assert begun().finish("length").turns == [Turn("prompt", 0, 2)]
 
 
-def test_each_yields_samples_as_they_come_and_leaves_nothing_running() -> None:
+async def test_each_yields_samples_as_they_come_and_leaves_nothing_running() -> None:
     engine = ScriptedEngine(EngineSettings("none", "float32", 20, 4, args={"token_s": 0.001}))
     late = asyncio.Event()
     cancelled: list[int] = []
@@ -144,13 +144,10 @@ def test_each_yields_samples_as_they_come_and_leaves_nothing_running() -> None:
                 raise
         return trajectory.finish()
 
-    async def scenario() -> None:
-        await engine.start()
-        results = RolloutContext(engine, Letters(), TASK, [0, 1]).each(sample)
-        async with asyncio.timeout(10):
-            assert (await anext(results)).index == 1
-            await results.aclose()
-            await asyncio.sleep(0)
-        assert cancelled == [0]
-
-    asyncio.run(scenario())
+    await engine.start()
+    results = RolloutContext(engine, Letters(), TASK, [0, 1]).each(sample)
+    async with asyncio.timeout(10):
+        assert (await anext(results)).index == 1
+        await results.aclose()
+        await asyncio.sleep(0)
+    assert cancelled == [0]

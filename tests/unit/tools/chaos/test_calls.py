@@ -123,7 +123,7 @@ def test_the_agents_own_reward_is_that_of_what_is_trained(
     assert judge(tmp_path, trajectory(finish=finish, reward=reward)) == promises
 
 
-def test_an_agent_asks_again_when_its_connection_is_cut(tmp_path: Path) -> None:
+async def test_an_agent_asks_again_when_its_connection_is_cut(tmp_path: Path) -> None:
     heard: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -143,7 +143,7 @@ def test_an_agent_asks_again_when_its_connection_is_cut(tmp_path: Path) -> None:
 
     proxy = Proxy(tmp_path / "no.sock")
     try:
-        assert asyncio.run(play()) == {"choices": []}
+        assert await play() == {"choices": []}
     finally:
         proxy.close()
     assert [b"retry-count: 0" in heard[0], b"retry-count: 1" in heard[1]] == [True, True]
