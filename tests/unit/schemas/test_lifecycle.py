@@ -1,15 +1,16 @@
-"""Waits that end when the process is asked to, and pauses with several reasons."""
+"""Waits that end when the process is asked to, and imports without the cycle collector."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
 
 import pytest
 
-from schemas.system.lifecycle import PauseReasons, StopFlag, until_stopped
+from schemas.system.lifecycle import PauseReasons, StopFlag, importing, until_stopped
 
 
 async def test_what_is_waited_for_comes_through_until_the_end_and_is_left_alone_then() -> None:
@@ -68,3 +69,35 @@ def test_a_reason_is_set_from_whether_it_holds() -> None:
     assert PauseReasons().setting("ordered", True) == PauseReasons.of("ordered")
     assert PauseReasons.of("ordered").setting("ordered", False) == PauseReasons()
     assert PauseReasons.of("ordered", "starting").setting("ordered", False) == PauseReasons.of("starting")
+
+
+def test_imports_are_left_out_of_later_rounds_and_the_collector_goes_on() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with importing():
+            assert not gc.isenabled()
+            made = [[] for _ in range(1000)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= before + len(made)
+    finally:
+        gc.unfreeze()
+
+
+def test_the_collector_works_again_when_an_import_fails() -> None:
+    try:
+        with pytest.raises(ImportError), importing():
+            raise ImportError
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
+
+
+def test_a_collector_that_the_user_turned_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with importing():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+        gc.unfreeze()

@@ -1,15 +1,17 @@
-"""Two runs of one name on one server: the second is refused by name, and the first does not notice."""
+"""Two runs of one name, or one that another version of Tidemill wrote: refused in one line, and harmless."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import structlog
+from typer.testing import CliRunner
 
 from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
@@ -18,12 +20,14 @@ from broker.queues.tasks import eval_task_id
 from broker.telemetry.stream_lag import read_stream_lags
 from consumers.reward.scorer import Scorer
 from consumers.reward.service import RewardService
+from deploy.cli.app import app
 from deploy.services.finished_run import FinishedRunWatch
 from producers.datasets.arithmetic import Arithmetic
 from producers.datasets.mixture import Mixture, Part
 from producers.engines.base import Engine
 from producers.feeder import Feeder
 from producers.generator.orders import OrderFollower
+from schemas.codec import SCHEMA_VERSION
 from schemas.config import RewardTerm, TidemillConfig
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Score
@@ -31,9 +35,8 @@ from schemas.run_record import JoinedRun, claim_folder
 from schemas.system.lifecycle import StopFlag
 from tests.support.broker.leadership import configuration_in, leadership_in
 from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task, make_trajectory
-from tests.support.broker.trainer_sessions import FIRST, change_request, take_over_as
+from tests.support.broker.trainer_sessions import FIRST, change_request, take_over, take_over_as
 
-pytestmark = pytest.mark.integration
 OURS, OTHER = Owner("ours", "/runs/a", "here"), Owner("other", "/runs/b", "there")
 
 
@@ -46,6 +49,7 @@ def train_one(broker: Broker) -> None:
     training.complete_step(record)
 
 
+@pytest.mark.integration
 def test_a_trainer_of_another_run_is_refused_whatever_the_journal_holds(broker: Broker) -> None:
     train_one(broker)
     before = broker.ledger.read_state()
@@ -61,6 +65,7 @@ def test_a_trainer_of_another_run_is_refused_whatever_the_journal_holds(broker: 
     assert again.step == 1
 
 
+@pytest.mark.integration
 def test_a_name_is_taken_before_any_service_starts_and_found_by_its_owner_only(broker: Broker) -> None:
     broker.owner.claim(OURS)
     with pytest.raises(ConfigError, match="by the run in /runs/a on here"):
@@ -75,6 +80,7 @@ def test_a_name_is_taken_before_any_service_starts_and_found_by_its_owner_only(b
     assert not taken.lost, "a name that is taken is no run that was lost"
 
 
+@pytest.mark.integration
 def test_a_broker_that_forgot_everything_learns_whose_run_it_is_from_the_trainer(broker: Broker) -> None:
     take_over_as(broker, change_request(FIRST, owner=OURS))
     broker.purge()
@@ -89,6 +95,7 @@ def test_a_broker_that_forgot_everything_learns_whose_run_it_is_from_the_trainer
         take_over_as(broker, change_request(FIRST, owner=OURS, fresh=False))
 
 
+@pytest.mark.integration
 def test_a_new_attempt_does_not_show_how_the_last_one_ended(broker: Broker) -> None:
     train_one(broker)
     broker.ledger.set_run_state("state", "failed")
@@ -98,6 +105,7 @@ def test_a_new_attempt_does_not_show_how_the_last_one_ended(broker: Broker) -> N
     assert (state.state, state.cause, state.step) == ("starting", "", 1)
 
 
+@pytest.mark.integration
 def test_checkpoints_of_another_run_are_not_gone_on_with(broker: Broker, tmp_path: Path) -> None:
     leadership = leadership_in(tmp_path, broker)
     leadership.restore(from_checkpoint=False)
@@ -109,6 +117,7 @@ def test_checkpoints_of_another_run_are_not_gone_on_with(broker: Broker, tmp_pat
         copied.restore(from_checkpoint=True)
 
 
+@pytest.mark.integration
 def test_a_feeder_of_another_runs_folder_admits_nothing(broker: Broker, tmp_path: Path) -> None:
     take_over_as(broker, change_request(FIRST, owner=OURS))
     config = configuration_in(tmp_path)
@@ -118,6 +127,7 @@ def test_a_feeder_of_another_runs_folder_admits_nothing(broker: Broker, tmp_path
     assert broker.ledger.read_state().admitted == 0
 
 
+@pytest.mark.integration
 async def test_a_generator_ends_when_the_run_that_it_works_for_is_replaced(broker: Broker, tmp_path: Path) -> None:
     engine = cast(Engine, SimpleNamespace())
     follower = OrderFollower(broker, engine, run=JoinedRun(tmp_path / "elsewhere"))
@@ -134,6 +144,7 @@ async def test_a_generator_ends_when_the_run_that_it_works_for_is_replaced(broke
         await follower.follow(broker.run_control.read())
 
 
+@pytest.mark.integration
 async def test_a_generator_in_another_runs_folder_is_refused(broker: Broker, tmp_path: Path) -> None:
     claim_folder(configuration_in(tmp_path))
     take_over_as(broker, change_request(FIRST, owner=OURS))
@@ -142,6 +153,7 @@ async def test_a_generator_in_another_runs_folder_is_refused(broker: Broker, tmp
         await follower.follow(broker.run_control.read())
 
 
+@pytest.mark.integration
 def test_a_reward_service_scores_nothing_of_another_run(broker: Broker, tmp_path: Path) -> None:
     claim_folder(configuration_in(tmp_path))
     take_over_as(broker, change_request(FIRST, owner=OURS))
@@ -158,6 +170,7 @@ def test_a_reward_service_scores_nothing_of_another_run(broker: Broker, tmp_path
     assert [entry.waiting for entry in read_stream_lags(broker.connection) if entry.name == "trajectories"] == [1]
 
 
+@pytest.mark.integration
 def test_another_run_of_the_name_that_is_finished_sends_no_service_home(
     make_broker: Callable[..., Broker], server: EmbeddedServer, tmp_path: Path
 ) -> None:
@@ -192,6 +205,7 @@ def replace_run(broker: Broker) -> None:
     take_over_as(broker, change_request(FIRST, owner=OTHER))
 
 
+@pytest.mark.integration
 def test_samples_of_a_purged_run_do_not_get_into_the_next_one_of_its_name(broker: Broker, tmp_path: Path) -> None:
     take_over_as(broker, change_request(FIRST, owner=OURS))
     broker.ledger.admit(make_task(0))
@@ -211,6 +225,7 @@ def test_samples_of_a_purged_run_do_not_get_into_the_next_one_of_its_name(broker
     assert broker.ledger.read_state().dead_letters == 1
 
 
+@pytest.mark.integration
 def test_a_feeder_of_a_purged_run_admits_nothing_into_the_next_one_of_its_name(broker: Broker, tmp_path: Path) -> None:
     old, new = joined_run(tmp_path, "ours"), joined_run(tmp_path, "other")
     take_over_as(broker, change_request(FIRST, owner=OURS))
@@ -226,6 +241,7 @@ def test_a_feeder_of_a_purged_run_admits_nothing_into_the_next_one_of_its_name(b
     assert broker.evals.open(0, evaluation, new)
 
 
+@pytest.mark.integration
 def test_scores_of_a_purged_run_do_not_get_into_the_next_one_of_its_name(broker: Broker) -> None:
     take_over_as(broker, change_request(FIRST, owner=OURS))
     broker.ledger.admit(make_task(0))
@@ -253,6 +269,7 @@ async def follow_once(broker: Broker, folder: Path) -> None:
     await follower.follow(broker.run_control.read())
 
 
+@pytest.mark.integration
 def test_services_in_a_folder_that_is_no_runs_say_once_whose_run_they_work_for(broker: Broker, tmp_path: Path) -> None:
     take_over_as(broker, change_request(FIRST, owner=OURS))
     config = configuration_in(tmp_path)
@@ -271,3 +288,66 @@ def test_services_in_a_folder_that_is_no_runs_say_once_whose_run_they_work_for(b
     with structlog.testing.capture_logs() as lines:
         JoinedRun(config.folder).check(claim_folder(config).id)
     assert lines == []
+
+
+def config_of(run: str, server: EmbeddedServer) -> TidemillConfig:
+    return TidemillConfig.model_validate(
+        {
+            "run": {"name": run},
+            "model": {"path": "model"},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+            "broker": {"url": server.url},
+        }
+    )
+
+
+def as_of_schema_one(broker: Broker) -> None:
+    """What a server holds that was last written before there was a ``schema`` field."""
+    client, keys = broker.connection.client, broker.connection.keys
+    client.hset(keys.ctl, mapping={"step": 3, "epoch": 2, "state": "running", "lineage": "start"})
+    client.hset(keys.services, "trainer", b"\x82\xa4type\xa9heartbeat\xa6schema\x01")
+
+
+def test_a_run_of_an_older_version_is_refused_and_can_be_purged(
+    make_broker: Callable[..., Broker], server: EmbeddedServer
+) -> None:
+    as_of_schema_one(make_broker("oldrun"))
+    config = config_of("oldrun", server)
+    expected = (
+        f"run 'oldrun' was written by an older Tidemill (schema 1, this one reads {SCHEMA_VERSION}): finish it with"
+        " that version, or delete it: `tidemill purge oldrun`"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(expected)}") as refusal:
+        Broker.connect(config)
+    assert "\n" not in str(refusal.value)
+    runner = CliRunner()
+    looked = runner.invoke(app, ["status", "oldrun", "--url", server.url])
+    assert looked.exit_code != 0
+    assert make_broker("oldrun").connection.client.hget(make_broker("oldrun").connection.keys.ctl, "step") == b"3"
+    purged = runner.invoke(app, ["purge", "oldrun", "--url", server.url, "--yes"])
+    assert (purged.exit_code, purged.stdout.strip()) == (0, "deleted 2 keys")
+    assert Broker.connect(config).measure_memory() == 0
+
+
+@pytest.mark.parametrize("schema", [SCHEMA_VERSION + 1, 1])
+def test_the_schema_of_a_run_is_written_when_its_trainer_takes_over(
+    make_broker: Callable[..., Broker], server: EmbeddedServer, schema: int
+) -> None:
+    run = f"schema-{schema}"
+    broker = make_broker(run)
+    take_over(broker)
+    client: Any = Broker.connect(config_of(run, server)).connection.client
+    client.hset(broker.connection.keys.ctl, "schema", schema)
+    with pytest.raises(ConfigError, match=f"schema {schema}, this one reads {SCHEMA_VERSION}"):
+        Broker.connect(config_of(run, server))
+    assert Broker.connect(config_of(run, server), any_schema=True).purge() > 0
+
+
+def test_a_run_whose_control_state_is_of_another_type_is_left_to_its_trainer(
+    make_broker: Callable[..., Broker], server: EmbeddedServer
+) -> None:
+    broker = make_broker("odd")
+    broker.connection.client.set(broker.connection.keys.ctl, "x")
+    assert Broker.connect(config_of("odd", server))
+    broker.purge()

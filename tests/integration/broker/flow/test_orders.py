@@ -1,20 +1,31 @@
-"""Who is woken by what: generators by orders alone, whoever waits for room by everything."""
+"""Which service an order or a changed setting wakes; no combination of settings stops a run for good."""
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from broker.client import Broker
-from broker.flow.progress import Progress
-from schemas.errors import BrokerLost
+from broker.flow.progress import Progress, TakeoverRequest
+from schemas.config import parse_config
+from schemas.config.run import slots_problem
+from schemas.errors import BrokerLost, ConfigError, RefusedError
 from schemas.messages import Score
+from tests.support.broker.control_plane import ControlPlane
+from tests.support.broker.leadership import leadership_in
 from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task
-from tests.support.broker.trainer_sessions import FIRST, take_over, take_over_as
+from tests.support.broker.trainer_sessions import FIRST, change_request, take_over, take_over_as
+from tests.support.runs.command_line import run_tidemill
 
 pytestmark = pytest.mark.integration
+
+WINDOWED = TakeoverRequest(batch=4, staleness=4, window=4, steps=100, max_uncommitted=10)
+"""17 slots; staleness * batch may not be below 3."""
+TOO_FEW = r"flow\.window 4 leaves 1 slots for a batch of 4 at staleness 0"
 
 
 def test_groups_that_come_and_go_wake_no_generator(broker: Broker) -> None:
@@ -78,3 +89,135 @@ def test_the_trainer_notices_that_orders_are_gone_and_gives_them_again(broker: B
     assert (control.pause, control.pause_id, control.by) == ("freeze", 1, "ada")
     assert broker.run_control.pause("none", "ada")
     assert not broker.ledger.read_state().paused
+
+
+def in_force(broker: Broker) -> tuple[int, int, int]:
+    state = broker.ledger.read_state()
+    return state.staleness, state.batch, state.capacity
+
+
+def test_settings_that_leave_no_room_for_a_batch_are_refused_with_the_configurations_words(broker: Broker) -> None:
+    take_over_as(broker, WINDOWED)
+    with pytest.raises(RefusedError, match=TOO_FEW) as refused:
+        broker.ledger.change_settings({"staleness": 0})
+    with pytest.raises(ConfigError, match=TOO_FEW) as refused_file:
+        parse_config(
+            {
+                "model": {"path": "m"},
+                "train": {"name": "arithmetic"},
+                "reward": {"terms": [{"name": "exact"}]},
+                "flow": {"staleness": 0, "window": 4},
+                "trainer": {"batch_groups": 4},
+            }
+        )
+    assert str(refused.value) == str(refused_file.value)
+    assert in_force(broker) == (4, 4, 17)
+    assert broker.ledger.read_state().settings == {}
+    assert broker.ledger.admit(make_task(0)).answer == "ok"
+
+
+def test_settings_are_changed_all_or_none_and_judged_together(broker: Broker) -> None:
+    take_over_as(broker, WINDOWED)
+    assert broker.ledger.change_settings({"batch": 1})
+    with pytest.raises(RefusedError):
+        broker.ledger.change_settings({"concurrency": 7, "staleness": 2})
+    state = broker.ledger.read_state()
+    assert (state.settings, state.control.concurrency) == ({"batch": 1}, None)
+    assert broker.ledger.change_settings({"staleness": 1, "batch": 3}), "neither fits without the other"
+    assert in_force(broker) == (1, 3, 3)
+
+
+def test_broker_and_configuration_agree_on_every_combination(broker: Broker) -> None:
+    for window in (1, 2, 5):
+        take_over_as(broker, change_request(WINDOWED, window=window, batch=9, staleness=9, settings={}))
+        for staleness in range(4):
+            for batch in range(1, 5):
+                try:
+                    fits = broker.ledger.change_settings({"staleness": staleness, "batch": batch})
+                except RefusedError:
+                    fits = False
+                assert fits is (slots_problem(staleness, batch, window) is None), (staleness, batch, window)
+
+
+def test_restored_settings_that_a_changed_window_leaves_no_room_for_give_way_and_that_is_told(
+    broker: Broker, tmp_path: Path
+) -> None:
+    take_over_as(broker, WINDOWED)
+    broker.ledger.change_settings({"batch": 1, "staleness": 3, "concurrency": 5})
+    _, taken = take_over_as(broker, change_request(WINDOWED, window=5, leader_term_floor=1))
+    assert taken.refused_settings == "staleness 3 batch 1"
+    assert in_force(broker) == (4, 4, 16)
+    assert broker.ledger.read_state().settings == {"concurrency": 5}
+
+    broker.ledger.change_settings({"batch": 1})
+    leadership = leadership_in(tmp_path, broker, window=9)
+    leadership.take_over(saved=0)
+    event = broker.events.tail(1)[0]
+    assert (event.name, event.level) == ("settings", "warning")
+    assert "(batch 1) leave no room for a batch with flow.window 9" in event.text
+
+
+def test_a_setting_that_was_given_back_does_not_return_with_an_older_checkpoint(broker: Broker) -> None:
+    take_over_as(broker, WINDOWED)
+    broker.ledger.change_settings({"staleness": 2})
+    broker.ledger.change_settings({"staleness": None})
+    take_over_as(broker, change_request(WINDOWED, settings={"staleness": 2}, leader_term_floor=1))
+    assert in_force(broker) == (4, 4, 17)
+
+
+def test_settings_that_services_read_outlive_a_broker_that_lost_all(broker: Broker) -> None:
+    take_over_as(broker, WINDOWED)
+    given = {"lr": 2.5e-06, "steps": 70, "temperature": 0.85, "eval_every": 5, "checkpoint_every": 3}
+    broker.ledger.change_settings(given)
+    kept = broker.ledger.read_state().settings
+    broker.purge()
+    take_over_as(broker, change_request(WINDOWED, settings=kept, fresh=True))
+    state = broker.ledger.read_state()
+    assert (state.settings, state.control.settings, state.steps) == (given, given, 70)
+    broker.ledger.change_settings({"steps": None, "lr": None})
+    state = broker.ledger.read_state()
+    assert (state.control.settings, state.steps) == (
+        {"temperature": 0.85, "eval_every": 5, "checkpoint_every": 3},
+        100,
+    )
+
+
+def test_a_run_is_given_more_steps_than_it_has_taken(broker: Broker) -> None:
+    take_over_as(broker, change_request(WINDOWED, step=7))
+    with ControlPlane(broker, broker.connection.keys.run) as api:
+        status, problem = api.ask("PATCH", "/v1/settings", {"steps": 7, "lr": 1e-5})
+        assert (status, problem["detail"]) == (409, "the run has taken 7 steps: give it more than these, or stop it")
+        status, settings = api.ask("PATCH", "/v1/settings", {"steps": 8, "lr": 1e-5})
+        assert (status, settings["steps"], settings["lr"], settings["changed"]) == (200, 8, 1e-5, ["lr", "steps"])
+        assert api.ask("PATCH", "/v1/settings", {"lr": 0})[0] == 422
+        assert api.ask("PATCH", "/v1/settings", {"temperature": 0})[0] == 422, "greedy: nothing could be learnt"
+    assert "lr set to 1e-05" in [event.event.text.split(" by ")[0] for event in broker.events.newest(9)]
+    wrong = run_tidemill("set", broker.connection.keys.run, "lr=fast", "--url", broker.connection.url)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "setting lr: 'fast' is not allowed, must be a valid number" in wrong.stderr
+    wrong = run_tidemill("set", broker.connection.keys.run, "n=3", "--url", broker.connection.url)
+    assert "these can: staleness, batch, concurrency, lr, steps, temperature" in wrong.stderr
+
+
+def test_the_control_plane_and_the_command_line_refuse_such_settings_too(broker: Broker) -> None:
+    take_over_as(broker, WINDOWED)
+    run = broker.connection.keys.run
+    with ControlPlane(broker, run) as api:
+        status, problem = api.ask("PATCH", "/v1/settings", {"staleness": 0})
+        assert status == 409
+        over_rest = run_tidemill("set", run, "staleness=0", "--control", api.url)
+    straight = run_tidemill("set", run, "staleness=0", "--url", broker.connection.url)
+    for answer in (over_rest, straight):
+        assert (answer.returncode, answer.stderr.count("\n")) == (5, 1)
+        assert problem["detail"] in answer.stderr
+    assert json.loads(run_tidemill("status", run, "--url", broker.connection.url, "--json").stdout)["settings"] == {
+        "staleness": 4,
+        "batch": 4,
+        "concurrency": None,
+        "lr": None,
+        "steps": 100,
+        "temperature": None,
+        "eval_every": None,
+        "checkpoint_every": None,
+        "changed": [],
+    }

@@ -1,20 +1,29 @@
-"""Bodies of samples lie beside the stream: each is there exactly as long as its sample, whatever happens."""
+"""Bodies of samples, finished or partial, are stored exactly as long as they are needed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 
 from broker.client import Broker
 from broker.connection.keys import REWARD
+from broker.queues.partials import joined, piece_of
 from broker.queues.tasks import eval_task_id
-from schemas.codec import BadMessage, encode
+from schemas.codec import Array, BadMessage, encode
 from schemas.errors import BrokerDamaged, InfraError
-from schemas.messages import Score, Trajectory
-from tests.support.broker.one_group import take_over
-from tests.support.broker.prompt_groups import generate_and_score, make_task, make_trajectory
+from schemas.messages import Call, Partial, Score, Span, Trajectory
+from tests.support.broker.prompt_groups import (
+    claim_batch,
+    count_entries,
+    generate_and_score,
+    make_task,
+    make_trajectory,
+)
+from tests.support.broker.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -175,3 +184,183 @@ def test_arrays_that_contradict_one_another_are_scored_but_not_trained(broker: B
     bodies = training.fetch_trajectories([item.trajectory_id or b"" for item in training.claim_scores(10)])
     assert [type(body) for body in bodies] == [BadMessage, Trajectory]
     assert "tokens must be 0 or more" in str(bodies[0])
+
+
+def partial(sample: int, *spans: tuple[int, int]) -> Partial:
+    """(version, tokens) of each span; tokens count up."""
+    ends = np.cumsum([length for _, length in spans])
+    return Partial(
+        sample=sample,
+        tokens=Array.of(np.arange(ends[-1]) + 100 * sample, "i4"),
+        logprobs=Array.of(-np.arange(ends[-1], dtype=np.float32), "f4"),
+        spans=[Span(v, int(end - n), int(end)) for (v, n), end in zip(spans, ends, strict=True)],
+    )
+
+
+def episode(*lengths: int, **notes: str) -> Partial:
+    """An unfinished episode with calls of these lengths."""
+    calls = [
+        Call(
+            key=bytes([number]),
+            tokens=Array.of(np.arange(length), "i4"),
+            logprobs=Array.of(np.zeros(length), "f4"),
+            spans=[Span(1, 0, length)],
+            finish="stop",
+        )
+        for number, length in enumerate(lengths)
+    ]
+    none, no_logprobs = Array.of([], "i4"), Array.of([], "f4")
+    return Partial(sample=0, tokens=none, logprobs=no_logprobs, spans=[], calls=calls, notes=notes)
+
+
+def saved(broker: Broker) -> int:
+    return broker.connection.client.hlen(broker.connection.keys.partials)
+
+
+@pytest.mark.parametrize("cut", [0, 2, 3, 5])
+def test_pieces_join_to_the_whole_wherever_they_were_cut(cut: int) -> None:
+    whole = partial(1, (4, 3), (5, 4))
+    first = Partial(
+        sample=1,
+        tokens=Array.of(whole.tokens.numpy()[:cut], "i4"),
+        logprobs=Array.of(whole.logprobs.numpy()[:cut], "f4"),
+        spans=[Span(s.version, s.start, min(s.end, cut)) for s in whole.spans if s.start < cut],
+    )
+    assert joined(1, [piece_of(first, 0), piece_of(whole, cut)]) == whole
+
+
+def test_another_generator_finds_what_a_dead_one_had_saved(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0, n=3))
+    (delivery,) = broker.task_queue("dead").read(1, 10)
+    dead, whole = broker.partials("dead"), partial(0, (1, 6), (2, 5))
+    short = partial(0, (1, 4))
+    growth = [(0, piece_of(short, 0)), (0, piece_of(partial(2, (1, 7)), 0))]
+    assert dead.save_pieces([(0, delivery.entry_id, growth)]) == [[True, True]]
+    for _ in range(2):  # the second time after a lost answer
+        assert dead.save_pieces([(0, delivery.entry_id, [(1, piece_of(whole, 4))])]) == [[True]]
+    (again,) = broker.task_queue("alive").claim_stale(lease_s=0.0, count=10)
+    assert broker.partials("alive").load_partials(0, range(3)) == [whole, partial(2, (1, 7))]
+    assert dead.save_pieces([(0, delivery.entry_id, [(2, piece_of(whole, 9))])]) == [[False]], (
+        "it is not the owner any more"
+    )
+    alive = broker.partials("alive")
+    assert alive.save_pieces([(0, again.entry_id, [(0, piece_of(partial(0, (3, 2)), 0))])]) == [[True]]
+    assert alive.load_partials(0, [0]) == [partial(0, (3, 2))], "piece 0 begins anew"
+
+
+def test_the_calls_and_notes_of_an_episode_are_saved_one_after_the_other(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    (delivery,) = broker.task_queue("g").read(1, 10)
+    partials = broker.partials("g")
+
+    def save(number: int, state: Partial, start: int, notes: int = 0) -> Partial:
+        growth = [(number, piece_of(state, start, notes))]
+        assert partials.save_pieces([(0, delivery.entry_id, growth)]) == [[True]]
+        (found,) = partials.load_partials(0, [0])
+        return found
+
+    assert save(0, episode(n="1"), 0) == episode(n="1"), "a note alone is worth keeping"
+    for number, lengths in enumerate([(3,), (3, 4), (3, 4, 5)], 1):
+        assert save(number, episode(*lengths, n="1"), number - 1, 1) == episode(*lengths, n="1")
+    changed = episode(3, 9, n="1", m="2")
+    assert save(2, changed, 1, 1) == changed, "from the second call on it is another one"
+    assert saved(broker) == 4
+
+
+def test_a_piece_too_large_to_be_sent_keeps_no_other_from_being_saved(make_broker: Callable[..., Broker]) -> None:
+    small = make_broker(max_message_bytes=4096)
+    take_over(small)
+    small.ledger.admit(make_task(0))
+    (delivery,) = small.task_queue("g").read(1, 10)
+    partials = small.partials("g")
+    growth = [(0, piece_of(state, 0)) for state in (episode(1000), partial(1, (1, 5)))]
+    assert partials.save_pieces([(0, delivery.entry_id, growth)]) == [[False, True]]
+    assert partials.load_partials(0, [0, 1]) == [partial(1, (1, 5))]
+
+
+def test_pieces_of_two_generators_are_never_joined(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    first, second = broker.partials("first"), broker.partials("second")
+    (delivery,) = broker.task_queue("first").read(1, 10)
+    entry, mine, theirs = delivery.entry_id, partial(0, (1, 9)), partial(0, (2, 6))
+    assert first.save_pieces([(0, entry, [(0, piece_of(partial(0, (1, 4)), 0))])]) == [[True]]
+    broker.task_queue("second").claim_stale(0.0, 1)
+    assert second.save_pieces([(0, entry, [(0, piece_of(theirs, 0)), (0, piece_of(partial(1, (2, 3)), 0))])])
+    broker.task_queue("first").claim_stale(0.0, 1)
+    others = (0, piece_of(partial(1, (1, 2)), 0))
+    assert first.save_pieces([(0, entry, [(1, piece_of(mine, 6)), others])]) == [[False, True]]
+    assert first.load_partials(0, [0]) == [theirs]
+    assert first.save_pieces([(0, entry, [(0, piece_of(mine, 0))])]) == [[True]], "it begins anew"
+    assert first.load_partials(0, [0]) == [mine]
+
+
+def test_nothing_is_saved_of_what_is_published_ended_or_handed_on(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    queue, partials = broker.task_queue("g"), broker.partials("g")
+    (delivery,) = queue.read(1, 10)
+    pieces = [(0, piece_of(partial(sample, (0, 5)), 0)) for sample in (0, 1)]
+    queue.publish(0, [make_trajectory(0, 0)])
+    assert partials.save_pieces([(0, delivery.entry_id, pieces[:1])]) == [[False]]
+    assert partials.save_pieces([(0, delivery.entry_id, pieces)]) == [[False, True]]
+    assert [part.sample for part in partials.load_partials(0, [0, 1])] == [1]
+    assert queue.return_task(delivery, delivery.message)
+    assert partials.save_pieces([(0, delivery.entry_id, pieces)]) == [[False, False]]
+    assert [part.sample for part in partials.load_partials(0, [1])] == [1], "what was saved is there for the next one"
+    (again,) = queue.read(1, 10)
+    queue.publish(0, [make_trajectory(0, 1)])
+    assert saved(broker) == 0
+    assert partials.save_pieces([(0, again.entry_id, pieces)]) == [[False, False]]
+    assert saved(broker) == 0
+
+
+@pytest.mark.parametrize("end", ["trained", "dropped", "rebuilt"])
+def test_what_is_saved_of_a_group_ends_with_it(broker: Broker, end: str) -> None:
+    training = take_over(broker)
+    broker.ledger.admit(make_task(0))
+    queue = broker.task_queue("g")
+    (delivery,) = queue.read(1, 10)
+    assert broker.partials("g").save_pieces([(0, delivery.entry_id, [(0, piece_of(partial(1, (0, 5)), 0))])]) == [
+        [True]
+    ]
+    assert saved(broker) == 2
+    if end == "trained":
+        queue.publish(0, [make_trajectory(0, 0)])
+        queue.fail_sample(0, 1, "can't be made")
+        results = broker.score_queue("r")
+        results.publish([(item, Score(reward=1.0)) for item in results.read(10, 10)])
+        record = claim_batch(training)
+        training.journal_batch(record)
+        training.complete_step(record)
+        training.commit_steps([record])
+        assert set(count_entries(broker).values()) == {0}
+    elif end == "dropped":
+        training.drop_group(0, "too_old", [])
+    else:
+        broker.connection.client.delete(broker.connection.keys.ctl)
+        take_over(broker, fresh=False)
+    assert saved(broker) == 0
+
+
+def test_a_damaged_piece_ends_what_can_be_gone_on_from(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    (delivery,) = broker.task_queue("g").read(1, 10)
+    partials, whole = broker.partials("g"), partial(0, (1, 9))
+    for number, start in enumerate((0, 3, 6)):
+        part = partial(0, (1, start + 3))
+        assert partials.save_pieces([(0, delivery.entry_id, [(number, piece_of(part, start))])]) == [[True]]
+    assert partials.load_partials(0, [0]) == [whole]
+    broker.connection.client.hset(broker.connection.keys.partials, "0:0:1", b"garbage")
+    assert partials.load_partials(0, [0]) == [partial(0, (1, 3))]
+
+
+def test_a_run_that_saves_nothing_pays_nothing(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    assert saved(broker) == 0
+    assert broker.partials("g").load_partials(0, [0, 1]) == []

@@ -1,4 +1,4 @@
-"""What counts as a delivery: workers that die do, answers that are lost do not."""
+"""What counts as a delivery, which mended mishaps are counted, and what waits in the streams."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import pytest
 import redis
 
 from broker.client import Broker
-from schemas.messages import Score
+from broker.telemetry.heartbeats import FORGOTTEN_S
+from broker.telemetry.stream_lag import StreamLag, read_stream_lags
+from schemas.codec import encode
+from schemas.errors import FencedError
+from schemas.messages import Heartbeat, Score
 from tests.support.broker.prompt_groups import claim_batch, make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
 
@@ -196,3 +200,104 @@ def test_workers_that_are_long_gone_are_forgotten_with_a_commit_but_not_what_the
     assert [item.message.task_id for item in broker.task_queue("next").claim_stale(0.0, 10)] == [1]
     assert broker.ledger.admit(make_task(2)).answer == "ok"
     assert [item.message.task_id for item in gone.read(1, 10)] == [2], "it was only slow, and is there again"
+
+
+def test_leases_duplicates_and_late_samples_are_counted(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    first, second = broker.task_queue("first"), broker.task_queue("second")
+    first.read(1, 10)
+    assert second.claim_stale(0.0, 10)
+    second.publish(0, [make_trajectory(0, 0)])
+    assert first.publish(0, [make_trajectory(0, 0), make_trajectory(0, 1)]) == ["dup", "ok"]
+    assert first.publish(7, [make_trajectory(7, 0)]) == ["closed"]
+    scores = broker.score_queue("r")
+    items = scores.read(2, 10)
+    scores.publish([(item, Score(reward=1.0)) for item in items])
+    assert scores.publish([(items[0], Score(reward=1.0))]) == ["dup"]
+    assert broker.ledger.read_state().counters == {
+        "leases_expired:generators": 1,
+        "duplicate:publish": 1,
+        "closed": 1,
+        "duplicate:score": 1,
+    }
+
+
+def test_a_replaced_trainer_is_counted(make_broker: Callable[..., Broker]) -> None:
+    broker = make_broker("zombie")
+    old = take_over(broker)
+    take_over(broker)
+    with pytest.raises(FencedError):
+        old.finish_run()
+    with pytest.raises(FencedError):
+        old.read_pipeline()
+    assert broker.ledger.read_state().counters == {"fenced": 2}
+
+
+def test_counting_harms_nothing_when_its_key_is_something_else(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    queue = broker.task_queue("g")
+    queue.read(1, 10)
+    queue.publish(0, [make_trajectory(0, 0)])
+    broker.connection.client.set(broker.connection.keys.counters, "hello")
+    assert queue.publish(0, [make_trajectory(0, 0)]) == ["dup"]
+
+
+def test_many_services_beat_in_one_call(broker: Broker) -> None:
+    now = broker.heartbeats.read_clock()
+    beats = [
+        Heartbeat(service=f"g-{number}", role="generator", host="h", pid=1, state="running", time=now)
+        for number in range(30)
+    ]
+    for _ in range(2):
+        broker.heartbeats.send_all(beats)
+    assert len(broker.heartbeats.list()) == 30
+
+
+def test_whoever_joins_clears_away_what_left_long_ago_without_a_word(broker: Broker) -> None:
+    now = broker.heartbeats.read_clock()
+
+    def beat(name: str, silent_s: float) -> None:
+        body = Heartbeat(service=name, role="generator", host="h", pid=1, state="running", time=now - silent_s)
+        broker.connection.client.hset(broker.connection.keys.services, name, encode(body))
+
+    for number in range(50):
+        beat(f"gone-{number}", FORGOTTEN_S + 60)
+    beat("quiet", FORGOTTEN_S / 2)
+    broker.connection.client.hset(broker.connection.keys.services, "broken", b"\xc1")
+    fresh = Heartbeat(service="fresh", role="generator", host="h", pid=1, state="running")
+    broker.heartbeats.send(fresh)
+    assert [one.service for one in broker.heartbeats.list()] == ["fresh", "quiet"]
+
+
+def tasks(broker: Broker, surplus: dict[str, int]) -> StreamLag:
+    return next(lag for lag in read_stream_lags(broker.connection, surplus) if lag.name == "tasks")
+
+
+def forget_reads(broker: Broker) -> None:
+    """What a restart from the append-only file does to the group's count."""
+    keys = broker.connection.keys
+    groups = broker.connection.run("groups", lambda client: client.xinfo_groups(keys.tasks))
+    for group in groups:
+        name, last = group["name"], group["last-delivered-id"]
+        broker.connection.run(
+            "set", lambda client, n, i: client.xgroup_setid(keys.tasks, n, i, entries_read=0), name, last
+        )
+
+
+def test_what_waits_is_exact_after_the_server_lost_count(broker: Broker) -> None:
+    take_over(broker)
+    surplus: dict[str, int] = {}
+    for number in range(2):
+        broker.ledger.admit(make_task(number))
+    assert (tasks(broker, surplus).waiting, tasks(broker, surplus).entered) == (2, 2)
+    broker.task_queue("g").read(2, 10)
+    forget_reads(broker)
+    seen = tasks(broker, surplus)
+    assert (seen.waiting, seen.pending, seen.entered) == (0, 2, 2)
+    broker.ledger.admit(make_task(2))
+    seen = tasks(broker, surplus)
+    assert (seen.waiting, seen.pending, seen.entered) == (1, 2, 3)
+    # Who has not looked before can't know the surplus; there is never more than the stream holds.
+    assert tasks(broker, {}).waiting <= seen.length

@@ -1,4 +1,4 @@
-"""Commands with bodies are packed by us, and the bytes are those that hiredis makes."""
+"""Commands to the server: packed as hiredis packs them, and reported if TLS was asked for and is not used."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 from redis.connection import HiredisRespSerializer
+from structlog.testing import capture_logs
 
 from broker.connection.connection import CommandPacker
+from broker.weights.transports.broadcast import warn_unencrypted
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,11 @@ from broker.connection.connection import CommandPacker
 )
 def test_a_command_is_packed_as_by_hiredis(args: tuple[Any, ...]) -> None:
     assert b"".join(CommandPacker().pack(*args)) == b"".join(HiredisRespSerializer().pack(*args))
+
+
+@pytest.mark.parametrize(("url", "lines"), [("rediss://broker:6379/0", 1), ("redis://broker:6379/0", 0)])
+def test_a_line_says_that_broadcasts_have_no_tls_where_the_broker_has(url: str, lines: int) -> None:
+    with capture_logs() as found:
+        warn_unencrypted(url)
+    assert len(found) == lines
+    assert all("broadcasts of weights are not encrypted; set peer" in line["event"] for line in found)

@@ -1,8 +1,9 @@
-"""A delta gives back the new state bit for bit, whatever the bits are, and refuses what is not a delta."""
+"""Deltas of weights, the way to a version, and what a process serves to which reader."""
 
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,11 @@ from hypothesis import strategies as st
 
 from broker.weights import delta
 from broker.weights.delta import Extent, _expand, apply_delta, write_delta
+from broker.weights.peers.chunk_store import RIVAL_S, ChunkStore, StoredPayload
+from broker.weights.versions import HeldState, count_deltas, find_route, split
+from schemas.digests import CHUNK_BYTES, state_digest
 from schemas.errors import InfraError
+from schemas.messages import Delta, Manifest, Payload
 
 Bytes = npt.NDArray[np.uint8]
 WIDTHS = st.sampled_from([1, 2, 4, 8])
@@ -156,3 +161,146 @@ def test_a_damaged_size_asks_for_no_memory() -> None:
     claims_a_terabyte = bytes.fromhex("28b52ffde0") + (1 << 40).to_bytes(8, "little") + b"\x01\x00\x00"
     with pytest.raises(InfraError, match="1099511627776 bytes where 10 can be"):
         _expand(claims_a_terabyte, 10)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "payload"
+    path.write_bytes(b"x" * (3 * CHUNK_BYTES + 5))
+    return path
+
+
+def item(file: Path, *, complete: bool = True, uplinks: int | None = None) -> StoredPayload:
+    return StoredPayload(file, file.stat().st_size, complete, uplinks)
+
+
+def offered(found: StoredPayload, reader: str, now: float = 0.0, stalled: bool = False) -> list[int]:
+    return [int(chunk) for chunk in found.chunks(reader, stalled, now).nonzero()[0]]
+
+
+def give(found: StoredPayload, first: int, count: int, reader: str, now: float = 0.0) -> int:
+    taken = found.take(first, count, reader, False, now)
+    found.give_back(first, taken, arrived=True)
+    return taken
+
+
+def test_what_is_not_there_yet_is_not_given(file: Path) -> None:
+    half = item(file, complete=False)
+    assert offered(half, "a") == []
+    half.add(1)
+    half.add(2)
+    assert offered(half, "a") == [1, 2]
+    assert [half.take(0, 4, "a", False, 0.0), half.take(1, 4, "a", False, 0.0)] == [0, 2]
+    assert (half.bytes_of(1, 2), half.bytes_of(2, 2)) == (2 * CHUNK_BYTES, CHUNK_BYTES + 5)
+
+
+def test_readers_of_the_trainer_get_different_parts_first_and_none_more_often_than_uplinks(file: Path) -> None:
+    source = item(file, uplinks=2)
+    assert offered(source, "a") == [0, 1, 2, 3]
+    assert give(source, 0, 2, "a") == 2
+    assert offered(source, "b") == [2, 3], "what a has, a can pass on"
+    assert give(source, 0, 4, "b") == 0
+    assert give(source, 2, 2, "b") == 2
+    assert offered(source, "a") == [0, 1, 2, 3], "each was given once"
+    assert give(source, 0, 4, "c") == 4
+    assert offered(source, "a") == []
+    assert give(source, 0, 4, "a") == 0
+
+
+def test_a_reader_without_others_beside_it_may_have_all_from_the_trainer(file: Path) -> None:
+    source = item(file, uplinks=1)
+    offered(source, "b")
+    assert give(source, 0, 4, "a") == 4
+    assert offered(source, "a") == []
+    assert offered(source, "a", now=RIVAL_S + 1) == [0, 1, 2, 3], "b did not ask again"
+
+
+def test_a_reader_whom_nobody_gives_anything_may_have_all_from_the_trainer(file: Path) -> None:
+    source = item(file, uplinks=1)
+    offered(source, "b")
+    give(source, 0, 4, "a")
+    assert offered(source, "b", stalled=True) == [0, 1, 2, 3]
+
+
+def test_what_did_not_arrive_was_not_given(file: Path) -> None:
+    source = item(file, uplinks=1)
+    offered(source, "b")
+    assert source.take(0, 4, "a", False, 0.0) == 4
+    assert offered(source, "b") == []
+    source.give_back(0, 4, arrived=False)
+    assert offered(source, "b") == [0, 1, 2, 3]
+
+
+def test_what_is_off_the_shelf_is_given_to_nobody(file: Path) -> None:
+    store = ChunkStore()
+    found = store.put("v1-t1.safetensors", file, file.stat().st_size)
+    store.remove("v1-t1.safetensors")
+    assert (store.find("v1-t1.safetensors"), store.names()) == (None, [])
+    assert found.take(0, 4, "a", False, 0.0) == 0
+    assert found.file.closed
+    with pytest.raises(InfraError, match="cannot be read"):
+        store.put("v2-t1.safetensors", file.with_name("none"), 1)
+
+
+def manifest(version: int, base: int | None = None, *, whole: bool = False, base_state: str | None = None) -> Manifest:
+    """A version whose state is 100 bytes, its delta 1; its chunks are named after it."""
+    delta = None
+    if base is not None:
+        digest = state_digest([base_state or f"state {base}"])
+        delta = Delta(base, digest, Payload(f"redis:{version}:delta", 1, ["d"]))
+    state = Payload(f"redis:{version}", 100, [f"state {version}"])
+    return Manifest(
+        version=version, step=version, leader_term=1, state=state, whole=whole or base is None, delta=delta, tensors=[]
+    )
+
+
+def held(version: int) -> HeldState:
+    return HeldState(version, state_digest([f"state {version}"]))
+
+
+CHAIN = [manifest(1), manifest(2, 1), manifest(4, 2), manifest(5, 4, whole=True), manifest(6, 5)]
+
+
+def versions(found: list[Manifest] | tuple[Manifest, ...]) -> list[int]:
+    return [manifest.version for manifest in found]
+
+
+def test_a_newcomer_starts_at_the_nearest_whole_version() -> None:
+    for target, start, deltas in ((6, 5, [6]), (5, 5, []), (4, 1, [2, 4]), (1, 1, [])):
+        (wanted,) = (m for m in CHAIN if m.version == target)
+        route = find_route(CHAIN, wanted)
+        assert route is not None
+        assert route.start is not None
+        assert (route.start.version, versions(route.deltas)) == (start, deltas)
+
+
+def test_who_holds_an_earlier_version_needs_the_deltas_after_it_alone_past_whole_versions_too() -> None:
+    route = find_route(CHAIN, CHAIN[-1], held(2))
+    assert route is not None
+    assert (route.start, versions(route.deltas), route.size) == (None, [4, 5, 6], 3)
+
+
+def test_a_copy_of_the_same_number_and_other_bits_is_of_no_use() -> None:
+    assert find_route(CHAIN, CHAIN[-1], HeldState(5, state_digest(["state of another trainer"]))) is None
+
+
+def test_a_version_whose_base_is_gone_or_was_replaced_has_no_way() -> None:
+    assert find_route(CHAIN[1:3], CHAIN[2]) is None
+    replaced = [manifest(1), manifest(2, 1, base_state="what the trainer had before its restart")]
+    assert find_route(replaced, replaced[-1]) is None
+
+
+def test_a_chain_that_bites_its_tail_ends() -> None:
+    assert find_route([], manifest(3, 3)) is None
+    assert find_route([manifest(4, 3)], manifest(3, 4)) is None
+
+
+def test_the_length_of_the_chain_is_counted_from_the_last_whole_version() -> None:
+    assert [count_deltas(CHAIN[:end]) for end in range(6)] == [0, 0, 1, 2, 0, 1]
+
+
+def test_what_a_kept_version_builds_on_stays() -> None:
+    for keep, kept in ((1, [5, 6]), (2, [5, 6]), (3, [1, 2, 4, 5, 6]), (9, [1, 2, 4, 5, 6])):
+        old, stay = split(CHAIN, keep)
+        assert versions(stay) == kept
+        assert versions(old) == [v for v in versions(CHAIN) if v not in kept]
