@@ -1,22 +1,35 @@
-"""What an agent is given and may say: its episode, its result, its side effects; and whether it can be loaded."""
+"""An agent's episode: what it is given and may say, what its end means, and which unfinished calls are kept."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
+import numpy as np
 import pytest
 
+from broker.queues.consumer_group import Delivery
+from producers.agents.outcomes import WINDOW, EpisodeFailure, EpisodeOutcome, FailureAlarm, judge
 from producers.agents.workers import check
 from producers.agents.workers.check import check_agent
 from producers.agents.workers.notes import Notes
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentResult
+from producers.generator.rollout import NotFinite, Rollout, check_finite, head, longest, with_earlier
+from producers.workflows.trajectory_builder import SampledCompletion
+from schemas.codec import Array
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
+from schemas.messages import Call, FinishReason, Partial, Span, Task
+from schemas.system.lifecycle import StopFlag
+from tests.support.broker.prompt_groups import make_task
 from tests.support.producers.agent_workers import AGENT, job, play, with_workers
+
+RAISED = AgentResult("raised", error="KeyError: 'x'", error_type="builtins.KeyError")
 
 
 @pytest.fixture
@@ -207,3 +220,168 @@ def test_a_program_or_an_interpreter_that_is_not_there_is_told_before_anything_e
     check_agent(None, ["./mine"], {}, base, AgentsConfig())
     with pytest.raises(ConfigError, match=r"agents\.python: there is no program .*/env/python that can be run"):
         check_agent("agent.py:run", None, {}, base, AgentsConfig(python=Path("env/python")))
+
+
+@pytest.mark.parametrize(
+    ("result", "limit", "settings", "found"),
+    [
+        (AgentResult("returned", reward=0.5), None, {}, EpisodeOutcome(None, 0.5)),
+        (AgentResult("returned"), None, {}, EpisodeOutcome(None, None)),
+        (AgentResult("returned", reward=0.5), "length", {}, EpisodeOutcome("length", 0.5, "length")),
+        (AgentResult("deadline"), None, {}, EpisodeOutcome("deadline", None, "deadline")),
+        (AgentResult("deadline", reward=0.2), "calls", {}, EpisodeOutcome("deadline", 0.2, "deadline")),
+        (RAISED, "calls", {}, EpisodeOutcome("calls", None, "calls")),
+        (RAISED, None, {}, EpisodeFailure("raised", "KeyError: 'x'")),
+        (RAISED, None, {"outcomes": {"builtins.KeyError": -1.0}}, EpisodeOutcome(None, -1.0, "declared")),
+        (AgentResult("died", error="SIGKILL"), None, {}, EpisodeFailure("died", "SIGKILL", again=True)),
+        (AgentResult("died", error="SIGKILL"), "length", {}, EpisodeFailure("died", "SIGKILL", again=True)),
+        (AgentResult("neighbour", error="n"), None, {}, EpisodeFailure("neighbour", "n", again=True)),
+    ],
+)
+def test_an_outcome_is_what_the_policy_did_a_failure_what_happened_to_it(
+    result: AgentResult, limit: Any, settings: dict[str, Any], found: EpisodeOutcome | EpisodeFailure
+) -> None:
+    assert judge(result, limit, AgentsConfig(**settings)) == found
+
+
+@pytest.mark.parametrize(("result", "limit"), [(AgentResult("deadline"), None), (AgentResult("returned"), "calls")])
+def test_episodes_that_reach_a_limit_are_excluded_where_that_is_asked_for(result: AgentResult, limit: Any) -> None:
+    found = judge(result, limit, AgentsConfig(late="exclude"))
+    assert isinstance(found, EpisodeFailure)
+    assert not found.again
+    assert "generator.agents.late is exclude" in found.reason
+
+
+def test_an_alarm_comes_once_until_it_has_become_better() -> None:
+    alarm = FailureAlarm(0.2)
+    failure, outcome = EpisodeFailure("raised", "KeyError: 'x'"), EpisodeOutcome(None, 1.0)
+    assert [alarm.add(failure) for _ in range(20)] == [None] * 20
+    text = alarm.add(failure)
+    assert text == "21 of the last 21 episodes failed (21 raised), last: KeyError: 'x'"
+    assert [alarm.add(failure) for _ in range(5)] == [None] * 5
+    assert [alarm.add(outcome) for _ in range(WINDOW)] == [None] * WINDOW
+    assert [alarm.add(failure) for _ in range(20)] == [None] * 20
+    assert alarm.add(failure) is not None
+
+
+def call(key: str, length: int = 3, finish: FinishReason = "stop", version: int = 0) -> Call:
+    tokens, logprobs = Array.of(np.arange(length), "i4"), Array.of(np.zeros(length), "f4")
+    return Call(key=key.encode(), tokens=tokens, logprobs=logprobs, spans=[Span(version, 0, length)], finish=finish)
+
+
+def episode(*calls: Call, **notes: str) -> Partial:
+    none, no_logprobs = Array.of([], "i4"), Array.of([], "f4")
+    return Partial(sample=0, tokens=none, logprobs=no_logprobs, spans=[], calls=list(calls), notes=notes)
+
+
+def keys(partial: Partial) -> str:
+    return "".join(item.key.decode() for item in partial.calls)
+
+
+def test_an_episode_that_starts_again_keeps_the_calls_it_has_not_come_to_yet() -> None:
+    earlier = episode(call("a"), call("b"), call("c"), n="1", m="2")
+    assert keys(with_earlier(episode(), earlier)) == "abc"
+    assert keys(with_earlier(episode(call("b")), earlier)) == "bac"
+    assert keys(with_earlier(episode(call("a"), call("b"), call("c"), call("d")), earlier)) == "abcd"
+    assert with_earlier(episode(call("a"), n="3"), earlier).notes == {"n": "3", "m": "2"}
+    assert with_earlier(episode(call("a")), None) == episode(call("a"))
+
+
+def test_an_episode_that_goes_another_way_drops_its_earlier_calls_once_it_has_as_much() -> None:
+    earlier = episode(call("a", 4), call("b", 4))
+    assert keys(with_earlier(episode(call("a", 4), call("x", 3)), earlier)) == "axb"
+    assert keys(with_earlier(episode(call("a", 4), call("x", 4)), earlier)) == "ax"
+
+
+def test_a_growing_call_replaces_what_was_saved_of_it() -> None:
+    earlier = episode(call("a"), call("b", 2, "abort"))
+    assert with_earlier(episode(call("a"), call("b", 1, "abort")), earlier).calls[1].tokens == call("b", 1).tokens
+
+
+def test_the_longest_partial_of_a_sample_has_the_notes_of_all() -> None:
+    short, long = episode(call("a"), n="1", m="1"), episode(call("a"), call("b"), n="2")
+    for partials in ([short, long], [long, short]):
+        (found,) = longest(partials)
+        assert (keys(found), found.notes) == ("ab", {"n": "2", "m": "1"})
+    (found,) = longest([episode(n="1"), episode()])
+    assert found.notes == {"n": "1"}
+
+
+def test_the_first_tokens_of_a_call_are_a_call_that_grows() -> None:
+    whole = msgspec.structs.replace(call("a", 5), spans=[Span(1, 0, 3), Span(2, 3, 5)])
+    assert head(whole, 5) is whole
+    cut = head(whole, 4)
+    assert (cut.finish, cut.tokens.numpy().tolist(), cut.spans) == (
+        "abort",
+        [0, 1, 2, 3],
+        [Span(1, 0, 3), Span(2, 3, 4)],
+    )
+
+
+def test_all_calls_are_kept_wherever_their_tokens_stand() -> None:
+    """The tokens of a helper stand behind those of the main agent, though they are older."""
+    sample = SampledCompletion(
+        index=0,
+        tokens=[1, 2, 3, 4],
+        loss_mask=[1, 1, 1, 1],
+        logprobs=[-1.0, -1.0, -1.0, -1.0],
+        spans=[Span(4, 0, 2), Span(3, 2, 4)],
+        turns=[],
+        finish="abort",
+        prompt="",
+        completion="",
+        calls=[call("a", version=3), call("b", version=4)],
+        notes={"n": "1"},
+    )
+    assert sample.to_partial(0) == episode(*sample.calls, n="1")
+    sample.logprobs[2] = float("nan")
+    with pytest.raises(NotFinite, match="version 3"):
+        check_finite(sample, 4)
+
+
+class Checked:
+    """Of a generator, the weights whose probe is passed, and what it saves."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.updates = self.weights = self.saver = self
+        self.saved: list[Partial] = []
+        self.checked = asyncio.Event()
+
+    def trusted_length(self, spans: Sequence[Span], length: int) -> int:
+        return min((span.start for span in spans if span.version > self.version), default=length)
+
+    async def wait_trusted(self, spans: Sequence[Span], length: int) -> int:
+        await self.checked.wait()
+        return length
+
+    def save_soon(self, delivery: Delivery[Task], partial: Partial) -> asyncio.Future[None]:
+        self.saved.append(partial)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+
+async def test_no_token_of_weights_that_are_not_checked_yet_is_saved_and_who_waits_waits_for_the_check() -> None:
+    async def save() -> None:
+        context = Checked(version=1)
+        rollout = Rollout(cast(Any, context), Delivery(b"1-1", "tasks", make_task(0)), cast(Any, None), StopFlag())
+        mixed = msgspec.structs.replace(call("b", 5), spans=[Span(1, 0, 3), Span(2, 3, 5)])
+        rollout._save(episode(call("a", version=2)))
+        assert context.saved == []
+        whole = episode(call("a", version=1), mixed, call("c", version=2), call("d", version=1))
+        saving = asyncio.ensure_future(rollout._save(whole))
+        (saved,) = context.saved
+        assert [(item.key, len(item.tokens), item.finish) for item in saved.calls] == [
+            (b"a", 3, "stop"),
+            (b"b", 3, "abort"),
+            (b"d", 3, "stop"),
+        ]
+        await asyncio.sleep(0.01)
+        assert not saving.done()
+        context.version = 2
+        context.checked.set()
+        await saving
+        assert context.saved[1:] == [whole]
+
+    await asyncio.wait_for(save(), 10)

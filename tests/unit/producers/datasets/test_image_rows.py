@@ -1,4 +1,4 @@
-"""Rows with images: what a column may hold, and where its images stand in the conversation."""
+"""Rows with images: what a column may hold, where images stand in the conversation, and the examples with images."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from PIL import Image as Pillow
 
+from consumers.reward.rewards import REWARDS
 from producers.datasets.hf import HuggingFace
 from producers.datasets.jsonl import Jsonl
 from producers.datasets.rows import RowReader, read_messages
+from schemas.config import load_config
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ContentPart
+from tests.support.user_code.example_scripts import EXAMPLES, load_script
 
 IMAGE, TEXT = ContentPart("image"), ContentPart("text", "how many?")
 
@@ -163,3 +166,25 @@ def test_a_file_names_images_beside_it_and_a_missing_one_is_found_when_it_is_ope
     (folder / "1.png").unlink()
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: the image .*1.png can't be read"):
         Jsonl(tmp_path, "figures/rows.jsonl", image="image")
+
+
+@pytest.mark.parametrize(
+    ("example", "name", "columns"),
+    [
+        ("squares", "make_squares", {"image": "image"}),
+        ("geometry3k", "make_figures", {"prompt": "problem", "image": "images"}),
+    ],
+)
+def test_an_example_makes_rows_that_its_configuration_trains_on(
+    example: str, name: str, columns: dict[str, str], tmp_path: Path
+) -> None:
+    config = load_config(EXAMPLES / example / "config.yaml")
+    assert config.model.kind == "vision"
+    assert {key: config.train[0].args.get(key, "prompt") for key in columns} == columns
+    load_script(f"{example}/{name}.py").write_data(tmp_path, 4)
+    rows = Jsonl(tmp_path, "train.jsonl", **columns)
+    assert len(rows) == 4
+    for index in range(4):
+        assert len(rows[index].images) == 1
+    (term,) = config.reward.terms
+    assert REWARDS.get(term.name, config.base)

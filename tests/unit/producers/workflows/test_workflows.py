@@ -1,27 +1,59 @@
-"""The single-turn workflow and the tokenizer it uses."""
+"""Workflows: single-turn sampling, what a start leaves behind, and user code that can't be called."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
+from producers.engines.factory import find_engine
 from producers.engines.scripted import ScriptedEngine
 from producers.tokenizer import HfTokenizer
-from producers.workflows.base import RolloutContext
+from producers.workflows.base import RolloutContext, find_workflow, running
 from producers.workflows.single_turn import SingleTurn
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, Partial, Sampling, Span, Task, Trajectory
+from schemas.system import lifecycle
+from schemas.system.lifecycle import importing
 from tests.support.models.tiny_model import EOS, make_tiny_model
 from tests.support.producers.played_episodes import keep_in
+
+WORKFLOWS = """
+class Older:
+    def run(self, engine, tokenizer, task, samples): ...
+
+class Coroutine:
+    async def run(self, rollout): return rollout.each(None)
+
+class Without: ...
+
+class Fine:
+    def __init__(self, hint=""): self.hint = hint
+    async def run(self, rollout):
+        yield self.hint
+"""
+
+ENGINE = """
+from producers.engines.scripted import ScriptedEngine
+
+class Fine(ScriptedEngine): ...
+
+class Older(ScriptedEngine):
+    async def load(self, path, version): ...
+
+class Without:
+    async def start(self): ...
+"""
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +219,92 @@ async def test_growing_samples_come_as_partials_that_another_goes_on_from(tokeni
     for index, tokens in [*pieces, *((sample.index, sample.tokens[start:]) for sample in finished)]:
         assert tokens[:6] == growing[2 + index].tokens.numpy().tolist()
         assert len(tokens) > 6
+
+
+class Starting:
+    """A workflow that makes objects at its start, as those of a model library are."""
+
+    async def start(self, services: Any) -> None:
+        self.made = [[k] for k in range(1000)]
+
+
+def watched(made: list[Any]) -> bool:
+    """Whether the collector would look at it."""
+    return any(found is made for found in gc.get_objects())
+
+
+def run(workflow: Any) -> None:
+    async def scene() -> None:
+        async with running(workflow, SimpleNamespace()):  # type: ignore[arg-type]
+            assert not watched(workflow.made)
+
+    asyncio.run(scene())
+
+
+def test_the_collector_looks_at_objects_of_the_start_again_only_when_the_workflow_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lifecycle, "_imports_aside", False)
+    run(workflow := Starting())
+    assert watched(workflow.made)
+
+
+def test_it_does_not_look_at_the_imports_of_a_service_again() -> None:
+    with importing():
+        imported = [[k] for k in range(1000)]
+    run(Starting())
+    assert not watched(imported)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(WORKFLOWS)
+    (tmp_path / "engines.py").write_text(ENGINE)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "says"),
+    [
+        (
+            "Older",
+            {},
+            r"generator.workflow Older: run\(self, engine, tokenizer, task, samples\) must be run\(rollout\)",
+        ),
+        ("Coroutine", {}, "run must yield or return an async iterator"),
+        ("Without", {}, r"generator.workflow Without has no method run\(rollout\)"),
+        ("Fine", {"hnit": "?"}, r"generator.workflow.args \{'hnit': '\?'\}: got an unexpected keyword argument 'hnit'"),
+    ],
+)
+def test_a_workflow_that_cannot_be_called_is_refused(base: Path, name: str, args: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        find_workflow(f"mine.py:{name}", args, base)
+
+
+def test_a_workflow_gets_its_arguments(base: Path) -> None:
+    assert find_workflow("mine.py:Fine", {"hint": "!"}, base)().hint == "!"  # type: ignore[attr-defined]
+
+
+def test_an_argument_of_a_users_workflow_has_the_type_that_its_hint_says(base: Path) -> None:
+    (base / "hinted.py").write_text(WORKFLOWS.replace('hint=""', "hint: float = 0.0"))
+    assert find_workflow("hinted.py:Fine", {"hint": 3}, base)().hint == 3.0  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="argument 'hint': 'much' is not allowed, must be a valid number"):
+        find_workflow("hinted.py:Fine", {"hint": "much"}, base)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Older", r"generator.engine Older: load\(self, path, version\) must be load\(source, version\)"),
+        ("Without", r"generator.engine Without has no method generate\(prompt_ids, sampling, n, prefix, progress\)"),
+    ],
+)
+def test_an_engine_without_the_methods_of_one_is_refused(base: Path, name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        find_engine(f"engines.py:{name}", base)
+
+
+def test_an_engine_of_ones_own_and_the_built_in_ones_pass(base: Path) -> None:
+    assert find_engine("engines.py:Fine", base).__name__ == "Fine"  # type: ignore[attr-defined]
+    for name in ("scripted", "transformers"):
+        find_engine(name, base)

@@ -1,4 +1,4 @@
-"""The parts of examples/agents/calculator: what the model is shown, what the agent asks, and its tool."""
+"""The example agents: what their policy is shown, what they ask, their tools, and the warm start of frameworks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ import pytest
 from producers.conversation.chat_template import ChatTemplate
 from producers.tokenizer import HfTokenizer
 
-EXAMPLE = Path(__file__).parents[4] / "examples" / "agents" / "calculator"
+CALCULATOR = Path(__file__).parents[4] / "examples" / "agents" / "calculator"
+FRAMEWORKS = Path(__file__).parents[4] / "examples" / "agents" / "frameworks"
+MULTIPLY = {"type": "function", "function": {"name": "multiply"}}
+FINAL = {"type": "function", "function": {"name": "final_answer"}}
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"calculator_{name}", EXAMPLE / f"{name}.py")
+def load(example: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{example.name}_{name}", example / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -33,10 +36,10 @@ def call_of(expression: str) -> dict[str, Any]:
 
 
 def test_the_warm_start_shows_the_turns_that_the_agent_later_sends(tmp_path: Path) -> None:
-    load("model").build(tmp_path, 0)
+    load(CALCULATOR, "model").build(tmp_path, 0)
     template = ChatTemplate(HfTokenizer(str(tmp_path)))
-    shown = load("products").Demonstrations("train", guesses=2)
-    tools = load("agent").TOOLS
+    shown = load(CALCULATOR, "products").Demonstrations("train", guesses=2)
+    tools = load(CALCULATOR, "agent").TOOLS
     a, b = shown.pairs[0]
     asked = {"role": "user", "content": f"{a}*{b}=?"}
     called = {"role": "assistant", "content": None, "tool_calls": [call_of(f"{a}*{b}")]}
@@ -61,7 +64,7 @@ def test_the_warm_start_shows_the_turns_that_the_agent_later_sends(tmp_path: Pat
 
 
 def test_the_warm_start_shows_short_results_as_often_as_long_ones_and_not_those_of_its_questions() -> None:
-    shown = load("products").Demonstrations("train", guesses=2)
+    shown = load(CALCULATOR, "products").Demonstrations("train", guesses=2)
     results = [(shown[shown.turns * pair + 1].data["answer"], math.prod(shown.pairs[pair])) for pair in range(2000)]
     short = sum(len(result) == 3 for result, _ in results)
     assert {len(result) for result, _ in results} == {3, 4}
@@ -70,7 +73,7 @@ def test_the_warm_start_shows_short_results_as_often_as_long_ones_and_not_those_
 
 
 def test_short_products_are_trained_as_often_as_long_ones() -> None:
-    products = load("products")
+    products = load(CALCULATOR, "products")
     digits = [len(str(a * b)) for a, b in products.Products("train").pairs]
     assert digits == [3, 4] * (len(digits) // 2)
     heldout = products.Products("heldout").pairs
@@ -81,7 +84,7 @@ def test_short_products_are_trained_as_often_as_long_ones() -> None:
 @pytest.mark.parametrize(("with_tools", "reward"), [(True, 1.0), (False, 0.0)])
 async def test_the_agent_asks_its_calculator_if_it_has_one(with_tools: bool, reward: float) -> None:
     openai = pytest.importorskip("openai")
-    agent = load("agent")
+    agent = load(CALCULATOR, "agent")
     requests: list[dict[str, Any]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -121,4 +124,48 @@ async def test_the_agent_asks_its_calculator_if_it_has_one(with_tools: bool, rew
     ],
 )
 def test_the_calculator_says_what_is_wrong_with_a_call(arguments: str, result: str) -> None:
-    assert load("agent").calculator(arguments) == result
+    assert load(CALCULATOR, "agent").calculator(arguments) == result
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
+    folder = tmp_path_factory.mktemp("model")
+    load(FRAMEWORKS, "model").build(folder, 0)
+    return ChatTemplate(HfTokenizer(str(folder)))
+
+
+def sent(kind: int, a: int, b: int, result: str, call_id: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages of the second request and its tools, as seen with langchain-openai, openai-agents and smolagents."""
+    arguments = {"a": a, "b": b}
+    system = {"role": "system", "content": "Use the tool."}
+    if kind == 2:
+        # smolagents 1.26
+        calls = [{"id": call_id, "type": "function", "function": {"name": "multiply", "arguments": arguments}}]
+        text = [f"New task:\n{a}*{b}=?", f"Calling tools:\n{calls}", f"Observation:\n{result}"]
+        roles = ["user", "assistant", "user"]
+        said = [{"role": role, "content": content} for role, content in zip(roles, text, strict=True)]
+        return [system, *said], [MULTIPLY, FINAL]
+    call = {"id": call_id, "type": "function", "function": {"name": "multiply", "arguments": json.dumps(arguments)}}
+    messages = [
+        {"role": "user", "content": f"{a}*{b}=?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": result},
+    ]
+    return [system, *messages] if kind == 1 else messages, [MULTIPLY]
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_the_warm_start_shows_the_turns_that_frameworks_later_send(template: ChatTemplate, kind: int) -> None:
+    shown = load(FRAMEWORKS, "turns").Demonstrations("train")
+    a, b = shown.pairs[0]
+    question, answered, guessed = (shown[3 * turn + kind] for turn in (0, 1, 2))
+    result = answered.messages[-1].content.removeprefix("Observation:\n")
+    call_id = answered.messages[-2].content.partition("'id': '")[2][:9]
+    messages, tools = sent(kind, a, b, result, call_id)
+    for example, request in ((question, messages[:-2]), (guessed, messages[:-2]), (answered, messages)):
+        seen = [{"role": message.role, "content": message.content} for message in example.messages]
+        assert template.ids(template.render(request, tools)) == template.ids(template.render(seen))
+    call = json.dumps({"name": "multiply", "arguments": {"a": a, "b": b}})
+    final = json.dumps({"name": "final_answer", "arguments": {"answer": result}})
+    assert question.data["answer"] == f"<tool_call>{call}</tool_call>"
+    assert answered.data["answer"] == (f"<tool_call>{final}</tool_call>" if kind == 2 else result)
