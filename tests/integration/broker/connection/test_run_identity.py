@@ -37,6 +37,8 @@ from tests.support.broker.leadership import configuration_in, leadership_in
 from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task, make_trajectory
 from tests.support.broker.trainer_sessions import FIRST, change_request, take_over, take_over_as
 
+pytestmark = pytest.mark.integration
+
 OURS, OTHER = Owner("ours", "/runs/a", "here"), Owner("other", "/runs/b", "there")
 
 
@@ -49,7 +51,6 @@ def train_one(broker: Broker) -> None:
     training.complete_step(record)
 
 
-@pytest.mark.integration
 def test_a_trainer_of_another_run_is_refused_whatever_the_journal_holds(broker: Broker) -> None:
     train_one(broker)
     before = broker.ledger.read_state()
@@ -65,7 +66,6 @@ def test_a_trainer_of_another_run_is_refused_whatever_the_journal_holds(broker: 
     assert again.step == 1
 
 
-@pytest.mark.integration
 def test_a_name_is_taken_before_any_service_starts_and_found_by_its_owner_only(broker: Broker) -> None:
     broker.owner.claim(OURS)
     with pytest.raises(ConfigError, match="by the run in /runs/a on here"):
@@ -80,7 +80,6 @@ def test_a_name_is_taken_before_any_service_starts_and_found_by_its_owner_only(b
     assert not taken.lost, "a name that is taken is no run that was lost"
 
 
-@pytest.mark.integration
 def test_a_broker_that_forgot_everything_learns_whose_run_it_is_from_the_trainer(broker: Broker) -> None:
     take_over_as(broker, change_request(FIRST, owner=OURS))
     broker.purge()
@@ -95,7 +94,6 @@ def test_a_broker_that_forgot_everything_learns_whose_run_it_is_from_the_trainer
         take_over_as(broker, change_request(FIRST, owner=OURS, fresh=False))
 
 
-@pytest.mark.integration
 def test_a_new_attempt_does_not_show_how_the_last_one_ended(broker: Broker) -> None:
     train_one(broker)
     broker.ledger.set_run_state("state", "failed")
@@ -105,7 +103,6 @@ def test_a_new_attempt_does_not_show_how_the_last_one_ended(broker: Broker) -> N
     assert (state.state, state.cause, state.step) == ("starting", "", 1)
 
 
-@pytest.mark.integration
 def test_checkpoints_of_another_run_are_not_gone_on_with(broker: Broker, tmp_path: Path) -> None:
     leadership = leadership_in(tmp_path, broker)
     leadership.restore(from_checkpoint=False)
@@ -117,7 +114,6 @@ def test_checkpoints_of_another_run_are_not_gone_on_with(broker: Broker, tmp_pat
         copied.restore(from_checkpoint=True)
 
 
-@pytest.mark.integration
 def test_a_feeder_of_another_runs_folder_admits_nothing(broker: Broker, tmp_path: Path) -> None:
     take_over_as(broker, change_request(FIRST, owner=OURS))
     config = configuration_in(tmp_path)
@@ -127,7 +123,6 @@ def test_a_feeder_of_another_runs_folder_admits_nothing(broker: Broker, tmp_path
     assert broker.ledger.read_state().admitted == 0
 
 
-@pytest.mark.integration
 async def test_a_generator_ends_when_the_run_that_it_works_for_is_replaced(broker: Broker, tmp_path: Path) -> None:
     engine = cast(Engine, SimpleNamespace())
     follower = OrderFollower(broker, engine, run=JoinedRun(tmp_path / "elsewhere"))
@@ -144,7 +139,6 @@ async def test_a_generator_ends_when_the_run_that_it_works_for_is_replaced(broke
         await follower.follow(broker.run_control.read())
 
 
-@pytest.mark.integration
 async def test_a_generator_in_another_runs_folder_is_refused(broker: Broker, tmp_path: Path) -> None:
     claim_folder(configuration_in(tmp_path))
     take_over_as(broker, change_request(FIRST, owner=OURS))
@@ -153,7 +147,6 @@ async def test_a_generator_in_another_runs_folder_is_refused(broker: Broker, tmp
         await follower.follow(broker.run_control.read())
 
 
-@pytest.mark.integration
 def test_a_reward_service_scores_nothing_of_another_run(broker: Broker, tmp_path: Path) -> None:
     claim_folder(configuration_in(tmp_path))
     take_over_as(broker, change_request(FIRST, owner=OURS))
@@ -170,7 +163,6 @@ def test_a_reward_service_scores_nothing_of_another_run(broker: Broker, tmp_path
     assert [entry.waiting for entry in read_stream_lags(broker.connection) if entry.name == "trajectories"] == [1]
 
 
-@pytest.mark.integration
 def test_another_run_of_the_name_that_is_finished_sends_no_service_home(
     make_broker: Callable[..., Broker], server: EmbeddedServer, tmp_path: Path
 ) -> None:
@@ -205,7 +197,6 @@ def replace_run(broker: Broker) -> None:
     take_over_as(broker, change_request(FIRST, owner=OTHER))
 
 
-@pytest.mark.integration
 def test_samples_of_a_purged_run_do_not_get_into_the_next_one_of_its_name(broker: Broker, tmp_path: Path) -> None:
     take_over_as(broker, change_request(FIRST, owner=OURS))
     broker.ledger.admit(make_task(0))
@@ -225,7 +216,6 @@ def test_samples_of_a_purged_run_do_not_get_into_the_next_one_of_its_name(broker
     assert broker.ledger.read_state().dead_letters == 1
 
 
-@pytest.mark.integration
 def test_a_feeder_of_a_purged_run_admits_nothing_into_the_next_one_of_its_name(broker: Broker, tmp_path: Path) -> None:
     old, new = joined_run(tmp_path, "ours"), joined_run(tmp_path, "other")
     take_over_as(broker, change_request(FIRST, owner=OURS))
@@ -241,7 +231,6 @@ def test_a_feeder_of_a_purged_run_admits_nothing_into_the_next_one_of_its_name(b
     assert broker.evals.open(0, evaluation, new)
 
 
-@pytest.mark.integration
 def test_scores_of_a_purged_run_do_not_get_into_the_next_one_of_its_name(broker: Broker) -> None:
     take_over_as(broker, change_request(FIRST, owner=OURS))
     broker.ledger.admit(make_task(0))
@@ -269,7 +258,6 @@ async def follow_once(broker: Broker, folder: Path) -> None:
     await follower.follow(broker.run_control.read())
 
 
-@pytest.mark.integration
 def test_services_in_a_folder_that_is_no_runs_say_once_whose_run_they_work_for(broker: Broker, tmp_path: Path) -> None:
     take_over_as(broker, change_request(FIRST, owner=OURS))
     config = configuration_in(tmp_path)

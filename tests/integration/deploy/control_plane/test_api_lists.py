@@ -1,4 +1,4 @@
-"""Every list over REST is read by one rule: oldest first, `limit` at a time, `next` is the `cursor` of what follows."""
+"""Lists over REST are all read by one rule, and the OpenAPI document describes every answer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from broker.client import Broker
 from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
+from deploy.control_plane.web import security
 from schemas.config import BrokerConfig
-from schemas.messages import Event
+from schemas.messages import Event, Score
 from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.one_group import publish_weights
-from tests.support.broker.prompt_groups import make_task, make_trajectory
+from tests.support.broker.prompt_groups import generate_and_score, make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.runs.run_folders import make_run
 
@@ -55,6 +64,8 @@ WHOLE = {
 """Routes whose answer is JSON and no list that is paged."""
 SORTED = ("/v1/runs/{run}/groups", "/v1/runs/{run}/evaluations/{version}")
 """Lists that are ordered by `sort`, of which `oldest` is one."""
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+ENDLESS = "/v1/events"
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +179,34 @@ def test_what_comes_while_a_list_is_read_is_neither_shown_twice_nor_left_out(api
     assert [one["id"] for one in shown + more[:1]] == [one["id"] for one in whole]
     assert more[-1]["text"] == "later"
     assert cursor is None
+
+
+def test_generated_requests_get_described_answers(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(security.Buckets, "take", lambda *_: 0.0)
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    with ControlPlane(broker, "schema") as api:
+        schema = schemathesis.openapi.from_url(f"{api.url}/openapi.json")
+        seen = set()
+        for found in schema.get_all_operations():
+            operation = found.ok()
+            if operation.path == ENDLESS:
+                continue
+            seen.add(operation.path)
+
+            @given(case=operation.as_strategy())
+            @settings(max_examples=8, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            def check(case: Any) -> None:
+                if isinstance(case.body, dict) and isinstance(case.body.get("wait_s"), int | float):
+                    case.body["wait_s"] = 0
+                checks = CHECKS
+                if case.path == "/v1/generate":
+                    # No generator is there: 503, which is described, and 500 is not.
+                    checks = [each for each in CHECKS if each is not not_a_server_error]
+                    if isinstance(case.body, dict):
+                        case.body["wait_s"] = 1
+                case.call_and_validate(checks=checks)
+
+            check()
+        assert {"/v1/status", "/v1/pause", "/v1/scale", "/v1/settings", "/metrics", "/readyz"} <= seen

@@ -1,17 +1,21 @@
-"""What new weights and pauses do to samples in flight, in every combination."""
+"""Samples in flight: what new weights, pauses and a requested end do to them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from broker.client import Broker
+from broker.connection.keys import GENERATORS
+from broker.queues.tasks import TaskQueue
 from producers.workflows.base import RolloutContext
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 from tests.support.producers.generator_service import (
+    Engine,
     begin_run,
     make_config,
     make_engine,
@@ -25,6 +29,8 @@ from tests.support.producers.generator_service import (
 )
 
 pytestmark = pytest.mark.integration
+
+BLOCK_MS = 4000
 
 
 class TwoTurns:
@@ -98,3 +104,72 @@ def test_who_drains_for_new_weights_hands_back_at_once_when_asked_to_end(
     assert engine.loaded == [1]
     (delivery,) = broker.task_queue("reader").read(1, 10)
     assert all(len(part.tokens) for part in delivery.message.partials)
+
+
+def test_samples_end_though_a_read_is_still_waiting(
+    model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_run(broker, tmp_path, make_task(0))
+    order: list[str] = []
+    read, abort = TaskQueue.read, Engine.abort_all
+
+    def slow(self: TaskQueue, count: int, **settings: Any) -> Any:
+        order.append("reads")
+        found = read(self, count, BLOCK_MS, **settings)
+        order.append("has read")
+        return found
+
+    async def noted(self: Engine) -> None:
+        order.append("aborts")
+        await abort(self)
+
+    monkeypatch.setattr(TaskQueue, "read", slow)
+    monkeypatch.setattr(Engine, "abort_all", noted)
+    config = make_config(model, tmp_path)
+    engine = make_engine(config, min_length=900, max_length=900, token_s=0.02)
+
+    async def scene() -> None:
+        await engine.generating.wait()
+        async with asyncio.timeout(30):
+            while order != ["reads", "has read", "reads"]:  # noqa: ASYNC110 - noted in a thread
+                await asyncio.sleep(0.01)
+
+    run_generator_during(config, broker, engine, scene)
+    assert order[:4] == ["reads", "has read", "reads", "aborts"]
+    monkeypatch.setattr(TaskQueue, "read", read)
+    (delivery,) = broker.task_queue("reader").read(1, 10)
+    assert all(len(part.tokens) for part in delivery.message.partials)
+
+
+def test_a_task_that_waits_for_newer_weights_is_handed_back(model: Path, broker: Broker, tmp_path: Path) -> None:
+    begin_run(broker, tmp_path)
+    broker.connection.client.hset(
+        broker.connection.keys.ctl, "version", 2
+    )  # the trainer has made it, but not published it yet
+    broker.ledger.admit(make_task(0))
+    engine = make_engine(make_config(model, tmp_path))
+
+    async def scene() -> None:
+        await wait_until(lambda: broker.connection.client.xpending(broker.connection.keys.tasks, GENERATORS)["pending"])
+
+    run_generator_during(make_config(model, tmp_path), broker, engine, scene)
+    assert not engine.generating.is_set()
+    (delivery,) = broker.task_queue("reader").read(1, 10)
+    assert (delivery.message.task_id, delivery.version) == (0, 2)
+
+
+def test_a_task_that_comes_back_without_a_token_because_its_generators_end_is_never_given_up(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
+    begin_run(broker, tmp_path, make_task(0))
+    config = make_config(model, tmp_path)
+    config.broker.max_deliveries = 1
+    for _ in range(3):
+        engine = make_engine(config, token_s=0.3)
+        run_generator_during(
+            config, broker, engine, lambda engine=engine: wait_until(lambda: engine.growth() is not None)
+        )
+    (delivery,) = broker.task_queue("reader").read(1, 10)
+    assert (delivery.message.task_id, delivery.fruitless) == (0, 0)
+    assert [len(part.tokens) for part in delivery.message.partials] == [0, 0]
+    assert broker.ledger.read_state().dead_letters == 0

@@ -1,4 +1,4 @@
-"""The command line: quick to answer, and one line for a wrong configuration."""
+"""The command line: quick to answer, and one line for a wrong configuration or a built-in name out of place."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from deploy.checks.names import check_names
 from deploy.cli import app
-from schemas.errors import RUN_FAILED_EXIT, RunFailed
+from schemas.config import parse_config
+from schemas.errors import RUN_FAILED_EXIT, ConfigError, RunFailed
 from tests.support.models.model_folders import write_model_files
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
@@ -234,3 +237,17 @@ def test_a_command_on_a_run_loads_no_broker_and_no_web_server_before_it_knows_wh
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment
     )
     assert done.stdout == "2\n[] False\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"loss": {"name": "grpo"}}, r"trainer.loss.name 'grpo' is a choice for .*: set trainer.advantage.name=grpo; "),
+        ({"advantage": {"name": "dapo"}}, r"trainer.advantage.name 'dapo' is .*: set trainer.loss.name=dapo; "),
+        ({"loss": {"name": "gropo"}}, r"unknown trainer.loss.name 'gropo'"),
+    ],
+)
+def test_an_algorithm_under_the_wrong_setting_is_sent_to_the_right_one(trainer: dict[str, Any], message: str) -> None:
+    data = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
+    with pytest.raises(ConfigError, match=message):
+        check_names(parse_config({**data, "trainer": trainer}))

@@ -1,21 +1,32 @@
-"""Whatever a payload or a model's output holds, the API can show it, in bounded time."""
+"""What a page shows: any payload in bounded time, the minutes before it opened, and events until it closes."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import msgspec
 import pytest
+from starlette.requests import ClientDisconnect
 
 from broker.telemetry.trajectories import StoredTrajectory
 from deploy.cli.trajectories import print_trajectories, print_trajectory
+from deploy.control_plane.app import make_app
+from deploy.control_plane.routes.context import Context
 from deploy.control_plane.routes.conversation import spoken_messages
 from deploy.control_plane.routes.dead_letters import payload
 from deploy.control_plane.routes.decoding import pieces
 from deploy.control_plane.routes.trajectories import detail, head
+from deploy.control_plane.status.collector import PlannedRun
+from deploy.control_plane.status.poller import StatusPoller
+from deploy.control_plane.status.series import POINTS_KEPT, SERIES_KEPT, MetricsSeries, ThroughputSeries
+from deploy.control_plane.web.sse import MAX_PAGES, Hub
+from schemas.config import parse_config
 from schemas.control_api import Trajectories
 from schemas.messages import Segment, Turn
+from tests.support.broker.run_statuses import make_status
 from tests.support.trainer.trajectories import make_trajectory
 
 
@@ -164,3 +175,98 @@ def test_an_episode_of_several_rows_is_shown_with_what_its_turns_earned(capsys: 
     for one, said in ((listed, True), (head(StoredTrajectory(make_trajectory(), None, "generated", 0.0)), False)):
         print_trajectories(Trajectories(trajectories=[one], examined=1, complete=True))
         assert (" 2/2 " in capsys.readouterr().out) == said
+
+
+def looks(pace: ThroughputSeries, times: list[float]) -> None:
+    seen = make_status()
+    for time in times:
+        rates = seen.throughput.model_copy(update={"generated_tokens": time})
+        pace.add(seen.model_copy(update={"time": time, "throughput": rates}))
+
+
+def test_one_point_a_second_is_kept_however_often_the_run_is_looked_at() -> None:
+    pace = ThroughputSeries()
+    looks(pace, [10.0, 10.1, 10.2, 11.0, 11.5, 12.0])
+    history = pace.history()
+    assert history.time == [10.0, 11.0, 12.0]
+    assert history.generated_tokens == [10.0, 11.0, 12.0]
+    assert len(history.trained_tokens) == 3
+
+
+def test_the_oldest_are_forgotten() -> None:
+    pace = ThroughputSeries()
+    looks(pace, [float(second) for second in range(POINTS_KEPT + 5)])
+    assert pace.history().time[0] == 5.0
+    assert len(pace.history().time) == POINTS_KEPT
+
+
+def test_figures_of_several_parts_are_series_too_and_their_number_is_bounded() -> None:
+    series = MetricsSeries()
+    series.add({"step": 1, "loss": 1, "reward/histogram": {"0.0": 3, "name": "x"}, "text": "no number"})
+    series.add({"step": 2, "loss": 2.0})
+    found = series.since(-1, 10)
+    assert found.series == {"loss": [1.0, 2.0], "reward/histogram/0.0": [3.0, None]}
+    series.add({"step": 3, **{f"made-up-{number}": number for number in range(2 * SERIES_KEPT)}})
+    assert len(series.names) == SERIES_KEPT
+
+
+def test_only_the_newest_steps_are_kept() -> None:
+    series = MetricsSeries(keep=3)
+    for step in range(5):
+        series.add({"step": step, "loss": float(step), "staleness/histogram": {str(step): 1}})
+    found = series.since(-1, 10)
+    assert found.step == [2, 3, 4]
+    assert found.series == {"loss": [2.0, 3.0, 4.0]}
+    assert found.staleness == [{"2": 1}, {"3": 1}, {"4": 1}]
+
+
+@pytest.fixture
+def app() -> Any:
+    config = parse_config(
+        {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
+    )
+    hub = Hub()
+    hub.close()  # A stream ends as soon as it has sent what there is.
+    poller = StatusPoller(None, PlannedRun.of(config))  # type: ignore[arg-type]
+    return make_app(Context(PlannedRun.of(config), "control", None, poller, hub))  # type: ignore[arg-type]
+
+
+async def follow(app: Any, spec_version: str, rude: bool) -> int:
+    """Ask for the events, as a client that is gone before the first byte if ``rude``; return the status."""
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": spec_version},
+        "method": "GET",
+        "path": "/v1/events",
+        "raw_path": b"/v1/events",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+        "client": ("127.0.0.1", 1),
+    }
+    status = 0
+
+    async def receive() -> MutableMapping[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        if rude:
+            raise OSError("the client has gone")
+
+    try:
+        await app(scope, receive, send)
+    except (OSError, ClientDisconnect):
+        assert rude
+    return status
+
+
+@pytest.mark.parametrize("spec_version", ["2.3", "2.4"])
+async def test_clients_that_leave_before_the_first_byte_lock_nobody_out(app: Any, spec_version: str) -> None:
+    async def leave() -> int:
+        for _ in range(MAX_PAGES + 1):
+            await follow(app, spec_version, rude=True)
+        return await follow(app, spec_version, rude=False)
+
+    assert await leave() == 200

@@ -1,8 +1,11 @@
-"""A launcher is named in the configuration: a built-in one, or the user's own class by path."""
+"""Launchers: built-in or the user's own class, the GPUs of one machine, and scripts for Slurm."""
 
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,14 @@ from typer.testing import CliRunner
 from deploy.cli.app import app
 from deploy.launchers import LAUNCHERS
 from deploy.launchers.factory import Launcher, build_launcher
+from deploy.launchers.local import VISIBLE, Local
 from deploy.launchers.ray import RayCluster
+from deploy.launchers.slurm import Slurm
 from deploy.supervisor.process import Processes
 from deploy.supervisor.services import Starter
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig, load_config, parse_config
 from schemas.errors import ConfigError
+from schemas.run_record import claim_folder
 
 CONFIG: dict[str, Any] = {
     "model": {"path": "m"},
@@ -36,6 +42,13 @@ class Mine:
 
 def function(config): ...
 """
+DEADLINE_S = 30.0
+SLURM_CONFIG: dict[str, Any] = {
+    "model": {"path": "m"},
+    "train": {"name": "arithmetic"},
+    "reward": {"terms": [{"name": "exact"}], "replicas": 2},
+}
+WARM_START = {"model": "m.py:f", "dataset": {"name": "arithmetic"}, "eval": {"name": "arithmetic"}}
 
 
 def config(name: str, base: Path | None = None, **args: Any) -> TidemillConfig:
@@ -97,3 +110,107 @@ def test_a_mistake_is_one_line_with_what_is_allowed(
 def test_a_queue_is_not_told_to_start_anew() -> None:
     with pytest.raises(ConfigError, match="tidemill purge"):
         build_launcher(config("slurm")).launch(config("slurm"), fresh=True)
+
+
+def seen(launcher: Local, role: str, name: str, folder: Path) -> str:
+    """The variable as a service finds it."""
+    log = folder / f"{name}.log"
+    argv = [sys.executable, "-c", f"import os; print(os.environ.get({VISIBLE!r}, 'unset'))"]
+    process = launcher.start(argv, name, role, log, {}, "")
+    deadline = time.monotonic() + DEADLINE_S
+    while process.poll() is None:
+        assert time.monotonic() < deadline, f"{name} did not end"
+        time.sleep(0.02)
+    return log.read_text().strip()
+
+
+def test_the_trainer_has_the_first_and_each_generator_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VISIBLE, raising=False)
+    launcher = Local(trainer_gpus=2, generator_gpus=1)
+    assert seen(launcher, "trainer", "trainer", tmp_path) == "0,1"
+    assert seen(launcher, "generator", "generator-0", tmp_path) == "2"
+    assert seen(launcher, "generator", "generator-3", tmp_path) == "5"
+    assert seen(launcher, "reward", "reward-0", tmp_path) == "unset"
+
+
+def test_who_asks_for_nothing_gets_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "4,7")
+    assert seen(Local(), "trainer", "trainer", tmp_path) == "4,7"
+
+
+def test_they_are_dealt_from_those_that_this_process_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "GPU-a,GPU-b,GPU-c")
+    launcher = Local(trainer_gpus=1, generator_gpus=2)
+    assert seen(launcher, "generator", "generator-0", tmp_path) == "GPU-b,GPU-c"
+    with pytest.raises(ConfigError, match="generator-1 would have GPU 5 of the 3 that there are"):
+        launcher.start(["true"], "generator-1", "generator", None, {}, "")
+
+
+def written(folder: Path, settings: dict[str, Any] = SLURM_CONFIG, **options: Any) -> dict[str, str]:
+    run = {"name": "big", "folder": str(folder / "a run")}
+    slurm = Slurm(folder=folder / "a folder", **options)
+    return {path.name: path.read_text() for path in slurm.write(parse_config(settings | {"run": run}))}
+
+
+def test_every_script_is_valid_shell(tmp_path: Path) -> None:
+    for name in written(tmp_path, SLURM_CONFIG | {"warm_start": WARM_START}, trainer_nodes=2, trainer_gpus=8):
+        done = subprocess.run(["bash", "-n", str(tmp_path / "a folder" / name)], capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b""), name
+
+
+def test_generators_are_an_array_that_is_requeued(tmp_path: Path) -> None:
+    script = written(tmp_path, generators=16, generator_gpus=1, partition="spot", sbatch=["--qos=low"])[
+        "generators.sbatch"
+    ]
+    for option in ("--array=0-15", "--requeue", "--gpus-per-node=1", "--partition=spot", "--qos=low"):
+        assert f"#SBATCH {option}\n" in script
+
+
+def test_one_trainer_process_needs_no_launcher_and_many_meet_at_the_first_node(tmp_path: Path) -> None:
+    assert "torchrun" not in written(tmp_path)["trainer.sbatch"]
+    script = written(tmp_path, trainer_nodes=4, trainer_gpus=8)["trainer.sbatch"]
+    assert "#SBATCH --nodes=4\n" in script
+    assert "--nnodes 4 --nproc-per-node 8" in script
+    assert '--rdzv-endpoint "$head:29500"' in script
+
+
+def test_a_model_that_has_to_be_made_is_made_first(tmp_path: Path) -> None:
+    assert "prepare.sbatch" not in written(tmp_path)
+    scripts = written(tmp_path, SLURM_CONFIG | {"warm_start": WARM_START})
+    assert "--dependency=afterok" in scripts["submit.sh"]
+    assert "tidemill prepare" in scripts["prepare.sbatch"]
+
+
+def test_jobs_run_the_configuration_as_it_was_then(tmp_path: Path) -> None:
+    assert f"tidemill feeder '{tmp_path}/a run/config.yaml'" in written(tmp_path)["services.sbatch"]
+    assert load_config(tmp_path / "a run" / "config.yaml", environment={}).reward.replicas == 2
+
+
+def test_the_scripts_of_a_run_that_has_begun_are_not_written_for_another_model(tmp_path: Path) -> None:
+    written(tmp_path)
+    configuration = tmp_path / "a run" / "config.yaml"
+    before = configuration.read_bytes()
+    claim_folder(load_config(configuration, environment={}))
+    with pytest.raises(ConfigError, match=r"model\.path m, which cannot become other"):
+        written(tmp_path, SLURM_CONFIG | {"model": {"path": "other"}})
+    assert configuration.read_bytes() == before
+    written(tmp_path, SLURM_CONFIG | {"trainer": {"steps": 7}})
+    assert configuration.with_name("config.yaml.1").read_bytes() == before
+
+
+def test_services_run_in_the_image_of_their_role(tmp_path: Path) -> None:
+    scripts = written(
+        tmp_path, SLURM_CONFIG | {"warm_start": WARM_START}, container="run-in {role}.sif", trainer_gpus=2
+    )
+    services = scripts["services.sbatch"]
+    for role in ("feeder", "reward", "control"):
+        assert f"keep forward run-in {role}.sif tidemill {role} " in services
+    assert "run-in control.sif tidemill broker " in services
+    assert "run-in generator.sif tidemill generator " in scripts["generators.sbatch"]
+    assert "run-in trainer.sif tidemill prepare " in scripts["prepare.sbatch"]
+    assert "run-in trainer.sif torchrun " in scripts["trainer.sbatch"]
+
+
+def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="1 or more generators and trainer nodes, not 0 and 1"):
+        written(tmp_path, generators=0)

@@ -1,12 +1,34 @@
-"""Log lines: JSON where nobody reads along, with run and service on each, libraries included."""
+"""Log lines, and the numbers of a run that are read from them."""
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
+from rich.console import Console
+
+from consumers.trainer.records.evaluations import EvaluationLog
+from deploy.run import summary
+from deploy.run.summary import (
+    Ending,
+    Evaluation,
+    Final,
+    finish,
+    plot_run,
+    read_lines,
+    smooth,
+    summarise,
+    surviving_lines,
+    write_summary,
+)
 from deploy.supervisor.failures import _record
+from deploy.supervisor.supervisor import RunOutcome
+from schemas.config import parse_config
 
 CODE = """
 import logging, sys, structlog
@@ -60,3 +82,160 @@ def test_a_log_that_can_not_be_written_ends_nothing() -> None:
             check=False,
         )
     assert (done.returncode, done.stdout) == (0, "went on\n")
+
+
+def trained(step: int, *samples: tuple[int, int], **more: Any) -> dict[str, Any]:
+    return {"step": step, "leader_term": "1-0", "samples": [list(sample) for sample in samples], **more}
+
+
+def metric(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "version": step, "wall_s": 2.0 * step, "train/tokens": 10, **more}
+
+
+def test_a_replayed_step_counts_once() -> None:
+    lines = [trained(0, (0, 0)), trained(1, (1, 0)), trained(1, (1, 0)), trained(2, (2, 0))]
+    summary = summarise([], lines, Final("finished", published=3))
+    assert summary["steps"] == 3
+    assert summary["trajectories_trained"] == 3
+    assert summary["trajectories_trained_twice"] == 0
+    assert summary["trajectories_lost"] == 0
+
+
+def test_steps_behind_a_checkpoint_that_was_gone_back_to_do_not_count() -> None:
+    steps = [line["step"] for line in surviving_lines([trained(s) for s in (0, 1, 2, 3, 1, 2)])]
+    assert steps == [0, 1, 2]
+
+
+def test_a_sample_in_two_steps_was_trained_twice() -> None:
+    lines = [trained(0, (0, 0), (0, 1)), trained(1, (0, 1), (1, 0))]
+    assert summarise([], lines, Final("finished", published=3))["trajectories_trained_twice"] == 1
+
+
+def test_what_is_nowhere_was_lost() -> None:
+    final = Final("finished", published=10, dropped=2, failed=1, live=3)
+    lines = [trained(0, (0, 0), (0, 1), excluded=1)]
+    assert summarise([], lines, final)["trajectories_lost"] == 10 - 2 - 1 - 3 - 2 - 1
+
+
+def test_without_the_broker_nobody_knows_what_was_lost() -> None:
+    summary = summarise([], [trained(0, (0, 0))], Final("failed: broker"))
+    assert summary["trajectories_lost"] is None
+    assert summary["trajectories_trained"] == 1
+
+
+def test_means_are_over_tokens() -> None:
+    metrics = [
+        metric(1, **{"staleness/mean": 0.0, "staleness/max": 0, "train/tokens": 30}),
+        metric(2, **{"staleness/mean": 4.0, "staleness/max": 4, "train/tokens": 10}),
+    ]
+    summary = summarise(metrics, [], Final("finished"))
+    assert summary["mean_staleness"] == pytest.approx(1.0)
+    assert summary["max_staleness"] == 4
+    assert summary["tokens_trained"] == 40
+
+
+def test_the_gap_counts_only_tokens_that_were_compared() -> None:
+    metrics = [
+        metric(1, **{"train/logprob_gap_mean": 0.0, "train/logprob_gap_tokens": 0}),
+        metric(2, **{"train/logprob_gap_mean": 1e-6, "train/logprob_gap_tokens": 5}),
+    ]
+    assert summarise(metrics, [], Final("finished"))["logprob_gap_mean"] == pytest.approx(1e-6)
+    assert summarise([metric(1)], [], Final("finished"))["logprob_gap_mean"] is None
+
+
+def test_accuracy_is_of_the_first_and_of_the_last_version() -> None:
+    final = Final("finished", evaluations=[Evaluation(20, 0.9), Evaluation(0, 0.2), Evaluation(10, 0.5)])
+    summary = summarise([], [], final)
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.2, 0.9)
+    assert summarise([], [], Final("failed"))["accuracy_before"] is None
+
+
+def test_accuracy_before_training_is_unknown_when_version_0_was_not_evaluated() -> None:
+    summary = summarise([], [], Final("finished", evaluations=[Evaluation(101, 0.5), Evaluation(160, 0.7)]))
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (None, 0.7)
+
+
+def test_evaluations_that_the_broker_forgot_are_in_the_runs_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "BROKER_DEADLINE_S", 0.1)
+    config = parse_config(
+        {
+            "run": {"folder": str(tmp_path)},
+            "broker": {"url": "redis://127.0.0.1:1"},
+            "model": {"path": "m"},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+        }
+    )
+    line = {"n": 4, "scored": 4, "failed": 0, "off_version": 0, "time": 9.0, "wall_s": 3.0}
+    log = EvaluationLog(tmp_path)
+    log.add(line | {"version": 0, "mean": 0.25})
+    log.add(line | {"version": 5, "mean": None, "scored": 0, "failed": 4})
+    log.add(line | {"version": 9, "mean": 0.75})
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(metric(1, **{"reward/mean": 0.1})) + "\n")
+    ending = finish(config, RunOutcome("finished"), {})
+    assert (ending.summary["accuracy_before"], ending.summary["accuracy_after"]) == (0.25, 0.75)
+
+
+def test_phases_are_the_callers_and_the_trainers() -> None:
+    metrics = [metric(1, **{"time/wait_s": 1.0}), metric(2, **{"time/wait_s": 0.5})]
+    summary = summarise(metrics, [], Final("finished", phases_s={"training": 9.0}))
+    assert summary["wall_s_by_phase"] == {"training": 9.0, "trainer/wait": 1.5}
+    assert summary["wall_s"] == 4.0
+
+
+def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2, "rew')
+    assert read_lines(file) == [{"step": 1}]
+    assert read_lines(tmp_path / "none.jsonl") == []
+
+
+def test_the_file_has_all_keys_also_for_a_run_that_never_began(tmp_path: Path) -> None:
+    write_summary(tmp_path, Final("failed: trainer"))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for key in (
+        "accuracy_before",
+        "accuracy_after",
+        "steps",
+        "trajectories",
+        "tokens_generated",
+        "tokens_trained",
+        "max_staleness",
+        "mean_staleness",
+        "trajectories_lost",
+        "trajectories_trained_twice",
+        "trajectories_dropped_stale",
+        "logprob_gap_mean",
+        "wall_s",
+        "wall_s_by_phase",
+        "versions_published",
+        "exit_reason",
+    ):
+        assert key in summary
+
+
+def test_the_picture_is_a_png_also_without_evaluations(tmp_path: Path) -> None:
+    metrics = [metric(step, **{"reward/mean": 0.1 * step}) for step in range(1, 4)]
+    for evaluations in ([], [Evaluation(0, 0.1)], [Evaluation(0, 0.1), Evaluation(3, 0.4, 6.0)]):
+        file = tmp_path / f"{len(evaluations)}.png"
+        plot_run(metrics, evaluations, "a run", file)
+        assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_smoothing_keeps_length_and_level() -> None:
+    assert smooth([3.0] * 7, 4) == pytest.approx([3.0] * 7)
+    assert smooth([0.0, 3.0, 0.0], 3) == pytest.approx([1.5, 1.0, 1.5])
+
+
+@pytest.mark.parametrize("evaluations", [[], [Evaluation(0, 0.25), Evaluation(9, 0.5)]], ids=["none", "two"])
+def test_accuracy_is_told_only_where_it_was_evaluated(tmp_path: Path, evaluations: list[Evaluation]) -> None:
+    shown = io.StringIO()
+    found = write_summary(tmp_path, Final("finished", evaluations=evaluations))
+    Ending("a run", tmp_path, found, None).print(Console(file=shown, width=100))
+    told = shown.getvalue()
+    assert told.splitlines()[0].strip() == "a run: finished"
+    assert "trajectories" in told
+    assert ("accuracy" in told, "25.0%" in told, "50.0%" in told) == (bool(evaluations),) * 3
+    assert ("before" in told) == bool(evaluations)

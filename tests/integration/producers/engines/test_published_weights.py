@@ -1,4 +1,4 @@
-"""Adapters from a trainer's step to a real engine: published, fetched, put on in flight, and checked by the probe."""
+"""Weights of a trainer's real steps, as adapters or deltas, are loaded by a real engine and pass each probe."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim import AdamW
 
 from broker.client import Broker
+from broker.flow.fencing import term_number
+from broker.weights.delta_writer import DeltaWriter
+from broker.weights.transports import make_transport
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.leadership import Leadership
+from consumers.trainer.model.hf_weights import reference_logprobs
+from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.publishing import WeightPublisher
 from consumers.trainer.records.evaluations import EvaluationLog
 from consumers.trainer.step.build import build_train_step
@@ -21,19 +27,23 @@ from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
 from producers.generator.orders import OrderFollower
 from producers.generator.weight_updates import WeightUpdater
+from schemas.codec import Array
 from schemas.config import LoraConfig, TidemillConfig, parse_config
 from schemas.digests import base_digest
 from schemas.errors import DataError
-from schemas.messages import FileSource, Sampling
+from schemas.messages import FileSource, Manifest, Probe, Sampling
 from schemas.system.lifecycle import StopFlag
+from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.adapters import ALPHA, RANK, compute_logprobs, merge_adapter, write_adapter
 from tests.support.models.tiny_model import make_tiny_model
+from tests.support.models.weight_files import write_weights
 from tests.support.trainer.trajectories import make_groups
 
 pytestmark = pytest.mark.integration
 
 PROMPT = [5, 90, 17, 200, 33, 8]
 LORA = LoraConfig(rank=RANK, alpha=ALPHA)
+PROBE = [5, 9, 40, 41, 80, 7]
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +192,75 @@ async def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_prob
     assert len(newest.tensors) == 2 * 7 * 2
     assert newest.state.size < sum(p.numel() for p in step.policy.parameters()) * getattr(torch, dtype).itemsize / 3
     assert any(manifest.delta for manifest in broker.weights.published()) == (transport == "redis")
+
+
+class Learner:
+    """A policy that takes small steps and publishes each."""
+
+    def __init__(self, broker: Broker, model: Path, folder: Path) -> None:
+        self._store, self._folder = broker.weights, folder
+        self._leader_term = take_over(broker).leader_term
+        transport = make_transport(broker.connection, "redis", folder)
+        self._publication = broker.weight_publication(transport, 2, DeltaWriter(folder, max_chain=2))
+        self._policy = Policy(load_model(str(model), "float32"))
+        self._optimizer = AdamW(self._policy.parameters(), lr=1e-5)
+        folder.mkdir()
+
+    def publish(self, version: int) -> Manifest:
+        tokens = torch.randint(100, (2, 32), generator=torch.Generator().manual_seed(version))
+        scores = self._policy(tokens, tokens[:, 1:], torch.ones(2, 31, dtype=torch.bool))
+        self._optimizer.zero_grad()
+        (-scores.logprobs.mean()).backward()
+        self._optimizer.step()
+        file = self._folder / f"part-{version}-t{term_number(self._leader_term)}"
+        tensors = write_weights(self._policy, file, "bfloat16")
+        self._publication.publish(
+            file,
+            version=version,
+            step=version,
+            leader_term=self._leader_term,
+            tensors=tensors,
+            probe=Probe(tokens=Array.of(PROBE, "i4"), logprobs=Array.of(reference_logprobs(self._policy, PROBE), "f4")),
+        )
+        newest = self._store.newest()
+        assert newest is not None
+        return newest
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TidemillConfig:
+    return parse_config(
+        {
+            "run": {"name": "engine", "folder": str(tmp_path / "run")},
+            "model": {"path": str(tmp_path / "model"), "dtype": "bfloat16", "max_length": 64},
+            "train": {"name": "arithmetic"},
+            "sampling": {"n": 2, "max_tokens": 16},
+            "reward": {"terms": [{"name": "exact"}]},
+            "trainer": {"publish": {"transport": "redis"}},
+        }
+    )
+
+
+async def test_an_engine_follows_a_chain_of_deltas_and_passes_every_probe(
+    config: TidemillConfig, broker: Broker, tmp_path: Path
+) -> None:
+    model = make_tiny_model(tmp_path / "model", hidden=32, layers=1)
+    learner, stop = Learner(broker, model, tmp_path / "out"), StopFlag()
+    engine = TransformersEngine(EngineSettings(str(model), "bfloat16", max_length=64, max_samples=4))
+    pause = OrderFollower(broker, engine)
+    updates = WeightUpdater(config, "g", broker, engine, tmp_path / "in", pause)
+
+    await engine.start()
+    await pause.follow(None)
+    following = asyncio.create_task(updates.run(stop))
+    try:
+        async with asyncio.timeout(60):
+            for version in range(1, 7):
+                manifest = await asyncio.to_thread(learner.publish, version)
+                assert (manifest.delta is None) == (version == 1)
+                assert await updates.wait_ready(version), "checked by its probe"
+    finally:
+        stop.set()
+        await following
+        await engine.close()
+    assert [m.whole for m in broker.weights.published()][-3:] == [True, False, False]

@@ -1,0 +1,334 @@
+"""The feeder on a real server: several datasets, bad examples among good ones, and reasoning-gym's own process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from broker.client import Broker
+from broker.evaluations.results import EvalResult
+from broker.queues.tasks import eval_task_id
+from producers.datasets.base import Example
+from producers.datasets.loading import build_dataset
+from producers.datasets.mixture import Mixture, Part
+from producers.feeder import Feeder
+from schemas.config import DatasetConfig, TidemillConfig, parse_config
+from schemas.errors import ConfigError, DataError, InfraError, RunFailed
+from schemas.messages import ChatMessage, Score
+from tests.support.broker.broker_loss import checkpoint, wipe
+from tests.support.broker.feeding import feed_until
+from tests.support.broker.prompt_groups import make_trajectory
+from tests.support.broker.trainer_sessions import change_request, take_over, take_over_as
+from tests.support.user_code.datasets import Numbers
+
+pytestmark = pytest.mark.integration
+
+TRAIN = [{"name": "a.py:A", "label": "sums", "weight": 3}, {"name": "b.py:B", "label": "code", "weight": 1}]
+EVAL = {
+    "dataset": [
+        {"name": "a.py:A", "label": "sums"},
+        {"name": "b.py:B", "label": "code", "sampling": {"n": 4, "temperature": 0.6}, "pass_at": [1, 4]},
+    ],
+    "sampling": {"n": 1, "temperature": 0.0},
+}
+
+
+def configured(folder: Path, **sections: Any) -> TidemillConfig:
+    return parse_config(
+        {
+            "run": {"name": "f", "folder": str(folder / "run")},
+            "model": {"path": "unused"},
+            "train": TRAIN,
+            "sampling": {"n": 2},
+            "reward": {"terms": [{"name": "exact"}]},
+            "trainer": {"batch_groups": 2},
+            **sections,
+        }
+    )
+
+
+def mixture() -> Mixture:
+    return Mixture([Part("sums", [Numbers(6, "sum")], 3.0), Part("code", [Numbers(4, "code")], 1.0)])
+
+
+def texts(broker: Broker) -> list[tuple[int, str, str]]:
+    read = broker.task_queue("g").read(100, 10)
+    return [(item.message.task_id, item.message.dataset, item.message.text or "") for item in read]
+
+
+def test_datasets_are_mixed_by_weight_and_a_restarted_feeder_goes_on_where_each_was(
+    broker: Broker, tmp_path: Path
+) -> None:
+    config = configured(tmp_path)
+    training = take_over(broker, batch=2, staleness=3)
+    assert feed_until(Feeder(config, broker, mixture(), []), lambda: broker.ledger.read_state().active == 8) == []
+    for task_id in range(8):
+        training.drop_group(task_id, "test", [])
+    assert feed_until(Feeder(config, broker, mixture(), []), lambda: broker.ledger.read_state().active == 8) == []
+    fed = texts(broker)
+    again = mixture()
+    places = [again.at(position) for position in range(8, 16)]
+    expected = [(8 + i, again.parts[place.part].label, place.index) for i, place in enumerate(places)]
+    assert [(task, label, int(text.split()[1])) for task, label, text in fed] == expected
+    assert Counter(label for _, label, _ in fed) == {"sums": 6, "code": 2}
+
+
+def test_the_temperature_changes_for_tasks_that_are_admitted_from_then_on(broker: Broker, tmp_path: Path) -> None:
+    config = configured(tmp_path, sampling={"n": 2, "temperature": 0.9, "max_tokens": 7}, eval=EVAL)
+    training = take_over(broker, batch=2, staleness=3)
+    feeder = Feeder(config, broker, mixture(), [Numbers(2), Numbers(2)])
+    assert feed_until(feeder, lambda: broker.ledger.read_state().active == 8) == []
+    assert broker.ledger.change_settings({"temperature": 0.6})
+    training.drop_group(0, "test", [])
+    assert feed_until(feeder, lambda: broker.ledger.read_state().active == 8) == []
+    assert broker.ledger.change_settings({"temperature": None})
+    training.drop_group(1, "test", [])
+    assert feed_until(feeder, lambda: broker.ledger.read_state().active == 8) == []
+    tasks = [item.message for item in broker.task_queue("g").read(100, 10)]
+    fed = [task.sampling for task in tasks if task.kind == "train"]
+    assert [(sampling.temperature, sampling.max_tokens) for sampling in fed] == [(0.9, 7)] * 6 + [(0.6, 7), (0.9, 7)]
+    assert {task.sampling.temperature for task in tasks if task.kind == "eval"} == {0.0, 0.6}, "as configured"
+
+
+def answer(broker: Broker) -> None:
+    """Answer and score the evaluation of version 0; of a prompt of ``code`` as many samples are right as its number."""
+    queue, rewards = broker.task_queue("g"), broker.score_queue("r")
+    for item in queue.take_evaluations(0, 100).taken:
+        task = item.message
+        assert task.n == (4 if task.dataset == "code" else 1)
+        assert task.sampling.temperature == (0.6 if task.dataset == "code" else 0.0)
+        queue.publish(task.task_id, [make_trajectory(task.task_id, i, kind="eval") for i in range(task.n)])
+    for item in rewards.read(1000, 10):
+        number = (item.message.task_id & 0xFFFFFFFF) - 6
+        correct = number < 0 or item.message.sample < number
+        rewards.publish([(item, Score(reward=0.5 + correct, correct=correct))])
+
+
+def test_each_dataset_is_evaluated_with_its_own_sampling_and_has_its_own_figures(
+    broker: Broker, tmp_path: Path
+) -> None:
+    config = configured(tmp_path, eval=EVAL)
+    take_over(broker)
+    held_out = [Numbers(6), Numbers(4)]
+    assert feed_until(Feeder(config, broker, mixture(), held_out), broker.evals.read_results) == []
+    answer(broker)
+    (result,) = broker.evals.read_results()
+    assert (result.n, result.scored, result.complete) == (6 + 16, 22, True)
+    sums, code = result.datasets["sums"], result.datasets["code"]
+    assert (sums.n, sums.scored, sums.mean, sums.accuracy, sums.prompts) == (6, 6, 1.5, 1.0, {(1, 1): 6})
+    assert (code.n, code.scored, code.failed, code.length) == (16, 16, 0, 1.0)
+    assert code.prompts == {(4, 0): 1, (4, 1): 1, (4, 2): 1, (4, 3): 1}
+    assert code.figures([1, 2, 4]) == pytest.approx(
+        {
+            "reward": 0.5 + 6 / 16,
+            "accuracy": 6 / 16,
+            "length": 1.0,
+            "pass@1": 6 / 16,
+            "pass@2": (0 + 1 / 2 + 5 / 6 + 1) / 4,
+            "pass@4": 3 / 4,
+        }
+    )
+
+
+def test_the_figures_of_each_dataset_outlive_a_wiped_broker(broker: Broker, tmp_path: Path) -> None:
+    config = configured(tmp_path, eval=EVAL)
+    training = take_over(broker)
+    assert feed_until(Feeder(config, broker, mixture(), [Numbers(6), Numbers(4)]), broker.evals.read_results) == []
+    answer(broker)
+    (result,) = broker.evals.read_results()
+    line = {name: getattr(result, name) for name in ("version", "n", "scored", "failed", "mean", "length", "time")}
+    line |= {"off_version": 0, "datasets": {label: one.to_json() for label, one in result.datasets.items()}}
+    saved = change_request(checkpoint(training), evaluations=[line])
+    wipe(broker)
+    take_over_as(broker, saved)
+    (restored,) = broker.evals.read_results()
+    assert restored == EvalResult(**{**vars(result), "mean": pytest.approx(result.mean)})
+
+
+def test_an_evaluation_that_was_under_way_when_the_broker_was_wiped_leaves_nothing_behind(
+    broker: Broker, tmp_path: Path
+) -> None:
+    config = configured(tmp_path, eval=EVAL)
+    training = take_over(broker)
+    saved = checkpoint(training)
+    assert feed_until(Feeder(config, broker, mixture(), [Numbers(6), Numbers(4)]), broker.evals.read_results) == []
+    client, keys = broker.connection.client, broker.connection.keys
+    client.delete(keys.journal, keys.ctl)
+    take_over_as(broker, saved)
+    assert client.hgetall(keys.evals) == {}
+
+
+class Examples:
+    """Good examples, and at index 3 what ``bad`` makes; or bad ones only."""
+
+    def __init__(self, bad: Callable[[], Any], length: int = 8, only: bool = False) -> None:
+        self.bad, self.length, self.only = bad, length, only
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.bad() if index == 3 or self.only else Example(text=f"{index}+1=", data={"answer": "2"})
+
+
+def only(examples: Examples) -> Mixture:
+    return Mixture([Part("arithmetic", [examples], shuffle=False)])
+
+
+def refuse(error: BaseException) -> Callable[[], Any]:
+    def make() -> Any:
+        raise error
+
+    return make
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "surrogate": (lambda: Example(text="half \ud800"), r"task\.text can't be sent .* surrogates"),
+    "numpy": (lambda: Example(text="1", data={"answer": np.int64(3)}), r"task\.data\['answer'\] .*numpy\.int64"),
+    "large": (lambda: Example(text="1", data={"answer": 2**64}), r"task\.data\['answer'\] .* ints"),
+    "neither": (lambda: Example(), "exactly one of text, messages"),
+    "number": (lambda: Example(text=7), "text"),
+    "keys": (lambda: Example(text="1", data={2: "x"}), "data"),
+    "no list": (lambda: Example(messages=ChatMessage("user", "1")), "messages"),
+    "nothing": (lambda: None, "NoneType"),
+    "data error": (refuse(DataError("row 3 has no prompt")), "row 3 has no prompt"),
+    "exit": (refuse(SystemExit(3)), "SystemExit: 3"),
+    "any error": (refuse(KeyError("prompt")), "KeyError: 'prompt'"),
+    "mute": (refuse(ValueError("\ud800")), r"ValueError: \\ud800"),
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TidemillConfig:
+    return parse_config(
+        {
+            "run": {"name": "f", "folder": str(tmp_path / "run")},
+            "model": {"path": "unused"},
+            "train": {"name": "arithmetic", "shuffle": False},
+            "sampling": {"n": 2},
+            "reward": {"terms": [{"name": "exact"}]},
+            "eval": {"dataset": {"name": "arithmetic"}, "sampling": {"n": 2}, "every": 5},
+            "trainer": {"batch_groups": 2},
+        }
+    )
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_example_fails_alone_and_those_around_it_are_admitted(
+    broker: Broker, config: TidemillConfig, kind: str
+) -> None:
+    make, reason = BAD[kind]
+    take_over(broker, batch=2, staleness=1)
+    feeder = Feeder(config, broker, only(Examples(make)), [])
+    assert feed_until(feeder, lambda: broker.ledger.read_state().active == 4) == []
+    state = broker.ledger.read_state()
+    assert (state.active, state.admitted, state.failed, state.balanced) == (4, 5, {"dead_letter": 1}, True)
+    assert [item.message.task_id for item in broker.task_queue("g").read(20, 10)] == [0, 1, 2, 4]
+    (filed,) = broker.dead_letters.list()
+    assert (filed.letter.source, filed.letter.task_id, filed.letter.sample) == ("feeder", 3, -1)
+    assert re.match(f"example 3 of dataset 'arithmetic': .*{reason}", filed.letter.reason), filed.letter.reason
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_held_out_example_counts_as_failed_and_the_rest_is_evaluated(
+    broker: Broker, config: TidemillConfig, kind: str
+) -> None:
+    make, reason = BAD[kind]
+    take_over(broker, batch=2, staleness=1)
+    feeder = Feeder(config, broker, only(Examples(lambda: Example(text="1"))), [Examples(make)])
+    assert feed_until(feeder, broker.evals.read_results) == []
+    (result,) = broker.evals.read_results()
+    assert (result.version, result.n, result.failed) == (0, 16, 2)
+    found = broker.task_queue("g").take_evaluations(0, 20).taken
+    assert [item.message.task_id for item in found] == [eval_task_id(0, index) for index in range(8) if index != 3]
+    (filed,) = broker.dead_letters.list()
+    assert filed.letter.task_id == eval_task_id(0, 3)
+    assert re.match(f"example 3 of dataset 'arithmetic': .*{reason}", filed.letter.reason), filed.letter.reason
+
+
+def test_a_run_of_bad_examples_only_ends_with_their_reason(broker: Broker, config: TidemillConfig) -> None:
+    take_over(broker, batch=2, staleness=1)
+    feeder = Feeder(config, broker, only(Examples(refuse(KeyError("prompt")), only=True)), [])
+    (error,) = feed_until(feeder, lambda: False, RunFailed)
+    assert str(error) == "16 examples in a row can't be used, the last: " + (
+        f"example {15 % 8} of dataset 'arithmetic': KeyError: 'prompt'"
+    )
+    assert broker.ledger.read_state().failed["dead_letter"] >= 16
+
+
+def test_a_dataset_that_may_answer_later_ends_the_feeder_and_costs_no_prompt(
+    broker: Broker, config: TidemillConfig
+) -> None:
+    take_over(broker, batch=2, staleness=1)
+    feeder = Feeder(config, broker, only(Examples(refuse(InfraError("the server is down")))), [])
+    (error,) = feed_until(feeder, lambda: False)
+    assert str(error) == "the server is down"
+    assert broker.ledger.read_state().failed == {}
+
+
+def build(dataset: str, folder: Path, limit: int | None = None, **args: object):
+    return build_dataset(DatasetConfig(name=dataset, args=args, limit=limit), folder)
+
+
+def test_reasoning_gym_makes_the_same_problem_in_every_process(tmp_path: Path):
+    pytest.importorskip("reasoning_gym")
+    # Made from sets: another problem under another hash seed, were it made in this process.
+    code = (
+        "from producers.datasets.reasoning_gym import ReasoningGym\n"
+        "ds = ReasoningGym(task='ransom_note', size=5, seed=3)\n"
+        "print([ds[i].data['reasoning_gym']['digest'] for i in (4, 0, 2)])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+
+
+def test_problems_of_another_seed_are_others(tmp_path: Path):
+    """To reasoning-gym itself a problem is seed + index: of seeds side by side it has nearly the same ones."""
+    pytest.importorskip("reasoning_gym")
+    questions = []
+    for seed in (0, 1, 2):
+        dataset = build("reasoning_gym", tmp_path, task="chain_sum", size=40, seed=seed)
+        questions.append({str(dataset[index].messages) for index in range(40)})
+        dataset.close()
+    assert [len(each) for each in questions] == [40, 40, 40]
+    assert not questions[0] & questions[1]
+    assert not questions[1] & questions[2]
+    with pytest.raises(ConfigError, match=r"size.*1048577.*1048576"):
+        build("reasoning_gym", tmp_path, task="chain_sum", size=(1 << 20) + 1)
+
+
+def test_reasoning_gym_prompts_and_mistakes(tmp_path: Path):
+    pytest.importorskip("reasoning_gym")
+    dataset = build("reasoning_gym", tmp_path, task="chain_sum", size=3, seed=1, params={"max_terms": 2}, chat=False)
+    assert len(dataset) == 3
+    assert dataset[2] == dataset[2]
+    assert str(dataset[0].text).startswith("State the final answer")
+    assert set(dataset[0].data["reasoning_gym"]) == {"task", "size", "seed", "params", "index", "digest"}
+    dataset.close()
+    assert dataset[1].data["reasoning_gym"]["index"] == 1, "a child that ended is replaced"
+    dataset.close()
+    with pytest.raises(ConfigError, match=r"unknown task 'chain_summ': did you mean 'chain_sum'"):
+        build("reasoning_gym", tmp_path, task="chain_summ")
+    with pytest.raises(ConfigError, match=r"no parameter 'terms': one of min_terms"):
+        build("reasoning_gym", tmp_path, task="chain_sum", params={"terms": 2})
+    with pytest.raises(ConfigError, match="refuses its parameters"):
+        build("reasoning_gym", tmp_path, task="chain_sum", params={"min_terms": 9, "max_terms": 2})
