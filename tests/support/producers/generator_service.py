@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,30 +114,43 @@ def begin_run(broker: Broker, folder: Path, *tasks: Task, **known: Any) -> Train
 Scenario = Callable[[], Awaitable[None]]
 
 
-def run_generator_during(
-    config: TidemillConfig, broker: Broker, engine: AnyEngine, scenario: Scenario, name: str = "g"
-) -> None:
-    """``run_generator_while`` in an event loop of its own."""
-    asyncio.run(run_generator_while(config, broker, engine, scenario, name))
+@asynccontextmanager
+async def running_generator(
+    config: TidemillConfig, broker: Broker, engine: AnyEngine, name: str = "g"
+) -> AsyncIterator[None]:
+    """Run the service beside the body, then ask it to end, which it must within END_S.
+
+    If the service ends first, the body ends there, and an error of the service is raised.
+    """
+    stop, body = StopFlag(), asyncio.current_task()
+    service = asyncio.create_task(Generator(config, name, broker, engine).run(stop))
+    ended = False
+
+    def end_body(_: object) -> None:
+        nonlocal ended
+        assert body is not None
+        ended = body.cancel()
+
+    service.add_done_callback(end_body)
+    try:
+        async with asyncio.timeout(60):
+            yield
+    except asyncio.CancelledError:
+        if not ended or body is None or body.uncancel():
+            raise
+    finally:
+        service.remove_done_callback(end_body)
+        stop.set()
+        async with asyncio.timeout(END_S):
+            await service
 
 
 async def run_generator_while(
     config: TidemillConfig, broker: Broker, engine: AnyEngine, scenario: Scenario, name: str = "g"
 ) -> None:
-    """Run the service while ``scenario`` is played, then ask it to end, which it must within END_S."""
-    stop = StopFlag()
-    service = asyncio.create_task(Generator(config, name, broker, engine).run(stop))
-    acting = asyncio.ensure_future(scenario())
-    try:
-        async with asyncio.timeout(60):
-            await asyncio.wait({service, acting}, return_when=asyncio.FIRST_COMPLETED)
-            if not service.done():
-                await acting
-    finally:
-        stop.set()
-        acting.cancel()
-        async with asyncio.timeout(END_S):
-            await service
+    """Run the service as ``running_generator`` does, until ``scenario`` is played."""
+    async with running_generator(config, broker, engine, name):
+        await scenario()
 
 
 async def read_published(broker: Broker, count: int) -> list[Trajectory]:

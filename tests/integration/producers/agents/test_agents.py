@@ -24,7 +24,7 @@ from tests.support.producers.generator_service import (
     make_task,
     publish_version,
     read_published,
-    run_generator_while,
+    running_generator,
     wait_until,
 )
 
@@ -123,7 +123,7 @@ async def test_an_agents_calls_become_one_sample_of_one_row(
     prepare(broker, tmp_path, 2)
     engine = make_engine(config, min_length=4, max_length=12)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         for found in await read_published(broker, 4):
             assert found.calls == 3
             assert found.reward == 0.5
@@ -144,8 +144,6 @@ async def test_an_agents_calls_become_one_sample_of_one_row(
                 "assistant",
             ]
 
-    await run_generator_while(config, broker, engine, scene)
-
 
 @pytest.mark.parametrize(
     ("function", "finish", "reward"), [("shortens_its_history", "stop", None), ("never_shortens_it", "length", 0.0)]
@@ -157,11 +155,9 @@ async def test_a_full_context_ends_an_episode_only_if_its_agent_does_not_go_on(
     prepare(broker, tmp_path, 1)
     engine = make_engine(config, min_length=4, max_length=12)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         for found in await read_published(broker, 2):
             assert (found.finish, found.reward, found.calls) == (finish, reward, 1)
-
-    await run_generator_while(config, broker, engine, scene)
 
 
 async def test_an_agent_that_raises_fails_its_own_sample_alone(broker: Broker, model: Path, tmp_path: Path) -> None:
@@ -169,12 +165,10 @@ async def test_an_agent_that_raises_fails_its_own_sample_alone(broker: Broker, m
     prepare(broker, tmp_path, 2)
     engine = make_engine(config, min_length=4, max_length=12)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         published = await read_published(broker, 2)
         assert {(item.task_id, item.sample) for item in published} == {(0, 0), (1, 0)}
         await wait_until(lambda: len(broker.dead_letters.list()) == 2)
-
-    await run_generator_while(config, broker, engine, scene)
     letters = broker.dead_letters.list()
     assert {(one.letter.task_id, one.letter.sample) for one in letters} == {(0, 1), (1, 1)}
     assert all("KeyError: 'tool'" in one.letter.reason for one in letters)
@@ -188,12 +182,10 @@ async def test_an_agent_that_ends_its_process_costs_the_others_there_nothing(
     prepare(broker, tmp_path, 2)
     engine = make_engine(config, min_length=4, max_length=12)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         published = await read_published(broker, 2)
         assert {(item.task_id, item.sample) for item in published} == {(0, 0), (1, 0)}
         await wait_until(lambda: len(broker.dead_letters.list()) == 2)
-
-    await run_generator_while(config, broker, engine, scene)
     letters = broker.dead_letters.list()
     assert {(one.letter.task_id, one.letter.sample) for one in letters} == {(0, 1), (1, 1)}
     assert all("os._exit(3)" in one.letter.reason for one in letters)
@@ -205,22 +197,18 @@ async def test_an_episode_goes_on_elsewhere_with_the_calls_it_had(broker: Broker
     prepare(broker, tmp_path, 1)
     engine = make_engine(config, min_length=4, max_length=4, token_s=0.02)
 
-    async def begins() -> None:
+    async with running_generator(config, broker, engine):
         client, key = broker.connection.client, broker.connection.keys.partials
         await wait_until(
             lambda: all(int((count or b"0").partition(b":")[0]) > 6 for count in client.hmget(key, "0:0", "0:1"))
         )
-
-    await run_generator_while(config, broker, engine, begins)
     engine = make_engine(config, min_length=4, max_length=4, tokens=9)
 
-    async def goes_on() -> None:
+    async with running_generator(config, broker, engine, "h"):
         for found in await read_published(broker, 2):
             assert found.calls == 40
             assert found.metrics["replayed"] >= 5
             assert len(found.rows()) == 1
-
-    await run_generator_while(config, broker, engine, goes_on, "h")
 
 
 async def test_a_generator_whose_run_is_finished_gives_its_episodes_no_time_to_end(
@@ -233,10 +221,8 @@ async def test_a_generator_whose_run_is_finished_gives_its_episodes_no_time_to_e
     broker.ledger.admit(make_task(0, max_tokens=20))
     engine = make_engine(config, min_length=4, max_length=4, token_s=END_S / 40)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         await asyncio.wait_for(engine.generating.wait(), 30)
         training.finish_run()
-
-    await run_generator_while(config, broker, engine, scene)
     (given_back,) = broker.task_queue("other").read(1, 10)
     assert given_back.message.task_id == 0

@@ -20,13 +20,7 @@ from schemas.images import prepare_image, read_image_settings
 from schemas.messages import ChatMessage, ContentPart, Sampling, Score, Task, Trajectory
 from tests.support.broker.prompt_groups import claim_batch
 from tests.support.models.pictures import PAD, picture
-from tests.support.producers.generator_service import (
-    Engine,
-    begin_run,
-    make_engine,
-    read_published,
-    run_generator_during,
-)
+from tests.support.producers.generator_service import Engine, begin_run, make_engine, read_published, running_generator
 
 pytestmark = pytest.mark.integration
 
@@ -102,7 +96,7 @@ class SeeingEngine(Engine):
         return await super().generate(prompt_ids, sampling, **more)
 
 
-def test_images_of_an_agent_come_to_the_trainer_and_are_freed_with_the_group(
+async def test_images_of_an_agent_come_to_the_trainer_and_are_freed_with_the_group(
     broker: Broker, model: Path, tmp_path: Path
 ) -> None:
     config = make_config(model, tmp_path)
@@ -122,10 +116,8 @@ def test_images_of_an_agent_come_to_the_trainer_and_are_freed_with_the_group(
     found: list[Trajectory] = []
     engine = SeeingEngine(make_engine(config, min_length=4, max_length=8)._settings)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         found.extend(await read_published(broker, 2))
-
-    run_generator_during(config, broker, engine, scene)
     assert [[one.digest for one in shown] for shown in sorted(engine.shown, key=len)] == [
         *[[image.digest]] * 2,
         *[[image.digest, seen.digest]] * 4,

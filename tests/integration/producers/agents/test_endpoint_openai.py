@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -26,24 +26,19 @@ CALL = ToolCall("call_1", "add", '{"a": 1,  "b":2}')
 QUESTION: Any = [{"role": "user", "content": "1+2?"}]
 
 
-def ask(session: ScriptedSession, act: Callable[[Any, str], Awaitable[Any]], path: str = "", **settings: Any) -> Any:
-    """Run ``act(client, url)`` against a server over ``session``."""
-
-    async def run() -> Any:
-        async with serving(session, **settings) as url:
-            base = f"{url}/s/{TOKEN}{path}/v1"
-            async with openai.AsyncOpenAI(base_url=base, api_key="any", timeout=20) as client:
-                return await act(client, url)
-
-    return asyncio.run(run())
+@asynccontextmanager
+async def asking(session: ScriptedSession, path: str = "", **settings: Any) -> AsyncIterator[tuple[Any, str]]:
+    """A client of a server over ``session``, and the server's address."""
+    async with serving(session, **settings) as url:
+        base = f"{url}/s/{TOKEN}{path}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key="any", timeout=20) as client:
+            yield client, url
 
 
-def test_a_chat_answer_has_text_reasoning_tool_calls_and_counts() -> None:
-    async def act(client: Any, url: str) -> Any:
-        return await client.chat.completions.create(model="gpt-4o", messages=QUESTION, tools=TOOLS, max_tokens=9)
-
+async def test_a_chat_answer_has_text_reasoning_tool_calls_and_counts() -> None:
     session = ScriptedSession(says(ParsedAnswer("so", "hm", [CALL])))
-    got = ask(session, act)
+    async with asking(session) as (client, _):
+        got = await client.chat.completions.create(model="gpt-4o", messages=QUESTION, tools=TOOLS, max_tokens=9)
     message = got.choices[0].message
     assert (message.content, message.reasoning_content, got.choices[0].finish_reason) == ("so", "hm", "tool_calls")
     assert message.tool_calls[0].function.arguments == CALL.arguments
@@ -53,14 +48,12 @@ def test_a_chat_answer_has_text_reasoning_tool_calls_and_counts() -> None:
     assert (request.messages, request.tools, request.max_tokens, request.name) == (QUESTION, TOOLS, 9, "main")
 
 
-def test_a_streamed_chat_answer_is_the_same_with_counts_at_the_end() -> None:
-    async def act(client: Any, url: str) -> Any:
+async def test_a_streamed_chat_answer_is_the_same_with_counts_at_the_end() -> None:
+    async with asking(ScriptedSession(says(ParsedAnswer("so", "hm", [CALL, CALL])))) as (client, _):
         stream = await client.chat.completions.create(
             model="policy", messages=QUESTION, tools=TOOLS, stream=True, stream_options={"include_usage": True}
         )
-        return [chunk async for chunk in stream]
-
-    chunks = ask(ScriptedSession(says(ParsedAnswer("so", "hm", [CALL, CALL]))), act)
+        chunks = [chunk async for chunk in stream]
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     assert "".join(delta.content or "" for delta in deltas) == "so"
     assert [delta.reasoning_content for delta in deltas if hasattr(delta, "reasoning_content")] == ["hm"]
@@ -73,9 +66,9 @@ def test_a_streamed_chat_answer_is_the_same_with_counts_at_the_end() -> None:
     assert chunks[-1].usage.total_tokens == 5
 
 
-def test_several_choices_log_probabilities_and_token_ids() -> None:
-    async def act(client: Any, url: str) -> Any:
-        return await client.chat.completions.create(
+async def test_several_choices_log_probabilities_and_token_ids() -> None:
+    async with asking(ScriptedSession(says(ParsedAnswer("one"), ParsedAnswer("two")))) as (client, _):
+        got = await client.chat.completions.create(
             model="policy",
             messages=QUESTION,
             n=2,
@@ -83,8 +76,6 @@ def test_several_choices_log_probabilities_and_token_ids() -> None:
             top_logprobs=5,
             extra_body={"return_token_ids": True},
         )
-
-    got = ask(ScriptedSession(says(ParsedAnswer("one"), ParsedAnswer("two"))), act)
     assert [choice.message.content for choice in got.choices] == ["one", "two"]
     assert [choice.id for choice in got.choices] == ["chatcmpl-0000", "chatcmpl-0001"]
     logprobs = got.choices[0].logprobs.content
@@ -92,48 +83,41 @@ def test_several_choices_log_probabilities_and_token_ids() -> None:
     assert (got.prompt_token_ids, got.choices[1].token_ids) == ([1, 2, 3], [7, 8])
 
 
-def test_a_session_is_found_by_its_key_too_and_a_name_in_the_path_is_the_agents() -> None:
-    async def by_key(client: Any, url: str) -> Any:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN) as other:
-            assert (await other.models.list()).data[0].id == "policy"
-            return await other.chat.completions.create(model="policy", messages=QUESTION)
-
-    async def by_path(client: Any, url: str) -> Any:
-        return await client.chat.completions.create(model="policy", messages=QUESTION)
-
+async def test_a_session_is_found_by_its_key_too_and_a_name_in_the_path_is_the_agents() -> None:
     session = ScriptedSession(says(ParsedAnswer("hi")))
-    assert ask(session, by_key).choices[0].message.content == "hi"
-    ask(session, by_path, path="/helper")
+    async with asking(session) as (_, url), openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN) as other:
+        assert (await other.models.list()).data[0].id == "policy"
+        got = await other.chat.completions.create(model="policy", messages=QUESTION)
+        assert got.choices[0].message.content == "hi"
+    async with asking(session, path="/helper") as (client, _):
+        await client.chat.completions.create(model="policy", messages=QUESTION)
     assert [request.name for request in session.requests] == ["main", "helper"]
 
 
-def test_an_unknown_token_is_401_an_ended_episode_410_and_neither_is_asked_for_again() -> None:
-    async def act(client: Any, url: str) -> Any:
+async def test_an_unknown_token_is_401_an_ended_episode_410_and_neither_is_asked_for_again() -> None:
+    session = ScriptedSession(says(ParsedAnswer("hi")))
+    async with asking(session) as (client, url):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unknown") as other:
             with pytest.raises(openai.AuthenticationError, match="no episode has this token"):
                 await other.chat.completions.create(model="policy", messages=QUESTION)
         await client.post(f"{url}/s/{TOKEN}/tidemill/v1/end", cast_to=object)
         with pytest.raises(openai.APIStatusError, match="the episode has ended") as ended:
             await client.chat.completions.create(model="policy", messages=QUESTION)
-        return ended.value
-
-    session = ScriptedSession(says(ParsedAnswer("hi")))
-    error = ask(session, act)
+        error = ended.value
     assert (error.status_code, error.code, session.requests) == (410, "session_ended", [])
 
 
-def test_a_full_context_is_an_error_that_frameworks_know() -> None:
-    async def act(client: Any, url: str) -> Any:
+async def test_a_full_context_is_an_error_that_frameworks_know() -> None:
+    async with asking(ScriptedSession(says(SessionError(400, "context_length_exceeded", "no room")))) as (client, _):
         with pytest.raises(openai.BadRequestError) as full:
             await client.chat.completions.create(model="policy", messages=QUESTION)
-        return full.value
-
-    error = ask(ScriptedSession(says(SessionError(400, "context_length_exceeded", "no room"))), act)
+        error = full.value
     assert (error.code, error.type) == ("context_length_exceeded", "invalid_request_error")
 
 
-def test_an_agent_says_what_its_episode_and_its_answers_are_worth() -> None:
-    async def act(client: Any, url: str) -> Any:
+async def test_an_agent_says_what_its_episode_and_its_answers_are_worth() -> None:
+    session = ScriptedSession(says(ParsedAnswer("hi")))
+    async with asking(session) as (client, url):
         answer = await client.chat.completions.create(model="policy", messages=QUESTION)
         say = functools.partial(client.post, f"{url}/s/{TOKEN}/tidemill/v1/reward", cast_to=object)
         await say(body={"reward": 0.5, "completion": answer.id, "metrics": {"moves": 3}})
@@ -144,26 +128,21 @@ def test_an_agent_says_what_its_episode_and_its_answers_are_worth() -> None:
             await say(body={})
         with pytest.raises(openai.BadRequestError, match=r"Expected `float \| null`, got `str` - at `reward`"):
             await say(body={"reward": "good"})
-
-    session = ScriptedSession(says(ParsedAnswer("hi")))
-    ask(session, act)
     assert (session.rewards, session.metrics) == ({"chatcmpl-0000": 0.5, None: 1.0}, {"moves": 3.0})
 
 
 FUNCTIONS: Any = [{"type": "function", "name": "add", "description": "adds", "parameters": {}, "strict": None}]
 
 
-def test_a_response_has_items_and_the_next_one_goes_on_from_it() -> None:
-    async def act(client: Any, url: str) -> Any:
+async def test_a_response_has_items_and_the_next_one_goes_on_from_it() -> None:
+    session = ScriptedSession(says(ParsedAnswer("so", "hm", [CALL]), ParsedAnswer("3")))
+    async with asking(session) as (client, _):
         first = await client.responses.create(model="m", input="1+2?", tools=FUNCTIONS, max_output_tokens=9)
         output: Any = [{"type": "function_call_output", "call_id": "call_1", "output": "3"}]
         again = await client.responses.create(model="m", input=output, previous_response_id=first.id)
         own: Any = [{"role": "user", "content": "1+2?"}, *(item.model_dump() for item in first.output), *output]
         await client.responses.create(model="m", input=own)
-        return first, again
-
-    session = ScriptedSession(says(ParsedAnswer("so", "hm", [CALL]), ParsedAnswer("3")))
-    first, again = ask(session, act)
+        first, again = first, again
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
     assert (first.output_text, first.output[2].arguments, first.usage.total_tokens) == ("so", CALL.arguments, 5)
     assert (again.output_text, again.previous_response_id) == ("3", first.id)
@@ -172,13 +151,12 @@ def test_a_response_has_items_and_the_next_one_goes_on_from_it() -> None:
     assert by_id.messages == by_items.messages
 
 
-def test_a_streamed_response_has_its_events_in_order() -> None:
-    async def act(client: Any, url: str) -> Any:
-        async with client.responses.stream(model="m", input="1+2?", tools=FUNCTIONS) as stream:
-            events = [event async for event in stream]
-            return events, await stream.get_final_response()
-
-    events, response = ask(ScriptedSession(says(ParsedAnswer("so", "hm", [CALL]))), act)
+async def test_a_streamed_response_has_its_events_in_order() -> None:
+    asked = {"model": "m", "input": "1+2?", "tools": FUNCTIONS}
+    session = ScriptedSession(says(ParsedAnswer("so", "hm", [CALL])))
+    async with asking(session) as (client, _), client.responses.stream(**asked) as stream:
+        events = [event async for event in stream]
+        response = await stream.get_final_response()
     names = [event.type.removeprefix("response.") for event in events]
     part = ["output_item.added", "content_part.added", "{0}.delta", "{0}.done", "content_part.done", "output_item.done"]
     function = [
@@ -193,16 +171,14 @@ def test_a_streamed_response_has_its_events_in_order() -> None:
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
 
 
-def test_plain_prompts_are_completed() -> None:
-    async def act(client: Any, url: str) -> Any:
+async def test_plain_prompts_are_completed() -> None:
+    session = ScriptedSession(says(ParsedAnswer("hi")))
+    async with asking(session) as (client, _):
         ids = await client.completions.create(
             model="m", prompt=[5, 6], logprobs=1, stop="x", extra_body={"return_token_ids": True}
         )
         stream = await client.completions.create(model="m", prompt="ab", stream=True)
-        return ids, [chunk async for chunk in stream]
-
-    session = ScriptedSession(says(ParsedAnswer("hi")))
-    got, chunks = ask(session, act)
+        got, chunks = ids, [chunk async for chunk in stream]
     assert [(r.prompt_ids, r.prompt_text, r.stop) for r in session.requests] == [
         ([5, 6], None, ["x"]),
         (None, "ab", []),
@@ -213,23 +189,19 @@ def test_plain_prompts_are_completed() -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == "hi"
 
 
-def test_a_history_of_many_megabytes_is_read() -> None:
-    async def act(client: Any, url: str) -> Any:
-        return await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 20_000_000}])
-
+async def test_a_history_of_many_megabytes_is_read() -> None:
     session = ScriptedSession(says(ParsedAnswer("hi")))
-    ask(session, act)
+    async with asking(session) as (client, _):
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 20_000_000}])
     assert len((session.requests[0].messages or [])[0]["content"]) == 20_000_000
 
 
-def test_an_unknown_route_and_a_failure_of_our_own_are_errors_in_the_protocols_form() -> None:
+async def test_an_unknown_route_and_a_failure_of_our_own_are_errors_in_the_protocols_form() -> None:
     def fail(request: object) -> ParsedAnswer:
         raise ZeroDivisionError
 
-    async def act(client: Any, url: str) -> Any:
+    async with asking(ScriptedSession(fail)) as (client, _):
         with pytest.raises(openai.NotFoundError, match="POST /s/tok-1/v1/embeddings: Not Found"):
             await client.embeddings.create(model="m", input="x")
         with pytest.raises(openai.InternalServerError, match="the endpoint failed, its log says why"):
             await client.with_options(max_retries=0).chat.completions.create(model="m", messages=QUESTION)
-
-    ask(ScriptedSession(fail), act)

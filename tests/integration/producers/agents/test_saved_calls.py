@@ -22,7 +22,7 @@ from tests.support.producers.generator_service import (
     make_task,
     publish_version,
     read_published,
-    run_generator_during,
+    running_generator,
     wait_until,
 )
 from tests.support.producers.killed_agents import play
@@ -90,7 +90,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("end", ["asked to end", "killed"])
-def test_the_calls_of_an_unfinished_episode_are_there_for_the_next_generator(
+async def test_the_calls_of_an_unfinished_episode_are_there_for_the_next_generator(
     model: Path, broker: Broker, tmp_path: Path, end: str
 ) -> None:
     training = take_over(broker)
@@ -101,13 +101,11 @@ def test_the_calls_of_an_unfinished_episode_are_there_for_the_next_generator(
     script = {"token_s": 0.01, "min_length": 5, "max_length": 5}
     reader = broker.partials("reader")
 
-    async def two_calls_are_saved() -> None:
+    first = HoldsLast(EngineSettings("none", "float32", 2000, 8, args=script))
+    async with running_generator(config, broker, first):
         await wait_until(lambda: [len(item.calls) for item in reader.load_partials(0, range(2))] == [2, 2])
         rounds = first.growth() or 0
         await wait_until(lambda: (first.growth() or 0) > rounds + 5)  # the third calls grow
-
-    first = HoldsLast(EngineSettings("none", "float32", 2000, 8, args=script))
-    run_generator_during(config, broker, first, two_calls_are_saved)
     saved = reader.load_partials(0, range(2))
     assert [item.notes for item in saved] == [{"turn": "1"}] * 2
     (delivery,) = broker.task_queue("reader").read(1, 10)
@@ -117,15 +115,13 @@ def test_the_calls_of_an_unfinished_episode_are_there_for_the_next_generator(
     given = delivery.message if end == "asked to end" else msgspec.structs.replace(delivery.message, partials=[])
     assert broker.task_queue("reader").return_task(delivery, given)
 
-    async def both_go_on() -> None:
+    async with running_generator(config, broker, make_engine(config, **script), name="heir"):
         for item in await read_published(broker, 2):
             assert item.metrics == {"replayed": 2.0}
             assert item.calls == 3
             record = {piece.sample: piece.calls for piece in saved}[item.sample]
             sampled = item.tokens.numpy()[item.loss_mask.numpy() == 1]
             assert sampled[:10].tolist() == [token for call in record for token in call.tokens.numpy()]
-
-    run_generator_during(config, broker, make_engine(config, **script), both_go_on, name="heir")
 
 
 def test_episodes_under_kills_are_those_without_and_no_call_with_an_answer_is_made_again(

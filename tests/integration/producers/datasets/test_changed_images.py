@@ -28,7 +28,7 @@ from schemas.errors import InfraError
 from schemas.images import prepare_image, read_image_settings
 from schemas.messages import ChatMessage, ContentPart, PlacedImage, Probe, Sampling, Task, WeightSource
 from tests.support.broker.trainer_sessions import take_over
-from tests.support.producers.generator_service import read_published, run_generator_during, wait_until
+from tests.support.producers.generator_service import read_published, run_generator_while, running_generator, wait_until
 from tests.support.trainer.vision_steps import make_group
 
 pytestmark = pytest.mark.integration
@@ -114,7 +114,7 @@ def begin(broker: Broker, config: TidemillConfig, policy: Policy, folder: Path) 
     )
 
 
-def test_an_image_whose_bytes_were_changed_in_the_broker_is_shown_to_no_engine(
+async def test_an_image_whose_bytes_were_changed_in_the_broker_is_shown_to_no_engine(
     config: TidemillConfig, model: Path, broker: Broker, tmp_path: Path
 ) -> None:
     policy = load_policy(config, str(model), "float32")
@@ -125,19 +125,17 @@ def test_an_image_whose_bytes_were_changed_in_the_broker_is_shown_to_no_engine(
     broker.connection.client.hset(broker.connection.keys.images, name, others[other])
     engine = Seeing(policy)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         published = await read_published(broker, 2)
         assert {item.task_id for item in published} == {1}
         await wait_until(lambda: broker.ledger.read_state().dead_letters > 0)
-
-    run_generator_during(config, broker, engine, scene)
     assert engine.loaded == [1]
     assert set(engine.shown) == {others[other]}
     reasons = [stored.letter.reason for stored in broker.dead_letters.list(10)]
     assert all("an image of its prompt is missing from the broker, or is not the stored one" in one for one in reasons)
 
 
-def test_a_generator_with_another_vision_tower_fails_the_probe(
+async def test_a_generator_with_another_vision_tower_fails_the_probe(
     config: TidemillConfig, model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(updates_module, "REFUSED_DEADLINE_S", 0.0)
@@ -154,6 +152,6 @@ def test_a_generator_with_another_vision_tower_fails_the_probe(
         await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as caught:
-        run_generator_during(config, broker, engine, scene)
+        await run_generator_while(config, broker, engine, scene)
     assert caught.group_contains(InfraError, match="version 1 fails its probe")
     assert not engine.shown

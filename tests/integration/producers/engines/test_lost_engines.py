@@ -31,7 +31,6 @@ from tests.support.producers.generator_service import (
     make_task,
     publish_version,
     read_published,
-    run_generator_during,
     run_generator_while,
     wait_until,
 )
@@ -95,7 +94,7 @@ def claimed_by_another(broker: Broker) -> set[int]:
     return {item.message.task_id for item in broker.task_queue("other").claim_stale(0.0, 10)}
 
 
-def test_a_killed_server_ends_the_generator_and_its_samples_go_to_others(
+async def test_a_killed_server_ends_the_generator_and_its_samples_go_to_others(
     model: Path, tmp_path: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process that ends is enough: it is not asked for its health again before the scene is over."""
@@ -117,7 +116,7 @@ def test_a_killed_server_ends_the_generator_and_its_samples_go_to_others(
         await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as caught:
-        run_generator_during(settings, broker, engine, scenario)
+        await run_generator_while(settings, broker, engine, scenario)
     assert caught.group_contains(InfraError, match="was killed by signal 9")
     assert claimed_by_another(broker) == {0, 1}
 

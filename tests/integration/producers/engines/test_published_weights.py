@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +52,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), tied=True)
 
 
-def run(model: Path, scenario: Callable[[TransformersEngine], Awaitable[None]], **settings: Any) -> None:
-    async def whole() -> None:
-        defaults = {"max_length": 256, "max_samples": 16, "lora": LORA, **settings}
-        engine = TransformersEngine(EngineSettings(str(model), "float32", **defaults))
-        await engine.start()
-        try:
-            await scenario(engine)
-        finally:
-            await engine.close()
-
-    asyncio.run(whole())
+@asynccontextmanager
+async def running_engine(model: Path, **settings: Any) -> AsyncIterator[TransformersEngine]:
+    defaults = {"max_length": 256, "max_samples": 16, "lora": LORA, **settings}
+    engine = TransformersEngine(EngineSettings(str(model), "float32", **defaults))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
-def test_each_version_is_the_model_with_that_adapter(model: Path, tmp_path: Path) -> None:
-    async def scenario(engine: TransformersEngine) -> None:
+async def test_each_version_is_the_model_with_that_adapter(model: Path, tmp_path: Path) -> None:
+    async with running_engine(model) as engine:
         np.testing.assert_allclose(
             await engine.logprobs(PROMPT), compute_logprobs(merge_adapter(model, None), PROMPT), atol=1e-4
         )
@@ -78,14 +77,12 @@ def test_each_version_is_the_model_with_that_adapter(model: Path, tmp_path: Path
             seen.append(want)
         assert abs(seen[0] - seen[1]).max() > 0.1
 
-    run(model, scenario)
-
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_spans_name_the_adapter_that_made_each_token(model: Path, tmp_path: Path, recompute: bool) -> None:
+async def test_spans_name_the_adapter_that_made_each_token(model: Path, tmp_path: Path, recompute: bool) -> None:
     one, two = (write_adapter(model, tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2))
 
-    async def scenario(engine: TransformersEngine) -> None:
+    async with running_engine(model, recompute=recompute) as engine:
         await engine.load(FileSource(one), 1)
         await engine.pause()
         running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=200), n=8))
@@ -106,10 +103,8 @@ def test_spans_name_the_adapter_that_made_each_token(model: Path, tmp_path: Path
                 inside = slice(span.start, span.end)
                 np.testing.assert_allclose(completion.logprobs[inside], want[inside], atol=1e-3)
 
-    run(model, scenario, recompute=recompute)
 
-
-def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(model: Path, tmp_path: Path) -> None:
+async def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(model: Path, tmp_path: Path) -> None:
     good = write_adapter(model, tmp_path / "good", seed=1)
     others = {
         "is no adapter": model / "model.safetensors",
@@ -117,7 +112,7 @@ def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(model: Path, 
         "of other layers than the version before": write_adapter(model, tmp_path / "some", 2, targets=["q_proj"]),
     }
 
-    async def scenario(engine: TransformersEngine) -> None:
+    async with running_engine(model) as engine:
         await engine.load(FileSource(good), 1)
         for message, file in others.items():
             with pytest.raises(DataError, match=message):
@@ -126,8 +121,6 @@ def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(model: Path, 
         np.testing.assert_allclose(
             await engine.logprobs(PROMPT), compute_logprobs(merge_adapter(model, good), PROMPT), atol=1e-4
         )
-
-    run(model, scenario)
 
 
 def configuration(folder: Path, model: Path, broker: Broker, dtype: str, transport: str) -> TidemillConfig:

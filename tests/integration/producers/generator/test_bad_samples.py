@@ -26,7 +26,7 @@ from tests.support.producers.generator_service import (
     make_engine,
     make_task,
     read_published,
-    run_generator_during,
+    running_generator,
     wait_until,
 )
 
@@ -69,18 +69,14 @@ def config(model: Path, tmp_path: Path) -> TidemillConfig:
     return parse_config(plain)
 
 
-def generate(broker: Broker, config: TidemillConfig, folder: Path, good: int) -> list[tuple[int, int]]:
+async def generate(broker: Broker, config: TidemillConfig, folder: Path, good: int) -> list[tuple[int, int]]:
     """Four tasks of two samples each through a generator, until ``good`` are there and the others failed."""
     begin_run(broker, folder, *(make_task(task_id, max_tokens=20) for task_id in range(4)))
-    found: list[tuple[int, int]] = []
-
-    async def scene() -> None:
-        found.extend((item.task_id, item.sample) for item in await read_published(broker, good))
+    async with running_generator(config, broker, make_engine(config, min_length=5, max_length=20)):
+        found = sorted((item.task_id, item.sample) for item in await read_published(broker, good))
         await wait_until(lambda: broker.ledger.read_state().dead_letters == 8 - good)
         await wait_until(lambda: broker.connection.client.xlen(broker.connection.keys.tasks) == 0)
-
-    run_generator_during(config, broker, make_engine(config, min_length=5, max_length=20), scene)
-    return sorted(found)
+    return found
 
 
 def letters(broker: Broker) -> list[tuple[str, int, int]]:
@@ -106,7 +102,7 @@ def grouped(rollout: RolloutContext) -> None:
     ],
     ids=["key", "zero", "cancelled", "group", "exit"],
 )
-def test_a_workflow_that_raises_fails_its_task_alone(
+async def test_a_workflow_that_raises_fails_its_task_alone(
     broker: Broker,
     config: TidemillConfig,
     tmp_path: Path,
@@ -115,7 +111,9 @@ def test_a_workflow_that_raises_fails_its_task_alone(
     reason: str,
 ) -> None:
     monkeypatch.setattr(Spoilt, "before", staticmethod(before))
-    assert generate(broker, config, tmp_path, 6) == [(task_id, sample) for task_id in range(3) for sample in range(2)]
+    assert await generate(broker, config, tmp_path, 6) == [
+        (task_id, sample) for task_id in range(3) for sample in range(2)
+    ]
     assert sorted(letters(broker)) == [("generator", BAD_TASK, 0), ("generator", BAD_TASK, 1)]
     assert {one.letter.reason for one in broker.dead_letters.list()} == {f"workflow {WORKFLOW}: {reason}"}
 
@@ -150,20 +148,20 @@ BAD_SAMPLES: dict[str, tuple[Callable[[SampledCompletion], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_SAMPLES)
-def test_a_sample_that_can_not_be_published_fails_alone(
+async def test_a_sample_that_can_not_be_published_fails_alone(
     broker: Broker, config: TidemillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     after, reason = BAD_SAMPLES[kind]
     monkeypatch.setattr(Spoilt, "after", staticmethod(after))
     expected = [(task_id, sample) for task_id in range(4) for sample in range(2) if (task_id, sample) != (BAD_TASK, 0)]
-    assert generate(broker, config, tmp_path, 7) == expected
+    assert await generate(broker, config, tmp_path, 7) == expected
     assert letters(broker) == [("generator", BAD_TASK, 0)]
     assert reason in broker.dead_letters.list()[0].letter.reason
     events = [event.text for event in broker.events.tail(9)]
     assert events == (["weights version 1 gave log-probabilities that are not finite"] if "finite" in reason else [])
 
 
-def test_a_sample_whose_images_the_broker_lost_before_it_came_is_published_with_them(
+async def test_a_sample_whose_images_the_broker_lost_before_it_came_is_published_with_them(
     broker: Broker, config: TidemillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, times = {SEEN.digest: b"seen"}, list[int]()
@@ -178,17 +176,17 @@ def test_a_sample_whose_images_the_broker_lost_before_it_came_is_published_with_
 
     monkeypatch.setattr(TaskQueue, "keep_images", keep_and_lose)
     monkeypatch.setattr(Spoilt, "after", staticmethod(lambda sample: replace(sample, images=[SEEN], files=files)))
-    assert len(generate(broker, config, tmp_path, 8)) == 8
+    assert len(await generate(broker, config, tmp_path, 8)) == 8
     assert times == [BAD_TASK, BAD_TASK]
     assert broker.images.fetch([SEEN.digest]) == files
 
 
-def test_a_sample_that_is_always_yielded_unfinished_though_nothing_ends_it_fails_alone(
+async def test_a_sample_that_is_always_yielded_unfinished_though_nothing_ends_it_fails_alone(
     broker: Broker, config: TidemillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Spoilt, "after", staticmethod(lambda sample: replace(sample, finish="abort")))
     expected = [(task_id, sample) for task_id in range(4) for sample in range(2) if (task_id, sample) != (BAD_TASK, 0)]
-    assert generate(broker, config, tmp_path, 7) == expected
+    assert await generate(broker, config, tmp_path, 7) == expected
     assert letters(broker) == [("generator", BAD_TASK, 0)]
     assert broker.dead_letters.list()[0].letter.reason == (
         f"workflow {WORKFLOW}: its finish is 'abort' without a new token, though the generator is not ending; it was"
@@ -205,7 +203,7 @@ def test_a_sample_that_is_always_yielded_unfinished_though_nothing_ends_it_fails
     ],
     ids=["nothing", "unasked", "numpy"],
 )
-def test_what_is_no_sample_of_the_task_fails_the_task_alone(
+async def test_what_is_no_sample_of_the_task_fails_the_task_alone(
     broker: Broker,
     config: TidemillConfig,
     tmp_path: Path,
@@ -216,10 +214,8 @@ def test_what_is_no_sample_of_the_task_fails_the_task_alone(
     monkeypatch.setattr(Spoilt, "after", staticmethod(after))
     begin_run(broker, tmp_path, *(make_task(task_id, max_tokens=20) for task_id in range(4)))
 
-    async def scene() -> None:
+    async with running_generator(config, broker, make_engine(config, min_length=5, max_length=20)):
         await wait_until(lambda: broker.connection.client.xlen(broker.connection.keys.tasks) == 0)
-
-    run_generator_during(config, broker, make_engine(config, min_length=5, max_length=20), scene)
     failed = broker.dead_letters.list()
     assert {one.letter.task_id for one in failed} == {BAD_TASK}
     assert reason in failed[0].letter.reason
@@ -235,11 +231,11 @@ class Leaving(Spoilt):
             yield sample
 
 
-def test_a_workflow_that_wants_to_end_the_process_fails_its_task_alone(
+async def test_a_workflow_that_wants_to_end_the_process_fails_its_task_alone(
     broker: Broker, config: TidemillConfig, tmp_path: Path
 ) -> None:
     config.generator.workflow.name = f"{__name__}:Leaving"
-    assert len(generate(broker, config, tmp_path, 6)) == 6
+    assert len(await generate(broker, config, tmp_path, 6)) == 6
     assert {one.letter.reason for one in broker.dead_letters.list()} == {f"workflow {__name__}:Leaving: SystemExit: 3"}
 
 
@@ -252,9 +248,11 @@ class Forgetful(Spoilt):
                 yield sample
 
 
-def test_samples_that_a_workflow_forgets_fail_by_name(broker: Broker, config: TidemillConfig, tmp_path: Path) -> None:
+async def test_samples_that_a_workflow_forgets_fail_by_name(
+    broker: Broker, config: TidemillConfig, tmp_path: Path
+) -> None:
     config.generator.workflow.name = f"{__name__}:Forgetful"
-    assert generate(broker, config, tmp_path, 4) == [(task_id, 0) for task_id in range(4)]
+    assert await generate(broker, config, tmp_path, 4) == [(task_id, 0) for task_id in range(4)]
     assert {one.letter.sample for one in broker.dead_letters.list()} == {1}
     assert "ended without this sample" in broker.dead_letters.list()[0].letter.reason
 
@@ -264,7 +262,7 @@ def test_samples_that_a_workflow_forgets_fail_by_name(broker: Broker, config: Ti
     [InfraError("the sandbox is down"), ConfigError("no key"), ExceptionGroup("tasks", [InfraError("down")])],
     ids=["infra", "config", "group"],
 )
-def test_what_can_succeed_elsewhere_or_is_configured_wrong_ends_the_generator_and_fails_no_sample(
+async def test_what_can_succeed_elsewhere_or_is_configured_wrong_ends_the_generator_and_fails_no_sample(
     broker: Broker, config: TidemillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(rollout: RolloutContext) -> None:
@@ -272,6 +270,6 @@ def test_what_can_succeed_elsewhere_or_is_configured_wrong_ends_the_generator_an
 
     monkeypatch.setattr(Spoilt, "before", staticmethod(fail))
     with pytest.raises(ExceptionGroup) as caught:
-        generate(broker, config, tmp_path, 6)
+        await generate(broker, config, tmp_path, 6)
     assert caught.group_contains((InfraError, ConfigError))
     assert broker.dead_letters.list() == []

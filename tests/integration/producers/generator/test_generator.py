@@ -26,7 +26,8 @@ from tests.support.producers.generator_service import (
     make_task,
     publish_version,
     read_published,
-    run_generator_during,
+    run_generator_while,
+    running_generator,
     versions_in,
     wait_until,
 )
@@ -35,19 +36,19 @@ from tests.support.runs.light_service import start_service
 pytestmark = pytest.mark.integration
 
 
-def test_a_finished_sample_leaves_before_a_slower_one_of_its_group(model: Path, broker: Broker, tmp_path: Path) -> None:
+async def test_a_finished_sample_leaves_before_a_slower_one_of_its_group(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
     begin_run(broker, tmp_path, make_task(0, n=8))
     config = make_config(model, tmp_path)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, make_engine(config, max_length=400)):
         await read_published(broker, 8)
         entries = broker.connection.client.xrange(broker.connection.keys.trajectories)
         assert len({entry_id.partition(b"-")[0] for entry_id, _ in entries}) > 1, "published at several moments"
 
-    run_generator_during(config, broker, make_engine(config, max_length=400), scene)
 
-
-def test_weights_that_fail_their_probe_are_taken_back_and_no_token_of_theirs_leaves(
+async def test_weights_that_fail_their_probe_are_taken_back_and_no_token_of_theirs_leaves(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
     training = begin_run(broker, tmp_path, *(make_task(task_id) for task_id in range(3)), staleness=4)
@@ -55,7 +56,7 @@ def test_weights_that_fail_their_probe_are_taken_back_and_no_token_of_theirs_lea
     engine = make_engine(config, min_length=300, max_length=600)
     engine.spoilt = {2}
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         await engine.generating.wait()
         publish_version(broker, training, tmp_path, 2)
         await wait_until(lambda: engine.loaded == [1, 2, 1])
@@ -68,27 +69,23 @@ def test_weights_that_fail_their_probe_are_taken_back_and_no_token_of_theirs_lea
             assert sum(span.end - span.start for span in item.spans) == sum(item.loss_mask.data)
         assert [event.name for event in broker.events.tail(5)] == ["weights_refused"]
 
-    run_generator_during(config, broker, engine, scene)
 
-
-def test_weights_that_do_not_fit_leave_the_old_ones_in_use(model: Path, broker: Broker, tmp_path: Path) -> None:
+async def test_weights_that_do_not_fit_leave_the_old_ones_in_use(model: Path, broker: Broker, tmp_path: Path) -> None:
     training = begin_run(broker, tmp_path)
     config = make_config(model, tmp_path)
     engine = make_engine(config)
     engine.misfits = {2}
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         await wait_until(lambda: engine.loaded == [1])
         publish_version(broker, training, tmp_path, 2)
         await wait_until(lambda: broker.events.tail(5))
         broker.ledger.admit(make_task(0))
         assert versions_in(await read_published(broker, 2)) == {1}
 
-    run_generator_during(config, broker, engine, scene)
-
 
 @pytest.mark.parametrize("how", ["spoilt too", "gone"])
-def test_a_generator_that_can_not_go_back_publishes_nothing_more_and_ends(
+async def test_a_generator_that_can_not_go_back_publishes_nothing_more_and_ends(
     model: Path, broker: Broker, tmp_path: Path, how: str
 ) -> None:
     training = begin_run(broker, tmp_path, make_task(0))
@@ -104,14 +101,14 @@ def test_a_generator_that_can_not_go_back_publishes_nothing_more_and_ends(
         await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as caught:
-        run_generator_during(config, broker, engine, scene)
+        await run_generator_while(config, broker, engine, scene)
     assert caught.group_contains(InfraError, match="can't be restored" if how == "spoilt too" else "gone")
     assert broker.connection.client.xlen(broker.connection.keys.trajectories) == 0
     (delivery,) = broker.task_queue("other").claim_stale(0.0, 10)
     assert delivery.message.task_id == 0
 
 
-def test_a_refused_version_that_no_newer_one_follows_ends_the_process(
+async def test_a_refused_version_that_no_newer_one_follows_ends_the_process(
     model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(updates_module, "REFUSED_DEADLINE_S", 0.0)
@@ -126,17 +123,19 @@ def test_a_refused_version_that_no_newer_one_follows_ends_the_process(
         await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as caught:
-        run_generator_during(config, broker, engine, scene)
+        await run_generator_while(config, broker, engine, scene)
     assert caught.group_contains(InfraError, match="version 2 fails its probe")
     assert engine.loaded == [1, 2, 1]
 
 
-def test_a_generator_stops_sampling_what_another_has_taken_over(model: Path, broker: Broker, tmp_path: Path) -> None:
+async def test_a_generator_stops_sampling_what_another_has_taken_over(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
     begin_run(broker, tmp_path, make_task(0))
     config = make_config(model, tmp_path, lease_s=1.5)
     engine = make_engine(config, min_length=900, max_length=900, token_s=0.1)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         await engine.generating.wait()
         other = broker.task_queue("other")
         assert await asyncio.to_thread(other.claim_stale, 0.0, 10)
@@ -145,24 +144,23 @@ def test_a_generator_stops_sampling_what_another_has_taken_over(model: Path, bro
         broker.ledger.admit(make_task(1))
         await wait_until(lambda: engine.growth() is not None)
         assert other.publish(0, [make_trajectory(0, 0), make_trajectory(0, 1)]) == ["ok", "ok"]
-
-    run_generator_during(config, broker, engine, scene)
     assert broker.ledger.read_state().dead_letters == 0
     assert [item.message.task_id for item in broker.task_queue("next").read(10, 10)] == [1], "only its own went back"
 
 
-def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, broker: Broker, tmp_path: Path) -> None:
+async def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, broker: Broker, tmp_path: Path) -> None:
     begin_run(broker, tmp_path, make_task(0, n=4))
     config = make_config(model, tmp_path)
     engine = make_engine(config, min_length=900, max_length=900, token_s=0.02)  # 18 s, many times what noticing takes
-    run_generator_during(config, broker, engine, engine.generating.wait)  # ends once it is under way
+    async with running_generator(config, broker, engine):
+        await engine.generating.wait()
     (delivery,) = broker.task_queue("reader").read(1, 10)
     parts = {part.sample: part for part in delivery.message.partials}
     assert sorted(parts) == [0, 1, 2, 3]
     assert all(len(part.tokens) for part in parts.values())
     broker.task_queue("reader").return_task(delivery, delivery.message)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, make_engine(config, min_length=5, max_length=5), name="h"):
         for item in await read_published(broker, 4):
             start = item.loss_mask.data.index(1)
             whole, before = item.tokens.numpy()[start:], parts[item.sample].tokens.numpy()
@@ -170,8 +168,6 @@ def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, broker: 
             np.testing.assert_array_equal(
                 item.logprobs.numpy()[start:][: len(before)], parts[item.sample].logprobs.numpy()
             )
-
-    run_generator_during(config, broker, make_engine(config, min_length=5, max_length=5), scene, name="h")
 
 
 COUNTING = """
@@ -191,7 +187,7 @@ class Counting(ScriptedEngine):
 """
 
 
-def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
+async def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
     model: Path, make_broker: Callable[..., Broker], server: EmbeddedServer, tmp_path: Path
 ) -> None:
     broker = make_broker("g")
@@ -215,15 +211,13 @@ def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
     assert all(int(count) - kept <= flush for count, kept in zip(made, saved(), strict=True))
     before = {part.sample: part for part in broker.partials("g").load_partials(0, range(3))}
 
-    async def scene() -> None:
+    async with running_generator(config, broker, make_engine(config, min_length=5, max_length=5), name="heir"):
         for item in await read_published(broker, 3):
             start = item.loss_mask.data.index(1)
             tokens = item.tokens.numpy()[start:]
             np.testing.assert_array_equal(tokens[: len(before[item.sample].tokens)], before[item.sample].tokens.numpy())
             assert len(tokens) == len(before[item.sample].tokens) + 5, "it resumes from there"
         await wait_until(lambda: broker.connection.client.hlen(broker.connection.keys.partials) == 0)
-
-    run_generator_during(config, broker, make_engine(config, min_length=5, max_length=5), scene, name="heir")
 
 
 def eval_task(version: int, index: int) -> Task:
@@ -241,14 +235,14 @@ def evaluated(config: TidemillConfig) -> TidemillConfig:
     return parse_config(settings | {"eval": {"dataset": {"name": "arithmetic"}, "every": 2}})
 
 
-def test_an_evaluation_is_of_its_version_though_newer_weights_are_there(
+async def test_an_evaluation_is_of_its_version_though_newer_weights_are_there(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
     training = begin_run(broker, tmp_path, *(make_task(task_id) for task_id in range(4)))
     config = evaluated(make_config(model, tmp_path, max_samples=4))
     engine = make_engine(config, min_length=20, max_length=100)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         await engine.generating.wait()
         publish_version(broker, training, tmp_path, 2)
         publish_version(broker, training, tmp_path, 3)
@@ -262,10 +256,8 @@ def test_an_evaluation_is_of_its_version_though_newer_weights_are_there(
         (result,) = broker.evals.read_results()
         assert (result.version, result.n, result.off_version) == (2, 12, 0)
 
-    run_generator_during(config, broker, engine, scene)
 
-
-def test_an_evaluation_of_weights_that_nobody_has_any_more_is_answered_and_says_so(
+async def test_an_evaluation_of_weights_that_nobody_has_any_more_is_answered_and_says_so(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
     training = take_over(broker)
@@ -273,13 +265,11 @@ def test_an_evaluation_of_weights_that_nobody_has_any_more_is_answered_and_says_
     broker.evals.open(2, [eval_task(2, index) for index in range(5)])
     config = evaluated(make_config(model, tmp_path))
 
-    async def scene() -> None:
+    async with running_generator(config, broker, make_engine(config)):
         found = await read_published(broker, 5)
         assert versions_in(found) == {3}
         (result,) = broker.evals.read_results()
         assert (result.n, result.off_version) == (5, 5)
-
-    run_generator_during(config, broker, make_engine(config), scene)
 
 
 def test_evaluation_tasks_are_left_to_who_has_their_version(broker: Broker) -> None:

@@ -23,7 +23,7 @@ from tests.support.producers.generator_service import (
     order_freeze,
     publish_version,
     read_published,
-    run_generator_during,
+    running_generator,
     versions_in,
     wait_until,
 )
@@ -44,7 +44,7 @@ class TwoTurns:
             yield trajectory.finish()
 
 
-def test_with_drain_every_sample_is_of_one_version_however_many_requests_it_takes(
+async def test_with_drain_every_sample_is_of_one_version_however_many_requests_it_takes(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
     training = begin_run(broker, tmp_path, *(make_task(task_id, n=1) for task_id in range(8)))
@@ -52,18 +52,16 @@ def test_with_drain_every_sample_is_of_one_version_however_many_requests_it_take
     config = make_config(model, tmp_path, update="drain", max_samples=4, workflow=workflow)
     engine = make_engine(config, min_length=60, max_length=120)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         await engine.generating.wait()
         publish_version(broker, training, tmp_path, 2)
         found = await read_published(broker, 8)
         assert versions_in(found) == {1, 2}
         assert all(len({span.version for span in item.spans}) == 1 for item in found)
 
-    run_generator_during(config, broker, engine, scene)
-
 
 @pytest.mark.parametrize("update", ["keep", "recompute", "drain"])
-def test_a_freeze_stops_generation_though_new_weights_are_on_their_way(
+async def test_a_freeze_stops_generation_though_new_weights_are_on_their_way(
     model: Path, broker: Broker, tmp_path: Path, update: str
 ) -> None:
     training = begin_run(broker, tmp_path, make_task(0, n=4))
@@ -71,7 +69,7 @@ def test_a_freeze_stops_generation_though_new_weights_are_on_their_way(
     # They take a minute, which is longer than anything here is waited for.
     engine = make_engine(config, min_length=300, max_length=300, token_s=0.2)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         await engine.generating.wait()
         publish_version(broker, training, tmp_path, 2)
         await wait_until(order_freeze(broker))
@@ -85,28 +83,24 @@ def test_a_freeze_stops_generation_though_new_weights_are_on_their_way(
         await wait_until(lambda: engine.version == 2)
         assert versions_in(found) == {1} if update == "drain" else versions_in(found) == {1, 2}
 
-    run_generator_during(config, broker, engine, scene)
 
-
-def test_who_drains_for_new_weights_hands_back_at_once_when_asked_to_end(
+async def test_who_drains_for_new_weights_hands_back_at_once_when_asked_to_end(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
     training = begin_run(broker, tmp_path, make_task(0))
     config = make_config(model, tmp_path, update="drain")
     engine = make_engine(config, min_length=900, max_length=900, token_s=0.05)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         await engine.generating.wait()
         publish_version(broker, training, tmp_path, 2)
         await wait_until(lambda: any((tmp_path / "run" / "cache" / "g").glob("*")))
-
-    run_generator_during(config, broker, engine, scene)
     assert engine.loaded == [1]
     (delivery,) = broker.task_queue("reader").read(1, 10)
     assert all(len(part.tokens) for part in delivery.message.partials)
 
 
-def test_samples_end_though_a_read_is_still_waiting(
+async def test_samples_end_though_a_read_is_still_waiting(
     model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin_run(broker, tmp_path, make_task(0))
@@ -128,20 +122,18 @@ def test_samples_end_though_a_read_is_still_waiting(
     config = make_config(model, tmp_path)
     engine = make_engine(config, min_length=900, max_length=900, token_s=0.02)
 
-    async def scene() -> None:
+    async with running_generator(config, broker, engine):
         await engine.generating.wait()
         async with asyncio.timeout(30):
             while order != ["reads", "has read", "reads"]:  # noqa: ASYNC110 - noted in a thread
                 await asyncio.sleep(0.01)
-
-    run_generator_during(config, broker, engine, scene)
     assert order[:4] == ["reads", "has read", "reads", "aborts"]
     monkeypatch.setattr(TaskQueue, "read", read)
     (delivery,) = broker.task_queue("reader").read(1, 10)
     assert all(len(part.tokens) for part in delivery.message.partials)
 
 
-def test_a_task_that_waits_for_newer_weights_is_handed_back(model: Path, broker: Broker, tmp_path: Path) -> None:
+async def test_a_task_that_waits_for_newer_weights_is_handed_back(model: Path, broker: Broker, tmp_path: Path) -> None:
     begin_run(broker, tmp_path)
     broker.connection.client.hset(
         broker.connection.keys.ctl, "version", 2
@@ -149,16 +141,14 @@ def test_a_task_that_waits_for_newer_weights_is_handed_back(model: Path, broker:
     broker.ledger.admit(make_task(0))
     engine = make_engine(make_config(model, tmp_path))
 
-    async def scene() -> None:
+    async with running_generator(make_config(model, tmp_path), broker, engine):
         await wait_until(lambda: broker.connection.client.xpending(broker.connection.keys.tasks, GENERATORS)["pending"])
-
-    run_generator_during(make_config(model, tmp_path), broker, engine, scene)
     assert not engine.generating.is_set()
     (delivery,) = broker.task_queue("reader").read(1, 10)
     assert (delivery.message.task_id, delivery.version) == (0, 2)
 
 
-def test_a_task_that_comes_back_without_a_token_because_its_generators_end_is_never_given_up(
+async def test_a_task_that_comes_back_without_a_token_because_its_generators_end_is_never_given_up(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
     begin_run(broker, tmp_path, make_task(0))
@@ -166,9 +156,8 @@ def test_a_task_that_comes_back_without_a_token_because_its_generators_end_is_ne
     config.broker.max_deliveries = 1
     for _ in range(3):
         engine = make_engine(config, token_s=0.3)
-        run_generator_during(
-            config, broker, engine, lambda engine=engine: wait_until(lambda: engine.growth() is not None)
-        )
+        async with running_generator(config, broker, engine):
+            await wait_until(lambda engine=engine: engine.growth() is not None)
     (delivery,) = broker.task_queue("reader").read(1, 10)
     assert (delivery.message.task_id, delivery.fruitless) == (0, 0)
     assert [len(part.tokens) for part in delivery.message.partials] == [0, 0]

@@ -18,30 +18,28 @@ from tests.support.producers.generator_service import (
     make_engine,
     make_task,
     read_published,
-    run_generator_during,
+    running_generator,
 )
 
 pytestmark = pytest.mark.integration
 
 
-def ask_beside(model: Path, broker: Broker, folder: Path, body: dict[str, Any], tasks: int = 0) -> tuple[int, Any]:
+async def ask_beside(
+    model: Path, broker: Broker, folder: Path, body: dict[str, Any], tasks: int = 0
+) -> tuple[int, Any]:
     """What a generator service answers that has so many tasks of eight samples to do."""
     begin_run(broker, folder, *(make_task(task, n=8) for task in range(tasks)))
     config = make_config(model, folder)
-    answers: list[tuple[int, Any]] = []
-
-    async def scene() -> None:
+    async with running_generator(config, broker, make_engine(config, min_length=20, max_length=60)):
         with ControlPlane(broker, broker.connection.keys.run, model=str(model)) as api:
-            answers.append(await asyncio.to_thread(api.ask, "POST", "/v1/generate", body))
+            answer: tuple[int, Any] = await asyncio.to_thread(api.ask, "POST", "/v1/generate", body)
         if tasks:
             await read_published(broker, 8 * tasks)
-
-    run_generator_during(config, broker, make_engine(config, min_length=20, max_length=60), scene)
-    return answers[0]
+    return answer
 
 
-def test_a_text_is_gone_on_with_token_by_token(model: Path, broker: Broker, tmp_path: Path) -> None:
-    status, answer = ask_beside(model, broker, tmp_path, {"prompt": "1+1=", "max_tokens": 7, "n": 2})
+async def test_a_text_is_gone_on_with_token_by_token(model: Path, broker: Broker, tmp_path: Path) -> None:
+    status, answer = await ask_beside(model, broker, tmp_path, {"prompt": "1+1=", "max_tokens": 7, "n": 2})
     assert (status, answer["generator"], len(answer["replies"])) == (200, "g", 2)
     for reply in answer["replies"]:
         tokens = reply["tokens"]
@@ -50,18 +48,18 @@ def test_a_text_is_gone_on_with_token_by_token(model: Path, broker: Broker, tmp_
         assert np.isfinite(tokens["logprob"]).all()
 
 
-def test_a_question_is_answered_beside_training_and_nothing_of_it_is_trained(
+async def test_a_question_is_answered_beside_training_and_nothing_of_it_is_trained(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
-    status, answer = ask_beside(model, broker, tmp_path, {"prompt": "1+1=", "max_tokens": 7}, tasks=3)
+    status, answer = await ask_beside(model, broker, tmp_path, {"prompt": "1+1=", "max_tokens": 7}, tasks=3)
     assert (status, len(answer["replies"])) == (200, 1)
     state = broker.ledger.read_state()
     assert state.balanced
     assert (state.admitted, state.samples_published) == (3, 24)
 
 
-def test_what_a_generator_cannot_answer_is_said(model: Path, broker: Broker, tmp_path: Path) -> None:
-    status, problem = ask_beside(model, broker, tmp_path, {"prompt": "1+1=" * 4000, "max_tokens": 7})
+async def test_what_a_generator_cannot_answer_is_said(model: Path, broker: Broker, tmp_path: Path) -> None:
+    status, problem = await ask_beside(model, broker, tmp_path, {"prompt": "1+1=" * 4000, "max_tokens": 7})
     assert status == 422
     assert "token" in problem["detail"]
 

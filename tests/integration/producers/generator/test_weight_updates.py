@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,28 +54,24 @@ def config(tmp_path: Path) -> TidemillConfig:
     )
 
 
-Scene = Callable[[WeightUpdater, Loads, TrainerSession], Awaitable[None]]
-
-
-def play(config: TidemillConfig, broker: Broker, folder: Path, scene: Scene, adapter: Adapter | None = None) -> None:
-    """Run ``scene`` beside the updates of one generator, which starts with version 1 in use."""
+@asynccontextmanager
+async def updating(
+    config: TidemillConfig, broker: Broker, folder: Path, adapter: Adapter | None = None
+) -> AsyncIterator[tuple[WeightUpdater, Loads, TrainerSession]]:
+    """The updates of one generator, which starts with version 1 in use; the broker's trainer is ours."""
     training, engine, stop = take_over(broker), Loads(), StopFlag()
     publish_weights(broker, training.leader_term, 1, folder, adapter=adapter)
     pause = OrderFollower(broker, cast(Engine, engine))
     updates = WeightUpdater(config, "g", broker, cast(Engine, engine), folder / "cache", pause)
-
-    async def run() -> None:
-        await pause.follow(None)
-        following = asyncio.create_task(updates.run(stop))
-        try:
-            async with asyncio.timeout(30):
-                assert await updates.wait_ready(1)
-                await scene(updates, engine, training)
-        finally:
-            stop.set()
-            await following
-
-    asyncio.run(run())
+    await pause.follow(None)
+    following = asyncio.create_task(updates.run(stop))
+    try:
+        async with asyncio.timeout(30):
+            assert await updates.wait_ready(1)
+            yield updates, engine, training
+    finally:
+        stop.set()
+        await following
 
 
 async def alarm(broker: Broker) -> str:
@@ -96,10 +93,10 @@ def damage(broker: Broker, how: str) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("how", ["missing", "damaged"])
-def test_a_version_that_is_put_right_is_loaded_after_all(
+async def test_a_version_that_is_put_right_is_loaded_after_all(
     config: TidemillConfig, broker: Broker, tmp_path: Path, how: str
 ) -> None:
-    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+    async with updating(config, broker, tmp_path) as (updates, engine, training):
         repair = publish_damaged(broker, training, tmp_path, how)
         assert "version 2 cannot be fetched" in await alarm(broker)
         assert updates.version == 1
@@ -107,8 +104,6 @@ def test_a_version_that_is_put_right_is_loaded_after_all(
         repair()
         assert await updates.wait_ready(2)
         assert engine.versions == [1, 2]
-
-    play(config, broker, tmp_path, scene)
 
 
 def publish_damaged(broker: Broker, training: TrainerSession, folder: Path, how: str) -> Callable[[], Any]:
@@ -129,21 +124,21 @@ def publish_damaged(broker: Broker, training: TrainerSession, folder: Path, how:
     return repairs[0]
 
 
-def test_a_newer_version_replaces_one_that_cannot_be_fetched(
+async def test_a_newer_version_replaces_one_that_cannot_be_fetched(
     config: TidemillConfig, broker: Broker, tmp_path: Path
 ) -> None:
-    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+    async with updating(config, broker, tmp_path) as (updates, engine, training):
         publish_damaged(broker, training, tmp_path, "missing")
         await alarm(broker)
         publish_weights(broker, training.leader_term, 3, tmp_path)
         assert await updates.wait_ready(3)
         assert engine.versions == [1, 3]
 
-    play(config, broker, tmp_path, scene)
 
-
-def test_a_full_disk_of_the_generator_is_waited_for(config: TidemillConfig, broker: Broker, tmp_path: Path) -> None:
-    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+async def test_a_full_disk_of_the_generator_is_waited_for(
+    config: TidemillConfig, broker: Broker, tmp_path: Path
+) -> None:
+    async with updating(config, broker, tmp_path) as (updates, _, training):
         folder = tmp_path / "cache"
         folder.rmdir()
         folder.write_text("in the way of the folder")
@@ -152,20 +147,19 @@ def test_a_full_disk_of_the_generator_is_waited_for(config: TidemillConfig, brok
         folder.unlink()
         assert await updates.wait_ready(2)
 
-    play(config, broker, tmp_path, scene)
 
-
-def test_the_process_ends_when_a_version_stays_out_of_reach(
+async def test_the_process_ends_when_a_version_stays_out_of_reach(
     config: TidemillConfig, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(updates_module, "FETCH_DEADLINE_S", 0.0)
 
-    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
-        publish_damaged(broker, training, tmp_path, "missing")
-        assert not await updates.wait_ready(2), "no task waits for it any more"
+    async def lose_a_version() -> None:
+        async with updating(config, broker, tmp_path) as (updates, _, training):
+            publish_damaged(broker, training, tmp_path, "missing")
+            assert not await updates.wait_ready(2), "no task waits for it any more"
 
     with pytest.raises(InfraError, match="gone from the broker"):
-        play(config, broker, tmp_path, scene)
+        await lose_a_version()
 
 
 def adapter_of(model: Path, rank: int = 16, alpha: float = 32.0) -> Adapter:
@@ -196,7 +190,7 @@ def model(tmp_path: Path) -> Path:
         ("base", "it is an adapter of another model than this generator's model.path"),
     ],
 )
-def test_weights_that_are_not_for_this_generator_are_refused_and_the_old_ones_stay(
+async def test_weights_that_are_not_for_this_generator_are_refused_and_the_old_ones_stay(
     config: TidemillConfig, broker: Broker, tmp_path: Path, model: Path, kind: str, reason: str
 ) -> None:
     other = make_tiny_model(tmp_path / "other", seed=1, hidden=32, layers=1)
@@ -207,38 +201,32 @@ def test_weights_that_are_not_for_this_generator_are_refused_and_the_old_ones_st
         "base": adapter_of(other),
     }[kind]
 
-    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+    async with updating(with_lora(config, model), broker, tmp_path, adapter_of(model)) as (updates, engine, training):
         publish_weights(broker, training.leader_term, 2, tmp_path, keep=2, adapter=wrong)
         assert f"weights version 2 is not for this generator: {reason}" in await alarm(broker)
         publish_weights(broker, training.leader_term, 3, tmp_path, keep=2, adapter=adapter_of(model))
         assert await updates.wait_ready(3)
         assert engine.versions == [1, 3]
 
-    play(with_lora(config, model), broker, tmp_path, scene, adapter_of(model))
 
-
-def test_a_generator_without_lora_ends_when_there_is_nothing_but_an_adapter(
+async def test_a_generator_without_lora_ends_when_there_is_nothing_but_an_adapter(
     config: TidemillConfig, broker: Broker, tmp_path: Path, model: Path
 ) -> None:
-    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
-        raise AssertionError("version 1 is in use")
-
     with pytest.raises(InfraError, match="configured without"):
-        play(config, broker, tmp_path, scene, adapter_of(model))
+        async with updating(config, broker, tmp_path, adapter_of(model)):
+            raise AssertionError("version 1 is in use")
     found = broker.weights.read_refusals()
     assert (found.version, found.count, found.generators, found.usable) == (1, 1, {"g"}, False)
     assert "configured without" in found.last
 
 
-def test_a_refusal_counts_only_when_it_leaves_a_generator_without_weights(
+async def test_a_refusal_counts_only_when_it_leaves_a_generator_without_weights(
     config: TidemillConfig, broker: Broker, tmp_path: Path, model: Path
 ) -> None:
-    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+    async with updating(with_lora(config, model), broker, tmp_path, adapter_of(model)) as (updates, _, training):
         await wait_until(lambda: broker.weights.read_refusals().usable)
         publish_weights(broker, training.leader_term, 2, tmp_path, keep=2, adapter=adapter_of(model, rank=8))
         assert "version 2 is not for this generator" in await alarm(broker)
         assert await updates.wait_ready(1)
-
-    play(with_lora(config, model), broker, tmp_path, scene, adapter_of(model))
     found = broker.weights.read_refusals()
     assert (found.version, found.count, found.usable) == (1, 0, True)

@@ -7,7 +7,7 @@ import base64
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,16 +56,8 @@ async def started(model: Path) -> AsyncIterator[tuple[HttpEngine, FaultyServer]]
             await engine.close()
 
 
-def play(scenario: Callable[[HttpEngine, FaultyServer], Awaitable[None]], model: Path) -> None:
-    async def whole() -> None:
-        async with started(model) as (engine, server):
-            await scenario(engine, server)
-
-    asyncio.run(whole())
-
-
-def test_a_server_that_is_there_is_given_the_models_weights_first(model: Path) -> None:
-    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+async def test_a_server_that_is_there_is_given_the_models_weights_first(model: Path) -> None:
+    async with started(model) as (engine, server):
         began = server.asked.index("/start_weight_update")
         assert server.asked[began - 1] == "/pause"
         assert server.asked[began:][:2] == ["/start_weight_update", "/update_weights"]
@@ -73,19 +65,15 @@ def test_a_server_that_is_there_is_given_the_models_weights_first(model: Path) -
         (completion,) = await engine.generate([5, 6], FOUR)
         assert (completion.tokens, completion.spans) == ([5] * 4, [Span(3, 0, 4)])
 
-    play(scenario, model)
 
-
-def test_requests_after_an_update_share_no_cache_with_those_before(model: Path) -> None:
-    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+async def test_requests_after_an_update_share_no_cache_with_those_before(model: Path) -> None:
+    async with started(model) as (engine, server):
         await engine.generate([5, 6], FOUR, n=2)
         await engine.load(FileSource(model / "model.safetensors"), 4)
         await engine.generate([5, 6], FOUR)
         assert len(server.salts) == 3
         assert len(set(server.salts)) == 2
         assert server.salts[0] == server.salts[1]
-
-    play(scenario, model)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +87,10 @@ def test_requests_after_an_update_share_no_cache_with_those_before(model: Path) 
         ("/resume", (500, {"error": "no"})),
     ],
 )
-def test_any_other_answer_to_an_update_than_success_ends_the_engine(
+async def test_any_other_answer_to_an_update_than_success_ends_the_engine(
     model: Path, path: str, answer: tuple[int, Any]
 ) -> None:
-    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+    async with started(model) as (engine, server):
         server.answers[path] = answer
         with pytest.raises(InfraError):
             await engine.load(FileSource(model / "model.safetensors"), 4)
@@ -110,8 +98,6 @@ def test_any_other_answer_to_an_update_than_success_ends_the_engine(
         for call in (engine.generate([5], FOUR), engine.logprobs([5, 6]), engine.resume()):
             with pytest.raises(InfraError, match="can't be used"):
                 await call
-
-    play(scenario, model)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +111,10 @@ def test_any_other_answer_to_an_update_than_success_ends_the_engine(
     ],
     ids=["none", "short", "gap", "not ours", "never loaded"],
 )
-def test_a_sample_whose_versions_are_not_known_is_never_given_out(model: Path, spans: list[dict[str, Any]]) -> None:
-    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+async def test_a_sample_whose_versions_are_not_known_is_never_given_out(
+    model: Path, spans: list[dict[str, Any]]
+) -> None:
+    async with started(model) as (engine, server):
         server.spans = spans
         with pytest.raises(InfraError):
             await engine.generate([5], FOUR)
@@ -134,22 +122,18 @@ def test_a_sample_whose_versions_are_not_known_is_never_given_out(model: Path, s
         with pytest.raises(InfraError, match="can't be used"):
             await engine.generate([5], FOUR)
 
-    play(scenario, model)
 
-
-def test_a_sample_of_weights_from_before_its_request_is_never_given_out(model: Path) -> None:
-    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+async def test_a_sample_of_weights_from_before_its_request_is_never_given_out(model: Path) -> None:
+    async with started(model) as (engine, server):
         await engine.load(FileSource(model / "model.safetensors"), 4)
         server.spans = [{"version": "3", "start": 0, "end": 4}]
         for _ in range(2):
             with pytest.raises(InfraError, match=r"reports weight versions \[3\] for a sample, but 4 is in use"):
                 await engine.generate([5], FOUR)
 
-    play(scenario, model)
 
-
-def test_weights_that_are_taken_back_under_a_sample_are_no_fault_of_the_server(model: Path) -> None:
-    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+async def test_weights_that_are_taken_back_under_a_sample_are_no_fault_of_the_server(model: Path) -> None:
+    async with started(model) as (engine, server):
         file, held = FileSource(model / "model.safetensors"), asyncio.Event()
         await engine.load(file, 4)
         server.held = held
@@ -162,8 +146,6 @@ def test_weights_that_are_taken_back_under_a_sample_are_no_fault_of_the_server(m
         held.set()
         (completion,) = await running
         assert completion.spans == [Span(4, 0, 1), Span(3, 1, 4)]
-
-    play(scenario, model)
 
 
 @pytest.mark.parametrize(
@@ -183,16 +165,14 @@ def test_weights_that_are_taken_back_under_a_sample_are_no_fault_of_the_server(m
     ],
     ids=str,
 )
-def test_an_event_of_another_form_ends_the_engine(model: Path, change: dict[str, Any]) -> None:
-    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+async def test_an_event_of_another_form_ends_the_engine(model: Path, change: dict[str, Any]) -> None:
+    async with started(model) as (engine, server):
         server.change = change
         with pytest.raises(InfraError):
             await engine.generate([5], FOUR)
         server.change = {}
         with pytest.raises(InfraError, match="can't be used"):
             await engine.generate([5], FOUR)
-
-    play(scenario, model)
 
 
 @pytest.mark.parametrize(
@@ -204,16 +184,16 @@ def test_an_event_of_another_form_ends_the_engine(model: Path, change: dict[str,
     ],
     ids=["no UTF-8", "deep", "encoding"],
 )
-def test_a_stream_that_cannot_be_decoded_ends_the_engine(model: Path, body: bytes, headers: dict[str, str]) -> None:
-    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+async def test_a_stream_that_cannot_be_decoded_ends_the_engine(
+    model: Path, body: bytes, headers: dict[str, str]
+) -> None:
+    async with started(model) as (engine, server):
         server.raw["/inference/v1/generate"] = Response(body, headers=headers)
         with pytest.raises(InfraError):
             await engine.generate([5], FOUR)
         server.raw.clear()
         with pytest.raises(InfraError, match="can't be used"):
             await engine.generate([5], FOUR)
-
-    play(scenario, model)
 
 
 @pytest.mark.parametrize(
@@ -241,24 +221,20 @@ def test_an_event_of_another_form_of_sglang_is_an_error_of_the_server(meta: dict
         dialect.read(GrowingSample(3), {"output_ids": [7], "meta_info": right | meta})
 
 
-def test_a_stream_that_breaks_off_or_lacks_log_probabilities_ends_the_engine(model: Path) -> None:
-    async def breaks(engine: HttpEngine, server: FaultyServer) -> None:
+async def test_a_stream_that_breaks_off_or_lacks_log_probabilities_ends_the_engine(model: Path) -> None:
+    async with started(model) as (engine, server):
         server.breaks_after = 2
         for _ in range(2):
             with pytest.raises(InfraError, match="can't be used: the server ended a sample without a finish reason"):
                 await engine.generate([5], FOUR)
-
-    async def lacks(engine: HttpEngine, server: FaultyServer) -> None:
+    async with started(model) as (engine, server):
         server.logprobs_short = 1
         with pytest.raises(InfraError, match="log-probabilities"):
             await engine.generate([5], FOUR)
 
-    play(breaks, model)
-    play(lacks, model)
 
-
-def test_a_caller_who_leaves_at_once_leaves_no_request_behind(model: Path) -> None:
-    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+async def test_a_caller_who_leaves_at_once_leaves_no_request_behind(model: Path) -> None:
+    async with started(model) as (engine, server):
         server.token_s = 0.01
         leaving = asyncio.create_task(engine.generate([5], Sampling(max_tokens=200), n=2))
         await asyncio.sleep(0)
@@ -266,29 +242,23 @@ def test_a_caller_who_leaves_at_once_leaves_no_request_behind(model: Path) -> No
         await asyncio.wait({leaving})
         assert engine.growth() is None
 
-    play(scenario, model)
 
-
-def test_a_request_that_the_server_refuses_is_an_error_of_the_data(model: Path) -> None:
-    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+async def test_a_request_that_the_server_refuses_is_an_error_of_the_data(model: Path) -> None:
+    async with started(model) as (engine, server):
         server.answers["/inference/v1/generate"] = (400, {"error": {"message": "too odd"}})
         with pytest.raises(DataError, match="too odd"):
             await engine.generate([5], FOUR)
         server.answers.clear()
         assert len(await engine.generate([5], FOUR, n=2)) == 2
 
-    play(scenario, model)
 
-
-def test_a_server_that_is_not_well_is_noticed_though_nothing_runs(model: Path) -> None:
-    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+async def test_a_server_that_is_not_well_is_noticed_though_nothing_runs(model: Path) -> None:
+    async with started(model) as (engine, server):
         server.healthy = False
         async with asyncio.timeout(20):
             await asyncio.shield(engine._failure)
         with pytest.raises(InfraError, match="unhealthy"):
             await engine.generate([5], FOUR)
-
-    play(scenario, model)
 
 
 async def test_a_plain_openai_server_is_refused_in_a_line(model: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +116,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_tiny_model(folder / "0", seed=0), make_tiny_model(folder / "7", seed=7)
 
 
-def run(folder: Path, scenario: Callable[[TransformersEngine], Awaitable[None]], **settings: Any) -> None:
-    async def whole() -> None:
-        defaults = {"max_length": 256, "max_samples": 16, **settings}
-        engine = TransformersEngine(EngineSettings(str(folder), "float32", **defaults))
-        await engine.start()
-        try:
-            await scenario(engine)
-        finally:
-            await engine.close()
-
-    asyncio.run(whole())
+@asynccontextmanager
+async def running_engine(folder: Path, **settings: Any) -> AsyncIterator[TransformersEngine]:
+    defaults = {"max_length": 256, "max_samples": 16, **settings}
+    engine = TransformersEngine(EngineSettings(str(folder), "float32", **defaults))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 def assert_matches(folder: Path, prompt: list[int], completion: Completion, temperature: float = 1.0) -> None:
@@ -133,8 +132,9 @@ def assert_matches(folder: Path, prompt: list[int], completion: Completion, temp
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-def test_logprobs_are_those_of_a_plain_forward_for_requests_that_come_and_go(models: tuple[Path, Path]):
-    async def scenario(engine: TransformersEngine) -> None:
+async def test_logprobs_are_those_of_a_plain_forward_for_requests_that_come_and_go(models: tuple[Path, Path]):
+    async with running_engine(models[0]) as engine:
+
         async def one(index: int, prompt: list[int]) -> list[Completion]:
             await asyncio.sleep(0.005 * index)  # so that they join a batch under way
             return await engine.generate(prompt, Sampling(max_tokens=5 + 7 * index, temperature=0.8), n=3)
@@ -146,15 +146,11 @@ def test_logprobs_are_those_of_a_plain_forward_for_requests_that_come_and_go(mod
                 assert completion.finish == ("stop" if completion.tokens[-1] == 2 else "length")
                 assert_matches(models[0], prompt, completion, temperature=0.8)
 
-    run(models[0], scenario)
 
-
-def test_more_samples_than_fit_wait_and_are_all_answered(models: tuple[Path, Path]):
-    async def scenario(engine: TransformersEngine) -> None:
+async def test_more_samples_than_fit_wait_and_are_all_answered(models: tuple[Path, Path]):
+    async with running_engine(models[0], max_samples=4) as engine:
         results = await asyncio.gather(*(engine.generate(p, Sampling(max_tokens=4), n=3) for p in PROMPTS))
         assert [len(group) for group in results] == [3, 3, 3, 3]
-
-    run(models[0], scenario, max_samples=4)
 
 
 def test_mapped_weights_outlive_their_file(models: tuple[Path, Path], tmp_path: Path):
@@ -170,14 +166,12 @@ def test_mapped_weights_outlive_their_file(models: tuple[Path, Path], tmp_path: 
         map_tensors(copy, wanted)
 
 
-def test_tied_embeddings_are_updated_on_both_ends(tmp_path: Path):
+async def test_tied_embeddings_are_updated_on_both_ends(tmp_path: Path):
     old, new = (make_tiny_model(tmp_path / str(seed), seed=seed, tied=True) for seed in (0, 7))
 
-    async def scenario(engine: TransformersEngine) -> None:
+    async with running_engine(old) as engine:
         await engine.load(FileSource(new / "model.safetensors"), 1)
         np.testing.assert_allclose(await engine.logprobs(PROMPTS[1]), reference_logprobs(new, PROMPTS[1]), atol=1e-4)
-
-    run(old, scenario)
 
 
 def test_truncation_renormalises_over_what_is_left():
@@ -191,20 +185,19 @@ def test_truncation_renormalises_over_what_is_left():
     assert chosen[0] == pytest.approx(float(np.log(0.5)), abs=1e-6)
 
 
-def test_a_closed_engine_and_a_wrong_folder_say_so(models: tuple[Path, Path], tmp_path: Path):
-    async def scenario(engine: TransformersEngine) -> None:
+async def test_a_closed_engine_and_a_wrong_folder_say_so(models: tuple[Path, Path], tmp_path: Path):
+    async with running_engine(models[0]) as engine:
         await engine.close()
         with pytest.raises(InfraError, match="closed"):
             await engine.generate(PROMPTS[0], Sampling())
-
-    run(models[0], scenario)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="can't load"):
-        run(tmp_path, scenario)
+        async with running_engine(tmp_path):
+            pass
 
 
-def test_requests_that_come_together_are_prefilled_together(models: tuple[Path, Path]):
-    async def scenario(engine: TransformersEngine) -> None:
+async def test_requests_that_come_together_are_prefilled_together(models: tuple[Path, Path]):
+    async with running_engine(models[0]) as engine:
         passes: list[tuple[int, ...]] = []
         forward = engine._batch._forward
 
@@ -223,29 +216,26 @@ def test_requests_that_come_together_are_prefilled_together(models: tuple[Path, 
         assert passes[0] == (len(PROMPTS), max(map(len, PROMPTS)))
         assert len(passes) == 3  # one pass a token of all samples
 
-    run(models[0], scenario)
 
-
-def test_prompts_that_are_too_many_for_one_pass_go_through_several(
+async def test_prompts_that_are_too_many_for_one_pass_go_through_several(
     models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(batching, "PREFILL", 8)
 
-    async def scenario(engine: TransformersEngine) -> None:
+    async with running_engine(models[0]) as engine:
         results = await asyncio.gather(*(engine.generate(p, Sampling(max_tokens=4)) for p in PROMPTS))
         for prompt, (completion,) in zip(PROMPTS, results, strict=True):
             assert_matches(models[0], prompt, completion)
-
-    run(models[0], scenario)
     waves = batching._waves([([0] * length, []) for length in (1, 2, 3, 9, 9)])
     assert [[len(prompt) for prompt, _ in wave] for wave in waves] == [[1, 2], [3], [9], [9]]
 
 
-def test_a_mixtures_experts_are_told_of_every_token_that_was_read(tmp_path: Path):
+async def test_a_mixtures_experts_are_told_of_every_token_that_was_read(tmp_path: Path):
     folder = make_mixture(tmp_path / "mixture")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    async def scenario(engine: TransformersEngine) -> None:
+    async with running_engine(folder, routed_experts=True) as engine:
+
         async def one(index: int, prompt: list[int]) -> list[Completion]:
             await asyncio.sleep(0.005 * index)
             return await engine.generate(prompt, Sampling(max_tokens=4 + 3 * index), n=2)
@@ -257,14 +247,13 @@ def test_a_mixtures_experts_are_told_of_every_token_that_was_read(tmp_path: Path
                 expected = choices(model, [*prompt, *completion.tokens[:-1]])
                 assert np.array_equal(np.sort(completion.routed_experts, -1), expected)
 
-    run(folder, scenario, routed_experts=True)
 
-
-def test_nobody_notes_experts_unasked_and_a_model_without_any_is_refused(tmp_path: Path, models: tuple[Path, Path]):
-    async def scenario(engine: TransformersEngine) -> None:
+async def test_nobody_notes_experts_unasked_and_a_model_without_any_is_refused(
+    tmp_path: Path, models: tuple[Path, Path]
+):
+    async with running_engine(make_mixture(tmp_path / "mixture")) as engine:
         (completion,) = await engine.generate(PROMPTS[0], Sampling(max_tokens=3))
         assert completion.routed_experts is None
-
-    run(make_mixture(tmp_path / "mixture"), scenario)
     with pytest.raises(ConfigError, match=r"trainer\.router_replay: Qwen2ForCausalLM has no experts"):
-        run(models[0], scenario, routed_experts=True)
+        async with running_engine(models[0], routed_experts=True):
+            pass
