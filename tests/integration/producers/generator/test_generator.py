@@ -203,7 +203,7 @@ async def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
         return [len(part.tokens) for part in broker.partials("g").load_partials(0, range(3))]
 
     try:
-        asyncio.run(wait_until(lambda: victim.poll() is not None or sum(saved()) > 4 * 3 * flush, 60))
+        await wait_until(lambda: victim.poll() is not None or sum(saved()) > 4 * 3 * flush, 60)
     finally:
         victim.kill()
         victim.wait(10)
