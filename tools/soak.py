@@ -34,8 +34,8 @@ from broker.connection.connection import open_client
 from broker.connection.stream_pages import KEEP_LINES
 from broker.evaluations.store import KEPT_EVALUATIONS
 from deploy.control_plane.status.series import MetricsSeries
-from deploy.run_files import CONFIG as CONFIG_FILE
 from schemas.config.loading import load_config
+from schemas.run_folder import CONFIG as CONFIG_FILE
 
 CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic" / "config.yaml"
 STEPS = 1_000_000_000

@@ -27,6 +27,7 @@ from consumers.trainer.records.trackers import Trackers
 from consumers.trainer.step.train_step import StepResult
 from schemas.errors import BrokerDamaged, DiskError
 from schemas.messages import Trajectory
+from schemas.run_folder import METRICS, TRAINED
 from schemas.system.files import LineFile
 
 LOOK_S = 30.0
@@ -46,8 +47,8 @@ class StepLog:
         self._timer = context.timer
         self._config = context.config
         folder = context.config.folder
-        self._metrics = LineFile(folder / "metrics.jsonl")
-        self._trained = LineFile(folder / "trained.jsonl")
+        self._metrics = LineFile(folder / METRICS)
+        self._trained = LineFile(folder / TRAINED)
         self.evaluations = EvaluationLog(folder)
         self._retry = context.retry
         self._notify = context.notify

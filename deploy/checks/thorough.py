@@ -5,8 +5,6 @@ The model without its weights, the lengths of prompts, how turns of episodes are
 
 from __future__ import annotations
 
-import json
-from collections import deque
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,10 +18,13 @@ from producers.tasks import TaskLimits
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError
 from schemas.model_folder import resolve_folder
+from schemas.run_folder import METRICS, read_lines
 
 GB = 1024**3
 MEASURED = 256
 """Number of prompts of each dataset that are measured."""
+STEPS = 50
+"""Number of a run's last steps whose time is measured."""
 STATE_BYTES = 16
 """Bytes of a trained parameter, its gradient and its two moments, all float32."""
 
@@ -131,7 +132,7 @@ def compare_times(config: TidemillConfig, step_s: float | None) -> Finding | str
         )
         advice.append(f"eval.hold_s {deadline_s:g}")
     measured = step_s is None
-    step_s = step_s or _measured_step_s(config.folder / "metrics.jsonl")
+    step_s = step_s or _measured_step_s(config.folder / METRICS)
     if step_s is None:
         text += f"; pass --step-s to check whether {held} steps are enough for them"
     elif deadline_s > held * step_s:
@@ -152,11 +153,7 @@ def compare_times(config: TidemillConfig, step_s: float | None) -> Finding | str
 
 def _measured_step_s(file: Path) -> float | None:
     """Return the median time of the run's last steps without waiting, or None."""
-    try:
-        with file.open(encoding="utf-8") as lines:
-            last = [json.loads(line) for line in deque(lines, 50)]
-    except (OSError, ValueError):
-        return None
+    last = read_lines(file)[-STEPS:]
     waited = ("time/wait_s", "time/paused_s")
     seconds = [
         line["time/total_s"] - sum(line.get(name, 0.0) for name in waited) for line in last if "time/total_s" in line

@@ -183,7 +183,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model with its tokenizer and a model card, for transformers and vLLM."""
-    from deploy.run_files import config_of
+    from schemas.run_folder import config_of
 
     config = config_of(run)
     from deploy.export.checkpoints import export_model
@@ -198,7 +198,7 @@ def batches(
     as_json: Json = False,
 ) -> None:
     """List what the recorded batches of a run hold; with --json a line each, of samples with their tokens."""
-    from deploy.run_files import config_of
+    from schemas.run_folder import config_of
 
     config = config_of(run)
     from deploy.export.batches import print_batches
@@ -214,7 +214,7 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Train recorded steps again without a broker; exit with 0 if the weights are equal to the bit, with 1 if not."""
-    from deploy.run_files import config_of
+    from schemas.run_folder import config_of
 
     config = config_of(run)
     from deploy.export.checkpoints import replay_steps

@@ -17,8 +17,8 @@ from deploy.client import find
 from deploy.client.find import whoami
 from deploy.client.transport import NoControlPlane, Transport, over_http
 from deploy.control_plane.address import address_of, read_token
-from deploy.run_files import RUNS, named_config
 from schemas.errors import InfraError, RefusedError, TidemillError
+from schemas.run_folder import RUNS, named_config
 
 URL = "TIDEMILL_CONTROL_URL"
 OVER = ("finished", "failed", "stopped")

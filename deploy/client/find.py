@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.control_plane.files.run_folder import RunFolder
-from deploy.run_files import RUNS, named_config
 from schemas.control_api.run_folders import RunHead
 from schemas.errors import ConfigError, RefusedError
+from schemas.run_folder import RUNS, named_config
 from schemas.urls import hide_password
 
 if TYPE_CHECKING:

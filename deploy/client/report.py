@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from deploy.control_plane.files.evaluations import read_evaluations
-from deploy.control_plane.files.lines import last_object
 from deploy.control_plane.files.logs import list_logs, read_log
-from deploy.control_plane.files.run_folder import METRICS, RunFolder, flatten, mask_tree
-from deploy.run_files import RUNS, config_of, named_config
+from deploy.control_plane.files.run_folder import RunFolder, flatten, mask_tree
 from schemas.errors import ConfigError
+from schemas.run_folder import LOGS, METRICS, RUNS, config_of, find_folder, last_line, named_config
 
 if TYPE_CHECKING:
     from schemas.config import TidemillConfig
@@ -42,8 +40,7 @@ STEPS = 20
 
 def folder_of(run: str) -> RunFolder:
     """The folder of a run, by its name under runs/, its folder, or its configuration; ConfigError if it is none."""
-    config = named_config(run)
-    path = config.folder if config else next((each for each in (RUNS / run, Path(run)) if each.is_dir()), RUNS / run)
+    path = find_folder(run)
     found = RunFolder(path)
     if found.head() is None:
         known = ", ".join(sorted(each.name for each in RUNS.glob("*") if each.is_dir())) or "none"
@@ -101,7 +98,7 @@ def describe_ending(config: TidemillConfig, code: int) -> dict[str, Any]:
         "folder": str(folder.path),
         "exit_code": code,
         "summary": folder.summary,
-        "metrics": last_object(folder.path / METRICS, "step"),
+        "metrics": last_line(folder.path / METRICS, "step"),
     }
 
 
@@ -129,7 +126,7 @@ def print_logs(run: str, service: str | None, follow: bool, lines: int, as_json:
     folder = folder_of(run)
     known = [head.service for head in list_logs(folder.path).logs]
     if service is not None and service not in known:
-        raise ConfigError(f"no log of {service!r} in {folder.path / 'logs'}; there are {', '.join(known) or 'none'}")
+        raise ConfigError(f"no log of {service!r} in {folder.path / LOGS}; there are {', '.join(known) or 'none'}")
     ends: dict[str, int] = {}
     try:
         while True:

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from schemas.errors import ConfigError
+from schemas.run_folder import ADDRESS, read_object
 from schemas.system.files import atomic_write
 
-ADDRESS = "control.json"
-"""File in the run's folder that says where, for those on the same machine."""
 TOKEN = "TIDEMILL_CONTROL_TOKEN"
 READ_TOKEN = "TIDEMILL_CONTROL_READ_TOKEN"
 """Variable with a second token, for those who may read and order nothing."""
@@ -35,11 +34,8 @@ def announce(folder: Path, url: str) -> None:
 
 def address_of(folder: Path) -> str | None:
     """Return the URL of the run's control plane, with a slash at its end; None when none is written."""
-    try:
-        found = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))
-        return str(found["url"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    url = read_object(folder / ADDRESS).get("url")
+    return None if url is None else str(url)
 
 
 def withdraw(folder: Path, url: str) -> None:

@@ -18,9 +18,9 @@ from string import Template
 from deploy.checks.preflight import check
 from deploy.launchers.gpus import Auto, ask, check_count, engine_width
 from deploy.run.folder import settle_configuration
-from deploy.run_files import CONFIG
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, ConfigError
+from schemas.run_folder import CONFIG
 from schemas.run_record import check_record
 
 SCRIPTS = ("job.sh", "services.sbatch", "trainer.sbatch", "generators.sbatch", "submit.sh")

@@ -14,6 +14,7 @@ from deploy.launchers.gpus import engine_width
 from deploy.planning.run_rates import Known, of_run, sampling_at, stated
 from deploy.planning.search import Plan, best
 from schemas.config import TidemillConfig
+from schemas.run_folder import METRICS
 
 STALENESS = (0, 1, 2, 4, 8)
 NEARLY = 0.95
@@ -75,7 +76,7 @@ def plan(
 def figures(config: TidemillConfig, trained: float | None, sampled: float | None, mean: float | None) -> Known:
     """Collect what the plan is made from: what is given, before what the run measured, before what is stated."""
     known = stated(config.sampling.max_tokens, config.generator.max_samples)
-    known = of_run(config.folder / "metrics.jsonl", known, config.trainer.processes, max(1, config.generator.replicas))
+    known = of_run(config.folder / METRICS, known, config.trainer.processes, max(1, config.generator.replicas))
     rates, mix, source = known.rates, known.mix, dict(known.source)
     if trained is not None:
         rates, source["trained"] = replace(rates, trained_tokens_per_s=trained), "given"

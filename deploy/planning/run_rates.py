@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from deploy.planning.cluster import ClusterRates, LengthMix
+from schemas.run_folder import read_lines
 
 TRAINING = ("assemble", "prepare", "forward", "backward", "optimizer", "critic", "other")
 """Times of a step in which the trainer's ranks work, ``time/NAME_s`` each."""
@@ -41,7 +41,7 @@ def stated(max_tokens: int, max_samples: int) -> Known:
 
 def of_run(file: Path, before: Known, ranks: int, generators: int) -> Known:
     """Replace the figures that a run's metrics.jsonl has; ranks, generators: those it ran with."""
-    lines = [line for line in _lines(file) if "time/total_s" in line and "train/tokens" in line]
+    lines = [line for line in read_lines(file) if "time/total_s" in line and "train/tokens" in line]
     lines = lines[len(lines) // 4 :]  # the first steps wait for a pipeline that fills
     if len(lines) < LEAST:
         return before
@@ -77,16 +77,3 @@ def _lengths(lines: Sequence[Mapping[str, Any]], longest: int) -> LengthMix:
     high = median(line["train/length_p95"] for line in lines)
     sigma = max(0.0, math.log(high / middle) / 1.645) if high > middle > 0 else 0.0
     return LengthMix(mean, sigma, longest)
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that is perhaps being written; none if there is none."""
-    if not file.is_file():
-        return []
-    found = []
-    for text in file.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
-    return found

@@ -22,9 +22,9 @@ from broker.connection.connection import check_server_now, find_url
 from broker.flow.owner import Owner
 from deploy.control_plane.files.run_folder import flatten, mask
 from deploy.control_plane.status.run_state import LIVE_S
-from deploy.run_files import CONFIG, LOCK, SUMMARY, is_run_folder, is_run_name
 from schemas.config import TidemillConfig, load_config, save_config
 from schemas.errors import ConfigError
+from schemas.run_folder import CONFIG, LOCK, SUMMARY, is_run_folder, is_run_name, read_object
 from schemas.run_record import check_record, claim_folder, read_record
 from schemas.urls import hide_password
 
@@ -53,10 +53,7 @@ def sole_user(folder: Path) -> Iterator[None]:
 
 def is_finished(folder: Path, steps: int) -> bool:
     """Whether the run has ended with all these optimizer steps behind it."""
-    try:
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return False
+    summary = read_object(folder / SUMMARY)
     return bool(summary.get("exit_reason") == "finished" and summary.get("steps", 0) >= steps)
 
 

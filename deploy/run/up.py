@@ -22,13 +22,11 @@ from broker.connection.embedded import EmbeddedServer
 from broker.flow.owner import Owner
 from broker.heartbeat import HeartbeatThread
 from deploy.checks.preflight import check
-from deploy.control_plane.address import ADDRESS
 from deploy.logs import configure_logging
 from deploy.offline.warm_start import is_current
+from deploy.run.ending import Ending, finish, note_failed_start
 from deploy.run.folder import claim_name, forget_run, is_finished, refuse_foreign, settle_configuration, sole_user
 from deploy.run.observer import RunObserver
-from deploy.run.summary import METRICS, Ending, finish, note_failed_start
-from deploy.run_files import CONFIG
 from deploy.services.main import command
 from deploy.supervisor.commands import CommandFollower
 from deploy.supervisor.process import Processes
@@ -44,6 +42,7 @@ from schemas.errors import (
     ConfigError,
     InfraError,
 )
+from schemas.run_folder import ADDRESS, CONFIG, LOGS, METRICS
 from schemas.run_record import claim_folder
 
 BROKER_DEADLINE_S = 30.0
@@ -71,9 +70,9 @@ def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False) -> int
                 " and start over, or choose another run.name"
             )
         claim_name(config)
-        (folder / "logs").mkdir(exist_ok=True)
+        (folder / LOGS).mkdir(exist_ok=True)
         # The live view has the terminal, so this process logs to a file, as the services do.
-        own_log = stack.enter_context((folder / "logs" / "up.log").open("a", encoding="utf-8"))
+        own_log = stack.enter_context((folder / LOGS / "up.log").open("a", encoding="utf-8"))
         configure_logging(config, "up", "up", own_log)
         # Services read this copy, also when they restart: the user may edit the original meanwhile. They share this
         # machine, so they cannot all listen on one port for probes.
@@ -82,9 +81,7 @@ def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False) -> int
         outcome = run.warm_start()
         if outcome is not None:
             return run.report(outcome, None)
-        supervisor = stack.enter_context(
-            Supervisor(config.supervisor, folder / "logs", run.observer.on_change, starter)
-        )
+        supervisor = stack.enter_context(Supervisor(config.supervisor, folder / LOGS, run.observer.on_change, starter))
         return run.run(supervisor)
 
 
@@ -161,7 +158,7 @@ class SupervisedRun:
         if settings is None or is_current(self.config, settings):
             return None
         once = self.config.supervisor.model_copy(update={"max_restarts": 0})
-        with self._phase("warm_start"), Supervisor(once, self.config.folder / "logs") as supervisor:
+        with self._phase("warm_start"), Supervisor(once, self.config.folder / LOGS) as supervisor:
             supervisor.add(replace(self._spec("sft"), finishes=True, shared_output=True))
             outcome = supervisor.run()
             supervisor.stop()
@@ -192,7 +189,7 @@ class SupervisedRun:
                 return None
             except redis.RedisError as error:
                 if time.monotonic() > deadline:
-                    log = self.config.folder / "logs" / "broker.log"
+                    log = self.config.folder / LOGS / "broker.log"
                     raise InfraError(
                         f"the embedded broker did not answer within {BROKER_DEADLINE_S:.0f} s: {error} [log: {log}]"
                     ) from error

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import structlog
 
-from consumers.trainer.records.samples import FOLDER
+from schemas.run_folder import SAMPLES
 from schemas.system.files import atomic_write
 
 KEEP = 100
@@ -27,7 +27,7 @@ class EvalSampleLog:
     """Collects samples until their evaluation is complete, then writes its file. Losing some harms nothing."""
 
     def __init__(self, folder: Path, take: Take) -> None:
-        self._folder = folder / FOLDER
+        self._folder = folder / SAMPLES
         self._take = take
         self._after = "0-0"
         self._written = ""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import DiskError
+from schemas.run_folder import EVALUATIONS, read_lines
 from schemas.system.files import LineFile
 
 
@@ -25,7 +26,7 @@ class EvaluationLog:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.file = folder / "evaluations.jsonl"
+        self.file = folder / EVALUATIONS
         self.lines = read_evaluations(self.file)
         self._lines = LineFile(self.file, durable=True)
 
@@ -43,9 +44,8 @@ class EvaluationLog:
 def read_evaluations(file: Path) -> dict[int, dict[str, Any]]:
     """The lines of evaluations.jsonl by version, in order; of a version the first, and nothing that was cut off."""
     found: dict[int, dict[str, Any]] = {}
-    for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
+    for line in read_lines(file):
         try:
-            line = json.loads(text)
             found.setdefault(int(line["version"]), line)
         except (ValueError, KeyError, TypeError):
             continue

@@ -20,9 +20,9 @@ from typing import Any
 import structlog
 import torch
 
+from schemas.run_folder import ENVIRONMENT
 from schemas.system.files import atomic_write
 
-FILE = "environment.json"
 PACKAGES = (
     *("tidemill", "torch", "transformers", "vllm", "accelerate", "peft", "redis", "numpy", "datasets"),
     *("safetensors", "tokenizers", "flash-attn", "triton"),
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 def write_environment(folder: Path, base: Path, ranks: int) -> None:
     """Write the file; what can't be written is only logged. base: folder of the user's code. ranks: of the trainer."""
-    file = folder / FILE
+    file = folder / ENVIRONMENT
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -19,12 +19,12 @@ import numpy as np
 import structlog
 
 from schemas.messages import Trajectory
+from schemas.run_folder import SAMPLES
 from schemas.system.files import LineFile, atomic_write
 
 if TYPE_CHECKING:  # it needs PyTorch, and `tidemill up` looks at trackers without
     from consumers.trainer.data.microbatches import Group
 
-FOLDER = "samples"
 KEEP_BYTES = 512 << 20
 FILE_BYTES = 16 << 20
 """A file of more bytes is followed by a new one."""
@@ -43,7 +43,7 @@ class SampleLog:
     """The groups of each step that are kept; ``groups``: of each step so many."""
 
     def __init__(self, folder: Path, groups: int) -> None:
-        self._folder = folder / FOLDER
+        self._folder = folder / SAMPLES
         self._groups = groups
         self._file: LineFile | None = None
         self._complained = False

@@ -24,6 +24,7 @@ from consumers.trainer.records.tracker_thread import LONG_DEADLINE_S, TrackerThr
 from schemas.errors import ConfigError
 from schemas.messages import Trajectory
 from schemas.plugins import load
+from schemas.run_folder import METRICS, read_lines
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -89,7 +90,7 @@ class Trackers:
             return
         check_trackers(names)
         own = {name: load(name, SETTING, config.base) for name in names if ":" in name}
-        self._sent = _last_step(config.folder / "metrics.jsonl")
+        self._sent = _last_step(config.folder / METRICS)
         for name in names:
             thread = TrackerThread(name)
             started: list[GeneralTracker] = []
@@ -197,16 +198,8 @@ def _start(
 
 def _last_step(file: Path) -> int:
     """The highest step with a line in metrics.jsonl: steps up to there were sent before."""
-    last = 0
-    if file.is_file():
-        with file.open(encoding="utf-8") as lines:
-            for text in lines:
-                try:
-                    last = max(last, int(json.loads(text)["step"]))
-                except (ValueError, KeyError, TypeError):
-                    # Cut off by a crash.
-                    continue
-    return last
+    steps = (line.get("step") for line in read_lines(file))
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def _identity(folder: Path) -> str:

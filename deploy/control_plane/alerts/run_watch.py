@@ -16,10 +16,11 @@ import structlog
 
 from deploy.control_plane.alerts.alerts import STUCK, Alert, AlertChange, AlertRules
 from deploy.control_plane.alerts.notify import Notice, Notifier
-from deploy.control_plane.files.resources import ALERTS, RESOURCES, open_alerts
+from deploy.control_plane.files.resources import open_alerts
 from schemas.config import TidemillConfig
 from schemas.config.deploy import Occasion
 from schemas.control_api import RunStatus
+from schemas.run_folder import ALERTS, RESOURCES
 
 EVERY_S = 10.0
 """Seconds between two lines of the resources' file."""

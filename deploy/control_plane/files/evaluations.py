@@ -7,25 +7,24 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from deploy.control_plane.files.groups import FOLDER, LAST
-from deploy.control_plane.files.lines import read_objects
+from deploy.control_plane.files.groups import LAST
 from deploy.control_plane.web.paging import Page, Place, cut
 from schemas.control_api.run_folders import EvaluationPrompt, EvaluationPrompts, GroupSample, RunEvaluation
+from schemas.run_folder import EVALUATIONS, SAMPLES, read_lines
 
-FILE = "evaluations.jsonl"
 _KNOWN = ("n", "scored", "failed", "off_version", "mean", "length", "time", "wall_s")
 PromptSort = Literal["worst", "best", "index", "longest"]
 
 
 def samples_file(folder: Path, version: int) -> Path:
     """The file with the samples of a version's evaluation."""
-    return folder / FOLDER / f"eval-{version:08d}.jsonl"
+    return folder / SAMPLES / f"eval-{version:08d}.jsonl"
 
 
 def read_evaluations(folder: Path) -> list[RunEvaluation]:
     """The complete evaluations of a run, by version; of a version the first line counts."""
     found: dict[int, RunEvaluation] = {}
-    for line in read_objects(folder / FILE):
+    for line in read_lines(folder / EVALUATIONS):
         known: dict[str, Any] = {name: line.get(name) for name in _KNOWN}
         for name in ("n", "scored", "failed", "off_version"):
             known[name] = known[name] or 0
@@ -46,7 +45,7 @@ def read_prompts(
     file = samples_file(folder, version)
     if not file.is_file():
         return None
-    prompts = [one for line in read_objects(file) if (one := _prompt(line)) is not None]
+    prompts = [one for line in read_lines(file) if (one := _prompt(line)) is not None]
     if text:
         wanted = text.lower()
         prompts = [one for one in prompts if any(wanted in part.lower() for part in _texts(one))]

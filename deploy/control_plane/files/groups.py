@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from deploy.control_plane.files.lines import GrowingFile, parse
+from deploy.control_plane.files.lines import GrowingFile
 from deploy.control_plane.web.paging import MOST, Page, Place, cut
 from schemas.control_api.run_folders import GroupDetail, GroupHead, Groups, GroupSample, Histogram
+from schemas.run_folder import SAMPLES, parse_line
 
-FOLDER = "samples"
 HEAD_CHARACTERS = 200
 BINS = 10
 TRUNCATED = ("length", "calls", "deadline")
@@ -74,7 +74,7 @@ class GroupFiles:
     """The groups of a run. Used by one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / FOLDER
+        self._folder = folder / SAMPLES
         self._files: dict[str, GrowingFile] = {}
         self._kept: dict[tuple[int, int], Kept] = {}
         """By step and task. A step that is trained again replaces its groups."""
@@ -98,7 +98,7 @@ class GroupFiles:
         """A group with its samples; None if it is not kept, or not any more."""
         self._follow()
         kept = self._kept.get((step, task_id))
-        line = parse(self._line(kept)) if kept else None
+        line = parse_line(self._line(kept)) if kept else None
         if kept is None or line is None:
             return None
         try:
@@ -139,7 +139,7 @@ class GroupFiles:
         # As JSON writes it: most lines are left out without being parsed. Other letters stand there by number.
         if text.isascii() and json.dumps(text)[1:-1].lower().encode() not in line.lower():
             return False
-        found = parse(line) or {}
+        found = parse_line(line) or {}
         return any(text.lower() in part.lower() for part in _texts(found))
 
 
@@ -177,7 +177,7 @@ def _histogram(name: str, values: Sequence[float]) -> Histogram:
 
 def _read(raw: bytes) -> tuple[GroupHead, dict[str, array[float]]] | None:
     """The head of a group's line, and the rewards of its samples with their terms; None if it is none."""
-    line = parse(raw)
+    line = parse_line(raw)
     if line is None:
         return None
     try:

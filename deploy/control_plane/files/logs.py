@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from schemas.control_api.run_folders import LogHead, LogPart, Logs
+from schemas.run_folder import LOGS
 
-FOLDER = "logs"
 PART = 256 * 1024
 """Most bytes of a part."""
 
@@ -15,7 +15,7 @@ PART = 256 * 1024
 def list_logs(folder: Path) -> Logs:
     """The logs of a run, by name."""
     heads = []
-    for file in sorted((folder / FOLDER).glob("*.log")):
+    for file in sorted((folder / LOGS).glob("*.log")):
         try:
             known = file.stat()
         except OSError:
@@ -32,7 +32,7 @@ def read_log(folder: Path, service: str, after: int | None, most: int = PART) ->
     if service not in {head.service for head in list_logs(folder).logs}:
         return None
     try:
-        with (folder / FOLDER / f"{service}.log").open("rb") as stream:
+        with (folder / LOGS / f"{service}.log").open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             start = max(0, size - most) if after is None else after if after <= size else 0
             stream.seek(start)

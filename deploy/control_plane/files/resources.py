@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deploy.control_plane.files.lines import GrowingFile, parse, read_objects
+from deploy.control_plane.files.lines import GrowingFile
 from schemas.control_api.run_folders import AlertRecord, Alerts, Resources
-
-RESOURCES, ALERTS = "resources.jsonl", "alerts.jsonl"
+from schemas.run_folder import ALERTS, RESOURCES, parse_line, read_lines
 
 
 class ResourceFile:
@@ -24,7 +23,7 @@ class ResourceFile:
         for begin, text in self._file.read():
             if begin < 0:
                 self._lines = []
-            elif (line := parse(text)) is not None and isinstance(line.get("time"), int | float):
+            elif (line := parse_line(text)) is not None and isinstance(line.get("time"), int | float):
                 self._lines.append(line)
         found = [line for line in self._lines if line["time"] > after]
         every = -(-len(found) // points) if found else 1
@@ -49,7 +48,7 @@ class ResourceFile:
 def read_alerts(folder: Path) -> Alerts:
     """The alerts that fired, the newest first."""
     found: list[AlertRecord] = []
-    for line in read_objects(folder / ALERTS):
+    for line in read_lines(folder / ALERTS):
         name, time = line.get("name"), line.get("time")
         if not isinstance(name, str) or not isinstance(time, int | float):
             continue

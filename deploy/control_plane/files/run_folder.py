@@ -11,20 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from deploy.control_plane.address import address_of
-from deploy.control_plane.files.evaluations import FILE as EVALUATIONS
 from deploy.control_plane.files.evaluations import read_evaluations
 from deploy.control_plane.files.groups import GroupFiles
-from deploy.control_plane.files.lines import GrowingFile, last_object, parse, read_object
+from deploy.control_plane.files.lines import GrowingFile
 from deploy.control_plane.files.resources import ResourceFile
 from deploy.control_plane.status.series import MetricsSeries
 from schemas.control_api.run_folders import CheckpointHead, Checkpoints, RunConfig, RunHead, RunMetrics
 from schemas.errors import ConfigError
 from schemas.metric_names import describe
+from schemas.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    EVALUATIONS,
+    LOCK,
+    METRICS,
+    SUMMARY,
+    last_line,
+    parse_line,
+    read_object,
+)
 from schemas.urls import hide_password
 
-SUMMARY, METRICS, CONFIG, LOCK, ENVIRONMENT = (
-    *("summary.json", "metrics.jsonl", "config.yaml", "up.lock", "environment.json"),
-)
 LATELY_S = 120.0
 """A run whose newest file is younger is taken to go on, where its process is not of this machine."""
 MASK = "***"
@@ -58,7 +66,7 @@ class RunFolder:
         updated = [time_of(self.path / name) for name in (SUMMARY, METRICS, CONFIG, EVALUATIONS)]
         if not any(updated[:3]):
             return None
-        summary, last = self.summary, last_object(self.path / METRICS, "step")
+        summary, last = self.summary, last_line(self.path / METRICS, "step")
         settings = _raw_settings(self.path / CONFIG)
         state, cause = run_state(self.path, summary, max(updated))
         means = [(one.version, one.mean) for one in read_evaluations(self.path) if one.mean is not None]
@@ -112,7 +120,7 @@ class RunFolder:
     def checkpoints(self) -> Checkpoints:
         """The checkpoints, oldest first; whether one is whole is looked at when it is loaded."""
         found = []
-        for path in (self.path / "checkpoints").glob("step-*"):
+        for path in (self.path / CHECKPOINTS).glob("step-*"):
             named = _CHECKPOINT.fullmatch(path.name)
             if named and path.is_dir():
                 try:
@@ -127,7 +135,7 @@ class RunFolder:
         for begin, line in self._metrics.read():
             if begin < 0:
                 self._series = MetricsSeries()
-            elif (found := parse(line)) is not None:
+            elif (found := parse_line(line)) is not None:
                 self._series.add(found)
 
 

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from broker.connection.embedded import EmbeddedServer
-from deploy.run.summary import read_lines, surviving_lines
 from deploy.services.main import command
+from schemas.run_folder import read_lines, surviving_lines
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.up_runs import make_decoys
 

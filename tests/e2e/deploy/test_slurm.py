@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.control_plane.address import ADDRESS
-from deploy.run.summary import read_lines, surviving_lines
+from schemas.run_folder import ADDRESS, read_lines, surviving_lines
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.slurm_cluster import list_jobs, run_slurm_cluster
 

@@ -11,9 +11,9 @@ import pytest
 
 from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
-from deploy.run.summary import read_lines
 from schemas.config import parse_config, save_config
 from schemas.errors import OK_EXIT
+from schemas.run_folder import read_lines
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers.generator_service import make_config, publish_version

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import yaml
 
-from deploy.run.summary import surviving_lines
+from schemas.run_folder import surviving_lines
 from deploy.services.main import command
 
 PACKAGES = ("schemas", "broker", "producers", "consumers", "deploy")

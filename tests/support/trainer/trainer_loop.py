@@ -14,9 +14,9 @@ from broker.queues.tasks import TaskQueue
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
-from deploy.run.summary import read_lines, surviving_lines
 from schemas.config import DatasetConfig, EvalConfig, parse_config
 from schemas.errors import FencedError
+from schemas.run_folder import read_lines, surviving_lines
 from schemas.system.lifecycle import StopFlag
 from tests.support.trainer.deterministic_run import Pipeline
 from tests.support.trainer.trajectories import make_trajectory

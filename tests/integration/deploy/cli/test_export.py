@@ -19,9 +19,9 @@ from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import TrainStep
-from deploy.run_files import config_of
 from schemas.config import TidemillConfig, parse_config, save_config
 from schemas.errors import ConfigError
+from schemas.run_folder import config_of
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
 from tests.support.runs.hub_server import TOKEN, Hub

@@ -362,14 +362,14 @@ def test_a_check_that_hangs_ends_at_its_deadline(folder: Path, monkeypatch: pyte
 
 def test_a_file_that_the_system_refuses_is_one_line(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deploy.run_files.config_of", lambda run: (folder / "prompts.jsonl" / "x").mkdir())
+        patch.setattr("schemas.run_folder.config_of", lambda run: (folder / "prompts.jsonl" / "x").mkdir())
         done = run_tidemill("export", "checked", cwd=folder)
     assert (done.returncode, done.stderr) == (2, f"tidemill: {folder}/prompts.jsonl/x: Not a directory\n")
 
 
 def test_a_full_disk_is_one_line_also_where_the_file_has_no_name(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deploy.run_files.config_of", lambda run: Path("/dev/full").write_text("x"))
+        patch.setattr("schemas.run_folder.config_of", lambda run: Path("/dev/full").write_text("x"))
         done = run_tidemill("export", "checked", cwd=folder)
     assert (done.returncode, done.stderr) == (1, "tidemill: No space left on device\n")
 

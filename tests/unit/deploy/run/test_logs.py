@@ -13,22 +13,18 @@ import pytest
 from rich.console import Console
 
 from consumers.trainer.records.evaluations import EvaluationLog
-from deploy.run import summary
+from deploy.run.ending import Ending, finish
+from deploy.run.plot import plot_run, smooth
 from deploy.run.summary import (
-    Ending,
     Evaluation,
     Final,
-    finish,
-    plot_run,
-    read_lines,
-    smooth,
     summarise,
-    surviving_lines,
     write_summary,
 )
 from deploy.supervisor.failures import _record
 from deploy.supervisor.supervisor import RunOutcome
 from schemas.config import parse_config
+from schemas.run_folder import read_lines, surviving_lines
 
 CODE = """
 import logging, sys, structlog
@@ -158,7 +154,7 @@ def test_accuracy_before_training_is_unknown_when_version_0_was_not_evaluated() 
 def test_evaluations_that_the_broker_forgot_are_in_the_runs_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(summary, "BROKER_DEADLINE_S", 0.1)
+    monkeypatch.setattr("deploy.run.ending.BROKER_DEADLINE_S", 0.1)
     config = parse_config(
         {
             "run": {"folder": str(tmp_path)},

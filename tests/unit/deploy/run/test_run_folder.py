@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from deploy.run.folder import forget_run, is_finished, keep_aside, refuse_foreign, settle_configuration, sole_user
-from deploy.run_files import FILES
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError
+from schemas.run_folder import FILES
 from schemas.run_record import claim_folder
 
 ROOT = Path(__file__).parents[4]

@@ -19,9 +19,9 @@ from broker.queues.tasks import TaskQueue
 from consumers.trainer.batch_source import NothingToLearn
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy
-from deploy.run.summary import read_lines
 from schemas.errors import InfraError, RunFailed
 from schemas.messages import RoutedExperts, Score
+from schemas.run_folder import read_lines
 from schemas.system.lifecycle import StopFlag
 from tests.support.models.tiny_mixture import DENSE, EXPERTS, LAYERS, K, make_mixture
 from tests.support.trainer.deterministic_run import Generate, Pipeline, Reward, by_sample

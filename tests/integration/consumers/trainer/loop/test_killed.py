@@ -21,8 +21,8 @@ from consumers.trainer.checkpoint.compare import compare
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import TrainStep
-from deploy.run.summary import read_lines, surviving_lines
 from schemas.config import BrokerConfig, parse_config
+from schemas.run_folder import read_lines, surviving_lines
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.deterministic_run import STEPS, Pipeline, make_config
 from tests.support.trainer.killed_trainers import POINTS, run_trainer_to_its_end

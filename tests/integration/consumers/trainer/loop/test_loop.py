@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from broker.client import Broker
 from broker.queues.tasks import TaskQueue, eval_task_id
 from consumers.trainer.loop import Trainer
-from deploy.run.summary import read_lines, surviving_lines
 from schemas.messages import Score
 from schemas.metric_names import describe
+from schemas.run_folder import read_lines, surviving_lines
 from schemas.system.lifecycle import StopFlag
 from tests.support.broker.prompt_groups import make_task as make_eval_task
 from tests.support.broker.prompt_groups import make_trajectory as make_eval_trajectory

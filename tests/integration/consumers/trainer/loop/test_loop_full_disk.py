@@ -17,9 +17,9 @@ from consumers.trainer.checkpoint import store as checkpoints_module
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.hf_weights import copy_tokenizer
 from consumers.trainer.model.snapshot import Snapshot
-from deploy.run.summary import read_lines, surviving_lines
 from schemas.config import ModelConfig
 from schemas.errors import DiskError
+from schemas.run_folder import read_lines, surviving_lines
 from schemas.system.files import LineFile
 from schemas.system.lifecycle import StopFlag
 from tests.support.trainer.deterministic_run import Pipeline

@@ -19,9 +19,9 @@ from consumers.trainer import loop as loop_module
 from consumers.trainer import step_log as step_log_module
 from consumers.trainer.checkpoint.store import CheckpointStore, Taken
 from consumers.trainer.loop import Trainer
-from deploy.run.summary import read_lines
 from schemas.config import DatasetConfig, EvalConfig
 from schemas.messages import Sampling, Score, Task, Trajectory
+from schemas.run_folder import read_lines
 from schemas.system.lifecycle import StopFlag
 from tests.support.broker.prompt_groups import make_task
 from tests.support.broker.prompt_groups import make_trajectory as make_eval_trajectory

@@ -18,10 +18,10 @@ from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.records import tracker_thread, trackers
 from consumers.trainer.records.trackers import MODULES, check_trackers
 from consumers.trainer.step.build import build_train_step
-from deploy.run.summary import read_lines
 from schemas.config import DatasetConfig, EvalConfig, parse_config
 from schemas.errors import ConfigError
 from schemas.messages import Score
+from schemas.run_folder import read_lines
 from schemas.system.lifecycle import StopFlag
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.deterministic_run import STEPS, Pipeline, make_config

@@ -13,9 +13,10 @@ import pytest
 
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.records import samples as sample_log
-from consumers.trainer.records.machine import FILE, write_environment
+from consumers.trainer.records.machine import write_environment
 from consumers.trainer.records.samples import SampleLog, choose_groups, common_beginning
 from schemas.messages import PlacedImage
+from schemas.run_folder import ENVIRONMENT
 from tests.support.trainer.trajectories import make_trajectory
 
 
@@ -134,7 +135,7 @@ def test_a_folder_that_cannot_be_written_costs_no_step(tmp_path: Path) -> None:
 def test_the_environment_of_earlier_trainers_is_kept(tmp_path: Path) -> None:
     write_environment(tmp_path, tmp_path, 1)
     write_environment(tmp_path, Path(__file__).parent, 2)
-    found = json.loads((tmp_path / FILE).read_text())
+    found = json.loads((tmp_path / ENVIRONMENT).read_text())
     assert (found["ranks"], [one["ranks"] for one in found["before"]]) == (2, [1])
     assert {"torch", "numpy", "redis"} <= set(found["packages"])
     assert found["before"][0]["git"] is None

@@ -1,0 +1,142 @@
+"""The end of a run: its counts from the broker, its summary and plot, and the table that is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+from rich.console import Console
+from rich.table import Table
+
+from broker.client import Broker
+from broker.evaluations.results import EvalResult
+from consumers.trainer.records.evaluations import read_evaluations
+from deploy.run.plot import plot_run
+from deploy.run.summary import Evaluation, Final, write_summary
+from deploy.supervisor.supervisor import RunOutcome
+from deploy.terminal.page import clock
+from schemas.config import TidemillConfig
+from schemas.errors import TidemillError
+from schemas.run_folder import EVALUATIONS, METRICS, PLOT, SUMMARY, read_lines
+
+BROKER_DEADLINE_S = 5.0
+"""How long to wait for the broker of a run that failed, perhaps because of it."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A run that is over. summary: what summary.json holds."""
+
+    run: str
+    folder: Path
+    summary: Mapping[str, Any]
+    plot: Path | None
+
+    def print(self, console: Console) -> None:
+        """Accuracy before and after where it is known, what the run took, where the rest is; its path comes last."""
+        s = self.summary
+        title = f"{self.run}: {s['exit_reason'].partition(':')[0]}"
+        if s["accuracy_after"] is None:
+            console.print(title, style="bold", highlight=False, markup=False)
+        else:
+            table = Table(title=title, title_justify="left", title_style="bold")
+            table.add_column("")
+            table.add_column("before", justify="right")
+            table.add_column("after", justify="right", style="bold")
+            table.add_row("held-out accuracy", _share(s["accuracy_before"]), _share(s["accuracy_after"]))
+            console.print(table)
+        rows = (
+            ("steps", f"{s['steps']:,} in {clock(s['wall_s'])}"),
+            ("trajectories", f"{_count(s['trajectories'])}, {s['trajectories_trained']:,} trained"),
+            ("lost, trained twice", f"{_count(s['trajectories_lost'])}, {s['trajectories_trained_twice']}"),
+            ("tokens", f"{s['tokens_generated']:,} generated, {s['tokens_trained']:,} trained"),
+            ("staleness", f"mean {_figure(s['mean_staleness'], 2)}, max {s['max_staleness']}"),
+            ("log-probability gap", "-" if s["logprob_gap_mean"] is None else f"{s['logprob_gap_mean']:.1e} nats"),
+        )
+        for name, value in rows:
+            console.print(f"{name:<20} {value}", highlight=False)
+        console.print()
+        if self.plot is not None:
+            print(self.plot)
+        print(self.folder / SUMMARY)
+
+
+def finish(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, float]) -> Ending:
+    """Sum the run up. The services have stopped, the broker still answers; without it the logs must do."""
+    reason = _reason(outcome)
+    try:
+        settings = config.broker.model_copy(update={"deadline_s": BROKER_DEADLINE_S})
+        broker = Broker.connect(config.model_copy(update={"broker": settings}))
+        final = _counts(config, broker, reason, phases)
+    except (TidemillError, redis.RedisError):
+        final = Final(reason, evaluations=_evaluations(config.folder), phases_s=phases)
+    summary = write_summary(config.folder, final)
+    plot = _plot(config, final, summary)
+    return Ending(config.run.name, config.folder, summary, plot)
+
+
+def note_failed_start(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, float]) -> None:
+    """Write the summary of a start that failed before anything began, of what earlier ones logged and why it failed."""
+    write_summary(config.folder, Final(_reason(outcome), evaluations=_evaluations(config.folder), phases_s=phases))
+
+
+def _reason(outcome: RunOutcome) -> str:
+    return outcome.reason if outcome.cause is None else f"{outcome.reason}: {outcome.cause}"
+
+
+def _counts(config: TidemillConfig, broker: Broker, reason: str, phases: Mapping[str, float]) -> Final:
+    ledger = broker.ledger.read_state()
+    return Final(
+        exit_reason=reason,
+        published=ledger.samples_published,
+        dropped=ledger.samples_dropped,
+        failed=ledger.samples_failed,
+        live=broker.ledger.count_live_samples(),
+        # Groups are counted by reason; nearly all have all their samples.
+        dropped_stale=ledger.dropped.get("stale", 0) * config.sampling.n,
+        tokens_generated=ledger.tokens_generated,
+        evaluations=_evaluations(config.folder, broker.evals.read_results(), ledger.started),
+        phases_s=phases,
+    )
+
+
+def _evaluations(folder: Path, results: Sequence[EvalResult] = (), started: float = 0.0) -> list[Evaluation]:
+    """Those in the run's file, and what the broker has that no trainer wrote any more."""
+    found = {
+        result.version: Evaluation(result.version, result.mean, max(0.0, result.time - started))
+        for result in results
+        if result.complete and result.scored
+    }
+    for version, line in read_evaluations(folder / EVALUATIONS).items():
+        if line["mean"] is not None:
+            found[version] = Evaluation(version, line["mean"], line["wall_s"])
+    return [found[version] for version in sorted(found)]
+
+
+def _plot(config: TidemillConfig, final: Final, summary: Mapping[str, Any]) -> Path | None:
+    metrics = read_lines(config.folder / METRICS)
+    if not metrics:
+        return None
+    title = f"{config.run.name}: {summary['steps']} steps"
+    if summary["accuracy_after"] is not None:
+        before, after = summary["accuracy_before"], summary["accuracy_after"]
+        change = f"{after:.2f}" if before is None else f"{before:.2f} to {after:.2f}"
+        title = f"{config.run.name}: held-out accuracy {change} in {summary['steps']} steps"
+    file = config.folder / PLOT
+    plot_run(metrics, final.evaluations, title, file)
+    return file
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _count(value: int | None) -> str:
+    return "unknown" if value is None else f"{value:,}"

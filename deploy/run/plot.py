@@ -1,0 +1,80 @@
+"""The plot of a run: reward and held-out accuracy over steps and over minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deploy.run.summary import Evaluation
+from schemas.run_folder import surviving_lines
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+REWARD, ACCURACY, INK, QUIET = "#3b6fb6", "#d1495b", "#222222", "#8a8f98"
+
+
+def plot_run(metrics: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation], title: str, file: Path) -> None:
+    """Write a PNG. ``metrics`` are the lines of metrics.jsonl; an evaluation of version v belongs to step v."""
+    # matplotlib takes a second to load and nothing before needs it.
+    from matplotlib.figure import Figure
+
+    lines = [line for line in surviving_lines(metrics) if "reward/mean" in line]
+    rewards = [float(line["reward/mean"]) for line in lines]
+    figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")
+    figure.patch.set_facecolor("white")
+    left, right = figure.subplots(1, 2, sharey=True)
+    accuracies = [evaluation.accuracy for evaluation in evaluations]
+    _curves(left, [line["step"] for line in lines], rewards, [e.version for e in evaluations], accuracies)
+    minutes = [line["wall_s"] / 60 for line in lines]
+    _curves(right, minutes, rewards, [e.wall_s / 60 for e in evaluations], accuracies)
+    left.set_xlabel("optimizer steps", color=QUIET)
+    right.set_xlabel("minutes", color=QUIET)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper right", ncols=2, frameon=False, fontsize=10)
+    figure.savefig(file)
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Centred running mean over at most ``window`` values, fewer at both ends."""
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+    before, after = (window - 1) // 2, window // 2
+    index = np.arange(len(values))
+    low, high = np.maximum(index - before, 0), np.minimum(index + after + 1, len(values))
+    means: list[float] = ((sums[high] - sums[low]) / (high - low)).tolist()
+    return means
+
+
+def _curves(
+    axes: Axes, xs: Sequence[float], rewards: list[float], eval_xs: Sequence[float], evals: list[float]
+) -> None:
+    if rewards:
+        axes.plot(xs, rewards, color=REWARD, alpha=0.22, linewidth=0.8)
+        window = max(1, len(rewards) // 40)
+        axes.plot(xs, smooth(rewards, window), color=REWARD, linewidth=1.8, label="training reward")
+    if evals:
+        axes.plot(eval_xs, evals, color=ACCURACY, linewidth=1.8, marker="o", markersize=5, label="held-out accuracy")
+        ends = (0, len(evals) - 1) if len(evals) > 1 else (0,)
+        for end in ends:
+            axes.annotate(
+                f"{evals[end]:.2f}",
+                (eval_xs[end], evals[end]),
+                xytext=(10, -4) if end == 0 else (0, -17),
+                textcoords="offset points",
+                ha="left" if end == 0 else "center",
+                fontsize=9,
+                color=ACCURACY,
+                fontweight="bold",
+            )
+    axes.set_xlim(left=0)
+    axes.margins(y=0.12)
+    axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=QUIET, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#c9cdd2")
