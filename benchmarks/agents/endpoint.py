@@ -1,4 +1,4 @@
-"""Requests a second through a generator's endpoint for agents, beside vLLM's own OpenAI server.
+"""Requests per second through a generator's endpoint for agents, beside vLLM's own OpenAI server.
 
 Both have the same tiny model in an engine core of their own with the same settings, and get the same requests from the
 same client, in turns. Ours joins, parses and records what is sampled, log-probabilities included. A client of a few
@@ -27,7 +27,7 @@ from urllib.request import urlopen
 
 from benchmarks.agents.model import write_model
 from benchmarks.harness.processes import RoleProcesses, cpu_s
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.rounds import Advance, Figures, Round, compare, ratio, summarize
 from producers.agents.capacity import EngineCapacity
 from producers.agents.endpoint.server import EndpointServer
@@ -49,7 +49,7 @@ CALLS = 5
 """Requests of an episode."""
 START_S, ROUND_S = 300.0, 600.0
 PASSED_ON = ("max_model_len", "max_num_seqs", "seed", "dtype", "kv_cache_memory_bytes")
-"""Arguments of our engine that vLLM's server gets, where they are set."""
+"""Arguments of our engine that vLLM's server also gets, if they are set."""
 
 
 ENDPOINT = Table(
@@ -68,7 +68,7 @@ ENDPOINT = Table(
 """Our endpoint (``ours``) beside vLLM's server (``bare``). cpu_ms_per_request: without the engine core's."""
 
 
-def measure(requests: int, rounds: int, advance: Advance, clients: int = 16, tokens: int = 8) -> Row:
+def measure(requests: int, rounds: int, advance: Advance, clients: int = 16, tokens: int = 8) -> ResultRow:
     """Return one row: ``rounds`` of both in turns, after one round of each that does not count.
 
     requests: of one round. clients: requests at once. tokens: most sampled tokens of an answer.
@@ -150,7 +150,7 @@ class _Ours:
         return f"{self.url}/s/{session.token}/v1"
 
     def end(self, session: Session) -> None:
-        """End an episode, whose sample must have all calls; InfraError if it has not."""
+        """End an episode; InfraError unless its sample has all calls."""
         calls = len(session.conversation.sample(0, "stop").calls)
         self.sessions.end(session)
         if calls != CALLS:
@@ -179,7 +179,7 @@ async def _our_server(settings: EngineSettings, tokens: int) -> AsyncIterator[_O
 
 @contextmanager
 def _vllm_server(settings: EngineSettings) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """vLLM's server with the engine settings that ours has; also the environment is what our engine sets."""
+    """vLLM's server with the settings and the environment of our engine."""
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
@@ -222,10 +222,10 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 class RequestClient:
-    """Sends requests over connections that it keeps, each its next when the last was answered."""
+    """Client threads that keep their connections; each sends a request when its last one was answered."""
 
     def run(self, job: str, amount: float) -> dict[str, Any]:
-        """Send ``amount`` requests to each of the job's URLs, of as many at once as it has clients."""
+        """Send ``amount`` requests to each of the job's URLs, one at a time from each client."""
         asked = json.loads(job)
         asyncio.run(self._run(asked["urls"], int(amount), asked["clients"], asked["tokens"]))
         return {}

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.agents.model import END, write_model
 from benchmarks.agents.tool_use import LAST_ANSWER, tool_call
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from producers.agents.workflow import AgentWorkflow
 from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
@@ -46,7 +46,7 @@ class EpisodeShape:
 
     @property
     def ideal_s(self) -> float:
-        """Seconds if nothing cost any time."""
+        """Seconds that the episodes take without any overhead."""
         return self.calls * self.call_s + (self.calls - 1) * self.tool_s
 
 
@@ -62,10 +62,10 @@ EPISODES = Table(
     },
     part="episodes",
 )
-"""Episodes at once. lag: by how much the generator's event loop was late."""
+"""Results of concurrent episodes. lag: by how much the generator's event loop was late."""
 
 
-def measure(shape: EpisodeShape, client: str, processes: int) -> Row:
+def measure(shape: EpisodeShape, client: str, processes: int) -> ResultRow:
     """Play all episodes at once and return one row, after a short episode in each process that does not count."""
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
         folder = Path(name)
@@ -75,7 +75,7 @@ def measure(shape: EpisodeShape, client: str, processes: int) -> Row:
 
 
 class FixedTimeEngine(ScriptedEngine):
-    """An engine that answers after ``call_s`` seconds: with a call of a tool, and at last with text."""
+    """An engine that answers after ``call_s`` seconds: with tool calls, and finally with text."""
 
     def __init__(self, tokenizer: HfTokenizer, calls: int, call_s: float) -> None:
         super().__init__(EngineSettings("none", "float32", MAX_LENGTH, 1))
@@ -93,7 +93,7 @@ class FixedTimeEngine(ScriptedEngine):
         progress: ProgressCallback | None = None,
         images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
-        """See Engine. Which turn it is follows from the turns that the prompt has: tools, user, and two for each."""
+        """See Engine. The number of turns in the prompt tells which turn it is: tools, user, and two for each call."""
         await asyncio.sleep(self._call_s)
         ids = self._answers[(prompt_ids.count(self._end) - 2) // 2]
         return [Completion(ids, np.full(len(ids), -0.5, np.float32), [Span(self.version, 0, len(ids))], "stop")] * n
@@ -117,7 +117,7 @@ def _config(folder: Path, shape: EpisodeShape, client: str, processes: int) -> T
     )
 
 
-async def _play(config: TidemillConfig, shape: EpisodeShape, client: str) -> Row:
+async def _play(config: TidemillConfig, shape: EpisodeShape, client: str) -> ResultRow:
     tokenizer = HfTokenizer(str(config.model.path))
     engine = FixedTimeEngine(tokenizer, shape.calls, shape.call_s)
     workflow = AgentWorkflow(**config.generator.workflow.args)
@@ -162,7 +162,7 @@ def _checked(sample: SampledCompletion | FailedSample) -> SampledCompletion:
 
 @asynccontextmanager
 async def _loop_lags() -> AsyncIterator[list[float]]:
-    """Seconds by which the event loop was late, for each tick of the block."""
+    """Measure by how many seconds the event loop is late, at each tick of the block."""
     lags: list[float] = []
 
     async def tick() -> None:
@@ -179,7 +179,7 @@ async def _loop_lags() -> AsyncIterator[list[float]]:
 
 
 def _workers_cpu_s(samples: Sequence[SampledCompletion]) -> float:
-    """Processor time of the agents' processes between the first beginning and the last end of their episodes."""
+    """Measure the processor time of the agents' processes from the first start to the last end of an episode."""
     begin: dict[float, float] = {}
     end: dict[float, float] = {}
     for metrics in (sample.metrics for sample in samples):

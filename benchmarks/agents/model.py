@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 def write_model(folder: Path, max_length: int) -> int:
-    """Write a random Qwen2 of about a million parameters; returns their number. Its tokens are pieces of words."""
+    """Write a random Qwen2 of about a million parameters and a subword tokenizer; return the number of parameters."""
     logging.disable_progress_bar()
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

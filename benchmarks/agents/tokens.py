@@ -1,7 +1,8 @@
-"""Tokens to train an episode: with turns that are joined, and with a history that is made anew from its messages.
+"""Tokens to train an episode: with turns that are joined, and with a history that is rendered again from its messages.
 
-An episode asks a tool in all turns but the last. Its answers are cut into tokens as a policy may cut them: now and then
-otherwise than the tokenizer would. Rendered anew, a history keeps the row only where its token ids are those held.
+An episode asks a tool in all turns but the last. Its answers are cut into tokens as a policy may cut them: sometimes
+otherwise than the tokenizer would. A history that is rendered again stays in the row only if its token ids are those
+that were sampled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from benchmarks.agents.model import END, write_model
 from benchmarks.agents.tool_use import LAST_ANSWER, TOOLS, tool_call, tool_result
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
 from producers.conversation.parsing.answers import AnswerParser
@@ -43,8 +44,8 @@ TOKENS = Table(
 """Means over the episodes. rendered: of a history that is rendered again for each call; call: a row a call."""
 
 
-def measure(cut: float, episodes: int = 30, turns: int = 6) -> Row:
-    """Return one row: rows and tokens of an episode, joined, rendered anew, and as one row for each call.
+def measure(cut: float, episodes: int = 30, turns: int = 6) -> ResultRow:
+    """Return one row: rows and tokens of an episode, joined, rendered again, and as one row for each call.
 
     cut: chance of a cut between two characters that the tokenizer would not make.
     """
@@ -60,7 +61,7 @@ def measure(cut: float, episodes: int = 30, turns: int = 6) -> Row:
 
 
 class _Scene:
-    """Episodes of a policy that cuts its text into tokens as ``draw`` says."""
+    """Episodes of a policy that tokenizes its text as ``draw`` says."""
 
     def __init__(self, tokenizer: HfTokenizer, turns: int, draw: random.Random, cut: float) -> None:
         self._template = ChatTemplate(tokenizer)
@@ -70,7 +71,7 @@ class _Scene:
         self._cut = cut
 
     def play(self) -> tuple[int, ...]:
-        """Play one episode; returns rows and tokens in the order of ``measure``'s names."""
+        """Play one episode; return rows and tokens in the order of ``measure``'s names."""
         conversation = Conversation(self._template)
         messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the number that we look for?"}]
         rendered: list[list[int]] = []

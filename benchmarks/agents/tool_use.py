@@ -24,11 +24,11 @@ LAST_ANSWER = "So the answer is the number that was found, and it is 42."
 
 
 def tool_call(turn: int) -> str:
-    """What the policy writes to call a tool, without the token that ends the answer."""
+    """Return the text with which the policy calls a tool, without the end token."""
     call = {"name": "look_up", "arguments": {"of": f"the number of turn {turn}", "most": 3}}
     return f"Let me look that up.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
 def tool_result(turn: int) -> str:
-    """What the tool answers."""
+    """Return the tool's result."""
     return json.dumps({"found": [f"the number of turn {turn} is {turn * 31 % 17}"], "more": False})

@@ -32,14 +32,14 @@ def weights(
     as_json: Json = False,
 ) -> None:
     """Weight versions from a trainer's parameters to a generator's engine, beside a plain copy of the same bytes."""
-    from benchmarks.harness.report import Row, show
+    from benchmarks.harness.report import ResultRow, show
     from benchmarks.weights.model import SHAPES
     from benchmarks.weights.transports import measure
 
     names = choices(models, tuple(SHAPES), "--models")
     known = ("file", "redis", "peer") if generators is None else ("file", "redis", "peer", "nccl")
     kinds = list(known) if transports is None else choices(transports, known, "--transports")
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     if generators is not None:
         from benchmarks.weights.spread import measure as measure_spread
 
@@ -130,10 +130,10 @@ def agents(
     as_json: Json = False,
 ) -> None:
     """Episodes of agents at once, their endpoint beside vLLM's server, and the tokens that they leave to train."""
-    from benchmarks.harness.report import Row, show
+    from benchmarks.harness.report import ResultRow, show
 
     wanted = choices(parts, ("episodes", "endpoint", "tokens"), "--parts")
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     with show_progress() as progress:
         if "episodes" in wanted:
             from benchmarks.agents.episodes import EpisodeShape
@@ -172,10 +172,10 @@ def rewards(
     as_json: Json = False,
 ) -> None:
     """Programs in each sandbox, a judge's calls beside a server that fails at times, a reward model in batches."""
-    from benchmarks.harness.report import Row, show
+    from benchmarks.harness.report import ResultRow, show
 
     wanted = choices(parts, ("code", "judge", "limit", "reward_model"), "--parts")
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     with show_progress() as progress:
         if "code" in wanted:
             from benchmarks.rewards.code import KINDS, measure_code, sandboxes

@@ -28,7 +28,7 @@ SHOWN = ("start_s", "samples_per_s", "samples_per_s_with_start", "tokens_per_s",
 
 
 def jobs(settings: argparse.Namespace) -> list[Job]:
-    """All runs, contenders in turns."""
+    """List all runs, contenders in turn."""
     return [
         Job(contender, workload, algorithm, lr, seed, settings.steps, settings.threads)
         for workload in settings.workloads
@@ -41,7 +41,7 @@ def jobs(settings: argparse.Namespace) -> list[Job]:
 
 
 def medians(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each contender, workload, algorithm and learning rate: medians over the seeds."""
+    """Make a row for each contender, workload, algorithm and learning rate: medians over the seeds."""
     found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for one in runs:
         found.setdefault(tuple(str(one[key]) for key in ("workload", "algorithm", "lr", "contender")), []).append(one)
@@ -59,7 +59,7 @@ def medians(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _median(values: list[float | None]) -> float | None:
-    """None unless every seed got there."""
+    """Return the median, None unless every seed reached it."""
     known = [value for value in values if value is not None]
     return median(known) if len(known) == len(values) else None
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--image", type=Path, help="A PNG of accuracy over samples and over minutes.")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="Further settings of Tidemill's.")
     settings = parser.parse_args()
-    # As an exception: what runs is ended first.
+    # As an exception, so that running commands are ended first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if settings.quick:
         settings.steps = 30
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def _read(file: Path | None) -> list[dict[str, Any]]:
-    """The runs that are done."""
+    """Read the finished runs."""
     if file is None or not file.exists():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -1,4 +1,4 @@
-"""One run of a contender, from its command to its figures."""
+"""A run of a contender, from its command to its figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.end_to_end.process_meter import Usage, measure
 
 HERE = Path(__file__).parent
 MARKS = (0.8, 0.9)
-"""Held-out accuracies whose time and samples are told."""
+"""Held-out accuracies whose time and samples are reported."""
 DEADLINE_S = 3600.0
 
 
@@ -34,7 +34,7 @@ class Algorithm:
 
 
 ALGORITHMS = {
-    # TRL trains groups whose rewards are equal, too.
+    # TRL also trains groups with equal rewards.
     "grpo": Algorithm(32, 8, {"name": "grpo", "keep_zero_variance": True}, "grpo"),
     "rloo": Algorithm(128, 2, {"name": "rloo", "keep_zero_variance": True}, "rloo"),
     "raw": Algorithm(256, 1, {"name": "raw"}, None),
@@ -43,7 +43,7 @@ ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is run: contender (a Tidemill engine, or trl), workload, algorithm, learning rate, seed and steps.
+    """A job: contender (a Tidemill engine, or trl), workload, algorithm, learning rate, seed and steps.
 
     threads: of TRL's one process; Tidemill's have one each.
     """
@@ -103,7 +103,7 @@ def _run_tidemill(job: Job, folder: Path, overrides: list[str]) -> dict[str, Any
 
     usage = measure(command, dict(os.environ), folder / "log", DEADLINE_S, look)
     steps = [line for line in _lines(metrics) if "wall_s" in line]
-    # The run's own clock, moved to begin with the command.
+    # The run's clock, shifted to the start of the command.
     moved = first[0] - steps[0]["wall_s"]
     curve = Curve(
         {line["step"]: line["wall_s"] + moved for line in steps},
@@ -154,7 +154,7 @@ def _figures(curve: Curve, algorithm: Algorithm, usage: Usage, cpu: dict[str, fl
 
 
 def _at(curve: Curve, version: int | None) -> float | None:
-    """Seconds at which there were the weights of a version."""
+    """Return the seconds at which each weight version was ready."""
     return None if version is None else round(curve.seconds.get(version, curve.seconds[1]), 2)
 
 

@@ -1,4 +1,4 @@
-"""Counting down, a task whose right answers have heavy-tailed lengths: ``37 >`` asks for 36, 35 and so on to 0.
+"""Counting down, a task whose correct answers have heavy-tailed lengths: ``37 >`` asks for 36, 35 and so on to 0.
 
 Numbers are single tokens, so that a tiny model learns the task: each token follows from the one before. Lengths are
 log-normal with a mean of about 60, at most 512 tokens with the end of sequence, as answers of a reasoning model are.
@@ -16,7 +16,7 @@ from deploy.offline.tiny_model import byte_tokenizer, write_tiny_model
 from producers.datasets.base import Example
 
 LONGEST = 512
-"""Tokens of the longest answer, the end of sequence among them."""
+"""Tokens of the longest answer, with the end of sequence."""
 
 
 class Countdown:

@@ -51,7 +51,7 @@ def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
 def _band(
     panel: Axes, seeds: Sequence[dict[str, Any]], column: int, unit: float, colour: str, style: str, label: str
 ) -> None:
-    # Seeds are looked at at the same steps, but at other times: the mean is over both.
+    # Seeds are evaluated at the same steps but at different times; the mean is over both.
     looks = [np.array(run["accuracy"]) for run in seeds]
     count = min(map(len, looks))
     places = np.mean([look[:count, column] for look in looks], 0) * unit

@@ -1,4 +1,4 @@
-"""The processor time and memory of a command and everything that it started, by process."""
+"""Processor time and memory of a command and its descendants, by process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import psutil
 
 LOOK_S = 0.1
 MEMORY_EVERY = 20
-"""Looks between two at the memory, which costs more."""
+"""Measure memory, which is expensive, only every this many times."""
 SERVICE = re.compile(r"(?:^| )deploy\.cli (?:.* )?--name (\S+)")
 
 
 @dataclass
 class Usage:
-    """What a command used: CPU seconds of each kind of process over time, and the most memory of all together.
+    """Resources of a command: CPU seconds of each kind of process over time, and the peak memory of all together.
 
     times: seconds since the start. cpu: by the name of a process, its CPU seconds at each of the times, 0 before it
     was there. peak_mb: proportional set size, so that what processes share counts once.
@@ -31,7 +31,7 @@ class Usage:
     peak_mb: float = 0.0
 
     def between(self, start: float, end: float) -> dict[str, float]:
-        """CPU seconds of each process between two moments."""
+        """Return the CPU seconds of each process between two times."""
         return {name: self._at(values, end) - self._at(values, start) for name, values in self.cpu.items()}
 
     def _at(self, values: Sequence[float], moment: float) -> float:
@@ -96,7 +96,7 @@ def _look(root: psutil.Process, seconds: dict[str, dict[int, float]], usage: Usa
 
 
 def process_name(process: psutil.Process, root: psutil.Process) -> str:
-    """The service that a process is, or a part of: an engine core and reward workers have their own lines."""
+    """Name the service of a process; an engine core and reward workers have their own names."""
     line = " ".join(process.cmdline())
     if found := SERVICE.search(line):
         return found[1]

@@ -51,7 +51,7 @@ def main() -> None:
         return [float(given.strip() == want.strip()) for given, want in zip(completions, answer, strict=True)]
 
     class Steps(TrainerCallback):
-        """Writes the line of each step."""
+        """Callback that writes a line for each step."""
 
         def __init__(self, lines: Any) -> None:
             self.lines, self.left_s, self.left_cpu_s = lines, 0.0, 0.0
@@ -64,7 +64,7 @@ def main() -> None:
             self.write(state.global_step, self.evaluate(more["model"]) if due else None)
 
         def evaluate(self, model: Any) -> float:
-            """Accuracy, with the clocks stopped."""
+            """Measure the accuracy, with the clocks stopped."""
             moment, cpu_s = time.time(), CPU()
             found = self.accuracy(model)
             self.left_s += time.time() - moment

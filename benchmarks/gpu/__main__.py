@@ -132,7 +132,7 @@ def newest(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def measure(case: Case, out: Path) -> dict[str, Any]:
-    """The figures of one case; ``failed`` says why there are none, and names the log."""
+    """Return the figures of a case, or in ``failed`` why it has none, with its log."""
     log = out / f"{case.part}-{case.name.replace(' ', '-')}.log"
     try:
         with log.open("w", encoding="utf-8") as errors:

@@ -1,4 +1,4 @@
-"""Random models of the shapes that people train, and of a tiny one: ``python -m benchmarks.gpu.shapes FOLDER NAME``.
+"""Random models with the shapes of popular models, and a tiny one: ``python -m benchmarks.gpu.shapes FOLDER NAME``.
 
 A random model has the speed, the memory and the rounding of a trained one; it learns nothing. So nothing is downloaded.
 """

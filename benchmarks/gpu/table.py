@@ -10,7 +10,7 @@ Column = tuple[str, Callable[[Row], Any]]
 
 
 def number(row: Row, name: str, digits: int = 0, scale: float = 1.0) -> str:
-    """The figure with this name, or of the run's ``figures``; a dash where there is none."""
+    """Format the figure with this name, also from the run's ``figures``; a dash if it is missing."""
     value = row.get(name, row.get("figures", {}).get(name))
     return "-" if value is None else f"{value * scale:,.{digits}f}"
 

@@ -1,4 +1,4 @@
-"""The processes of a benchmark: the server under test, and roles that do jobs on command; what each of them used.
+"""The processes of a benchmark: the server under test, and roles that do jobs on command, with their resources.
 
 The server is an embedded one of its own, or one that the user names.
 """
@@ -28,7 +28,7 @@ AOF_MODES = ("off", "everysec", "always")
 
 @contextmanager
 def serving(url: str | None, aof: str) -> Iterator[str]:
-    """URL of a server whose append-only file is ``aof``; a user's own is left as it is."""
+    """Yield the URL of a server whose append-only file is ``aof``; a user's server is not changed."""
     if url is not None:
         yield url
         return
@@ -45,7 +45,7 @@ def serving(url: str | None, aof: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ServerUsage:
-    """Use of the server since it started: processor seconds, bytes in and out; bytes of memory now."""
+    """Resources of the server since it started: processor seconds, bytes in and out; bytes of memory now."""
 
     cpu_s: float
     wire: int
@@ -53,7 +53,7 @@ class ServerUsage:
 
     @classmethod
     def of(cls, url: str) -> ServerUsage:
-        """Ask the server at ``url``."""
+        """Query the server at ``url``."""
         info: dict[str, Any] = open_client(url).info()
         return cls(
             cpu_s=float(info["used_cpu_user"]) + float(info["used_cpu_sys"]),
@@ -63,24 +63,24 @@ class ServerUsage:
 
 
 def describe(url: str) -> str:
-    """Name and version of the server."""
+    """Return name and version of the server."""
     info: dict[str, Any] = open_client(url).info("server")
     version = info.get("valkey_version")
     return f"valkey {version}" if version else f"redis {info['redis_version']}"
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process so far, seconds."""
+    """Return user and system time of a process so far, in seconds."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 
 
 START_DEADLINE_S = 300.0
-"""Long enough for a busy machine."""
+"""Seconds that suffice on a busy machine."""
 
 
 class BenchRole(Protocol):
-    """A role in a benchmark. ``job`` names what to do, ``amount`` how much; returns figures of its own."""
+    """A role in a benchmark. ``job`` names the work, ``amount`` its size; the role returns its own figures."""
 
     def run(self, job: str, amount: float) -> dict[str, Any]: ...
 
@@ -129,7 +129,7 @@ class RoleProcesses:
         for process, pipe in self._processes.values():
             pipe.close()
             if kind is not None:
-                # Others still wait for the one that failed.
+                # Others still wait for the failed one.
                 process.terminate()
         for process, _ in self._processes.values():
             process.join(5)
@@ -140,7 +140,7 @@ class RoleProcesses:
     def run(
         self, job: str, amount: float, deadline_s: float, tick: Callable[[float], None] = lambda seconds: None
     ) -> dict[str, RoleUsage]:
-        """Let all do their part of a job at once; InfraError when one fails or is not done before the deadline.
+        """Let all do their part of a job at once; InfraError if one fails or misses the deadline.
 
         tick: told the seconds since the start, a few times a second.
         """
@@ -157,7 +157,7 @@ class RoleProcesses:
             self._tick()
             for other, (peer, _) in self._processes.items():
                 if not peer.is_alive():
-                    # What it had to say is still in its pipe.
+                    # Its last message is still in its pipe.
                     name, pipe = other, self._processes[other][1]
             if time.monotonic() > deadline:
                 raise InfraError(f"the benchmark's {name} was not done in time while {doing}")
@@ -171,7 +171,7 @@ class RoleProcesses:
 
 
 def _serve(pipe: Connection, make: Callable[[], BenchRole]) -> None:
-    """A role's process: make the role, then do jobs until the pipe is closed."""
+    """Run a role's process: create the role, then do jobs until the pipe is closed."""
     keep_freed_memory()
     try:
         role = make()

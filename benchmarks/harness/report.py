@@ -1,4 +1,4 @@
-"""Results of the benchmarks: rows that know their columns, shown as tables or as one JSON object."""
+"""Results of the benchmarks: rows with their columns, shown as tables or as one JSON object."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from benchmarks.harness.rounds import Spread
 class Table:
     """The columns of a benchmark's rows: by heading, a format string over a row's figures.
 
-    part: of the benchmark, if it has several, whose rows are measured and shown apart.
+    part: of the benchmark, if it has several that are measured and shown separately.
     """
 
     title: str
     columns: Mapping[str, str]
     part: str = ""
 
-    def row(self, **figures: Any) -> Row:
-        """Return a row with these figures; None is what was not measured."""
-        return Row(self, {"part": self.part, **figures} if self.part else figures)
+    def row(self, **figures: Any) -> ResultRow:
+        """Return a row with these figures; None if one was not measured."""
+        return ResultRow(self, {"part": self.part, **figures} if self.part else figures)
 
 
 @dataclass(frozen=True)
-class Row:
-    """Figures by name, which know their table. The spreads of contenders are in the figure ``by``."""
+class ResultRow:
+    """A row of a table: figures by name. The spreads of contenders are in the figure ``by``."""
 
     table: Table
     values: dict[str, Any]
@@ -67,7 +67,7 @@ class Row:
         return [_Formatter().vformat(template, (), self.values) for template in self.table.columns.values()]
 
 
-def show(benchmark: str, rows: Sequence[Row], as_json: bool, **more: Any) -> None:
+def show(benchmark: str, rows: Sequence[ResultRow], as_json: bool, **more: Any) -> None:
     """Print the rows as tables, or as one JSON object with ``more`` in it."""
     if as_json:
         found = [row.figures() for row in rows]
@@ -77,8 +77,8 @@ def show(benchmark: str, rows: Sequence[Row], as_json: bool, **more: Any) -> Non
         Console().print(_rendered(table, list(group)))
 
 
-def _rendered(table: Table, rows: Sequence[Row]) -> rich.table.Table:
-    """Return the rows of one table; a single row stands upright, a line for each of its columns."""
+def _rendered(table: Table, rows: Sequence[ResultRow]) -> rich.table.Table:
+    """Return the rows of one table; a single row is transposed, with a line for each column."""
     shown = rich.table.Table(title=table.title, caption=rows[0].values.get("server"), show_header=len(rows) > 1)
     if len(rows) == 1:
         for heading, cell in zip(table.columns, rows[0].cells(), strict=True):
@@ -92,7 +92,7 @@ def _rendered(table: Table, rows: Sequence[Row]) -> rich.table.Table:
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine and the versions that the figures were measured with."""
+    """Return the machine and the versions of the measurement."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpus": os.cpu_count(),
@@ -103,7 +103,7 @@ def machine() -> dict[str, Any]:
 
 
 class _Formatter(string.Formatter):
-    """``str.format`` with a dash for what was not measured."""
+    """``str.format`` with a dash for None."""
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return kwargs.get(str(key))

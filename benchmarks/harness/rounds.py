@@ -1,4 +1,4 @@
-"""Contenders in turns: every round runs each of them once, so that a busy machine slows all of them alike."""
+"""Rounds of contenders: each round runs all of them once, so that a busy machine slows all alike."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 
 Advance = Callable[[int], None]
-"""Called with the number of turns, or trajectories, that were finished since the last call."""
+"""Called with the number of runs, or trajectories, that were finished since the last call."""
 Figures = Mapping[str, float]
-"""What a contender measured in one round, by name."""
+"""The figures of a contender in one round, by name."""
 Round = Mapping[str, Figures]
 """The figures of one round by contender."""
 

@@ -53,7 +53,7 @@ class Run:
     def __init__(self, broker: Broker, config: TidemillConfig, seed: int, rate: float) -> None:
         torch.manual_seed(seed)
         answers = np.random.default_rng(seed).integers(ANSWERS, size=PROMPTS)
-        # No token is -1: nobody can give that answer.
+        # No token is -1, so this answer can't be given.
         self.answers = torch.tensor(np.where(np.arange(PROMPTS) % (PROMPTS // LEARNABLE) == 0, answers, -1))
         self.learnable = torch.nonzero(self.answers >= 0)[:, 0]
         # The same weights for every curriculum of a seed, a little away from equal chances.

@@ -97,7 +97,7 @@ def encoded(model: str, split: Literal["train", "heldout"]) -> list[tuple[list[i
     return [(ids(e.text or ""), ids(e.data["answer"])) for e in (dataset[i] for i in range(len(dataset)))]
 
 
-class Task:
+class PromptSource:
     """The prompts of one run: groups of samples to train on, and the accuracy on what is never trained."""
 
     def __init__(self, config: TidemillConfig) -> None:
@@ -145,7 +145,7 @@ def train(cell: Cell, every: int) -> dict[str, Any]:
     if config.warm_start is not None:
         make_model(config, config.warm_start)
     torch.manual_seed(cell.seed)
-    task = Task(config)
+    task = PromptSource(config)
     step = build_train_step(config, policy=Policy(load_model(config.model.path, config.model.dtype)))
     waiting: deque[list[Group]] = deque()
     started, curve, seen = time.process_time(), [], []

@@ -1,4 +1,4 @@
-"""A yardstick: one hop of a pipeline that has no guarantees, as PipelineRL's streams have it (ServiceNow/PipelineRL).
+"""One hop of a pipeline without guarantees, for comparison, as PipelineRL's streams (ServiceNow/PipelineRL).
 
 Two processes: actors append to a plain stream, an entry and a round trip for each group of samples that belong
 together, its body JSON with lists of numbers; the trainer reads an entry at a time from the last id on. Rewards are
@@ -21,7 +21,7 @@ from broker.connection.keys import Keys
 from schemas.messages import Trajectory, versions_of
 
 MOST = 1_000_000
-"""Entries after which the stream is cut, roughly."""
+"""Approximate number of entries at which the stream is trimmed."""
 
 
 class _JsonStream:
@@ -33,7 +33,7 @@ class _JsonStream:
 
 
 class Producer(_JsonStream):
-    """The actors: one entry for each group, as soon as there is one."""
+    """The actors: they add an entry for each group."""
 
     def run(self, steps: int) -> dict[str, Any]:
         client, samples = self._client, self._flow.samples
@@ -59,14 +59,14 @@ class Producer(_JsonStream):
 
 
 class Rewarder(_JsonStream):
-    """Nothing: the actors know the reward."""
+    """No reward service: the actors compute the reward."""
 
     def run(self, steps: int) -> dict[str, Any]:
         return {}
 
 
 class Assembler(_JsonStream):
-    """The trainer: numpy arrays of each sample, in the order in which they came."""
+    """The trainer: it makes numpy arrays of each sample, in order of arrival."""
 
     _last = b"0"
 

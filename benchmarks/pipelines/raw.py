@@ -52,7 +52,7 @@ class _RedisPipeline:
 
 
 def entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Entries of an XREAD or XREADGROUP on one stream, in either protocol version."""
+    """Return the entries of an XREAD or XREADGROUP on one stream, in either protocol version."""
     found: list[tuple[bytes, dict[bytes, bytes]]] = []
     for _, batch in reply.items() if isinstance(reply, dict) else reply or []:
         found += batch[0] if batch and isinstance(batch[0], list) else batch
@@ -64,7 +64,7 @@ class Producer(_RedisPipeline):
 
     def run(self, steps: int) -> dict[str, Any]:
         flow, client = self._flow, self._client
-        # Credits of an earlier run's last steps.
+        # Delete credits of an earlier run's last steps.
         self._spend(entries(client.xreadgroup(PRODUCER, "p", {self._credits: ">"})))
         groups = steps * flow.batch
         allowed = min(groups, flow.slots)

@@ -19,7 +19,7 @@ from schemas.errors import InfraError
 from schemas.messages import BatchRecord, GroupRef, Member, Task, Trajectory
 
 GROUPS_AT_ONCE = 8
-"""Groups that the producer has in hand: 128 samples."""
+"""Groups that the producer handles at once: 128 samples."""
 REWARDS_AT_ONCE = 64
 """Samples that the reward service reads at once."""
 CLAIM = 2000
@@ -141,7 +141,7 @@ class Assembler:
         return [self._buffer.take(slot.task_id) for slot in chosen]
 
     def _arrays(self, outcomes: list[ScoredSample], bodies: Sequence[object]) -> list[tuple[Any, ...]]:
-        """Tokens, mask, log-probabilities and versions of each sample; each [T]."""
+        """Return tokens, mask, log-probabilities and versions of each sample; each [T]."""
         arrays = []
         for outcome, body in zip(outcomes, bodies, strict=True):
             if not isinstance(body, Trajectory) or (body.task_id, body.sample) != (outcome.task_id, outcome.sample):
@@ -156,6 +156,6 @@ class Assembler:
 
 
 def reference(outcomes: list[ScoredSample]) -> GroupRef:
-    """A group in the journal."""
+    """Return a group as the journal records it."""
     members = [Member(outcome.sample, outcome.scored_id, outcome.trajectory_id or b"") for outcome in outcomes]
     return GroupRef(outcomes[0].task_id, members)

@@ -1,1 +1,1 @@
-"""The parts of ``tidemill bench rewards``: programs in sandboxes, judges that fail at times, batched reward models."""
+"""The parts of ``tidemill bench rewards``: programs in sandboxes, judges that fail sometimes, batched reward models."""

@@ -1,4 +1,4 @@
-"""Programs a second that the reward ``code`` scores, in each sandbox that works on this machine."""
+"""Programs per second that the reward ``code`` scores, in each sandbox that works on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from consumers.reward.rewards.functions import code
 from schemas.system.sandbox.jail import SANDBOXES, why_not
 
@@ -16,7 +16,7 @@ KINDS = {
     "calls": ("def double(n):\n    return 2 * n", [{"call": f"double({n})", "equals": 2 * n} for n in range(CASES)]),
     "stdin": ("print(2 * int(input()))", [{"stdin": str(n), "stdout": str(2 * n)} for n in range(CASES)]),
 }
-"""Programs and their cases: calls share one start of the sandbox, cases with stdin have one each."""
+"""Programs and their cases: function calls share one start of the sandbox, cases with stdin have one each."""
 
 
 CODE = Table(
@@ -37,8 +37,8 @@ def sandboxes() -> list[str]:
     return [name for name in SANDBOXES if name != "auto" and why_not(name) is None]
 
 
-def measure_code(sandbox: str, kind: str, seconds: float) -> Row:
-    """Score right programs for about so long, as many at once as there are processors.
+def measure_code(sandbox: str, kind: str, seconds: float) -> ResultRow:
+    """Score correct programs for about this long, as many at once as there are processors.
 
     Cases a second and core are those a second of computing, of this process and of all that it started.
     """

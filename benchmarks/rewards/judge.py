@@ -1,4 +1,4 @@
-"""A judge's calls in flight, and its throughput beside its rate limit while the server fails at times."""
+"""A judge's calls in flight, and its throughput against its rate limit while the server fails sometimes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.trajectories import make_trajectory
 from benchmarks.rewards.server import FlakyJudge
 from consumers.reward.scorer import Scorer
@@ -29,7 +29,7 @@ IN_FLIGHT = Table(
     },
     part="judge",
 )
-"""A judge with so many calls in flight. cpu_ms_per_call: processor time in the judge's worker."""
+"""Results with a number of calls in flight. cpu_ms_per_call: processor time in the judge's worker."""
 
 
 LIMITED = Table(
@@ -46,15 +46,15 @@ LIMITED = Table(
     },
     part="limit",
 )
-"""A judge under a rate limit. ok, error, timeout: samples by their score's status."""
+"""Results under a rate limit. ok, error, timeout: samples by their score's status."""
 
 
-def measure_in_flight(calls: int, concurrency: int, seconds: float) -> Row:
-    """Judge samples as fast as it goes: calls a second, and processor time of a call in the judge's worker."""
+def measure_in_flight(calls: int, concurrency: int, seconds: float) -> ResultRow:
+    """Judge samples at full speed: calls per second, and processor time of a call in the judge's worker."""
     return asyncio.run(_measure_in_flight(calls, concurrency, seconds))
 
 
-async def _measure_in_flight(calls: int, concurrency: int, seconds: float) -> Row:
+async def _measure_in_flight(calls: int, concurrency: int, seconds: float) -> ResultRow:
     with FlakyJudge(seconds=seconds) as server:
         before = _children_s()
         async with _scorer(server.url, concurrency) as scorer:
@@ -63,7 +63,7 @@ async def _measure_in_flight(calls: int, concurrency: int, seconds: float) -> Ro
             scores = await scorer.score_all([_sample(str(number)) for number in range(calls)])
             wall_s = time.perf_counter() - started
         spent_s = _children_s() - before
-        # What the start of a worker costs is left out.
+        # The start of a worker is not measured.
         before = _children_s()
         async with _scorer(server.url, concurrency) as empty:
             await empty.score(_sample("first"))
@@ -82,8 +82,8 @@ async def _measure_in_flight(calls: int, concurrency: int, seconds: float) -> Ro
 
 def measure_limited(
     samples: int, requests_per_minute: float, refuse: float, garble: float, timeout_s: float = TIMEOUT_S
-) -> Row:
-    """Judge samples under a rate limit, with a server that refuses, talks nonsense, and hangs once."""
+) -> ResultRow:
+    """Judge samples under a rate limit, with a server that rejects some, sends invalid replies, and hangs once."""
     with FlakyJudge(refuse=refuse, garble=garble, hang=frozenset({samples // 3}), seconds=0.3) as server:
         scorer = _scorer(server.url, 64, timeout_s, requests_per_minute=requests_per_minute)
         scores, ended, seen, started = asyncio.run(_score_limited(scorer, server, samples))
@@ -106,7 +106,7 @@ def measure_limited(
 async def _score_limited(
     scorer: Scorer, server: FlakyJudge, samples: int
 ) -> tuple[list[Score], list[float], int, float]:
-    """Return the scores, when each was there, and the server's requests and the time before the first."""
+    """Return the scores, when each arrived, the server's requests, and the time before the first."""
     ended: list[float] = []
     async with scorer:
         await scorer.score(_sample("first"))

@@ -1,4 +1,4 @@
-"""A reward model's sequences a second: in batches of similar length, beside one at a time."""
+"""Sequences per second of a reward model: in batches of similar length, and one at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.rounds import Figures, compare, ratio, summarize
 from benchmarks.harness.trajectories import make_trajectory
 from consumers.reward.scorer import Scorer
@@ -35,8 +35,8 @@ REWARD_MODEL = Table(
 """Batches (``ours``) beside one sequence at a time (``single``)."""
 
 
-def measure(sequences: int, batch: int, rounds: int, seed: int = 0) -> Row:
-    """Score the same trajectories with log-normal lengths both ways, in turns, through the workers."""
+def measure(sequences: int, batch: int, rounds: int, seed: int = 0) -> ResultRow:
+    """Score the same trajectories with log-normal lengths in both ways, in turns, through the workers."""
     samples = make_samples(sequences, seed)
     lengths = np.array([len(sample.tokens) for sample in samples])
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def measure(sequences: int, batch: int, rounds: int, seed: int = 0) -> Row:
 
 
 def make_reward_model(folder: Path, pad_token_id: int | None = 0) -> int:
-    """Write a small classifier with one label and a tokenizer of letters; returns its parameters."""
+    """Write a small classifier with one label and a tokenizer of letters; return its number of parameters."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
@@ -103,7 +103,7 @@ def make_reward_model(folder: Path, pad_token_id: int | None = 0) -> int:
 
 
 def make_samples(count: int, seed: int = 0) -> list[Trajectory]:
-    """Trajectories of letters with log-normal lengths, as that tokenizer writes them."""
+    """Make trajectories of letters with log-normal lengths for that tokenizer."""
     generator = np.random.default_rng(seed)
     lengths = np.clip(generator.lognormal(np.log(100), 0.8, count), 4, 1000).astype(int)
     return [_sample(generator, int(length)) for length in lengths]

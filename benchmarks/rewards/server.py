@@ -1,4 +1,4 @@
-"""A judge's server that fails as real ones do: it refuses, it talks nonsense, it hangs. For benchmarks and tests."""
+"""A judge's server that fails as real ones do: it rejects, sends invalid replies, or hangs. For benchmarks, tests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FlakyJudge:
         self._ready.set()
         await self._ended.wait()
         server.close()
-        # What hangs is cut off with the loop.
+        # A request that hangs ends with the loop.
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -77,7 +77,7 @@ class FlakyJudge:
                     self.in_flight -= 1
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            # Cancelled where the server is closed: there is nobody to tell.
+            # Cancelled because the server is closed: no client is left.
             return
         finally:
             writer.close()
@@ -85,7 +85,7 @@ class FlakyJudge:
     async def _answer(self, number: int, body: dict[str, Any]) -> bytes:
         if number in self.hang:
             await self._ended.wait()
-        # Shares are met exactly, spread evenly: what fails is known, and no seed is lucky.
+        # Shares are exact and spread evenly, so that the failures are known and do not depend on a seed.
         if int((number + 1) * self.refuse) > int(number * self.refuse):
             self.refused += 1
             return _response("429 Too Many Requests", {"error": "slow down"}, f"Retry-After: {self.retry_after}\r\n")

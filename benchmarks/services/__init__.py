@@ -1,1 +1,1 @@
-"""Each service measured by itself: transport, generator, trainer, control plane, scaling."""
+"""Benchmarks of single services: transport, generator, trainer, control plane, scaling."""

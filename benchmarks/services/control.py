@@ -1,4 +1,4 @@
-"""``tidemill bench control``: what the control plane costs with many services, events and open pages.
+"""``tidemill bench control``: the cost of the control plane with many services, events and open pages.
 
 A real control plane in a process of its own looks at a real pipeline's run. First it is watched alone: its processor
 time and memory, and the latency of GET /v1/status. Then the pipeline runs in turns with it and with it stopped
@@ -29,7 +29,7 @@ import psutil
 import redis
 
 from benchmarks.harness.processes import cpu_s, describe, serving
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.rounds import Advance, Figures, compare, summarize
 from benchmarks.harness.workload import PipelineShape, open_broker
 from benchmarks.services.transport import PipelineBench
@@ -56,7 +56,7 @@ CONTROL = Table(
         "lost": "{throughput_loss:+.1%}",
     },
 )
-"""A control plane watched alone, and the pipeline with it and with it stopped. cpu: share of a core."""
+"""A control plane measured alone, and the pipeline with it and without it. cpu: share of a core."""
 
 
 def measure(
@@ -68,7 +68,7 @@ def measure(
     trajectories: int,
     url: str | None,
     advance: Advance,
-) -> Row:
+) -> ResultRow:
     """Measure the control plane alone, then the pipeline in turns with it and without it."""
     with ExitStack() as stack:
         address = stack.enter_context(serving(url, "everysec"))
@@ -104,7 +104,7 @@ def measure(
 
 @contextmanager
 def control_plane(broker_url: str, run: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A control plane of this run on a free port: its process and its address."""
+    """Run a control plane for this run on a free port; yield its process and address."""
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
         folder = Path(name)
         (folder / "run.yaml").write_text(f"run: {{name: {run}, folder: {folder / 'run'}}}\n{CONFIG}", encoding="utf-8")
@@ -149,7 +149,7 @@ def _answers(url: str) -> bool:
 
 
 class SimulatedServices:
-    """So many services that beat once a second, and events; sent in one go each second, to cost little here."""
+    """Simulated services that send a heartbeat each second, and events, all in one batch to cost little here."""
 
     def __init__(self, broker: Broker, services: int, events_per_s: float) -> None:
         self._broker = broker
@@ -208,7 +208,7 @@ class SimulatedServices:
 
 
 class OpenPages:
-    """Open pages: event streams that are read by one thread."""
+    """Open pages: event streams, read by one thread."""
 
     def __init__(self, url: str, pages: int) -> None:
         self._url = url
@@ -245,7 +245,7 @@ class OpenPages:
 
 
 def watch(process: subprocess.Popen[bytes], url: str, seconds: float) -> dict[str, Any]:
-    """Processor time, memory, and the latency of the status, while nothing else goes on."""
+    """Measure processor time, memory, and the latency of the status without other load."""
     times: list[float] = []
     used, started = cpu_s(process.pid), time.monotonic()
     size = 0

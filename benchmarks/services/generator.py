@@ -1,4 +1,4 @@
-"""``tidemill bench generator``: tokens a second through our generator service, beside its engine driven bare.
+"""``tidemill bench generator``: tokens per second through the generator service, and through its engine alone.
 
 One engine serves both, in turns, with the same prompts and sampling and as many requests at once; so a busy machine
 slows both. Ours is everything that a run has: tasks from a real server, workflow, version spans, publication,
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.processes import describe, serving
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.rounds import Advance, Figures, Round, compare, ratio, summarize
 from benchmarks.harness.workload import ENDLESS
 from broker.client import Broker
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 PROMPT = 16
 """Tokens of a prompt."""
 DEADLINE_S = 600.0
-"""One round may take this long."""
+"""Longest time of a round."""
 LOOK_S = 0.05
-"""How often the end of a round is looked for, with one small command: looking is paid by the service."""
+"""Interval at which the end of a round is polled, at the expense of the service."""
 
 
 GENERATOR = Table(
@@ -60,7 +60,7 @@ GENERATOR = Table(
 
 
 Ask = Callable[[int, str], Awaitable[int]]
-"""Has the prompt of an index completed, under a name, and returns how many tokens came."""
+"""A call that completes the prompt of an index, under a name, and returns the number of tokens."""
 
 
 def write_model(folder: Path, max_length: int) -> None:
@@ -86,7 +86,7 @@ def measure(
     command: list[str] | None,
     model: Path | None,
     dtype: str,
-) -> Row:
+) -> ResultRow:
     """Measure one row: ``rounds`` of both in turns, after one round of each that does not count.
 
     samples: of one round, in groups of ``group``, each of up to ``tokens`` generated tokens. engine: vllm, or the
@@ -121,7 +121,7 @@ def measure(
 
 
 class Bench:
-    """A run with one generator and nobody else. setting: of ``generator``, which engine."""
+    """A run with a generator and no other service. setting: of ``generator``, which names the engine."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Bench:
         return service
 
     def _begin(self, groups: int) -> None:
-        """A trainer that has published version 0 and has room for all groups."""
+        """Take over as a trainer with slots for all groups, and publish version 0."""
         from broker.flow.progress import TakeoverRequest
 
         training: TrainerSession = self._broker.trainer_session()
@@ -238,7 +238,7 @@ class Bench:
             await asyncio.sleep(LOOK_S)
 
     async def _bare(self, first: int, groups: int) -> Figures:
-        """As many workers as requests at once, each over the next request of the list."""
+        """Run as many workers as concurrent requests; each takes the next request of the list."""
         requests = [(i, f"bare-{i}-{k}.") for i in range(first, first + groups) for k in range(self._group)]
         ask = self._ask_vllm() if self._config.generator.http is None else self._ask_server()
         started, cpu = time.perf_counter(), time.process_time()
@@ -270,7 +270,7 @@ class Bench:
         return ask
 
     def _ask_server(self) -> Ask:
-        """Post, wait for the whole answer, and count its tokens."""
+        """Send a request, wait for the whole response, and count its tokens."""
         client, dialect = self._engine.client, self._engine.dialect
         self.release = self._engine.release
 
@@ -279,7 +279,7 @@ class Bench:
             body = dialect.request(name, prompt(index), self._sampling, 0, tokens, tokens, "bare")
             answer = await client.post(dialect.path, {**body, "stream": False}, DEADLINE_S)
             if "meta_info" in answer:
-                # Of SGLang's ids the answer may hold the last part only, where streams bring only what is new.
+                # SGLang may return only the last part of the ids if its streams send only new ones.
                 return int(answer["meta_info"]["completion_tokens"])
             return len(answer["choices"][0]["token_ids"])
 
@@ -291,16 +291,16 @@ async def _end(service: asyncio.Task[None]) -> None:
 
 
 async def count_tokens(ask: Ask, requests: Sequence[tuple[int, str]], concurrency: int) -> int:
-    """Ask all requests, so many at once, and return how many tokens came."""
+    """Send all requests, a number of them at once, and return the number of tokens."""
     left = iter(requests)
 
     async def work() -> int:
-        # Each adds up its own: a common sum would be read before the wait, while others add to it.
+        # Each worker has its own sum: a shared one would be read before an await, while others add to it.
         return sum([await ask(index, name) for index, name in left])
 
     return sum(await asyncio.gather(*(work() for _ in range(concurrency))))
 
 
 def prompt(index: int) -> list[int]:
-    """Tokens that differ from task to task from the first one on, and leave out the special ones."""
+    """Return tokens, without special ones, that differ between tasks from the first token on."""
     return [2 + (index * 31 + 7 * position * (index % 13 + 1)) % 250 for position in range(PROMPT)]

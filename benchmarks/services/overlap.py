@@ -18,10 +18,10 @@ from functools import partial
 from typing import Any
 
 from benchmarks.harness.processes import BenchRole, RoleProcesses, describe, serving
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.workload import ENDLESS, PipelineShape, TrajectoryPools, open_broker
 from benchmarks.pipelines.tidemill import CLAIM, reference
-from benchmarks.services.scale import DEADLINE_S, Feeder, Rewarder, answer_of, open_pending
+from benchmarks.services.scale import DEADLINE_S, NoOpRewarder, TimedFeeder, answer_of, open_pending
 from broker.flow.pipeline import ScoredSample
 from broker.flow.progress import TakeoverRequest
 from broker.queues.consumer_group import Delivery
@@ -32,11 +32,11 @@ from schemas.errors import InfraError
 from schemas.messages import BatchRecord, Task, Trajectory
 
 TOKENS = 100
-"""Real tokens for each that a sample carries."""
+"""Simulated tokens for each token that a sample carries."""
 SEARCHED = 32
-"""Most GPUs that a layout is searched for; larger clusters get that of SEARCHED, scaled."""
+"""Most GPUs for which a layout is searched; larger clusters get the scaled layout of SEARCHED."""
 BUCKETS = 12
-"""Sizes of samples, for which arrays are ready."""
+"""Number of sizes of samples for which arrays are prepared."""
 SAMPLES = 8
 FIRST = 3
 """Steps that fill the pipeline, which are not measured."""
@@ -44,7 +44,10 @@ FIRST = 3
 
 @dataclass
 class _Engine:
-    """One generator. clock: tokens of a sample that began with it; ends: clock and delivery of samples in flight."""
+    """A simulated generator.
+
+    clock: tokens of a sample that began with it. ends: clock and delivery of each running sample.
+    """
 
     clock: float = 0.0
     at: float = 0.0
@@ -53,7 +56,7 @@ class _Engine:
 
 
 class SimulatedGenerators:
-    """All generators of a layout, in one thread; each is a consumer of its own."""
+    """All generators of a layout in one thread, each a separate consumer."""
 
     def __init__(
         self, url: str, run: str, layout: ClusterLayout, rates: ClusterRates, mix: LengthMix, speedup: float
@@ -97,7 +100,7 @@ class SimulatedGenerators:
     async def _take(
         self, index: int, engine: _Engine, deliveries: dict[int, tuple[Delivery[Task], int]], end: float
     ) -> None:
-        """Take a task whenever there is room, the emptiest engines first, and begin it with weights new enough."""
+        """Take tasks whenever there is capacity, emptiest engines first, and start them once weights are new enough."""
         queue = self._queues[index]
         while time.monotonic() < end:
             if len(engine.ends) >= self._rates.most:
@@ -137,7 +140,7 @@ class SimulatedGenerators:
 
 
 class SimulatedTrainer:
-    """The trainer, its choice of groups and its journal; a step takes as long as its tokens do."""
+    """The trainer with its choice of groups and its journal; a step takes a time by its tokens."""
 
     def __init__(
         self, url: str, run: str, layout: ClusterLayout, rates: ClusterRates, mix: LengthMix, speedup: float
@@ -191,7 +194,7 @@ class SimulatedTrainer:
         for body in bodies:
             if not isinstance(body, Trajectory):
                 raise InfraError(f"step {step} lost a sample")
-            # Its tokens have the version that its task was admitted with: none that was sampled can be older.
+            # Its tokens have the version with which its task was admitted; no sampled one can be older.
             self._oldest = max(self._oldest, step - int(body.versions().max()))
         if self._oldest > self._layout.staleness:
             raise InfraError(f"step {step} trains a sample {self._oldest} versions old: the bound was broken")
@@ -227,7 +230,7 @@ Seconds are the cluster's; on the broker they passed ``speedup`` times as fast. 
 
 
 def layout_for(gpus: int, groups: int, staleness: int, rates: ClusterRates, mix: LengthMix) -> Plan:
-    """Find the best layout of a cluster with so many groups a step and GPU."""
+    """Find the best layout of a cluster for a number of groups per step and GPU."""
     few = min(gpus, SEARCHED)
     plan = best(few, groups * few, SAMPLES, staleness, rates, mix)
     if few == gpus:
@@ -242,8 +245,8 @@ def layout_for(gpus: int, groups: int, staleness: int, rates: ClusterRates, mix:
     return Plan(layout, Simulation(layout, rates, mix).run(6))
 
 
-def simulate(gpus: int, groups: int, staleness: int, rates: ClusterRates, mix: LengthMix) -> tuple[Plan, Row]:
-    """Make the simulation's row: the best layout, its throughput, and where the rest of the time is lost."""
+def simulate(gpus: int, groups: int, staleness: int, rates: ClusterRates, mix: LengthMix) -> tuple[Plan, ResultRow]:
+    """Return the simulation's row: the best layout, its throughput, and where time is lost."""
     plan = layout_for(gpus, groups, staleness, rates, mix)
     layout, outcome = plan.layout, plan.outcome
     tokens = outcome.tokens / outcome.steps
@@ -267,7 +270,7 @@ def simulate(gpus: int, groups: int, staleness: int, rates: ClusterRates, mix: L
 
 
 def measure(
-    row: Row,
+    row: ResultRow,
     plan: Plan,
     rates: ClusterRates,
     mix: LengthMix,
@@ -275,8 +278,8 @@ def measure(
     speedup: float,
     url: str | None,
     tick: Callable[[float], None],
-) -> Row:
-    """Run a plan on a real broker for about so many steps after the first, and return its row with what came of it.
+) -> ResultRow:
+    """Run a plan on a real broker for a number of steps after the first, and return its row with the results.
 
     InfraError if a sample is older than the bound.
     """
@@ -290,8 +293,8 @@ def measure(
         broker = open_broker(address, run)
         makers: dict[str, Callable[[], BenchRole]] = {
             "trainer": partial(SimulatedTrainer, address, run, *shared),
-            "feeder": partial(Feeder, address, run, flow),
-            "reward": partial(Rewarder, address, run),
+            "feeder": partial(TimedFeeder, address, run, flow),
+            "reward": partial(NoOpRewarder, address, run),
             "generators": partial(SimulatedGenerators, address, run, *shared),
         }
         try:

@@ -1,4 +1,4 @@
-"""What a step of many ranks costs before any model runs: planning all of its samples, and tensors of one rank's share.
+"""The cost of a step of many ranks before any model runs: planning all samples, and tensors of one rank's share.
 
 The leader cuts samples into rows, computes advantages and weights, deals the rows to ranks and makes the tensors of its
 own; the others only make theirs. Set against the seconds that a rank trains its share, at so many tokens a second::

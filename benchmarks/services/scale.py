@@ -1,9 +1,9 @@
 """``tidemill bench scale``: from ten to a thousand generators on one server.
 
-Each simulated generator is a consumer of its own that waits for tasks and for orders on connections of its own;
-instead of computing it sleeps as long as its longest sample would take. A process's generators share one thread: what
-they ask of the server is what a real one's threads ask. Lengths are log-normal, so a few groups take many times longer
-than most. A feeder, a no-op reward and an assembler, which may drop groups, are beside them, as in a real run.
+Each simulated generator is a separate consumer that waits for tasks and for orders on its own connections. Instead of
+computing it sleeps as long as its longest sample would take. The generators of a process share one thread, but send the
+server the same commands as the threads of a real one. Lengths are log-normal, so a few groups take many times longer
+than most. As in a real run, there are also a feeder, a no-op reward and an assembler, which may drop groups.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import redis
 
 from benchmarks.harness.processes import BenchRole, RoleProcesses, ServerUsage, describe, serving
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.workload import PipelineShape, TrajectoryPool, TrajectoryPools, begin, open_broker
 from benchmarks.pipelines.tidemill import CLAIM, GROUPS_AT_ONCE, REWARDS_AT_ONCE, reference
 from broker.client import Broker
@@ -33,17 +33,17 @@ from schemas.messages import BatchRecord, Trajectory
 
 T = TypeVar("T")
 PROCESSES = 4
-"""Processes that the generators are spread over."""
+"""Processes among which the generators are distributed."""
 DEADLINE_S = 120.0
 BUCKETS = 24
-"""Lengths are rounded up to one of so many, for which arrays are ready."""
+"""Number of lengths for which arrays are prepared; lengths are rounded up to one of them."""
 AWAITED = ("XREADGROUP", "XREAD", "XREVRANGE", "HGETALL")
-"""Commands of waiting generators, whose answers are read when they are there."""
+"""Commands of waiting generators, whose replies are read once they have arrived."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """GeneratorWork tokens of a sample: log-normal, at most ``longest``. rate: tokens a second of one sample."""
+    """Generated tokens of a sample: log-normal, at most ``longest``. rate: tokens a second of one sample."""
 
     median: float = 400.0
     sigma: float = 0.8
@@ -51,18 +51,18 @@ class Lengths:
     rate: float = 200.0
 
     def draw(self, rng: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
-        """Lengths of ``count`` samples, int64 [count]."""
+        """Draw the lengths of ``count`` samples, int64 [count]."""
         lengths = rng.lognormal(np.log(self.median), self.sigma, count)
         return np.clip(lengths, 8, self.longest).astype(np.int64)
 
 
 def flow_for(generators: int) -> PipelineShape:
-    """Room for every generator and for more groups on their way: slots = 2.5 groups for each generator."""
+    """Return a shape with 2.5 slots for each generator: one for the group in work, the others on their way."""
     return PipelineShape(samples=8, batch=max(2, generators // 4), staleness=9, commit_every=4)
 
 
 class AnswerPending(Exception):
-    """Says that a command was sent on ``connection``; the same call again, once that can be read, has its answer."""
+    """A command was sent on ``connection``; once that is readable, the same call again returns the reply."""
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
@@ -77,7 +77,7 @@ class PendingClient(redis.Redis):
         self.pending: dict[str, Any] = {}
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Run a command; the second call of an awaited one reads the answer to the first."""
+        """Run a command; the second call of an awaited one reads the reply to the first."""
         plain: Any = super()
         pool: Any = self.connection_pool
         if (name := args[0]) not in AWAITED:
@@ -94,14 +94,14 @@ class PendingClient(redis.Redis):
 
 
 def open_pending(url: str, run: str) -> Broker:
-    """``open_broker`` for one of many that wait in one thread: its AWAITED commands raise AnswerPending."""
+    """Open a broker for one of many clients in a thread: its AWAITED commands raise AnswerPending."""
     broker = open_broker(url, run)
     broker.connection.client = PendingClient(broker.connection.client.connection_pool)
     return broker
 
 
 async def answer_of(call: Callable[[], T]) -> T:
-    """Return what the call returns, whose last command is an awaited one; meanwhile others run in this thread."""
+    """Return the result of a call whose last command is an awaited one; meanwhile others run in this thread."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -115,7 +115,7 @@ async def answer_of(call: Callable[[], T]) -> T:
 
 @dataclass
 class GeneratorWork:
-    """Work of generators. received: task id, when it was wanted, when it was there. in_time: samples before the end."""
+    """Work of generators. received: task id, time of its request, time of arrival. in_time: samples before the end."""
 
     received: list[tuple[int, float, float]] = field(default_factory=list)
     published: int = 0
@@ -124,7 +124,7 @@ class GeneratorWork:
 
 
 class Generators:
-    """Some of the generators, in one thread of one process."""
+    """The generators of one process, in one thread."""
 
     def __init__(self, url: str, run: str, first: int, count: int, lengths: Lengths) -> None:
         brokers = [open_pending(url, run) for _ in range(count)]
@@ -136,7 +136,7 @@ class Generators:
         asyncio.run(self._connect())
 
     async def _connect(self) -> None:
-        """Look once for tasks and orders: what a generator does at its start is not measured."""
+        """Read tasks and orders once, because a generator's start is not measured."""
         looks = [answer_of(partial(queue.read, 1, 1)) for queue in self._queues]
         await asyncio.gather(*looks, *(answer_of(orders.order_position) for orders in self._orders))
 
@@ -170,11 +170,11 @@ class Generators:
             done.received.append((task.task_id, wanted, time.monotonic()))
             lengths = self._lengths.draw(rng, task.n)
             started = time.monotonic()
-            # The engine computes; at the end of the run what is in progress is cut short, and not counted in time.
+            # The engine computes; work in progress at the end of the run is cut short, and does not count as in time.
             seconds = float(lengths.max()) / self._lengths.rate
             await asyncio.sleep(max(0.0, min(seconds, end - started)))
             done.busy_s += time.monotonic() - started
-            # A quarter of a trajectory's tokens are its prompt.
+            # The prompt has a quarter of a trajectory's tokens.
             pools = [self._pools.of(length * 4 // 3) for length in lengths.tolist()]
             samples = [pool.trajectory(task, index, delivery.version) for index, pool in enumerate(pools)]
             accepted = (await asyncio.to_thread(queue.publish, task.task_id, samples)).count("ok")
@@ -184,8 +184,8 @@ class Generators:
             wanted = time.monotonic()
 
 
-class Feeder:
-    """The feeder admits as soon as a slot is free, and remembers when each task was admitted."""
+class TimedFeeder:
+    """A feeder that admits as soon as a slot is free, and records when each task was admitted."""
 
     def __init__(self, url: str, run: str, flow: PipelineShape) -> None:
         self._ledger = open_broker(url, run).ledger
@@ -209,8 +209,8 @@ class Feeder:
         return {"admitted": admitted}
 
 
-class Rewarder:
-    """Scores until nothing comes any more after the end."""
+class NoOpRewarder:
+    """A reward service that scores at no cost until no trajectory comes after the end."""
 
     def __init__(self, url: str, run: str) -> None:
         self._queue = open_broker(url, run).score_queue("reward-0")
@@ -227,10 +227,10 @@ class Rewarder:
                 return {"scored": scored}
 
 
-class Assembler:
-    """A trainer that does not compute: whole steps in admission order. It remembers when each slot was freed.
+class TimedAssembler:
+    """A trainer that does not compute: it takes whole steps in admission order, and records when each slot was freed.
 
-    drops: groups a second that it drops instead, as a trainer drops those whose rewards are all equal.
+    drops: groups per second that it drops instead, as a trainer drops groups with equal rewards.
     """
 
     def __init__(self, url: str, run: str, flow: PipelineShape, drops: float) -> None:
@@ -320,7 +320,7 @@ SCALE = Table(
         "task ms, p50 / p99": "{task_ms_p50:.1f} / {task_ms_p99:.1f}",
     },
 )
-"""So many generators on one server. task: from a generator's question to its task; admission: into a free slot."""
+"""Results of a number of generators. task: from a generator's request to its task; admission: into a free slot."""
 
 
 def measure(
@@ -331,8 +331,8 @@ def measure(
     url: str | None,
     tick: Callable[[float], None],
     drops: float = 0.0,
-) -> Row:
-    """Measure one row: so many generators for so many seconds, with so many groups a second that are dropped.
+) -> ResultRow:
+    """Measure one row: generators for a number of seconds, with a number of groups per second that are dropped.
 
     InfraError when a published sample is neither trained, dropped, nor waiting to be.
     """
@@ -340,11 +340,11 @@ def measure(
     run = f"bench-{secrets.token_hex(4)}"
     with serving(url, aof) as address:
         broker = open_broker(address, run)
-        # The assembler makes the run; the others find it.
+        # The assembler creates the run; the others find it.
         makers: dict[str, Callable[[], BenchRole]] = {
-            "assembler": partial(Assembler, address, run, flow, drops),
-            "feeder": partial(Feeder, address, run, flow),
-            "reward": partial(Rewarder, address, run),
+            "assembler": partial(TimedAssembler, address, run, flow, drops),
+            "feeder": partial(TimedFeeder, address, run, flow),
+            "reward": partial(NoOpRewarder, address, run),
         }
         processes = min(PROCESSES, generators)
         for index in range(processes):
@@ -371,14 +371,14 @@ def measure(
         ends = f"{trained} trained, {dropped} dropped, {waiting} left"
         raise InfraError(f"{published} samples published, {ends}: {state}")
     admitted = figures["feeder"]["admitted"]
-    # From when a task was there and its generator wanted one, to when it had it.
+    # From when a task existed and its generator requested one, to when it received it.
     handed = [
         max(0.0, got - max(wanted, admitted[task_id]))
         for worker in workers
         for task_id, wanted, got in worker["received"]
         if task_id < len(admitted)
     ]
-    # Seconds from when a slot was freed to the admission into it. The first ``slots`` tasks needed none.
+    # Seconds from when a slot was freed to the admission into it. The first ``slots`` tasks found free ones.
     freed = zip(figures["assembler"]["freed"], admitted[flow.slots :], strict=False)
     frees = [max(0.0, moment - free) for free, moment in freed]
     cpu = sum(share.cpu_s for share in shares.values())

@@ -1,4 +1,4 @@
-"""``tidemill bench trainer``: our optimizer step beside TRL's on the same trajectories, and beside the bare limit.
+"""``tidemill bench trainer``: Tidemill's optimizer step, TRL's, and a bare limit, on the same trajectories.
 
 Each contender is a process of its own (``python -m benchmarks.services.trainer``), so that its peak memory is its own.
 They take turns, so that a busy machine slows all of them. Figures are medians over the rounds. ``ours`` is the
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.rounds import Advance, Figures, Round, Spread, compare, ratio
 from benchmarks.harness.trajectories import GROUP, random_groups
 from consumers.trainer.data.microbatches import Group
@@ -57,7 +57,7 @@ TRAINER = Table(
 
 
 class Contender:
-    """A worker process that makes one step at a time."""
+    """A worker process that takes one step at a time."""
 
     def __init__(self, name: str, folder: str, samples: int, micro_batch_tokens: int, threads: int) -> None:
         self.name = name
@@ -72,7 +72,7 @@ class Contender:
         )
 
     def step(self) -> Figures:
-        """Make one step: ``seconds``, ``cpu_seconds``, its ``tokens``, and the process's ``peak_rss_mb`` so far."""
+        """Take one step: ``seconds``, ``cpu_seconds``, its ``tokens``, and the process's ``peak_rss_mb`` so far."""
         process = self._process
         if process.stdin is None or process.stdout is None:
             raise InfraError(f"{self.name} has no pipes")
@@ -92,7 +92,7 @@ class Contender:
 
 
 def contenders(compiled: bool) -> list[str]:
-    """Who takes part: TRL where it is installed; compiled layers, whose first step takes a minute, if wanted."""
+    """Choose the contenders: TRL if installed; compiled layers, whose first step takes a minute, if requested."""
     there = {"ours": True, "compiled": compiled, "limit": True, "trl": importlib.util.find_spec("trl") is not None}
     return [name for name, takes_part in there.items() if takes_part]
 
@@ -104,21 +104,21 @@ def measure(
     micro_batch_tokens: int,
     threads: int,
     advance: Advance,
-) -> Row:
-    """Measure one row; ratios are None to a contender that is not among ``names``."""
+) -> ResultRow:
+    """Measure one row; ratios are None for a contender that is not among ``names``."""
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as folder, ExitStack() as stack:
         running = {}
         for name in names:
             contender = Contender(name, folder, samples, micro_batch_tokens, threads)
             stack.callback(contender.close)
-            # The first step allocates; it also makes the model's folder, one process after the other.
+            # The first step allocates; it also writes the model's folder, one process after the other.
             contender.step()
             advance(1)
             running[name] = contender.step
         return _row(compare(running, rounds, 0, advance), threads)
 
 
-def _row(rounds: Sequence[Round], threads: int) -> Row:
+def _row(rounds: Sequence[Round], threads: int) -> ResultRow:
     def faster(name: str, figure: str = "seconds") -> Spread | None:
         return ratio(rounds, figure, name, "ours") if name in last else None
 
@@ -153,7 +153,7 @@ ROWS = 8
 
 
 def make_model(folder: Path) -> Path:
-    """A random Qwen2 of 25 million parameters with a tokenizer, once."""
+    """Write a random Qwen2 of 25 million parameters with a tokenizer, once."""
     if (folder / "config.json").is_file():
         return folder
     words = {f"<{index}>": index for index in range(VOCABULARY)}
@@ -196,7 +196,7 @@ def ours(folder: Path, groups: list[Group], micro_batch_tokens: int, compiled: b
 
 def limit(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[[], None]:
     step = build_train_step(configuration(folder, micro_batch_tokens))
-    # Only the plan and the model with its packed attention are taken over.
+    # Only the plan, and the model with its packed attention, are reused.
     micro_batches, model = step.planner.plan(groups).batch().micro_batches, step.policy.causal_lm
     step.update.optimizer.state.clear()
     packed = [
@@ -244,7 +244,7 @@ def trl(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     batches = _padded(groups)
-    # What the library's training loop sets; there is none here.
+    # The library's training loop, which is missing here, sets these.
     trainer.current_gradient_accumulation_steps = len(batches)
 
     def run() -> None:
@@ -259,7 +259,7 @@ def trl(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[
 
 
 def _padded(groups: list[Group]) -> list[dict[str, Any]]:
-    """Rows as TRL has them: prompts padded on the left, completions on the right, all to the longest of the step."""
+    """Make rows in TRL's layout: prompts padded left, completions padded right, all to the longest of the step."""
     samples = [(t, reward) for group in groups for t, reward in group.samples]
     prompts = [int((t.loss_mask.numpy() == 0).sum()) for t, _ in samples]
     completions = [len(t.tokens) - prompt for (t, _), prompt in zip(samples, prompts, strict=True)]
@@ -291,7 +291,7 @@ def main() -> None:
     """``python -m benchmarks.services.trainer NAME FOLDER SAMPLES MICRO_BATCH_TOKENS``."""
     name, folder, samples, micro_batch_tokens = sys.argv[1:]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    # Libraries print to stdout; what is read from there is ours.
+    # Libraries print to stdout, which is read for results.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     groups = random_groups(int(samples), PROMPT, MEAN, SPREAD, LONGEST, VOCABULARY)

@@ -1,4 +1,4 @@
-"""``tidemill bench transport``: trajectories a second through every hop, beside what the same server can do raw.
+"""``tidemill bench transport``: trajectories per second through every hop, compared with raw commands.
 
 All pipelines run in turns on one server, several rounds, so that a busy machine slows all; figures are medians over
 the rounds, with the smallest and largest beside them.
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.harness.processes import BenchRole, RoleProcesses, ServerUsage, describe, serving
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.rounds import Advance, Figures, compare, ratio, summarize
 from benchmarks.harness.workload import PipelineShape, TrajectoryPool, open_broker
 from benchmarks.pipelines import one_hop, raw, tidemill
@@ -23,7 +23,7 @@ from schemas.errors import InfraError
 ROLES = ("producer", "reward", "assembler")
 PIPELINES = ("ours", "raw", "one_hop")
 DEADLINE_S = 120.0
-"""One round may take this long, and as much more as one trajectory in 10 ms."""
+"""Longest time of a round, in addition to 10 ms for each trajectory."""
 
 
 class PipelineRole:
@@ -74,7 +74,7 @@ BEHIND = Table(
         "keys of both runs": "{keys}",
     },
 )
-"""A run with many trained trajectories behind it, beside a fresh one."""
+"""A run after many trained trajectories, compared with a fresh one."""
 
 
 class PipelineBench:
@@ -119,7 +119,7 @@ class PipelineBench:
         }
 
     def balanced(self) -> None:
-        """InfraError unless the run's ledger adds up."""
+        """Check that the run's ledger is balanced; InfraError otherwise."""
         state = open_broker(self._url, self.run).ledger.read_state()
         if not state.balanced or state.active:
             raise InfraError(f"the ledger does not add up: {state}")
@@ -127,7 +127,7 @@ class PipelineBench:
 
 def measure(
     tokens: int, aof: str, trajectories: int, rounds: int, flow: PipelineShape, url: str | None, advance: Advance
-) -> Row:
+) -> ResultRow:
     """Measure one row: ``rounds`` of all pipelines in turns, after one of each that does not count."""
     pool = TrajectoryPool(tokens)
     with serving(url, aof) as address, PipelineBench(address, tokens, flow) as bench:
@@ -156,7 +156,7 @@ def measure_behind(
     flow: PipelineShape,
     url: str | None,
     advance: Advance,
-) -> Row:
+) -> ResultRow:
     """Measure a run's start, and the run after ``behind`` trained trajectories in turns with a fresh one."""
     chunk = flow.steps_for(trajectories) * flow.per_step
     with serving(url, aof) as address, PipelineBench(address, tokens, flow) as old:
@@ -175,7 +175,7 @@ def measure_behind(
                 "fresh": partial(fresh.round, "ours", trajectories),
                 "old": partial(old.round, "ours", trajectories),
             }
-            # The order changes, since the second finds a warmer machine.
+            # The order changes, because the second finds a warmer machine.
             pairs = compare(pair, rounds) + compare(dict(reversed(pair.items())), rounds, warm_up=0)
             fresh.balanced()
         old.balanced()

@@ -1,1 +1,1 @@
-"""How long a new version of the weights takes to every generator."""
+"""Benchmarks of weights: how long a new version takes to reach every generator."""

@@ -31,12 +31,12 @@ from schemas.messages import FileSource, Sampling
 
 WIRE = "bfloat16"
 PROBE = 32
-"""Tokens, as trainer.publish.probe_tokens has them by default."""
+"""Tokens of a probe, as trainer.publish.probe_tokens by default."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of this many layers; parameters come close to the name it has in SHAPES."""
+    """Build a decoder with this number of layers; its parameters are close to its name in SHAPES."""
 
     hidden: int
     intermediate: int
@@ -80,27 +80,27 @@ class WeightsModel:
         optimizer.zero_grad(set_to_none=True)
 
     def backward(self) -> None:
-        """Forward and backward: the part of a step during which the weights are read."""
+        """Run forward and backward, the part of a step that reads the weights."""
         targets = self._tokens[:, 1:]
         scores = self.policy(self._tokens, targets, torch.ones_like(targets, dtype=torch.bool))
         (-scores.logprobs.mean()).backward()
 
     def take(self) -> Snapshot:
-        """The weights as they are about to travel."""
+        """Describe the weights to publish."""
         return self._snapshots.take()
 
     def probe(self) -> None:
-        """The forward that makes the probe's reference."""
+        """Run the forward that computes the probe's reference."""
         reference_logprobs(self.policy, self._tokens[0, :PROBE].tolist())
 
     def write(self, path: Path) -> None:
-        """The weights as they travel."""
+        """Return the weights to publish."""
         snapshot = self.take()
         snapshot.fill()
         snapshot.write(path)
 
     def save(self, folder: Path) -> Path:
-        """A model folder that an engine boots from."""
+        """Write a model folder from which an engine starts."""
         lm: Any = self.policy.causal_lm
         folder.mkdir(parents=True)
         config = Qwen2Config.from_dict(lm.config.to_dict() | {"dtype": WIRE})
@@ -112,14 +112,14 @@ class WeightsModel:
 
 
 REQUESTS = 4
-"""In flight while weights are loaded."""
+"""Requests in flight while weights are loaded."""
 SAME_STEP_S = 0.0005
-"""Tokens of one step of the engine come closer together."""
+"""Seconds below which tokens belong to one step of the engine."""
 TOKENS_DEADLINE_S = 300.0
 
 
 async def load_times(name: str, model: Path, file: Path, rounds: int) -> tuple[float, float]:
-    """Seconds to copy the file into a model by the plainest code, and that running requests miss for a load."""
+    """Measure the seconds to copy the file into a model with simple code, and the pause of running requests."""
     settings = EngineSettings(model_path=str(model), dtype=WIRE, max_length=1024, max_samples=REQUESTS, report_every=1)
     engine: Engine = make_engine(name, settings, Path())
     await engine.start()
@@ -131,7 +131,7 @@ async def load_times(name: str, model: Path, file: Path, rounds: int) -> tuple[f
 
 
 async def _pause(engine: Engine, file: Path, version: int) -> float:
-    """The longest time between two tokens around a load, less the usual one."""
+    """Return the longest time between two tokens during a load, less the usual time."""
     times: list[float] = []
     came = asyncio.Event()
 
@@ -161,7 +161,7 @@ async def _pause(engine: Engine, file: Path, version: int) -> float:
 
 
 def _apply(file: Path) -> float:
-    """Copy every tensor of the file into one that is there already."""
+    """Copy every tensor of the file into an existing one."""
     with safe_open(file, framework="pt", device="cpu") as tensors:
         names = list(tensors.keys())
         parameters = {name: torch.zeros_like(tensors.get_tensor(name)) for name in names}

@@ -1,4 +1,4 @@
-"""``tidemill bench weights --generators``: one version to many generators at once, each a process of its own.
+"""``tidemill bench weights --generators``: one version to many generators at once, each in a separate process.
 
 The trainer publishes, all generators fetch; taken is the time until the last one has it, checked, and what left the
 trainer, or the broker, over the size of the version. Then one more generator joins. With ``peer`` also: one generator
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.processes import ServerUsage, describe, serving
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.rounds import Spread
 from benchmarks.harness.workload import PipelineShape, begin, open_broker
 from broker.weights.collective.process import BroadcastProcess
@@ -38,7 +38,7 @@ DEADLINE_S = 300.0
 
 
 class Reader:
-    """A generator's weights in a process of its own, without an engine."""
+    """A generator's weights in a separate process, without an engine."""
 
     def __init__(self, url: str, run: str, name: str, kind: str, folder: Path) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -49,11 +49,11 @@ class Reader:
         theirs.close()
 
     def order(self, version: int, dies: bool = False) -> None:
-        """Have it fetch this version when it comes. dies: it kills itself once two others read from it."""
+        """Let it fetch this version once it is published. dies: it kills itself once two others read from it."""
         self._pipe.send((version, dies))
 
     def answer(self) -> Any:
-        """What it has to say next. InfraError after the deadline, or if it has died."""
+        """Wait for its next message. InfraError after the deadline, or if it has died."""
         try:
             if self._pipe.poll(DEADLINE_S):
                 return self._pipe.recv()
@@ -71,7 +71,7 @@ class Reader:
 
 
 def _read(pipe: Connection, url: str, run: str, name: str, kind: str, folder: Path) -> None:
-    """A reader's process: says that it is there, then of each version when it came, its seconds, if by broadcast."""
+    """Run a reader: report the start, then of each version when it arrived, its seconds, and whether by broadcast."""
     broker = open_broker(url, run)
     with contextlib.ExitStack() as stack:
         node = PeerNode(broker.connection, name, PeerConfig()) if kind in ("peer", "nccl") else None
@@ -100,7 +100,7 @@ def _read(pipe: Connection, url: str, run: str, name: str, kind: str, folder: Pa
 
 
 class Publisher:
-    """The trainer's end: versions of random bytes."""
+    """The trainer's side: versions of random bytes."""
 
     def __init__(self, url: str, run: str, kind: str, folder: Path, size: int) -> None:
         self.broker = open_broker(url, run)
@@ -117,7 +117,7 @@ class Publisher:
         self.version = 0
 
     def prepare(self) -> None:
-        """Write what is published next."""
+        """Write the next version."""
         self.version += 1
         (self._folder / "part").write_bytes(np.random.default_rng(self.version).bytes(self._size))
 
@@ -134,7 +134,7 @@ class Publisher:
 
     @property
     def sent_bytes(self) -> int:
-        """What left the trainer for readers so far, with ``peer``; by ``nccl`` it is for those alone who missed it."""
+        """Bytes that the trainer sent to readers with ``peer``; with ``nccl`` only to those that missed a broadcast."""
         return self.transport.node.sent_bytes if isinstance(self.transport, PeerOrigin) else 0
 
 
@@ -151,14 +151,14 @@ TO_GENERATORS = Table(
         "one killed: all others s": "{killed_s:.2f}",
     },
 )
-"""A version to many generators. egress: bytes that left the trainer or broker, over the version's size.
+"""Results for a version and many generators. egress: bytes sent by the trainer or broker, over the version's size.
 
 broadcast: share of the generators that have it by broadcast. killed: after the loss of a generator in the middle.
 """
 
 
-def measure(kind: str, generators: int, megabytes: int, rounds: int, url: str | None, folder: Path | None) -> Row:
-    """Measure one row of the result: ``rounds`` versions of so many megabytes to so many generators."""
+def measure(kind: str, generators: int, megabytes: int, rounds: int, url: str | None, folder: Path | None) -> ResultRow:
+    """Measure one row: ``rounds`` versions of a number of megabytes to a number of generators."""
     size = megabytes * 1_000_000
     with (
         serving(url, "everysec") as address,
@@ -209,7 +209,7 @@ def _wait_backend(process: BroadcastProcess) -> None:
 
 
 def _meet(publisher: Publisher, readers: Sequence[Reader], url: str, size: int) -> None:
-    """Publish until all readers take part in broadcasts: the first ones find out who there is."""
+    """Publish until all readers take part in broadcasts; the first broadcasts find the members."""
     for _ in range(10):
         if _spread(publisher, readers, url, size)[3] == 1.0:
             return
@@ -217,7 +217,7 @@ def _meet(publisher: Publisher, readers: Sequence[Reader], url: str, size: int) 
 
 
 def _spread(publisher: Publisher, readers: Sequence[Reader], url: str, size: int) -> tuple[float, float, float, float]:
-    """Seconds until the last reader has a new version, and processor seconds of a reader, their mean.
+    """Measure the seconds until the last reader has a new version, and the mean processor seconds of a reader.
 
     Between them what left the trainer or the broker, over the size of the version; last the share of the readers that
     have it by broadcast, whose processor time is in part another process's.
@@ -230,7 +230,7 @@ def _spread(publisher: Publisher, readers: Sequence[Reader], url: str, size: int
     publisher.publish()
     answers = [reader.answer() for reader in readers]
     ended = max(one[0] for one in answers)
-    # What goes into the server is of this size once, through redis; all the rest leaves it.
+    # Through redis, the version enters the server once; all other bytes leave it.
     through = max(0, ServerUsage.of(url).wire - before - size)
     peer = isinstance(publisher.transport, PeerOrigin)
     left = (publisher.sent_bytes - sent) if peer else through
@@ -239,7 +239,7 @@ def _spread(publisher: Publisher, readers: Sequence[Reader], url: str, size: int
 
 
 def _kill_one(publisher: Publisher, readers: Sequence[Reader], joiner: Reader, url: str, size: int) -> dict[str, Any]:
-    """The joiner gets a version first, alone; it is killed while the others read from it."""
+    """Let one reader get a version first, and kill it while the others read from it."""
     publisher.prepare()
     joiner.order(publisher.version, dies=True)
     publisher.publish()

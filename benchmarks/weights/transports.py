@@ -1,4 +1,4 @@
-"""``tidemill bench weights``: a version from a trainer's parameters to a generator's engine, beside a plain copy.
+"""``tidemill bench weights``: a version from trainer's parameters to generator's engine, compared with a plain copy.
 
 Ours and the plain copy move the same bytes over the same medium in turns, several rounds; figures are the best of
 them, since others on the machine only ever add to them.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.processes import ServerUsage, describe, serving
-from benchmarks.harness.report import Row, Table
+from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.rounds import Advance
 from benchmarks.harness.workload import PipelineShape, begin, open_broker
 from benchmarks.weights.model import WIRE, WeightsModel, load_times
@@ -37,7 +37,7 @@ Times = dict[str, list[float]]
 
 
 class Stopwatch:
-    """Seconds of named pieces of work in all rounds, and of the processors of this process and the server meanwhile."""
+    """Seconds of named pieces of work in all rounds, and processor seconds of this process and the server."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -60,7 +60,7 @@ class Stopwatch:
 
 
 class TransportEnds:
-    """A trainer's and a generator's end of one transport, and the model whose weights go from one to the other."""
+    """A trainer's and a generator's side of a transport, and the model whose weights are sent."""
 
     def __init__(self, url: str, kind: str, folder: Path, model: WeightsModel, clock: Stopwatch) -> None:
         run = f"bench-{secrets.token_hex(4)}"
@@ -83,19 +83,19 @@ class TransportEnds:
         (folder / "out").mkdir(parents=True)
 
     def forget(self) -> LocalWeights:
-        """The next version is whole; a generator that has nothing."""
+        """Make the next version whole, for a new generator."""
         self._deltas = DeltaWriter(self._folder / "out", max_chain=8)
         return LocalWeights(self._reading.weights, self._folder / "in")
 
     def close(self) -> None:
-        """Serve no more, and leave nothing in the broker."""
+        """Stop serving, and delete everything in the broker."""
         if self._reader is not None:
             self._reader.close()
         self._transport.close()
         self.broker.purge()
 
     def publish(self, name: str, file: Path | None = None) -> Manifest:
-        """Publish the model's weights, or those in ``file``, timed in its parts."""
+        """Publish the model's weights, or those in ``file``, timing each part."""
         if file is not None:
             os.link(file, self._folder / "out" / "part")
             self._version += 1
@@ -141,7 +141,7 @@ WEIGHTS = Table(
         "apply, pause s": "{apply_s:.3f}, {pause_s:.3f}",
     },
 )
-"""Best seconds of the rounds. delta: of the changes of one step, else of whole weights; raw: of the plain copy.
+"""Best seconds of the rounds. delta: for the changes of one step, otherwise whole weights; raw: for a plain copy.
 
 apply_s, pause_s: of the load into an engine, and that running requests wait for it. step_s, step_beside_s: of a
 step alone, and beside a version on its way, which holds it up for held_s.
@@ -150,8 +150,8 @@ step alone, and beside a version on its way, which holds it up for held_s.
 
 def measure(
     name: str, kind: str, rounds: int, engine: str, url: str | None, folder: Path | None, advance: Advance
-) -> Row:
-    """Measure one row of the result: a model of this size through ``kind``; ``folder`` is where files are made."""
+) -> ResultRow:
+    """Measure one row: a model of this size through the transport ``kind``; files are written to ``folder``."""
     with serving(url, "everysec") as address, tempfile.TemporaryDirectory(prefix="tidemill-bench-", dir=folder) as made:
         place, clock = Path(made), Stopwatch(address)
         model = WeightsModel(name)
@@ -198,7 +198,7 @@ def _round(ends: TransportEnds, clock: Stopwatch, before: Path) -> tuple[Manifes
 
 
 def _copy_plainly(clock: Stopwatch, data: bytes, kind: str, url: str, file: Path) -> None:
-    """Move the same bytes over the same medium and back by the plainest code."""
+    """Move the same bytes over the same medium and back with simple code."""
     if kind == "file":
         clock.time("raw", lambda: (file.write_bytes(data), file.read_bytes()))
         file.unlink()
@@ -222,7 +222,7 @@ def _copy_plainly(clock: Stopwatch, data: bytes, kind: str, url: str, file: Path
 
 
 def _send_plainly(data: bytes, file: Path) -> None:
-    """Through one TCP connection into a file."""
+    """Send the file through one TCP connection into another file."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
 
         def give() -> None:
@@ -238,7 +238,7 @@ def _send_plainly(data: bytes, file: Path) -> None:
 
 
 def _delay(ends: TransportEnds, clock: Stopwatch, rounds: int) -> None:
-    """A step up to its optimizer alone, and beside a version on its way, with the times that it is held up."""
+    """Time a step before its optimizer, alone and while a version is sent, and its delays."""
     with ThreadPoolExecutor(1) as thread:
         for _ in range(rounds):
             clock.time("step_alone", ends.model.backward)

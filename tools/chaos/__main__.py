@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tools.chaos import settings
 from tools.chaos.judging.report import examine, show
-from tools.chaos.run import Chaos, Plan
+from tools.chaos.run import Chaos, ChaosPlan
 from tools.chaos.world import KINDS
 
 EPILOG = """
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     signal.signal(signal.SIGTERM, _interrupt)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
-    plan = Plan(
+    plan = ChaosPlan(
         folder.resolve(),
         options.minutes,
         options.seed,

@@ -27,7 +27,7 @@ EXCERPT_BYTES = 20_000
 
 
 @dataclass
-class Exit:
+class ServiceExit:
     """One end of a service process. asked: what the suite had done to it, '' for nothing. excerpt: file of its last
     words. crashed: they have a traceback, which a service never shows for an error that it foresaw."""
 
@@ -52,7 +52,7 @@ class Exit:
 
 
 @dataclass
-class Member:
+class FleetMember:
     """One service process. stopped: it has been sent SIGSTOP. asked: kill, term, zombie or intruder
     (of a second run), once that was done to it."""
 
@@ -92,25 +92,25 @@ class Fleet:
     open_port: Callable[[str], int]
     open_endpoint: Callable[[str, int], int]
     workload: str = "text"
-    members: dict[str, Member] = field(default_factory=dict)
-    guests: list[Member] = field(default_factory=list)
-    exits: list[Exit] = field(default_factory=list)
+    members: dict[str, FleetMember] = field(default_factory=dict)
+    guests: list[FleetMember] = field(default_factory=list)
+    exits: list[ServiceExit] = field(default_factory=list)
     urls: dict[str, str] = field(default_factory=dict)
     endpoints: dict[str, Sequence[str]] = field(default_factory=dict)
     _due: dict[str, tuple[str, float]] = field(default_factory=dict)
 
-    def start(self, role: str, name: str) -> Member:
+    def start(self, role: str, name: str) -> FleetMember:
         """Start a service that is to run until the end."""
         self.members[name] = self._launch(role, name)
         return self.members[name]
 
-    def invite(self, role: str, name: str, overrides: Sequence[str] = ()) -> Member:
+    def invite(self, role: str, name: str, overrides: Sequence[str] = ()) -> FleetMember:
         """Start a replica that will leave again."""
         guest = self._launch(role, name, overrides)
         self.guests.append(guest)
         return guest
 
-    def replace(self, name: str) -> Member:
+    def replace(self, name: str) -> FleetMember:
         """The member becomes a guest, a second process takes its place and name; returns the old one."""
         old = self.members[name]
         old.asked = "zombie"
@@ -118,7 +118,7 @@ class Fleet:
         self.start(old.role, name)
         return old
 
-    def _launch(self, role: str, name: str, overrides: Sequence[str] = ()) -> Member:
+    def _launch(self, role: str, name: str, overrides: Sequence[str] = ()) -> FleetMember:
         if name not in self.urls:
             self.urls[name] = f"redis://127.0.0.1:{self.open_port(name)}/0"
         log = self.folder / "logs" / f"{name}.log"
@@ -138,7 +138,7 @@ class Fleet:
                 "PYTHONUNBUFFERED": "1",
             },
         )
-        return Member(name, role, process, log, log.stat().st_size if log.exists() else 0, time.monotonic())
+        return FleetMember(name, role, process, log, log.stat().st_size if log.exists() else 0, time.monotonic())
 
     def _endpoint(self, role: str, name: str) -> Sequence[str]:
         """Settings of a generator whose agents reach it through the proxy, always at the same port."""
@@ -153,7 +153,7 @@ class Fleet:
             )
         return self.endpoints[name]
 
-    def all(self) -> list[Member]:
+    def all(self) -> list[FleetMember]:
         return [*self.members.values(), *self.guests]
 
     def up(self) -> int:
@@ -173,9 +173,9 @@ class Fleet:
                 del self._due[name]
                 self.start(role, name)
 
-    def _ended(self, member: Member) -> None:
+    def _ended(self, member: FleetMember) -> None:
         code = member.process.poll()
-        exit_ = Exit(time.monotonic(), member.name, member.pid, code.code if code else 0, member.asked, "")
+        exit_ = ServiceExit(time.monotonic(), member.name, member.pid, code.code if code else 0, member.asked, "")
         if not exit_.expected:
             excerpt = self._excerpt(member)
             exit_.excerpt = str(excerpt)
@@ -188,7 +188,7 @@ class Fleet:
             pause = 0.0 if exit_.expected else RESTART_PAUSE_S
             self._due[member.name] = (member.role, time.monotonic() + pause)
 
-    def _excerpt(self, member: Member) -> Path:
+    def _excerpt(self, member: FleetMember) -> Path:
         file = self.folder / "excerpts" / f"{member.name}.{member.pid}.log"
         file.parent.mkdir(exist_ok=True)
         with member.log.open("rb") as log:

@@ -33,7 +33,7 @@ class Proxy:
         self._target = target
         self._targets: dict[str, int] = {}
         self.delays: dict[str, float] = {}
-        self._connections: dict[str, set[Connection]] = {}
+        self._connections: dict[str, set[ProxiedConnection]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
@@ -46,8 +46,8 @@ class Proxy:
         return asyncio.run_coroutine_threadsafe(self._listen(name), self._loop).result(START_DEADLINE_S)
 
     async def _listen(self, name: str) -> int:
-        def accept() -> Connection:
-            return Connection(self, name)
+        def accept() -> ProxiedConnection:
+            return ProxiedConnection(self, name)
 
         server = await self._loop.create_server(accept, "127.0.0.1", 0)
         return int(server.sockets[0].getsockname()[1])
@@ -89,13 +89,13 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_DEADLINE_S)
 
-    def register(self, connection: Connection) -> None:
+    def register(self, connection: ProxiedConnection) -> None:
         self._connections[connection.name].add(connection)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ProxiedConnection) -> None:
         self._connections[connection.name].discard(connection)
 
-    def _each(self, names: Iterable[str], act: Callable[[Connection], None]) -> None:
+    def _each(self, names: Iterable[str], act: Callable[[ProxiedConnection], None]) -> None:
         def run() -> None:
             for name in names:
                 for connection in list(self._connections[name]):
@@ -104,7 +104,7 @@ class Proxy:
         self._loop.call_soon_threadsafe(run)
 
 
-class Connection(asyncio.Protocol):
+class ProxiedConnection(asyncio.Protocol):
     """One client's connection and the one to the server behind it."""
 
     def __init__(self, proxy: Proxy, name: str) -> None:
@@ -125,7 +125,7 @@ class Connection(asyncio.Protocol):
 
     async def _connect(self) -> None:
         try:
-            transport = await self._proxy.connect(self.name, _Server(self))
+            transport = await self._proxy.connect(self.name, _ServerSide(self))
         except OSError:
             self.close()
             return
@@ -175,10 +175,10 @@ class Connection(asyncio.Protocol):
         return self._proxy.delays.get(self.name, 0.0)
 
 
-class _Server(asyncio.Protocol):
+class _ServerSide(asyncio.Protocol):
     """The end towards the server."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ProxiedConnection) -> None:
         self._connection = connection
 
     def data_received(self, data: bytes) -> None:
@@ -191,7 +191,7 @@ class _Server(asyncio.Protocol):
 class _Pipe:
     """One direction: what came first leaves first, also when the delay ends in between."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ProxiedConnection) -> None:
         self._connection = connection
         self._waiting: deque[tuple[float, bytes]] = deque()
 

@@ -16,7 +16,7 @@ from broker.connection.keys import Keys
 from tools.chaos import settings
 from tools.chaos.agents import faults as faults_agents
 from tools.chaos.faults import broker, network, poison, processes, user
-from tools.chaos.judging.evidence import Evidence, Log, read_logs
+from tools.chaos.judging.evidence import EvidenceWriter, Log, read_logs
 from tools.chaos.judging.oracle import Loss, cursor, gather
 from tools.chaos.judging.recovery import Hit
 from tools.chaos.judging.surviving_steps import surviving_steps
@@ -40,7 +40,7 @@ MISBEHAVE = tuple(f"misbehave-{what}" for what in ("dataset", "workflow", "rewar
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChaosPlan:
     """What the user asked for. only, skip: parts of names of kinds."""
 
     folder: Path
@@ -69,7 +69,7 @@ class _Active:
 class Chaos:
     """``go`` runs the plan; afterwards ``hits``, ``losses``, ``fleet.exits`` and the evidence tell what happened."""
 
-    def __init__(self, plan: Plan, console: Console) -> None:
+    def __init__(self, plan: ChaosPlan, console: Console) -> None:
         self.plan = plan
         self._console = console
         self._rng = random.Random(plan.seed)
@@ -99,7 +99,7 @@ class Chaos:
             slots,
             plan.workload,
         )
-        self._own = Evidence(plan.folder / "suite", "suite")
+        self._own = EvidenceWriter(plan.folder / "suite", "suite")
         self._watch = Watch(self.server, self.keys, self._own)
         self._tail = Tail(plan.folder / "evidence")
         self._active: list[_Active] = []

@@ -46,9 +46,9 @@ from producers.workflows.base import RolloutContext
 from schemas.messages import Task, Trajectory
 from schemas.system import guard
 from tools.chaos.agents import calls
-from tools.chaos.judging.evidence import Evidence, digest
+from tools.chaos.judging.evidence import EvidenceWriter, digest
 from tools.chaos.settings import JUDGE_SAYS, is_for_agents
-from tools.chaos.user_code import SMALLEST, Turn, expected
+from tools.chaos.user_code import SMALLEST, TextTurn, expected
 
 FULL_DISK = "full-disk"
 SPECIAL = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
     role, config = arguments[0], arguments[1]
     options = dict(zip(arguments[2:6:2], arguments[3:6:2], strict=True))
     folder, name = Path(options["--folder"]), options["--name"]
-    evidence = Evidence(folder / "evidence", name)
+    evidence = EvidenceWriter(folder / "evidence", name)
     evidence.write("started")
     _watch_ends(evidence)
     {"feeder": _feeder, "generator": _generator, "reward": _reward, "trainer": _trainer}[role](evidence, folder)
@@ -72,7 +72,7 @@ def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callabl
     setattr(owner, name, make(getattr(owner, name)))
 
 
-def _once(evidence: Evidence, owner: Any, name: str, kind: str) -> None:
+def _once(evidence: EvidenceWriter, owner: Any, name: str, kind: str) -> None:
     """Write ``kind`` when a method of this process has returned for the first time."""
     done = False
 
@@ -90,7 +90,7 @@ def _once(evidence: Evidence, owner: Any, name: str, kind: str) -> None:
     _replace(owner, name, make)
 
 
-def _watch_ends(evidence: Evidence) -> None:
+def _watch_ends(evidence: EvidenceWriter) -> None:
     """Every way in which a group ends without being trained goes through these scripts, whoever calls them."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +113,7 @@ def _watch_ends(evidence: Evidence) -> None:
     _replace(Connection, "run_script", make)
 
 
-def _feeder(evidence: Evidence, folder: Path) -> None:
+def _feeder(evidence: EvidenceWriter, folder: Path) -> None:
     _once(evidence, Ledger, "admit_all", "answered")
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,14 +146,14 @@ def _feeder(evidence: Evidence, folder: Path) -> None:
     _replace(Ledger, "admit_all", make)
 
 
-def _generator(evidence: Evidence, folder: Path) -> None:
+def _generator(evidence: EvidenceWriter, folder: Path) -> None:
     from producers.engines.scripted import ScriptedEngine
     from producers.generator import context
 
     assert hasattr(context, "HfTokenizer")
     setattr(context, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
     _once(evidence, ScriptedEngine, "start", "ready")
-    _watch_agents(Evidence(folder / calls.FOLDER, evidence.name), folder)
+    _watch_agents(EvidenceWriter(folder / calls.FOLDER, evidence.name), folder)
     _once(evidence, TaskQueue, "read", "answered")
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +174,7 @@ def _generator(evidence: Evidence, folder: Path) -> None:
     _replace(TaskQueue, "publish_all", make)
 
 
-def _watch_agents(sampled: Evidence, folder: Path) -> None:
+def _watch_agents(sampled: EvidenceWriter, folder: Path) -> None:
     """Write what is sampled for agents, and let the tasks that are none of theirs be completed as texts."""
     from producers.engines.scripted import ScriptedEngine
 
@@ -183,7 +183,7 @@ def _watch_agents(sampled: Evidence, folder: Path) -> None:
         return
     from producers.agents.workflow import AgentWorkflow
 
-    texts = Turn(str(folder))
+    texts = TextTurn(str(folder))
 
     def choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: AgentWorkflow, rollout: RolloutContext) -> Any:
@@ -207,7 +207,7 @@ def _watch_agents(sampled: Evidence, folder: Path) -> None:
     _replace(ScriptedEngine, "generate", sampling)
 
 
-def _reward(evidence: Evidence, folder: Path) -> None:
+def _reward(evidence: EvidenceWriter, folder: Path) -> None:
     from consumers.reward.service import RewardService
 
     _once(evidence, ScoreQueue, "read", "answered")
@@ -237,7 +237,7 @@ def _reward(evidence: Evidence, folder: Path) -> None:
     _replace(RewardService, "__init__", shorten)
 
 
-def _trainer(evidence: Evidence, folder: Path) -> None:
+def _trainer(evidence: EvidenceWriter, folder: Path) -> None:
     from consumers.trainer import service
     from consumers.trainer.checkpoint.store import CheckpointStore
     from consumers.trainer.data.microbatches import StepPlanner
@@ -245,7 +245,7 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
     from consumers.trainer.step_log import StepLog
 
     _once(evidence, service, "build_train_step", "ready")
-    trained = Evidence(folder / calls.FOLDER, evidence.name)
+    trained = EvidenceWriter(folder / calls.FOLDER, evidence.name)
     last: dict[str, Any] = {"x": [], "wrong": [], "version": -1}
     judged = JUDGE_SAYS if "name: judge" in (folder / "config.yaml").read_text() else 0.0
 

@@ -48,7 +48,7 @@ def configuration(folder: Path, seed: int, workload: str, judge_url: str | None 
 
     Weights travel through the broker with an odd seed, through the file system with an even one.
     """
-    workflow: dict[str, Any] = {"name": f"{USER_CODE}:Turn", "args": {"folder": str(folder)}}
+    workflow: dict[str, Any] = {"name": f"{USER_CODE}:TextTurn", "args": {"folder": str(folder)}}
     if workload != "text":
         workflow = {"name": "agent", "args": {"run": f"{AGENT}:run", "args": {"folder": str(folder)}}}
     terms: list[dict[str, Any]] = [

@@ -82,7 +82,7 @@ class Examples:
         return example
 
 
-class Turn(SingleTurn):
+class TextTurn(SingleTurn):
     """One turn, with samples that are broken in every way that was ever found to end a generator."""
 
     def __init__(self, folder: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from broker.connection.keys import Keys
-from tools.chaos.processes import Fleet, Member
+from tools.chaos.processes import Fleet, FleetMember
 from tools.chaos.proxy import Proxy
 from tools.chaos.server import Server
 
@@ -38,7 +38,7 @@ class World:
     joined: int = 0
     problems: list[str] = field(default_factory=list)
 
-    def victims(self, role: str) -> list[Member]:
+    def victims(self, role: str) -> list[FleetMember]:
         """Members of a role that are there and not stopped."""
         return [
             member

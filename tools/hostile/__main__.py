@@ -16,7 +16,7 @@ import time
 
 from schemas.errors import ConfigError
 from schemas.system.sandbox.jail import SANDBOXES, Sandbox, choose
-from tools.hostile.run import Report, run_programs
+from tools.hostile.run import HostileReport, run_programs
 
 NEIGHBOUR = """
 import sys, time
@@ -44,7 +44,7 @@ def main() -> int:
     last = options.first + options.count
     if options.neighbour:
         return _beside(sandbox, range(options.first, last), options.workers)
-    total = Report()
+    total = HostileReport()
     for first in range(options.first, last, 200):
         report = run_programs(sandbox, range(first, min(first + 200, last)), options.workers)
         for name in ("programs", "seconds", "again"):
@@ -57,7 +57,7 @@ def main() -> int:
     return _tell(sandbox.name, total)
 
 
-def _tell(name: str, report: Report) -> int:
+def _tell(name: str, report: HostileReport) -> int:
     print(f"{name}: {report.programs} programs of {len(report.kinds)} kinds in {report.seconds:.0f} s")
     print(f"ends: {dict(report.ends)}; started again: {report.again}")
     for what in ("escapes", "left", "late", "not_started"):
@@ -94,7 +94,7 @@ def _beside(sandbox: Sandbox, programs: range, workers: int) -> int:
     return worst
 
 
-def _verdict(report: Report) -> int:
+def _verdict(report: HostileReport) -> int:
     return 1 if report.escapes or report.left or report.late or report.not_started else 0
 
 

@@ -36,7 +36,7 @@ ENDING_S = 10.0
 
 
 @dataclass
-class Report:
+class HostileReport:
     """What came of a run. escapes, left: one line each; late: seeds of programs that lasted too long.
 
     programs: those that came to run; again: starts after one that did not; not_started: with none that did.
@@ -135,9 +135,9 @@ def bait() -> Iterator[Bait]:
             laid.close()
 
 
-def run_programs(sandbox: Sandbox, seeds: range, workers: int = 2, limits: Limits = LIMITS) -> Report:
+def run_programs(sandbox: Sandbox, seeds: range, workers: int = 2, limits: Limits = LIMITS) -> HostileReport:
     """Run the programs of these seeds, and look at the machine after them."""
-    report, lock, began = Report(), threading.Lock(), time.monotonic()
+    report, lock, began = HostileReport(), threading.Lock(), time.monotonic()
     python = find_interpreter()
     with bait() as laid:
 

@@ -29,7 +29,7 @@ PAUSE_S = 0.1
 STYLES = ("chat", "chat", "chat", "once", "rewritten", "helper", "ids")
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """The endpoint has answered with an error that another try would not mend."""
 
 
@@ -96,7 +96,7 @@ async def ask(base_url: str, body: dict[str, Any]) -> dict[str, Any]:
         if status == 200:
             return found
         if status < 500:
-            raise Refused(f"{status}: {content.decode(errors='replace')}")
+            raise CallRefused(f"{status}: {content.decode(errors='replace')}")
     raise ConnectionError(f"no answer in {TRIES} tries")
 
 

@@ -7,7 +7,7 @@ import signal
 import time
 from typing import ClassVar
 
-from tools.chaos.processes import Member
+from tools.chaos.processes import FleetMember
 from tools.chaos.service import FULL_DISK
 from tools.chaos.world import Fault, Strike, World, kind
 
@@ -189,13 +189,13 @@ class FullDisk(Fault):
         return Strike("trainer", lambda: flag.unlink(missing_ok=True), rng.uniform(2.0, 6.0), detail={"call": call})
 
 
-def _wrote(world: World, member: Member, *kinds: str) -> bool:
+def _wrote(world: World, member: FleetMember, *kinds: str) -> bool:
     """Whether this process has left evidence of one of these kinds, see service.py."""
     file = world.folder / "evidence" / f"{member.name}.{member.pid}.jsonl"
     text = file.read_text(errors="replace") if file.is_file() else ""
     return any(f'"k":"{kind}"' in text for kind in kinds)
 
 
-def _choose(world: World, rng: random.Random, role: str) -> Member | None:
+def _choose(world: World, rng: random.Random, role: str) -> FleetMember | None:
     victims = world.victims(role)
     return rng.choice(victims) if victims else None

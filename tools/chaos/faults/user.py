@@ -63,7 +63,7 @@ class TrackerOutage(Misbehave):
 
 
 @kind
-class Settings(Fault):
+class ChangeSettings(Fault):
     """Settings at random, taken or refused, and back a little later."""
 
     kind, weight = "settings", 4.0

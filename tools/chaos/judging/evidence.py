@@ -20,7 +20,7 @@ from typing import Any, overload
 from schemas.messages import Trajectory
 
 
-class Evidence:
+class EvidenceWriter:
     """``write("publish", x=[...])`` appends ``{"at": ..., "k": "publish", "x": [...]}`` to NAME.PID.jsonl."""
 
     def __init__(self, folder: Path, name: str) -> None:

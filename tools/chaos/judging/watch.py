@@ -16,7 +16,7 @@ from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from broker.flow.ledger import Ledger
 from schemas.errors import TidemillError
-from tools.chaos.judging.evidence import Evidence, Line
+from tools.chaos.judging.evidence import EvidenceWriter, Line
 from tools.chaos.server import Server
 
 PATIENCE_S = 0.05
@@ -43,7 +43,7 @@ class Peaks:
 class Watch:
     """``look`` writes one line of evidence: entries of each stream, and whether the ledger balances."""
 
-    def __init__(self, server: Server, keys: Keys, evidence: Evidence) -> None:
+    def __init__(self, server: Server, keys: Keys, evidence: EvidenceWriter) -> None:
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
         self._server = server
         self._keys = keys

@@ -13,7 +13,7 @@ import pytest
 from schemas.codec import Array
 from schemas.messages import Segment, Span, Trajectory, Turn
 from tools.chaos.agents import agent, calls
-from tools.chaos.judging.evidence import Evidence
+from tools.chaos.judging.evidence import EvidenceWriter
 from tools.chaos.judging.oracle import Judgement
 from tools.chaos.proxy import Proxy
 
@@ -69,7 +69,7 @@ GOOD = (
 
 def judge(folder: Path, trained: Trajectory, lines: Sequence[tuple[int, list[str]]] = GOOD) -> list[str]:
     """What is found broken in a run of one trained sample."""
-    engine, trainer = (Evidence(folder / calls.FOLDER, name) for name in ("generator-0", "trainer"))
+    engine, trainer = (EvidenceWriter(folder / calls.FOLDER, name) for name in ("generator-0", "trainer"))
     for before, packed in lines:
         engine.write("sampled", c=before, x=packed)
     trainer.write("trained", **calls.describe(trained))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tools.chaos.judging import recovery
-from tools.chaos.judging.evidence import Evidence, Line, Log, read_logs
+from tools.chaos.judging.evidence import EvidenceWriter, Line, Log, read_logs
 from tools.chaos.judging.oracle import Judgement, Loss, Rules, cursor, gather, judge
 from tools.chaos.judging.recovery import Hit
 from tools.chaos.judging.surviving_steps import surviving_steps, trained_log
@@ -244,7 +244,7 @@ def test_the_products_own_log_voids_steps_that_a_later_leader_term_repeats() -> 
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    evidence = Evidence(tmp_path, "reward-0")
+    evidence = EvidenceWriter(tmp_path, "reward-0")
     evidence.write("started")
     file = next(tmp_path.iterdir())
     file.write_bytes(file.read_bytes() + b'{"at": 1.0, "k"')
