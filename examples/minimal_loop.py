@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from consumers.reward.scorer import Scorer
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from consumers.trainer.model.snapshot import Snapshots
 from consumers.trainer.step.build import build_train_step
 from deploy.offline.warm_start import make_model

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from schemas.codec import Array
 from schemas.messages import Span, Trajectory
 

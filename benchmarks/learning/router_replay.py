@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from consumers.trainer.data.microbatches import MicroBatch, collate
-from consumers.trainer.data.rows import TrainRow
+from consumers.trainer.data.collate import MicroBatch, collate
+from consumers.trainer.data.rows import CutRow, TrainRow
 from consumers.trainer.model.policy import Policy, load_model
 from producers.engines.base import Completion, Engine, EngineSettings
 from producers.engines.factory import make_engine
@@ -115,18 +115,15 @@ def train_row(index: int, prompt: list[int], completion: Completion) -> TrainRow
     if experts is not None:
         nothing = np.full((1, *experts.shape[1:]), np.iinfo(experts.dtype).max, experts.dtype)
         experts = np.concatenate([experts, nothing])
-    return TrainRow(
+    cut = CutRow(
         tokens=Array.of(prompt + completion.tokens, "i4"),
         loss_mask=Array.of([0] * len(prompt) + [1] * length, "u1"),
         logprobs=Array.of([0.0] * len(prompt) + completion.logprobs.tolist(), "f4"),
         spans=[],
-        advantage=0.0,
-        weight=1.0,
-        sequence=index,
         sample=index,
-        group=0,
         routed_experts=None if experts is None else RoutedExperts.of(experts),
     )
+    return TrainRow(cut, advantage=0.0, weight=1.0, sequence=index, group=0)
 
 
 def gap(policy: Policy, micro_batches: list[MicroBatch], replayed: bool) -> dict[str, float]:

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.services.rollout import as_trajectory, sample
 from consumers.offline.greedy import greedy
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from deploy.offline.warm_start import make_model

@@ -16,7 +16,7 @@ from statistics import median
 from benchmarks.harness.trajectories import random_groups
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
 from consumers.trainer.data.load_balancing import Cost
-from consumers.trainer.data.microbatches import StepPlanner
+from consumers.trainer.data.plan import StepPlanner
 
 PROMPT, SPREAD, VOCABULARY = 200, 0.8, 32_000
 

@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.rounds import Advance, Figures, Round, Spread, compare, ratio
 from benchmarks.harness.trajectories import GROUP, random_groups
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from consumers.trainer.model.packing import pack
 from consumers.trainer.step.build import build_train_step
 from deploy.offline.tiny_model import write_tiny_model

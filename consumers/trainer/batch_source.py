@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from consumers.trainer.context import TrainerContext
-from consumers.trainer.data.microbatches import Batch, Group
+from consumers.trainer.data.groups import Batch, Group
 from consumers.trainer.group_intake import GroupIntake, solve_rate
 from consumers.trainer.metrics.dataset_metrics import curriculum_figures
 from consumers.trainer.metrics.group_metrics import episode_metrics, term_metrics

@@ -13,7 +13,7 @@ import structlog
 from broker.flow.fencing import term_number
 from consumers.trainer.checkpoint.batch_files import BatchFiles, step_record
 from consumers.trainer.context import TrainerContext
-from consumers.trainer.data.microbatches import Batch
+from consumers.trainer.data.groups import Batch
 from consumers.trainer.group_intake import GroupIntake
 from schemas.errors import DiskError
 from schemas.messages import BatchRecord

@@ -13,7 +13,7 @@ import structlog
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from consumers.trainer.algorithms.advantages import has_signal, within
 from consumers.trainer.context import TrainerContext, describe_broken
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from consumers.trainer.data.patches import check_place
 from consumers.trainer.group_buffer import FailureStreak, GroupBuffer
 from consumers.trainer.metrics.dataset_metrics import DatasetMeter

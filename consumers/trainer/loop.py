@@ -16,7 +16,7 @@ from broker.client import Broker
 from consumers.trainer.batch_source import QUIET_S, BatchSource, NothingToLearn
 from consumers.trainer.checkpointing import Checkpointing
 from consumers.trainer.context import TrainerContext
-from consumers.trainer.data.microbatches import Batch
+from consumers.trainer.data.groups import Batch
 from consumers.trainer.leadership import Leadership
 from consumers.trainer.model.hf_weights import copy_tokenizer
 from consumers.trainer.pause import PauseFollower

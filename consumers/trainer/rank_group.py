@@ -19,7 +19,8 @@ import structlog
 
 from consumers.trainer.checkpoint.compare import Comparison, compare
 from consumers.trainer.checkpoint.store import CheckpointStore, Restored
-from consumers.trainer.data.microbatches import Group, StepBatch
+from consumers.trainer.data.groups import Group
+from consumers.trainer.data.plan import StepBatch
 from consumers.trainer.data.rows import TrainRow
 from consumers.trainer.metrics.timing import traced
 from consumers.trainer.model.hf_weights import reference_logprobs, save_model

@@ -14,7 +14,7 @@ import torch
 from consumers.trainer.checkpoint.batch_files import BatchFiles
 from consumers.trainer.checkpoint.compare import Comparison
 from consumers.trainer.checkpoint.store import CheckpointStore, leader_term_of, step_of
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.build import build_train_step

@@ -17,7 +17,7 @@ from typing import Any
 from broker.evaluations.results import EvalResult
 from broker.evaluations.store import MendedSamples
 from consumers.trainer.context import TrainerContext
-from consumers.trainer.data.microbatches import Batch
+from consumers.trainer.data.groups import Batch
 from consumers.trainer.metrics.throughput import compute_metrics, device_name, memory_metrics
 from consumers.trainer.records.evaluation_samples import EvalSampleLog
 from consumers.trainer.records.evaluations import EvaluationLog

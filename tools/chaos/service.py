@@ -240,7 +240,7 @@ def _reward(evidence: EvidenceWriter, folder: Path) -> None:
 def _trainer(evidence: EvidenceWriter, folder: Path) -> None:
     from consumers.trainer import service
     from consumers.trainer.checkpoint.store import CheckpointStore
-    from consumers.trainer.data.microbatches import StepPlanner
+    from consumers.trainer.data.plan import StepPlanner
     from consumers.trainer.step.train_step import TrainStep
     from consumers.trainer.step_log import StepLog
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from consumers.trainer.algorithms.losses import AllReduceSum
 from consumers.trainer.algorithms.sequences import Sequences
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, DataError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Groups: TypeAlias = npt.NDArray[np.int64]
@@ -41,6 +41,14 @@ def has_signal(rewards: Sequence[float], least_std: float = 0.0) -> bool:
 def within(rewards: Sequence[float], bounds: tuple[float, float] | None) -> bool:
     """True if a group's mean reward is above the first and below the second bound (DAPO, arXiv:2503.14476)."""
     return bounds is None or bounds[0] < float(np.mean(rewards)) < bounds[1]
+
+
+def one_each(what: str, values: npt.ArrayLike, count: int) -> Floats:
+    """Return the values as float64 [count]; DataError unless they are as many finite numbers."""
+    found = np.asarray(values, dtype=np.float64)
+    if found.shape != (count,) or not np.isfinite(found).all():
+        raise DataError(f"{what} of shape {found.shape} must be {(count,)} finite numbers")
+    return found
 
 
 def raw(rewards: Floats, groups: Groups) -> Floats:

@@ -22,7 +22,7 @@ from schemas.messages import RecordedGroup, StepRecord, Trajectory
 from schemas.system.files import atomic_write
 
 if TYPE_CHECKING:
-    from consumers.trainer.data.microbatches import Group
+    from consumers.trainer.data.groups import Group
 
 FOLDER = "batches"
 LARGEST = 1 << 32

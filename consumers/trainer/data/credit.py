@@ -1,8 +1,7 @@
-"""Credit: which advantage the loss tokens of each row get, decided over all samples of a step.
+"""Finer credit than one advantage for a whole sample: for the rows of a name, for model calls, for tokens.
 
-An advantage of samples is compared over samples, however many rows these have; with ``by_name`` over the samples that
-have rows of a name. One of calls gives each loss token that of its call. For one of tokens, the ranks compute
-advantages from rewards at the tokens, and here is decided where these stand:
+With ``by_name`` an advantage compares the samples that have rows of a name. An advantage of calls gives each loss token
+that of its call. For one of tokens, the ranks compute advantages from rewards at tokens, and these are placed here:
 
 What a call earned stands at its last loss token. Time runs over a sample's loss tokens in the order of their calls. A
 reward that comes after tokens of another row stands there too, at the last of them before it, times gamma for each loss
@@ -18,17 +17,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from consumers.trainer.algorithms.advantages import Advantage
+from consumers.trainer.algorithms.advantages import Advantage, one_each
 from consumers.trainer.data.model_calls import Calls, find_calls
-from consumers.trainer.data.rows import CutRow
+from consumers.trainer.data.rows import CutRow, Floats, Ints, Samples
 from schemas.codec import Array
-from schemas.errors import DataError
-from schemas.messages import Trajectory
 
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
 AnyAdvantage: TypeAlias = Callable[..., Any]
 """An advantage of samples, a TurnAdvantage or a TokenAdvantage."""
 
@@ -44,34 +38,13 @@ class Credit:
     samples: Floats
 
 
-@dataclass(frozen=True)
-class Samples:
-    """The S samples of a step with their rewards, float64 [S], index of the group, int64 [S], and rows."""
-
-    trajectories: Sequence[Trajectory]
-    rewards: Floats
-    groups: Ints
-    rows: Sequence[CutRow]
-
-
-def give_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool = False) -> Credit:
-    """Credit of all rows of a step; DataError if the advantage is not one finite number for each that it is given."""
+def give_finer_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credit:
+    """Give credit to names, calls or tokens; DataError if the advantage is not one finite number for each."""
     if getattr(advantage, "per_token", False):
         return _of_tokens(getattr(advantage, "gamma", 1.0), samples)
     if getattr(advantage, "per_turn", False):
         return _of_calls(advantage, samples, by_name)
-    if by_name:
-        return _of_names(advantage, samples)
-    found = one_each("advantages", advantage(samples.rewards, samples.groups), len(samples.rewards))
-    return Credit([float(found[row.sample]) for row in samples.rows], found)
-
-
-def one_each(what: str, values: npt.ArrayLike, count: int) -> Floats:
-    """Float64 [count]; DataError unless these are as many finite numbers."""
-    found = np.asarray(values, dtype=np.float64)
-    if found.shape != (count,) or not np.isfinite(found).all():
-        raise DataError(f"{what} of shape {found.shape} must be {(count,)} finite numbers")
-    return found
+    return _of_names(advantage, samples)
 
 
 def _of_names(advantage: Advantage, samples: Samples) -> Credit:
@@ -110,7 +83,7 @@ def _of_calls(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credi
         found = one_each("advantages", advantage(rewards, owners, peers), len(keys))
     first = np.cumsum([0, *counts])
     credit: list[float | Array] = [
-        Array.of(found[first[row.sample] + calls[row.sample].of_token[row.places]], "f4") for row in samples.rows
+        Array.of(found[first[row.sample] + row.of_sample(calls[row.sample].of_token)], "f4") for row in samples.rows
     ]
     return Credit(credit, _means(samples, credit))
 
@@ -130,7 +103,7 @@ def _of_tokens(gamma: float, samples: Samples) -> Credit:
 def _placed(calls: Calls, rows: Sequence[CutRow], gamma: float) -> list[Floats]:
     """Rewards at the tokens of each row of a sample, float64 [L]."""
     own = [1 + np.flatnonzero(row.loss_mask.numpy()[1:]) for row in rows]
-    call_of = [calls.of_token[row.places][places] for row, places in zip(rows, own, strict=True)]
+    call_of = [row.of_sample(calls.of_token)[places] for row, places in zip(rows, own, strict=True)]
     of_call = np.concatenate([np.zeros(0, np.int64), *call_of])
     order = np.argsort(of_call, kind="stable")
     time = np.empty_like(order)

@@ -15,59 +15,93 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from consumers.trainer.data.groups import Group
 from schemas.codec import Array
 from schemas.errors import DataError
 from schemas.messages import PlacedImage, RoutedExperts, Span, Trajectory, versions_of
 
-Places: TypeAlias = slice | npt.NDArray[np.int64]
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+TRUNCATED = frozenset(("length", "calls", "deadline"))
+"""Ends of a sample at a limit, of tokens, calls or time."""
 
 
-class TrainRow(msgspec.Struct, frozen=True, gc=False):
-    """A row with its part in the step, as it goes to the rank that trains it.
+class CutRow(msgspec.Struct, frozen=True, gc=False):
+    """A row of L tokens, cut out of a sample; all of it travels to the rank that trains it.
 
-    tokens: int32 [L]. loss_mask: uint8 [L], 0 at context. logprobs: float32 [L]. spans: weight versions, of context
-    too. advantage: of each of its loss tokens, or float32 [L] where they differ; see MicroBatch. weight: of each of
-    its loss tokens in the step's loss. sequence, sample, group: its index, and those of its sample and group, in the
-    batch. images: those that its tokens stand for. temperature: with which they were sampled. routed_experts: of each
-    token; None where nobody noted any.
+    sample: index of its sample in the step. tokens: int32 [L]. loss_mask: uint8 [L], 0 at context. logprobs: float32
+    [L]. spans: weight versions, of context too. name: its segment's. loss_tokens: those that can be trained, since the
+    first token of a row has no prediction. images: those that its tokens stand for. routed_experts: of each token;
+    None if the engine reported none. places: int32 [L], where its tokens stand in the sample's arrays; None for a row
+    that is the whole sample.
     """
 
+    sample: int
     tokens: Array
     loss_mask: Array
     logprobs: Array
     spans: list[Span]
-    advantage: float | Array
-    weight: float
-    sequence: int
-    sample: int
-    group: int
-    images: list[PlacedImage] = []
-    temperature: float = 1.0
+    name: str = "main"
+    loss_tokens: int = 0
+    images: Sequence[PlacedImage] = ()
     routed_experts: RoutedExperts | None = None
+    places: Array | None = None
 
     def versions(self) -> Any:
         """Return the weight version of each token, int32 [L]; -1 where no span covers it."""
         return versions_of(self.spans, len(self.tokens))
 
+    def of_sample(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return what of a sample's values, one for each of its tokens, is for this row's: [L]."""
+        return values if self.places is None else values[self.places.numpy()]
 
-@dataclass(frozen=True, slots=True)
-class CutRow:
-    """A row before the step decides about it; arrays as in TrainRow.
 
-    places: where its L tokens stand in the sample's arrays. name: its segment's. loss_tokens: those that can be
-    trained, since the first token of a row has no prediction.
+class TrainRow(msgspec.Struct, frozen=True, gc=False):
+    """A row with its part in the step, as it goes to the rank that trains it.
+
+    advantage: of each of its loss tokens, or float32 [L] where they differ; see MicroBatch. weight: of each of its loss
+    tokens in the step's loss. sequence, group: its index, and that of its group, in the step. temperature: with which
+    its tokens were sampled.
     """
 
-    sample: int
-    tokens: Array
-    loss_mask: Array
-    logprobs: Array
-    spans: list[Span]
-    places: Places
-    name: str
-    loss_tokens: int
-    images: Sequence[PlacedImage] = ()
-    routed_experts: RoutedExperts | None = None
+    cut: CutRow
+    advantage: float | Array
+    weight: float
+    sequence: int
+    group: int
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The S samples of a step, cut into rows, which stand in the order of the samples.
+
+    rewards: float64 [S]. groups: int64 [S], index of the group of each. lengths: int64 [S], loss tokens over all rows
+    of a sample. truncated: bool [S], whether a sample ended at a limit, of tokens, calls or time.
+    """
+
+    trajectories: Sequence[Trajectory]
+    rewards: Floats
+    groups: Ints
+    rows: Sequence[CutRow]
+    lengths: Ints
+    truncated: npt.NDArray[np.bool_]
+
+
+def cut(groups: Sequence[Group]) -> Samples:
+    """Cut the samples of a step into rows; groups of one task id count as one group."""
+    samples = [(group.task_id, trajectory, reward) for group in groups for trajectory, reward in group.samples]
+    trajectories = [trajectory for _, trajectory, _ in samples]
+    task_ids = np.array([task_id for task_id, _, _ in samples], dtype=np.int64)
+    rows = [row for s, trajectory in enumerate(trajectories) for row in cut_rows(trajectory, s)]
+    return Samples(
+        trajectories,
+        np.array([reward for _, _, reward in samples], dtype=np.float64),
+        np.unique(task_ids, return_inverse=True)[1].astype(np.int64),
+        rows,
+        loss_tokens(rows, len(samples)),
+        np.array([t.finish in TRUNCATED for t in trajectories], dtype=np.bool_),
+    )
 
 
 def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
@@ -83,7 +117,6 @@ def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
                 mask,
                 trajectory.logprobs,
                 trajectory.spans,
-                slice(None),
                 name,
                 count,
                 trajectory.images,
@@ -108,11 +141,11 @@ def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
                 Array.of(mask, "u1"),
                 Array.of(sampled_with, "f4"),
                 _spans(versions[row.places]),
-                row.places,
                 row.name,
                 count,
                 _images(trajectory.images, row.places),
                 None if routed is None else RoutedExperts.of(routed.numpy()[row.places]),
+                Array.of(row.places, "i4"),
             )
         )
     return found

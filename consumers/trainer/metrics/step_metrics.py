@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from consumers.trainer.algorithms.losses import LOG_RATIO_LIMIT, LossOutput
-from consumers.trainer.data.microbatches import MicroBatch, StepPlan
+from consumers.trainer.data.collate import MicroBatch
+from consumers.trainer.data.plan import StepPlan
+from consumers.trainer.data.rows import Samples
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import TokenScores
 
@@ -195,39 +197,40 @@ def sample_metrics(plan: StepPlan) -> dict[str, float]:
     is the part of them that is computed together with another row's. ``imbalance`` is the work of the rank that has
     most over that of the mean, less 1.
     """
-    if not len(plan.rewards):
+    samples = plan.samples
+    if not len(samples.rewards):
         return {}
-    rows = np.bincount(np.array([row.sample for row in plan.rows], dtype=np.int64), minlength=len(plan.rewards))
-    better, worse = _against_their_group(plan)
-    parts = {"length_better_mean": better, "length_worse_mean": worse, "length_terminated_mean": ~plan.truncated}
-    by_kind = {name: float(plan.lengths[which].mean()) for name, which in parts.items() if which.any()}
+    rows = np.bincount(np.array([row.sample for row in samples.rows], dtype=np.int64), minlength=len(samples.rewards))
+    better, worse = _against_their_group(samples)
+    parts = {"length_better_mean": better, "length_worse_mean": worse, "length_terminated_mean": ~samples.truncated}
+    by_kind = {name: float(samples.lengths[which].mean()) for name, which in parts.items() if which.any()}
     return by_kind | {
-        "reward_mean": float(plan.rewards.mean()),
-        "reward_std": float(plan.rewards.std()),
-        "reward_min": float(plan.rewards.min()),
-        "reward_max": float(plan.rewards.max()),
-        "advantage_abs_mean": float(abs(plan.advantages).mean()),
-        "samples": float(len(plan.rewards)),
-        "length_mean": float(plan.lengths.mean()),
-        "length_max": float(plan.lengths.max()),
-        "length_min": float(plan.lengths.min()),
-        "length_median": float(np.median(plan.lengths)),
-        "length_p95": float(np.quantile(plan.lengths, 0.95)),
+        "reward_mean": float(samples.rewards.mean()),
+        "reward_std": float(samples.rewards.std()),
+        "reward_min": float(samples.rewards.min()),
+        "reward_max": float(samples.rewards.max()),
+        "advantage_abs_mean": float(abs(plan.credit.samples).mean()),
+        "samples": float(len(samples.rewards)),
+        "length_mean": float(samples.lengths.mean()),
+        "length_max": float(samples.lengths.max()),
+        "length_min": float(samples.lengths.min()),
+        "length_median": float(np.median(samples.lengths)),
+        "length_p95": float(np.quantile(samples.lengths, 0.95)),
         "rows_mean": float(rows.mean()),
         "rows_max": float(rows.max()),
         "temperature": float(np.mean([row.temperature for row in plan.rows] or [math.nan])),
-        "row_tokens_mean": sum(len(row.tokens) for row in plan.rows) / len(plan.rewards),
-        "truncated_fraction": float(plan.truncated.mean()),
-        "forward_flops": float(plan.loads.sum()),
-        "micro_batches": float(len(plan.shares[0])),
-        "shared_tokens_fraction": plan.shared_fraction,
-        "imbalance": float(plan.loads.max() / max(plan.loads.mean(), 1e-9) - 1.0),
+        "row_tokens_mean": sum(len(row.tokens) for row in samples.rows) / len(samples.rewards),
+        "truncated_fraction": float(samples.truncated.mean()),
+        "forward_flops": float(plan.deal.loads.sum()),
+        "micro_batches": float(len(plan.deal.shares[0])),
+        "shared_tokens_fraction": plan.deal.shared_fraction,
+        "imbalance": float(plan.deal.loads.max() / max(plan.deal.loads.mean(), 1e-9) - 1.0),
     }
 
 
-def _against_their_group(plan: StepPlan) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _against_their_group(samples: Samples) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Samples with a reward above the mean of their group, and those below it, bool [S] each."""
-    means = np.bincount(plan.groups, plan.rewards) / np.bincount(plan.groups)
-    apart = plan.rewards - means[plan.groups]
+    means = np.bincount(samples.groups, samples.rewards) / np.bincount(samples.groups)
+    apart = samples.rewards - means[samples.groups]
     # Not what rounding makes of equal rewards.
     return apart > 1e-9, apart < -1e-9

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from consumers.trainer.data.row_families import WORTH_IT
+from consumers.trainer.data.load_balancing import WORTH_IT
 
 
 class _Repeat(torch.autograd.Function):

@@ -23,7 +23,7 @@ from schemas.run_folder import SAMPLES
 from schemas.system.files import LineFile, atomic_write
 
 if TYPE_CHECKING:  # it needs PyTorch, and `tidemill up` looks at trackers without
-    from consumers.trainer.data.microbatches import Group
+    from consumers.trainer.data.groups import Group
 
 KEEP_BYTES = 512 << 20
 FILE_BYTES = 16 << 20

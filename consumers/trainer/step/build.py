@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
 from consumers.trainer.algorithms.objective import Objective
-from consumers.trainer.data.microbatches import StepPlanner
+from consumers.trainer.data.plan import StepPlanner
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.activations import save_activations

@@ -19,7 +19,7 @@ from consumers.trainer.algorithms.kl import kl_reward
 from consumers.trainer.algorithms.losses import AllReduceSum, LossInputs
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.algorithms.sequences import Sequences
-from consumers.trainer.data.microbatches import MicroBatch
+from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.model.lora import adapter_off
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.critic import CriticStep

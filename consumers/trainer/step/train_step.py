@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from consumers.trainer.algorithms.objective import Objective
-from consumers.trainer.data.microbatches import StepBatch, StepPlanner
+from consumers.trainer.data.plan import StepBatch, StepPlanner
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.metrics.expert_load import ExpertLoad
 from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
@@ -103,7 +103,7 @@ class TrainStep:
             **self.update.metrics(),
         }
         one_each = batch.plan is not None and self.preparation.token_advantage is None
-        advantages = batch.plan.advantages.tolist() if one_each and batch.plan else ()
+        advantages = batch.plan.credit.samples.tolist() if one_each and batch.plan else ()
         return StepResult(metrics, dict(sorted(meter.staleness.items())), update.skipped, timer.lap(), advantages)
 
     def _accumulate(self, prepared: Sequence[Prepared], version: int, timer: StepTimer) -> StepMeter:

@@ -21,7 +21,7 @@ import torch
 from openai import AsyncOpenAI
 from safetensors.torch import load_file, save_file
 
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from consumers.trainer.model.policy import Policy as TrainedPolicy
 from consumers.trainer.model.policy import load_model
 from deploy.offline.tiny_model import write_tiny_model

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from schemas.codec import Array
 from schemas.messages import Segment, Span, Trajectory, Turn
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image as Pillow
 
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.build import build_train_step

@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from consumers.trainer.data.microbatches import Group, MicroBatch, collate
+from consumers.trainer.data.collate import MicroBatch, collate
+from consumers.trainer.data.groups import Group
 from consumers.trainer.data.patches import ImageFiles, probe_batch
-from consumers.trainer.data.rows import TrainRow
+from consumers.trainer.data.rows import CutRow, TrainRow
 from consumers.trainer.model.hf_weights import wire_weights
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.vision import VisionTower
@@ -39,18 +40,15 @@ def policy_of(folder: Path) -> Policy:
 
 def row(sample: VisionSample, number: int) -> TrainRow:
     length, generated = len(sample.tokens), len(sample.logprobs)
-    return TrainRow(
+    cut = CutRow(
         tokens=Array.of(sample.tokens, "i4"),
         loss_mask=Array.of([0] * (length - generated) + [1] * generated, "u1"),
         logprobs=Array.of([0.0] * (length - generated) + sample.logprobs, "f4"),
         spans=[Span(0, 0, length)],
-        advantage=1.0,
-        weight=1.0,
-        sequence=number,
         sample=number,
-        group=0,
         images=sample.images,
     )
+    return TrainRow(cut, advantage=1.0, weight=1.0, sequence=number, group=0)
 
 
 def micro_batch(policy: Policy, samples: list[VisionSample]) -> MicroBatch:

@@ -10,7 +10,7 @@ import torch
 from broker.client import Broker
 from broker.queues.tasks import TaskQueue
 from consumers.trainer.checkpoint.batch_files import BatchFiles
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from consumers.trainer.loop import Trainer
 from consumers.trainer.step.build import build_train_step
 from deploy.export.checkpoints import replay_steps

@@ -23,7 +23,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from consumers.trainer.data.microbatches import Group, collate
+from consumers.trainer.data.collate import collate
+from consumers.trainer.data.groups import Group
 from consumers.trainer.model.activations import save_activations
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.rank_group import Train

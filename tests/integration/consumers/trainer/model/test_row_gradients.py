@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.critic import Critic
 from consumers.trainer.step.train_step import TrainStep

@@ -16,7 +16,7 @@ from broker.flow.progress import Progress
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.checkpointing import Checkpointing
 from consumers.trainer.context import TrainerContext
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step import build
 from consumers.trainer.step.build import build_critic

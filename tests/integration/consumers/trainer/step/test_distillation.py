@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from consumers.trainer.model.policy import Policy, load_model
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.train_steps import make_train_step

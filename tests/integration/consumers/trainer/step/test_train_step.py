@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.optimizer import lr_factor
 from consumers.trainer.step.train_step import TrainStep
@@ -307,7 +307,7 @@ def test_a_users_own_loss_and_advantage(model: PreTrainedModel, tmp_path: Path) 
     step = make_train_step(Policy(copy.deepcopy(model)), settings, base=tmp_path)
     batch = step.planner.plan(make_groups([2, 2])).batch()
     assert batch.plan is not None
-    assert batch.plan.advantages.tolist() == (2 * batch.plan.rewards).tolist()
+    assert batch.plan.credit.samples.tolist() == (2 * batch.plan.samples.rewards).tolist()
     assert not step.run(batch, 0).skipped
 
 

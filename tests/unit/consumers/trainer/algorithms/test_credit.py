@@ -14,8 +14,9 @@ from consumers.trainer.algorithms import AGGREGATIONS
 from consumers.trainer.algorithms.advantages import Gae, ReinforcePp, Turns, centered, discounted
 from consumers.trainer.algorithms.sequences import Sequences
 from consumers.trainer.data.credit import AnyAdvantage
-from consumers.trainer.data.microbatches import Group, StepPlanner
+from consumers.trainer.data.groups import Group
 from consumers.trainer.data.model_calls import find_calls
+from consumers.trainer.data.plan import StepPlanner
 from schemas.codec import Array
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Segment, Trajectory, Turn

@@ -6,8 +6,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.trainer.data.load_balancing import shares, shares_of_families, work
-from consumers.trainer.data.row_families import WORTH_IT, RowFamily, count_shared, find_families
+from consumers.trainer.data.load_balancing import (
+    WORTH_IT,
+    RowFamily,
+    count_shared,
+    find_families,
+    shares,
+    shares_of_families,
+    work,
+)
 
 
 def rows_of(*rows: list[int]) -> list[np.ndarray]:

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from consumers.trainer.algorithms import AGGREGATIONS
 from consumers.trainer.algorithms.advantages import Gae, Turns, centered
 from consumers.trainer.checkpoint.batch_files import BatchFiles, step_record
+from consumers.trainer.data.collate import MicroBatch, collate
 from consumers.trainer.data.credit import AnyAdvantage
-from consumers.trainer.data.microbatches import Group, MicroBatch, StepPlan, StepPlanner, collate
+from consumers.trainer.data.groups import Group
+from consumers.trainer.data.plan import StepPlan, StepPlanner
 from consumers.trainer.data.rows import TrainRow, cut_rows
 from consumers.trainer.metrics.step_metrics import sample_metrics
 from schemas.codec import Array
@@ -66,7 +68,7 @@ def test_each_sampled_token_is_trained_once_with_its_own_numbers_however_rows_ar
                     tensor[row][mask].tolist() for tensor in (micro.targets, micro.rollout_logprobs, micro.versions)
                 )
                 trained[sample].update(zip(*values, strict=True))
-    for body, found, length in zip(bodies, trained, plan.lengths.tolist(), strict=True):
+    for body, found, length in zip(bodies, trained, plan.samples.lengths.tolist(), strict=True):
         numbers = (body.tokens.numpy(), body.logprobs.numpy(), body.versions())
         want = Counter(tuple(array[place].item() for array in numbers) for place in trainable(body))
         assert found == want
@@ -98,12 +100,12 @@ def test_a_sample_has_the_weight_and_advantage_of_one_row_with_the_same_loss_tok
 
     plain = [Group(g.task_id, [(as_one_row(body), reward) for body, reward in g.samples]) for g in groups]
     rows, single = (planned(each, budget, aggregation) for each in (groups, plain))
-    assert rows.lengths.tolist() == single.lengths.tolist()
-    assert rows.totals == single.totals
-    assert rows.advantages.tolist() == single.advantages.tolist()
+    assert rows.samples.lengths.tolist() == single.samples.lengths.tolist()
+    assert rows.weights.totals == single.weights.totals
+    assert rows.credit.samples.tolist() == single.credit.samples.tolist()
 
     def masses(plan: StepPlan) -> torch.Tensor:
-        mass = torch.zeros(len(plan.rewards), 2)
+        mass = torch.zeros(len(plan.samples.rewards), 2)
         for micro in plan.batch().micro_batches:
             known = micro.sample >= 0
             for column, weights in enumerate((micro.weights, micro.weights * micro.advantages)):
@@ -147,7 +149,7 @@ def test_a_row_without_a_loss_token_is_not_computed() -> None:
     """Such as that of a sub-agent that is not trained."""
     masked = msgspec.structs.replace(branching(), loss_mask=Array.of([0, 0, 1, 1, 1, 1, 1, 1, 0, 0], "u1"))
     plan = planned([Group(0, [(masked, 1.0), (make_trajectory(0, 1), 0.0)])])
-    assert [(row.sample, row.sequence) for row in plan.rows] == [(0, 0), (0, 1), (1, 2)]
+    assert [(row.cut.sample, row.sequence) for row in plan.rows] == [(0, 0), (0, 1), (1, 2)]
 
 
 def test_rows_are_what_has_a_ratio_and_samples_what_has_a_weight() -> None:
@@ -216,7 +218,7 @@ def test_samples_without_segments_have_the_tensors_of_their_own_arrays(sizes: li
         assert torch.equal(micro.mask, mask)
         assert torch.equal(micro.rollout_logprobs, padded([t.logprobs.numpy().tolist() for t in own], 0, torch.float32))
         assert torch.equal(micro.versions, padded([t.versions().tolist() for t in own], -1, torch.int64))
-        advantage = torch.tensor([plan.advantages[s] for s in micro.sample.tolist()], dtype=torch.float32)
+        advantage = torch.tensor([plan.credit.samples[s] for s in micro.sample.tolist()], dtype=torch.float32)
         assert torch.equal(micro.advantages, advantage[:, None] * mask)
         weight = [1 / max(1, len(trainable(t))) / with_loss for t in own]
         assert torch.allclose(micro.weights, torch.tensor(weight)[:, None] * mask, rtol=1e-6)
@@ -235,9 +237,9 @@ def test_one_segment_of_a_whole_sample_changes_nothing() -> None:
 def test_a_sample_whose_every_row_is_masked_trains_nothing_and_harms_nobody() -> None:
     masked = msgspec.structs.replace(branching(), loss_mask=Array.of([0] * 10, "u1"), sample=1)
     plan = planned([Group(0, [(make_trajectory(0, 0), 1.0), (masked, 0.0)])], advantage=Turns())
-    assert [row.sample for row in plan.rows] == [0]
-    assert plan.lengths.tolist() == [4, 0]
-    assert np.isfinite(plan.advantages).all()
+    assert [row.cut.sample for row in plan.rows] == [0]
+    assert plan.samples.lengths.tolist() == [4, 0]
+    assert np.isfinite(plan.credit.samples).all()
     assert sample_metrics(plan)["rows_mean"] == 0.5
 
 
@@ -259,7 +261,7 @@ def test_each_token_of_a_row_comes_with_its_experts_those_it_shares_included(len
         if sequence >= len(cut):
             assert (found == -1).all(), "nobody noted them of this sample"
             continue
-        own = np.arange(len(episode.tokens))[cut[sequence].places]
+        own = cut[sequence].of_sample(np.arange(len(episode.tokens)))
         expected = np.where(own[:, None] == 0, -1, own[:, None] + np.array([[0, 100]]))
         assert np.array_equal(found[: len(own), 0].numpy(), expected)
         assert (found[len(own) :] == -1).all()

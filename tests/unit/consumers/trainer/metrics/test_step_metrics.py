@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from consumers.trainer.algorithms.losses import LossOutput, clipped_surrogate
-from consumers.trainer.data.microbatches import Group, MicroBatch
+from consumers.trainer.data.collate import MicroBatch
+from consumers.trainer.data.groups import Group
 from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
 from consumers.trainer.metrics.throughput import CountRate, compute_metrics, memory_metrics, peak_flops
 from consumers.trainer.model.policy import TokenScores

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.trainer.data.row_families import WORTH_IT
+from consumers.trainer.data.load_balancing import WORTH_IT
 from consumers.trainer.model.shared_prefixes import find_shared_prefixes
 
 

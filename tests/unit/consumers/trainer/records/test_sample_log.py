@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.groups import Group
 from consumers.trainer.records import samples as sample_log
 from consumers.trainer.records.machine import write_environment
 from consumers.trainer.records.samples import SampleLog, choose_groups, common_beginning

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from consumers.trainer.algorithms import AGGREGATIONS
 from consumers.trainer.algorithms.advantages import centered
 from consumers.trainer.algorithms.aggregation import Totals
+from consumers.trainer.data.collate import MicroBatch, collate
+from consumers.trainer.data.groups import Group
 from consumers.trainer.data.load_balancing import Cost
-from consumers.trainer.data.microbatches import Group, MicroBatch, StepPlan, StepPlanner, collate
+from consumers.trainer.data.plan import StepPlan, StepPlanner
 from schemas.codec import Array
 from schemas.errors import DataError
 from schemas.messages import Span, Trajectory
@@ -79,7 +81,7 @@ def test_every_sample_is_in_one_micro_batch_within_the_budget(sizes: list[int], 
             length = len(samples[s].tokens)
             assert micro.tokens[row, :length].tolist() == samples[s].tokens.numpy().tolist()
             assert not micro.mask[row, length - 1 :].any()
-    assert sum(int(m.mask.sum()) for m in micro_batches) == whole.totals.tokens == whole.lengths.sum()
+    assert sum(int(m.mask.sum()) for m in micro_batches) == whole.weights.totals.tokens == whole.samples.lengths.sum()
 
 
 def test_a_sequence_over_the_budget_gets_a_micro_batch_of_its_own() -> None:
@@ -94,7 +96,7 @@ def test_samples_of_one_task_in_two_pieces_are_one_group() -> None:
         Group(2, [(make_trajectory(2, 0), 5.0), (make_trajectory(2, 1), 3.0)]),
         Group(1, [(make_trajectory(1, 1), 0.0)]),
     ]
-    assert planned(pieces).advantages.tolist() == [0.5, 1.0, -1.0, -0.5]
+    assert planned(pieces).credit.samples.tolist() == [0.5, 1.0, -1.0, -0.5]
 
 
 def test_group_of_one_trains_nothing() -> None:
@@ -105,7 +107,7 @@ def test_group_of_one_trains_nothing() -> None:
 def test_truncation_is_the_finish_reason_and_not_the_padding() -> None:
     longest = make_trajectory(0, 0, completion=20)
     cut = make_trajectory(0, 1, completion=2, finish="length")
-    assert planned([Group(0, [(longest, 1.0), (cut, 0.0)])]).truncated.tolist() == [False, True]
+    assert planned([Group(0, [(longest, 1.0), (cut, 0.0)])]).samples.truncated.tolist() == [False, True]
 
 
 def weight_by_hand(name: str, lengths: list[int], groups: list[int], s: int, max_tokens: int) -> float:
@@ -138,10 +140,10 @@ def test_ranks_share_a_step_whose_numbers_are_those_of_one(sizes: list[int], see
     """Groups may be split over ranks: their rewards are compared before."""
     groups = make_groups(sizes, seed)
     one, many = planned(groups), planned(groups, dp_size=dp_size)
-    assert one.advantages.tolist() == many.advantages.tolist()
+    assert one.credit.samples.tolist() == many.credit.samples.tolist()
     dealt = [row for rank in range(dp_size) for rows in many.share(rank) for row in rows]
-    assert sorted((r.sequence, r.sample, r.advantage, r.weight) for r in dealt) == [
-        (r.sequence, r.sample, r.advantage, r.weight) for r in one.rows
+    assert sorted((r.sequence, r.cut.sample, r.advantage, r.weight) for r in dealt) == [
+        (r.sequence, r.cut.sample, r.advantage, r.weight) for r in one.rows
     ]
     assert len({len(many.share(rank)) for rank in range(dp_size)}) == 1
 
@@ -165,9 +167,9 @@ def test_what_is_shared_counts_where_a_group_is_on_two_ranks() -> None:
         share_prefixes=True,
     )
     plan = planner.plan([Group(4, samples)])
-    assert sorted(len(rows) for share in plan.shares for rows in share) == [1, 2]
-    assert plan.shared_fraction == 10 / 36
-    assert sorted(plan.loads) == [24.0, 28.0]
+    assert sorted(len(rows) for share in plan.deal.shares for rows in share) == [1, 2]
+    assert plan.deal.shared_fraction == 10 / 36
+    assert sorted(plan.deal.loads) == [24.0, 28.0]
 
 
 def test_an_advantage_function_that_breaks_its_promise_is_named() -> None:
@@ -210,5 +212,5 @@ def test_a_truncated_sample_gives_no_gradient_and_counts_in_no_mean(aggregation:
     without = StepPlanner(centered, *settings).plan([Group(4, group.samples[:2])])
     assert [row.weight for row in plan.rows] == [*(row.weight for row in without.rows), 0.0]
     assert plain.rows[2].weight > 0
-    assert plan.advantages.tolist() == plain.advantages.tolist()
-    assert (plan.lengths.tolist(), plan.truncated.tolist()) == ([2, 3, 6], [False, False, True])
+    assert plan.credit.samples.tolist() == plain.credit.samples.tolist()
+    assert (plan.samples.lengths.tolist(), plan.samples.truncated.tolist()) == ([2, 3, 6], [False, False, True])

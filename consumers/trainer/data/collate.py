@@ -1,0 +1,120 @@
+"""Tensors of a micro-batch, where everything about one token is shifted together.
+
+Position t of every ``[R, T-1]`` tensor is about predicting token t+1: its id, mask, rollout log-probability, advantage
+and weight version all come from t+1. Rows are right-padded here, where they are small; the model sees them without
+padding (see packing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from consumers.trainer.data.patches import ImageBatch, ImageFiles
+from consumers.trainer.data.rows import TrainRow
+from schemas.errors import DataError
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """R rows of at most T tokens, right-padded.
+
+    tokens: int64 [R, T]. Shifted, [R, T-1]: targets int64 (0 in padding), mask bool, rollout_logprobs
+    float32, advantages float32, weights float32 (of each token in the step's loss), versions int64 (-1 where
+    there is none). sequence, sample, group: int64 [R], index of the row, of its sample and of its group in the batch;
+    a sample's rows may be in several micro-batches. lengths: int64 [R], tokens of the row that the model reads.
+
+    With an advantage of tokens there are, until it is computed, rewards in the place of advantages. images: those that
+    tokens of the rows stand for, None without any. temperatures: with which each row was sampled; no tensor, whose type
+    FSDP2 would lower with that of the model's inputs. routed_experts: int16 [R, T, L, k], the experts that each token
+    was sent to at rollout in L layers, -1 where nobody noted it; None if of no row.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    mask: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    versions: Tensor
+    sequence: Tensor
+    sample: Tensor
+    group: Tensor
+    lengths: Tensor
+    images: ImageBatch | None = None
+    temperatures: Sequence[float] = (1.0,)
+    routed_experts: Tensor | None = None
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Copy all tensors to another device."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        moved = {name: value.to(device) for name, value in values.items() if hasattr(value, "to")}
+        return MicroBatch(**{**values, **moved})
+
+
+def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> MicroBatch:
+    """Tensors of one micro-batch. Without rows it is one short row without a loss token: a rank that has
+    nothing to do still takes part in the collectives of the others."""
+    longest = max((len(row.cut.tokens) for row in rows), default=0)
+    shape = (max(1, len(rows)), max(2, longest))
+
+    def filled(read: Callable[[TrainRow], npt.NDArray[np.generic] | float], empty: int, dtype: type) -> Tensor:
+        out: npt.NDArray[Any] = np.full(shape, empty, dtype=dtype)
+        for place, row in enumerate(rows):
+            out[place, : len(row.cut.tokens)] = read(row)
+        return torch.from_numpy(out)
+
+    def spread(values: Sequence[float]) -> Tensor:
+        column = torch.tensor([*values] or [0.0], dtype=torch.float32)[:, None]
+        return torch.where(mask, column, 0.0)
+
+    def advantages() -> Tensor:
+        same = [row.advantage for row in rows if isinstance(row.advantage, float)]
+        if len(same) == len(rows):
+            return spread(same)
+        each = filled(lambda row: a if isinstance(a := row.advantage, float) else a.numpy(), 0, np.float32)[:, 1:]
+        return torch.where(mask, each, 0.0)
+
+    tokens = filled(lambda row: row.cut.tokens.numpy(), 0, np.int64)
+    mask = filled(lambda row: row.cut.loss_mask.numpy(), 0, np.bool_)[:, 1:].contiguous()
+    return MicroBatch(
+        tokens=tokens,
+        targets=tokens[:, 1:].contiguous(),
+        mask=mask,
+        rollout_logprobs=filled(lambda row: row.cut.logprobs.numpy(), 0, np.float32)[:, 1:].contiguous(),
+        advantages=advantages(),
+        weights=spread([row.weight for row in rows]),
+        versions=filled(lambda row: row.cut.versions(), -1, np.int64)[:, 1:].contiguous(),
+        sequence=torch.tensor([row.sequence for row in rows] or [-1]),
+        sample=torch.tensor([row.cut.sample for row in rows] or [-1]),
+        group=torch.tensor([row.group for row in rows] or [-1]),
+        # A forward pass leaves out the last token, which predicts nothing.
+        lengths=torch.tensor([max(1, len(row.cut.tokens) - 1) for row in rows] or [1]),
+        images=None if images is None else images.batch([row.cut.images for row in rows], shape[1]),
+        temperatures=[row.temperature for row in rows] or [1.0],
+        routed_experts=_routed_experts(rows, shape),
+    )
+
+
+def _routed_experts(rows: Sequence[TrainRow], shape: tuple[int, int]) -> Tensor | None:
+    """See MicroBatch. DataError when two rows are not of one model."""
+    sizes = {
+        (row.cut.routed_experts.layers, row.cut.routed_experts.k) for row in rows if row.cut.routed_experts is not None
+    }
+    if not sizes:
+        return None
+    if len(sizes) > 1:
+        raise DataError(f"samples of one step have routed_experts of different (layers, experts): {sorted(sizes)}")
+    out = np.full((*shape, *sizes.pop()), -1, dtype=np.int16)
+    for place, row in enumerate(rows):
+        if row.cut.routed_experts is not None:
+            chosen = row.cut.routed_experts.numpy()
+            unknown = np.iinfo(chosen.dtype).max
+            out[place, : len(chosen)] = np.where(chosen == unknown, np.int16(-1), chosen.astype(np.int16))
+    return torch.from_numpy(out)
