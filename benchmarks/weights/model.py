@@ -21,7 +21,7 @@ from transformers import Qwen2Config
 from consumers.trainer.model.hf_weights import reference_logprobs
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.model.snapshot import Snapshot, Snapshots
-from consumers.trainer.step.optimizer import build_optimizer
+from consumers.trainer.step.gradient_update import build_optimizer
 from deploy.offline.tiny_model import byte_tokenizer, random_model
 from producers.engines.base import Completion, Engine, EngineSettings
 from producers.engines.factory import make_engine

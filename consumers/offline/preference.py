@@ -42,7 +42,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.dropout import train_without_dropout
 from consumers.trainer.model.hf_weights import named_weights, save_weights
 from consumers.trainer.model.policy import DTYPES, Policy, load_model, read_model
-from consumers.trainer.step.optimizer import Schedule, build_optimizer
+from consumers.trainer.step.gradient_update import Schedule, build_optimizer
 from schemas.config import DpoConfig, ModelConfig, PreferenceConfig, RewardModelConfig
 from schemas.errors import ConfigError
 

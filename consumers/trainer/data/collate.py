@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from consumers.trainer.algorithms.losses import LossInputs
 from consumers.trainer.data.patches import ImageBatch, ImageFiles
 from consumers.trainer.data.rows import TrainRow
 from schemas.errors import DataError
@@ -33,7 +34,10 @@ class MicroBatch:
     With an advantage of tokens there are, until it is computed, rewards in the place of advantages. images: those that
     tokens of the rows stand for, None without any. temperatures: with which each row was sampled; no tensor, whose type
     FSDP2 would lower with that of the model's inputs. routed_experts: int16 [R, T, L, k], the experts that each token
-    was sent to at rollout in L layers, -1 where nobody noted it; None if of no row.
+    was sent to at rollout in L layers, -1 where the engine did not report it; None if of no row.
+
+    Known before the gradient if the configuration asks for it (step/prepare.py), [R, T-1]: proximal_logprobs,
+    reference_logprobs, values, returns, and kept, the tokens that the loss chose.
     """
 
     tokens: Tensor
@@ -50,6 +54,30 @@ class MicroBatch:
     images: ImageBatch | None = None
     temperatures: Sequence[float] = (1.0,)
     routed_experts: Tensor | None = None
+    proximal_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    kept: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """Id of the sequence at each token, int64 [R, T-1]."""
+        return self.sequence[:, None].expand(self.mask.shape)
+
+    def loss_inputs(self, logprobs: Tensor) -> LossInputs:
+        """Return the inputs of the loss, given the log-probabilities [R, T-1] that have a gradient."""
+        return LossInputs(
+            logprobs=logprobs,
+            rollout_logprobs=self.rollout_logprobs,
+            advantages=self.advantages,
+            mask=self.mask,
+            versions=self.versions,
+            proximal_logprobs=self.proximal_logprobs,
+            reference_logprobs=self.reference_logprobs,
+            sequence=self.sequence_ids,
+            kept=self.kept,
+        )
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy all tensors to another device."""

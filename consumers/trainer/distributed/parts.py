@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,3 @@ class ParallelModule(nn.Module):
     def adopt(self, tried: Mapping[str, bool]) -> None:
         """Take over what rank 0 has found out, on a rank without weights too."""
         raise NotImplementedError
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, without a copy; all of one that is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

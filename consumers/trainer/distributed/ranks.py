@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.initial_weights import InitialWeights
 from consumers.trainer.distributed.layout import Layout
-from consumers.trainer.distributed.parts import ParallelModule, Part, local_part
+from consumers.trainer.distributed.parts import ParallelModule, Part
 from consumers.trainer.distributed.tensor_parallel import cut_layers
 from consumers.trainer.distributed.watchdog import RankWatchdog
 from schemas.config import ParallelConfig, TrainerConfig
@@ -70,6 +70,7 @@ class Ranks:
         self.world: int = self.accelerator.num_processes
         self.rank: int = self.accelerator.process_index
         self.layout = Layout.of(self.world, parallel or ParallelConfig())
+        self._gradient_parts = self.layout.gradient_parts
         self.dp_size = self.layout.dp_size
         self.dp_rank = self.layout.dp_rank_of(self.rank)
 
@@ -227,8 +228,7 @@ class Ranks:
 
     def backward(self, loss: Tensor) -> None:
         """Run backward from this rank's part of a sum over data parts, and undo that sharding averages gradients."""
-        parts = self.layout.gradient_parts
-        (loss * parts if parts > 1 else loss).backward()
+        (loss * self._gradient_parts if self._gradient_parts > 1 else loss).backward()
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
         """Scale all gradients so that their global norm is at most ``limit``; returns the norm before.
@@ -276,6 +276,11 @@ class Ranks:
         packed = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
         dist.all_reduce(packed, operation, group=self._data_group if data else None)
         return [float(v) for v in packed.tolist()]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, without a copy; all of one that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

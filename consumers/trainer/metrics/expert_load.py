@@ -16,20 +16,26 @@ from transformers import PreTrainedModel
 from consumers.trainer.distributed.layout import number_of_experts
 
 
+def watch_experts(model: nn.Module) -> ExpertLoad | None:
+    """Watch the experts of a model's language model; None if it has none."""
+    language_model = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    experts = 0 if language_model is None else number_of_experts(language_model.config.get_text_config())
+    return ExpertLoad(model, experts) if experts else None
+
+
 class ExpertLoad:
     """Counts the tokens that forward passes with a gradient send to each expert, between one ``result`` and the next.
 
     A pass that is computed again for backward counts twice, for every expert alike.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Watch the experts of a language model; one without experts costs nothing and has no metrics."""
-        language_model = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-        self._experts = 0 if language_model is None else number_of_experts(language_model.config.get_text_config())
+    def __init__(self, model: nn.Module, experts: int) -> None:
+        """Watch a model whose layers have this many experts."""
         layers = [m for m in model.modules() if any(p.ndim == 3 for p in m.parameters(recurse=False))]
-        self._counts: list[Tensor | None] = [None] * (len(layers) if self._experts else 0)
-        for layer in range(len(self._counts)):
-            layers[layer].register_forward_pre_hook(self._hook(layer), with_kwargs=True)
+        self._experts = experts
+        self._counts: list[Tensor | None] = [None] * len(layers)
+        for number, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._hook(number), with_kwargs=True)
 
     def _hook(self, layer: int) -> Callable[..., None]:
         def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from consumers.trainer.data.load_balancing import Cost
 from consumers.trainer.data.patches import ImageBatch
-from consumers.trainer.distributed.parts import ParallelModule, local_part
+from consumers.trainer.distributed.parts import ParallelModule
+from consumers.trainer.distributed.ranks import local_part
 from consumers.trainer.model.dropout import train_without_dropout
 from consumers.trainer.model.head import score
 from consumers.trainer.model.packing import pack, switch_to_packing, use_packing

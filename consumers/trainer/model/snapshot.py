@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from consumers.trainer.distributed.parts import local_part
+from consumers.trainer.distributed.ranks import local_part
 from consumers.trainer.model.file_layout import Conversion
 from consumers.trainer.model.hf_weights import FileLayout, file_layout, header, whole, wire_weights
 from consumers.trainer.model.policy import DTYPES, Policy

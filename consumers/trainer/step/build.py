@@ -7,15 +7,15 @@ from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.data.plan import StepPlanner
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.metrics.expert_load import watch_experts
 from consumers.trainer.model.activations import save_activations
 from consumers.trainer.model.compile import compile_layers
 from consumers.trainer.model.lora import load_policy, make_policy
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.critic import Critic, CriticStep
-from consumers.trainer.step.gradient_update import GradientUpdate
-from consumers.trainer.step.optimizer import Schedule, build_optimizer
+from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, build_optimizer
 from consumers.trainer.step.prepare import Preparation
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.train_step import Observer, TrainStep
 from schemas.config import TidemillConfig
 from schemas.plugins import bind
 
@@ -81,6 +81,11 @@ def build_train_step(
         _before_sharding(critic, config, ranks)
         critic_step = CriticStep(critic, trainer.critic, trainer.steps, ranks, dtype)
     objective = Objective.from_config(trainer, config.base)
+    observers: list[Observer] = []
+    if (load := watch_experts(policy)) is not None:
+        observers.append(load)
+    if policy.router_replay is not None:
+        observers.append(policy.router_replay)
     preparation = Preparation(
         objective,
         reference=reference,
@@ -92,7 +97,17 @@ def build_train_step(
     optimizer = build_optimizer(policy.parameters(), trainer.optimizer)
     update = GradientUpdate(policy, optimizer, ranks, trainer.optimizer.max_grad_norm, dtype)
     schedule = Schedule(trainer.optimizer, trainer.optimizer.lr, trainer.steps)
-    return TrainStep(policy, planner, preparation, objective, update, schedule, ranks)
+    return TrainStep(
+        policy,
+        planner,
+        objective,
+        update,
+        schedule,
+        ranks,
+        preparation if preparation.needed else None,
+        critic_step,
+        observers,
+    )
 
 
 def _before_sharding(model: Policy | Critic, config: TidemillConfig, ranks: Ranks) -> None:

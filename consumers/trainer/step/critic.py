@@ -15,8 +15,7 @@ from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.distributed.parts import ParallelModule
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.packing import pack, switch_to_packing, use_packing
-from consumers.trainer.step.gradient_update import GradientUpdate, Sums
-from consumers.trainer.step.optimizer import build_optimizer, lr_factor
+from consumers.trainer.step.gradient_update import GradientUpdate, Sums, build_optimizer, lr_factor
 from schemas.config import CriticConfig
 
 
@@ -85,18 +84,18 @@ class CriticStep:
         found: Tensor = self.critic(micro.tokens, micro.mask, micro.lengths)
         return found
 
-    def run(self, parts: Sequence[tuple[MicroBatch, Tensor, Tensor]], tokens: float, done: int) -> dict[str, float]:
+    def run(self, batch: Sequence[MicroBatch], tokens: float, done: int) -> dict[str, float]:
         """Update the critic unless something is not finite; returns metrics of all ranks.
 
-        parts: micro-batches with the values before the step and the returns, float32 [R, T-1]. tokens: loss tokens of
-        the step, over which the loss is a mean. done: steps before this one. critic_error: root mean square of return
+        batch: micro-batches with the values before the step, and the returns. tokens: loss tokens of the step, over
+        which the loss is a mean. done: steps before this one. critic_error: root mean square of return
         - value over that of the returns, 1 for a critic that says 0. critic_explained_variance: the share of the
         returns' variance that the values explain, 1 at best, 0 for a constant, below for worse; left out where all
         returns are equal.
         """
         optimizer = self.settings.optimizer
         lr = optimizer.lr * lr_factor(done, optimizer, self.steps)
-        update = self.update.run(lambda: self._accumulate(parts, tokens), lr)
+        update = self.update.run(lambda: self._accumulate(batch, tokens), lr)
         loss, error, square, count, error_sum, return_sum = update.sums.values
         return {
             "critic_loss": loss,
@@ -107,10 +106,13 @@ class CriticStep:
             **self.update.metrics("critic_"),
         }
 
-    def _accumulate(self, parts: Sequence[tuple[MicroBatch, Tensor, Tensor]], tokens: float) -> Sums:
+    def _accumulate(self, batch: Sequence[MicroBatch], tokens: float) -> Sums:
         """Run backward from each micro-batch's part of the loss; returns the loss and the sums that metrics need."""
         sums = Sums(6)
-        for micro, old_values, returns in parts:
+        for micro in batch:
+            old_values, returns = micro.values, micro.returns
+            if old_values is None or returns is None:
+                continue
             values = self.critic(micro.tokens, micro.mask, micro.lengths)
             loss = value_loss(values, old_values, returns, self.settings.clip)
             total = torch.where(micro.mask, loss, 0.0).sum() / max(tokens, 1.0)

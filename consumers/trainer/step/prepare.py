@@ -16,45 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from consumers.trainer.algorithms.advantages import TokenAdvantage, TokenRewards, discounted
 from consumers.trainer.algorithms.kl import kl_reward
-from consumers.trainer.algorithms.losses import AllReduceSum, LossInputs
+from consumers.trainer.algorithms.losses import AllReduceSum
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.algorithms.sequences import Sequences
 from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.model.lora import adapter_off
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.critic import CriticStep
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A micro-batch with all that is known before its gradient; tensors [R, T] as in LossInputs."""
-
-    micro: MicroBatch
-    proximal_logprobs: Tensor | None = None
-    reference_logprobs: Tensor | None = None
-    kept: Tensor | None = None
-    values: Tensor | None = None
-    returns: Tensor | None = None
-
-    def inputs(self, logprobs: Tensor) -> LossInputs:
-        """Inputs of the loss, given the log-probabilities [R, T] that have a gradient."""
-        micro = self.micro
-        return LossInputs(
-            logprobs=logprobs,
-            rollout_logprobs=micro.rollout_logprobs,
-            advantages=micro.advantages,
-            mask=micro.mask,
-            versions=micro.versions,
-            proximal_logprobs=self.proximal_logprobs,
-            reference_logprobs=self.reference_logprobs,
-            sequence=sequence_ids(micro),
-            kept=self.kept,
-        )
-
-
-def sequence_ids(micro: MicroBatch) -> Tensor:
-    """Id of the sequence at each token, int64 [R, T]."""
-    return micro.sequence[:, None].expand(micro.mask.shape)
 
 
 @dataclass(frozen=True)
@@ -71,68 +39,62 @@ class Preparation:
     token_advantage: TokenAdvantage | None = None
     critic: CriticStep | None = None
 
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to prepare."""
+        asked = (self.reference, self.token_advantage, self.critic, self.objective.loss.select_tokens)
+        return self.lora_off or bool(self.kl_in_reward) or any(each is not None for each in asked)
+
     def run(
-        self,
-        policy: Policy,
-        micro_batches: Sequence[MicroBatch],
-        version: int,
-        all_reduce_sum: AllReduceSum,
-    ) -> list[Prepared]:
+        self, policy: Policy, batch: Sequence[MicroBatch], version: int, all_reduce_sum: AllReduceSum
+    ) -> Sequence[MicroBatch]:
         """Prepare all micro-batches of this rank, which are on the policy's device."""
-        batch = [Prepared(micro) for micro in micro_batches]
         if self.reference is not None or self.lora_off:
             with adapter_off(policy) if self.lora_off else nullcontext():
                 reference = self.reference or policy
-                batch = [replace(part, reference_logprobs=self._score(reference, part.micro)) for part in batch]
+                batch = [replace(micro, reference_logprobs=self._score(reference, micro)) for micro in batch]
             if isinstance(self.reference, FSDPModule):
                 # A pass without a gradient leaves the gathered embeddings and head behind.
                 self.reference.reshard()
         if self.critic is not None:
-            batch = [replace(part, values=self.critic.values(part.micro)) for part in batch]
+            batch = [replace(micro, values=self.critic.values(micro)) for micro in batch]
         batch = self._with_advantages(batch, all_reduce_sum)
         if self.objective.loss.select_tokens is None:
             return batch
         inputs = [
-            self.objective.with_proximal(part.inputs(self._score(policy, part.micro, replayed=True)), version)
-            for part in batch
+            self.objective.with_proximal(micro.loss_inputs(self._score(policy, micro, replayed=True)), version)
+            for micro in batch
         ]
+        kept = self.objective.loss.select_tokens(inputs, all_reduce_sum)
         return [
-            replace(part, proximal_logprobs=seen.proximal_logprobs, kept=kept)
-            for part, seen, kept in zip(
-                batch, inputs, self.objective.loss.select_tokens(inputs, all_reduce_sum), strict=True
-            )
+            replace(micro, proximal_logprobs=seen.proximal_logprobs, kept=chosen)
+            for micro, seen, chosen in zip(batch, inputs, kept, strict=True)
         ]
 
-    def _with_advantages(self, batch: list[Prepared], all_reduce_sum: AllReduceSum) -> list[Prepared]:
+    def _with_advantages(self, batch: Sequence[MicroBatch], all_reduce_sum: AllReduceSum) -> Sequence[MicroBatch]:
         """Compute advantages of single tokens, with the KL penalty taken off what comes after each token."""
         if self.token_advantage is None and not self.kl_in_reward:
             return batch
-        rewards = [self._rewards(part) for part in batch]
+        rewards = [self._rewards(micro) for micro in batch]
         if self.token_advantage is not None:
             return [
-                replace(part, micro=replace(part.micro, advantages=found.advantages), returns=found.returns)
-                for part, found in zip(batch, self.token_advantage(rewards, all_reduce_sum), strict=True)
+                replace(micro, advantages=found.advantages, returns=found.returns)
+                for micro, found in zip(batch, self.token_advantage(rewards, all_reduce_sum), strict=True)
             ]
         # The samples' advantages are there already; the penalty only adds its own, without a baseline.
         return [
-            replace(
-                part,
-                micro=replace(
-                    part.micro, advantages=part.micro.advantages + discounted(reward.rewards, reward.sequences, 1.0)
-                ),
-            )
-            for part, reward in zip(batch, rewards, strict=True)
+            replace(micro, advantages=micro.advantages + discounted(reward.rewards, reward.sequences, 1.0))
+            for micro, reward in zip(batch, rewards, strict=True)
         ]
 
-    def _rewards(self, part: Prepared) -> TokenRewards:
-        micro = part.micro
-        sequences = Sequences(sequence_ids(micro), micro.mask)
+    def _rewards(self, micro: MicroBatch) -> TokenRewards:
+        sequences = Sequences(micro.sequence_ids, micro.mask)
         # With an advantage of tokens there are the rewards at their tokens so far.
         rewards = torch.zeros_like(micro.advantages) if self.token_advantage is None else micro.advantages
-        if self.kl_in_reward and part.reference_logprobs is not None:
-            penalty = kl_reward(self.objective.estimator, micro.rollout_logprobs, part.reference_logprobs, micro.mask)
+        if self.kl_in_reward and micro.reference_logprobs is not None:
+            penalty = kl_reward(self.objective.estimator, micro.rollout_logprobs, micro.reference_logprobs, micro.mask)
             rewards = rewards - self.kl_in_reward * penalty
-        return TokenRewards(rewards, sequences, part.values)
+        return TokenRewards(rewards, sequences, micro.values)
 
     @torch.no_grad()
     def _score(self, policy: Policy, micro: MicroBatch, replayed: bool = False) -> Tensor:

@@ -7,23 +7,23 @@ changes no weight and says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from consumers.trainer.algorithms.objective import Objective
+from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.data.plan import StepBatch, StepPlanner
 from consumers.trainer.distributed.ranks import Ranks
-from consumers.trainer.metrics.expert_load import ExpertLoad
 from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.critic import CriticStep
-from consumers.trainer.step.gradient_update import GradientUpdate
-from consumers.trainer.step.optimizer import Schedule
-from consumers.trainer.step.prepare import Preparation, Prepared
+from consumers.trainer.step.gradient_update import GradientUpdate, Schedule
+from consumers.trainer.step.prepare import Preparation
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,14 @@ class StepResult:
     advantages: Sequence[float] = ()
 
 
+class Observer(Protocol):
+    """What watches forward passes for metrics of its own, such as the load of experts."""
+
+    def result(self, add: Callable[[list[float]], list[float]]) -> dict[str, float]:
+        """Return the metrics since the last step; ``add`` is a sum over all ranks."""
+        ...
+
+
 class TrainStep:
     """An optimizer step, from micro-batches to changed weights and metrics; ``build_train_step`` puts it together::
 
@@ -57,11 +65,13 @@ class TrainStep:
         self,
         policy: Policy,
         planner: StepPlanner,
-        preparation: Preparation,
         objective: Objective,
         update: GradientUpdate,
         schedule: Schedule,
         ranks: Ranks,
+        preparation: Preparation | None = None,
+        critic: CriticStep | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.policy = policy
         self.planner = planner
@@ -70,55 +80,54 @@ class TrainStep:
         self.update = update
         self.schedule = schedule
         self.ranks = ranks
-        self.expert_load = ExpertLoad(policy)
-
-    @property
-    def critic(self) -> CriticStep | None:
-        """The critic that gives values to the advantages, if there is one."""
-        return self.preparation.critic
+        self.critic = critic
+        self.observers = observers
 
     def run(self, batch: StepBatch, version: int) -> StepResult:
         """Update the weights once; ``version`` is that of the weights before the step."""
         timer = StepTimer()
         with timer.phase("prepare"):
             micro_batches = [micro.to(self.policy.device) for micro in batch.micro_batches]
-            prepared = self.preparation.run(self.policy, micro_batches, version, self.ranks.all_reduce_sum)
+            if self.preparation is not None:
+                micro_batches = self.preparation.run(self.policy, micro_batches, version, self.ranks.all_reduce_sum)
         lr = self.schedule.at(self.schedule.done + 1)
         with timer.phase("optimizer"):
-            update = self.update.run(lambda: self._accumulate(prepared, version, timer), lr)
+            update = self.update.run(lambda: self._accumulate(micro_batches, version, timer), lr)
         meter = update.sums
         with timer.phase("critic"):
-            critic_metrics = self._train_critic(prepared, meter.sums["tokens"])
+            critic_metrics = self._train_critic(micro_batches, meter.sums["tokens"])
         # A skipped step counts: the schedule follows the steps of the run.
         self.schedule.done += 1
         metrics = {
             **(sample_metrics(batch.plan) if batch.plan else {}),
             **meter.result(),
-            **self.expert_load.result(self.ranks.sum_over_ranks),
-            **(replay.result(self.ranks.sum_over_ranks) if (replay := self.policy.router_replay) else {}),
+            **{
+                name: value
+                for observer in self.observers
+                for name, value in observer.result(self.ranks.sum_over_ranks).items()
+            },
             **critic_metrics,
             "grad_norm": update.norm,
             "lr": lr,
             "skipped": float(update.skipped),
             **self.update.metrics(),
         }
-        one_each = batch.plan is not None and self.preparation.token_advantage is None
-        advantages = batch.plan.credit.samples.tolist() if one_each and batch.plan else ()
+        per_token = self.preparation is not None and self.preparation.token_advantage is not None
+        advantages = batch.plan.credit.samples.tolist() if batch.plan and not per_token else ()
         return StepResult(metrics, dict(sorted(meter.staleness.items())), update.skipped, timer.lap(), advantages)
 
-    def _accumulate(self, prepared: Sequence[Prepared], version: int, timer: StepTimer) -> StepMeter:
+    def _accumulate(self, batch: Sequence[MicroBatch], version: int, timer: StepTimer) -> StepMeter:
         """Run forward and backward for each micro-batch; returns the metrics of this rank."""
         meter = StepMeter(version)
-        for part in prepared:
+        for micro in batch:
             with timer.phase("forward"):
-                loss = self._forward(part, meter)
+                loss = self._forward(micro, meter)
             with timer.phase("backward"):
                 self.update.backward(loss)
         return meter
 
-    def _forward(self, part: Prepared, meter: StepMeter) -> Tensor:
+    def _forward(self, micro: MicroBatch, meter: StepMeter) -> Tensor:
         """Compute this micro-batch's part of the step's loss, with its gradient graph."""
-        micro = part.micro
         scores = self.policy(
             micro.tokens,
             micro.targets,
@@ -129,19 +138,14 @@ class TrainStep:
             images=micro.images,
             routed_experts=micro.routed_experts,
         )
-        output = self.objective(part.inputs(scores.logprobs), scores.entropy, meter.version)
+        output = self.objective(micro.loss_inputs(scores.logprobs), scores.entropy, meter.version)
         loss = torch.where(micro.mask, output.loss * micro.weights, 0.0).sum()
         meter.add(micro, scores, output, loss)
         return loss
 
-    def _train_critic(self, prepared: Sequence[Prepared], tokens: float) -> dict[str, float]:
+    def _train_critic(self, batch: Sequence[MicroBatch], tokens: float) -> dict[str, float]:
         """Train the critic, if there is one, on the step's returns; returns its metrics."""
         if self.critic is None:
             return {}
-        parts = [
-            (part.micro, part.values, part.returns)
-            for part in prepared
-            if part.values is not None and part.returns is not None
-        ]
         self.critic.steps = self.schedule.steps
-        return self.critic.run(parts, tokens, self.schedule.done)
+        return self.critic.run(batch, tokens, self.schedule.done)

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from consumers.trainer.distributed.parts import local_part
-from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.distributed.ranks import Ranks, local_part
 from consumers.trainer.model.hf_weights import named_weights
 from consumers.trainer.model.lora import make_policy
 from consumers.trainer.model.policy import Policy

@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from consumers.trainer.data.load_balancing import shares
-from consumers.trainer.distributed.parts import local_part
-from consumers.trainer.distributed.ranks import Ranks
-from consumers.trainer.metrics.expert_load import ExpertLoad
+from consumers.trainer.distributed.ranks import Ranks, local_part
+from consumers.trainer.metrics.expert_load import watch_experts
 from consumers.trainer.model.activations import Checkpointing, save_activations
 from consumers.trainer.model.policy import Policy
 from schemas.config import ParallelConfig
@@ -101,7 +100,7 @@ def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
     policy = make_policy(case)
     save_activations(policy.causal_lm, case.checkpointing, case.offload)
     policy = ranks.prepare(policy)
-    load = ExpertLoad(policy)
+    load = watch_experts(policy)
     dealt = shares(
         LENGTHS[: case.rows], LENGTHS[: case.rows], ranks.dp_size, MICRO_BATCH_TOKENS * ranks.layout.context
     )[ranks.dp_rank]
@@ -123,7 +122,7 @@ def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
         "clipped": clipped,
         "micro_batches": len(dealt),
         "share": sum(local_part(p).nbytes for p in policy.parameters()) / whole_bytes,
-        "load": load.result(ranks.sum_over_ranks),
+        "load": {} if load is None else load.result(ranks.sum_over_ranks),
         "wanted_load": wanted_load,
     }
 
@@ -131,12 +130,12 @@ def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
 def reference(case: Case) -> tuple[dict[str, Tensor], float, int, dict[str, float]]:
     """Gradients by name in one process, their norm, the bytes of all parameters, and the load of experts."""
     policy = make_policy(case)
-    load = ExpertLoad(policy)
+    load = watch_experts(policy)
     for row in range(case.rows):
         loss_of(policy, [row]).backward()
     gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     norm = float(torch.nn.utils.get_total_norm(gradients.values()))
-    return gradients, norm, sum(p.nbytes for p in policy.parameters()), load.result(lambda counts: counts)
+    return gradients, norm, sum(p.nbytes for p in policy.parameters()), {} if load is None else load.result(list)
 
 
 def make_policy(case: Case) -> Policy:

@@ -81,7 +81,7 @@ def algorithm(ranks: Ranks, model: str, reference: str, trainer: dict[str, Any])
         step.run(step.planner.plan(groups).batch(ranks.dp_rank), version).metrics
         for version, groups in enumerate(batches)
     ]
-    scored = step.preparation.reference
+    scored = step.preparation.reference if step.preparation else None
     critic = step.critic.critic if step.critic else None
     return {"metrics": metrics, "sharded": [all_sharded(module) for module in (step.policy, scored, critic) if module]}
 

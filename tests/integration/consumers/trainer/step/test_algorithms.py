@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from consumers.trainer.algorithms import ADVANTAGES, LOSSES
+from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.data.groups import Group
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import reference_policy
-from consumers.trainer.step.prepare import Prepared
 from consumers.trainer.step.train_step import StepResult, TrainStep
 from schemas.config import parse_config
 from tests.support.models.tiny_model import make_tiny_model
@@ -48,17 +48,17 @@ def make_step(model: PreTrainedModel, reference: Policy | None = None, **trainer
     return make_train_step(Policy(copy.deepcopy(model)), settings, reference=reference)
 
 
-def run(step: TrainStep, groups: list[Group]) -> tuple[Tensor, StepResult, list[Prepared]]:
+def run(step: TrainStep, groups: list[Group]) -> tuple[Tensor, StepResult, list[MicroBatch]]:
     """The step's gradient before clipping, its result, and the micro-batches as they were trained."""
     gradients: list[Tensor] = []
-    seen: list[Prepared] = []
+    seen: list[MicroBatch] = []
     forward = step._forward
 
     def look(parameters: object, limit: float) -> float:
         gradients.append(torch.cat([p.grad.flatten() for p in step.policy.parameters() if p.grad is not None]))
         return 0.0
 
-    def note(part: Prepared, *rest: object) -> Tensor:
+    def note(part: MicroBatch, *rest: object) -> Tensor:
         seen.append(part)
         return forward(part, *rest)  # type: ignore[arg-type]
 
@@ -121,8 +121,7 @@ def test_advantages_and_kl_do_not_depend_on_micro_batching(
     assert not close(whole, gradient(make_step(model, advantage={"name": name}), groups))
 
 
-def logprobs_by(policy: Policy, part: Prepared, temperature: float = 1.0) -> Tensor:
-    micro = part.micro
+def logprobs_by(policy: Policy, micro: MicroBatch, temperature: float = 1.0) -> Tensor:
     with torch.no_grad():
         scores: Tensor = policy(micro.tokens, micro.targets, micro.mask, temperatures=[temperature]).logprobs
     return scores
@@ -163,21 +162,21 @@ def test_kl_in_the_reward_counts_against_the_tokens_before_it(model: PreTrainedM
     step = make_step(model, other, kl={"coef": 0.1, "estimator": "k1", "place": "reward"})
     _, _, (part,) = run(step, groups)
     reference = logprobs_by(other, part)
-    for row, sequence in enumerate(part.micro.sequence.tolist()):
-        mask = part.micro.mask[row]
-        k1 = (part.micro.rollout_logprobs[row] - reference[row])[mask].tolist()
+    for row, sequence in enumerate(part.sequence.tolist()):
+        mask = part.mask[row]
+        k1 = (part.rollout_logprobs[row] - reference[row])[mask].tolist()
         want = [(0.5, -0.5)[sequence] - 0.1 * sum(k1[t:]) for t in range(len(k1))]
-        assert part.micro.advantages[row][mask].tolist() == pytest.approx(want, abs=1e-5)
-        assert part.micro.advantages[row][~mask].abs().sum() == 0
+        assert part.advantages[row][mask].tolist() == pytest.approx(want, abs=1e-5)
+        assert part.advantages[row][~mask].abs().sum() == 0
 
 
 def test_reinforce_pp_rewards_the_last_token_and_normalises_the_step(model: PreTrainedModel) -> None:
     groups = [Group(0, [(make_trajectory(0, 0), 1.0)]), Group(1, [(make_trajectory(1, 0, 2, 6), 0.0)])]
     _, _, parts = run(make_step(model, micro_batch_tokens=8, advantage={"name": "reinforce_pp"}), groups)
     values = {
-        sequence: part.micro.advantages[row][part.micro.mask[row]]
+        sequence: part.advantages[row][part.mask[row]]
         for part in parts
-        for row, sequence in enumerate(part.micro.sequence.tolist())
+        for row, sequence in enumerate(part.sequence.tolist())
     }
     std = math.sqrt(0.4 * 0.6)
     assert values[0].tolist() == pytest.approx([0.6 / std] * 4, abs=1e-5)
@@ -191,9 +190,9 @@ def test_m2po_compares_the_policy_at_the_start_of_the_step_with_the_rollout_poli
     _, result, parts = run(step, groups)
     squares, kept = [], []
     for part in parts:
-        mask = part.micro.mask
+        mask = part.mask
         assert part.kept is not None
-        squares += (logprobs_by(start, part) - part.micro.rollout_logprobs)[mask].square().tolist()
+        squares += (logprobs_by(start, part) - part.rollout_logprobs)[mask].square().tolist()
         kept += part.kept[mask].tolist()
     limit = max(s for s, keep in zip(squares, kept, strict=True) if keep)
     chosen = [s for s in squares if s <= limit]
@@ -213,10 +212,10 @@ def test_decoupled_ppo_gets_its_proximal_policy(model: PreTrainedModel, proximal
     _, result, parts = run(step, groups)
     weights = []
     for part in parts:
-        gap = logprobs_by(start, part) - part.micro.rollout_logprobs
-        age = 5 - part.micro.versions  # 2 and 1
+        gap = logprobs_by(start, part) - part.rollout_logprobs
+        age = 5 - part.versions  # 2 and 1
         gap = gap if proximal == "recompute" else torch.where(age == 2, gap / 2, 0.0)
-        weights += gap[part.micro.mask].exp().tolist()
+        weights += gap[part.mask].exp().tolist()
     weights = [w if w <= 5 else 0.0 for w in weights]
     assert result.metrics["loss_weight"] == pytest.approx(sum(weights) / len(weights), rel=1e-4)
 
@@ -226,7 +225,7 @@ def test_rejected_tokens_are_counted_and_stay_in_the_denominator(model: PreTrain
     groups = rollout_near(model, [Group(0, [(make_trajectory(0, 0, 3, 4), 1.0), (make_trajectory(0, 1, 3, 4), 0.0)])])
     step = make_step(model, rejection=[{"upper": 1.0}], loss={"name": "reinforce"})
     _, result, (part,) = run(step, groups)
-    micro = part.micro
+    micro = part
     logprobs = logprobs_by(Policy(copy.deepcopy(model)), part)[micro.mask]
     ratio = (logprobs - micro.rollout_logprobs[micro.mask]).exp()
     kept = ratio <= 1.0

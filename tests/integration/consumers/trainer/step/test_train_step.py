@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from consumers.trainer.data.groups import Group
 from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.step.optimizer import lr_factor
+from consumers.trainer.step.gradient_update import lr_factor
 from consumers.trainer.step.train_step import TrainStep
 from schemas.codec import Array
 from schemas.config import OptimizerConfig

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.trainer.data.load_balancing import WORTH_IT
-from consumers.trainer.model.shared_prefixes import find_shared_prefixes
+from consumers.trainer.model.packing import find_shared_prefixes
 
 
 def packed(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
