@@ -19,21 +19,21 @@ from schemas.messages import BatchRecord, GroupRef, Member
 from schemas.system.lifecycle import StopFlag
 
 QUIET_S = 2.0
-"""Seconds between two examinations of the oldest group, and without an outcome after which others are looked after."""
+"""Seconds between two checks of the oldest group, and without an outcome before ``on_idle`` is called."""
 
 MANY_FILTERED = 4
-"""Times a step's groups that came back one after another and taught nothing: then people are told."""
+"""Batches of useless groups in a row after which a warning is sent."""
 
 
 class NothingToLearn(RunFailed):
-    """The prompts that come back teach the policy nothing any more; its weights are good."""
+    """The prompts teach the policy nothing any more; its weights are good."""
 
 
 class BatchSource:
-    """The batches of a trainer: ``next`` waits for those of a step, ``replay`` reads a journaled step's again.
+    """The batches of a trainer: ``next`` waits for that of a step, ``replay`` reads that of a journaled step again.
 
-    pause: people's orders are followed between steps, and while no batch comes. on_idle: called while nothing comes
-    in, to look for what generators and feeder may wait for. intake: the groups that batches are made of.
+    pause: follows orders between steps, and while no batch comes. on_idle: called while no outcomes come, to provide
+    what generators and feeder may wait for. intake: the groups that batches are made of.
     """
 
     def __init__(self, context: TrainerContext, pause: PauseFollower, on_idle: Callable[[], None]) -> None:
@@ -52,10 +52,10 @@ class BatchSource:
         self._examined_at = time.monotonic()
 
     def next(self, new_version: int, stop: StopFlag) -> Batch | None:
-        """The next step's batch, in the journal; None when asked to stop.
+        """Return the batch of the next step, which is in the journal; None if asked to stop.
 
-        InfraError after the deadline, but NothingToLearn when groups came back until then, as many in a row as the step
-        needs, and taught nothing. RunFailed when trainer.max_failed_groups in a row have failed.
+        InfraError after the deadline; NothingToLearn instead if a whole batch of groups in a row came until then and
+        taught nothing. RunFailed if trainer.max_failed_groups in a row have failed.
 
         new_version: the version that the step will make.
         """
@@ -75,11 +75,11 @@ class BatchSource:
         return replace(batch, figures={**batch.figures, **known})
 
     def replay(self, record: BatchRecord) -> Batch:
-        """The batch of a journaled step, with the same data; BrokerDamaged when the broker has lost some of it."""
+        """Return the batch of a journaled step, with the same data; BrokerDamaged if the broker has lost some of it."""
         return self._make_batch(record, self.intake.take_again(record))
 
     def _try_assemble(self) -> bool:
-        """Take groups for the step; True when it has all of them, False also while the trainer has to pause."""
+        """Take groups for the step; True if it has all of them, False also while the trainer has to pause."""
         while True:
             self.intake.claim()
             pipeline = self._pipeline = self._session.read_pipeline()
@@ -96,7 +96,7 @@ class BatchSource:
                 return False
 
     def _wait_for_outcomes(self, stop: StopFlag) -> bool:
-        """Wait for outcomes, or for the end of a pause; False when asked to stop, or when there are steps enough.
+        """Wait for outcomes, or for the end of a pause; False if asked to stop, or if all steps are done.
 
         InfraError after the deadline.
         """
@@ -120,7 +120,7 @@ class BatchSource:
             )
         now = time.monotonic()
         if active and now - self._examined_at > QUIET_S:
-            # Also while others come: what is filtered of them frees slots for more, on and on.
+            # Also while others come: those that are filtered out free slots for more, without end.
             self._examined_at = now
             self.intake.examine(active[0].task_id)
             if now - self.intake.last_outcome_at > QUIET_S:
@@ -129,10 +129,10 @@ class BatchSource:
         return True
 
     def _fail_if_filtered(self, pipeline: PipelineSnapshot) -> None:
-        """Raise NothingToLearn where a step is not complete because groups teach nothing: a restart changes nothing.
+        """Raise NothingToLearn if a step is incomplete because groups teach nothing; a restart would not help.
 
-        That is not known where a group between them taught something, or where none has come for long: then the step
-        waits for generators, too.
+        If one of the groups taught something, or if none has come for long, that is not certain: the step may also be
+        waiting for generators.
         """
         meter = self.intake.meter
         silent = time.monotonic() - self.intake.filtered_at > self._timeout_s / 2
@@ -153,7 +153,7 @@ class BatchSource:
         return {group.task_id for group, _ in self._taken}
 
     def _untaken_slots(self, pipeline: PipelineSnapshot) -> list[Slot]:
-        """Slots of groups that this step has not taken, in admission order."""
+        """Return the slots of groups that this step has not taken, in admission order."""
         taken = self._taken_ids()
         return [slot for slot in pipeline.slots if slot.task_id not in taken]
 

@@ -1,7 +1,7 @@
-"""The times of checkpoints, and what the broker may forget after one: a step's data, once it is durable.
+"""When checkpoints are written, and what the broker may forget after one: the data of the steps that it covers.
 
-Until then a step's record is kept here, and its data in the broker, where it is read again after a crash. With
-trainer.record the data of every step is in a file besides, for ``tidemill replay``.
+Until then the record of a step is kept here, and its data in the broker, where a restarted trainer reads it again. With
+trainer.record, the data of every step is also in a file, for ``tidemill replay``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Checkpointing:
         self._intake: GroupIntake | None = None
         self._uncommitted: list[BatchRecord] = []
         self._pending: int | None = None
-        """The step up to which the checkpoint goes that is being written."""
+        """The step of the checkpoint that is being written."""
         self.step = 0
 
     def load_latest(self) -> bool:
@@ -60,7 +60,7 @@ class Checkpointing:
         self._uncommitted = []
 
     def replayable(self) -> list[BatchRecord]:
-        """Let the broker forget what a checkpoint covers; returns the journaled steps that the weights do not have."""
+        """Let the broker forget what a checkpoint covers; returns the journaled steps that the weights lack."""
         records = [record for _, record in sorted(self._session.read_journal().items())]
         self._session.commit_steps([record for record in records if record.step < self.step])
         self._uncommitted = [record for record in records if self.step <= record.step < self._progress.step]
@@ -91,7 +91,7 @@ class Checkpointing:
     def save_if_due(self) -> None:
         """Begin a checkpoint after every trainer.checkpoint.every steps, counted from the last.
 
-        It is written while training goes on, and the next one waits for it: the broker holds at most twice as many.
+        It is written during training, and the next one waits for it: the broker holds at most twice as many steps.
         """
         with self._context.timer.phase("checkpoint"):
             self.poll()
@@ -107,32 +107,32 @@ class Checkpointing:
             self._finish_pending()
 
     def save_now(self) -> None:
-        """Make everything up to here durable, unless it is already, and tell people."""
+        """Make all steps so far durable, unless they are already, and report it."""
         self._finish_pending()
         if self._progress.step != self.step:
             self.save()
         self._context.notify("checkpoint", "info", f"a checkpoint covers step {self._progress.step}")
 
     def save_final(self) -> None:
-        """Make the steps durable that no checkpoint covers."""
+        """Make the steps that no checkpoint covers durable."""
         self._finish_pending()
         if self._uncommitted:
             self.save()
 
     def save(self) -> None:
-        """Make everything up to here durable, and then let the broker forget it."""
+        """Make all steps so far durable, and then let the broker forget them."""
         self._finish_pending()
         self._context.retry("checkpoint", self._finish_or_write)
 
     def abandon(self) -> None:
-        """Wait for the pending checkpoint when the broker is lost, and let the broker forget nothing."""
+        """Wait for the pending checkpoint after the broker was lost, and let the broker forget nothing."""
         try:
             self._wait_written()
         except DiskError as error:
             log.warning("a checkpoint was not written", error=str(error))
 
     def _finish_pending(self) -> None:
-        """Wait for the pending checkpoint; if it found no room, until a new one has found room."""
+        """Wait for the pending checkpoint; if the disk was full, retry with a new one."""
         if self._pending is None:
             return
         try:
@@ -142,7 +142,7 @@ class Checkpointing:
             self._context.retry("checkpoint", self._finish_or_write)
 
     def _finish_or_write(self) -> None:
-        """Have one checkpoint durable, the pending one or else one of now, and let the broker forget what it covers."""
+        """Finish the pending checkpoint, or else write one, and let the broker forget what it covers."""
         if self._pending is None:
             self._begin()
         self._wait_written()
@@ -155,20 +155,20 @@ class Checkpointing:
         self._uncommitted = [record for record in self._uncommitted if record.step >= self.step]
 
     def _wait_written(self) -> None:
-        """Wait for the pending checkpoint; DiskError when it found no room. None is pending after it."""
+        """Wait for the pending checkpoint; DiskError if the disk was full. Afterwards none is pending."""
         pending, self._pending = self._pending, None
         self._rank_group.wait_saved()
         if pending is not None:
             self.step = pending
 
     def _begin(self) -> None:
-        """Begin a checkpoint of the state as it is now."""
+        """Begin a checkpoint of the current state."""
         progress = self._progress
         pipeline = self._session.read_pipeline()
         progress.update(pipeline)
         progress.prompts = self._session.read_prompts()
         if pipeline.step > progress.step:
-            # Between replays: what is still to be replayed is not in these weights, though its slots have returned.
+            # Between replays: steps still to be replayed are not in these weights, though their slots are free.
             progress.mark_unfinished(
                 [record for step, record in self._session.read_journal().items() if step >= progress.step]
             )

@@ -23,15 +23,15 @@ from schemas.system.lifecycle import StopFlag
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
 
 Notify: TypeAlias = Callable[[str, Literal["info", "warning", "error"], str], None]
-"""Tells people something through the broker: the event's name, its level, and the text."""
+"""Reports an event through the broker: its name, its level, and the text."""
 
 log = structlog.get_logger()
 
 
 class DiskRetry:
-    """Repeats writes to a full disk: training waits, because going on would leave the broker with ever more data.
+    """Retries writes to a full disk. Training waits, because the broker would otherwise hold ever more data.
 
-    stop: the trainer's flag, once the trainer runs; a trainer that is asked to stop does not wait for room.
+    stop: the trainer's flag, once the trainer runs; a trainer that is asked to stop does not wait.
     """
 
     def __init__(self, deadline_s: float, notify: Notify) -> None:
@@ -40,7 +40,7 @@ class DiskRetry:
         self.stop = StopFlag()
 
     def __call__(self, what: str, act: Callable[[], None]) -> None:
-        """Do ``act``, and again while it fails with DiskError; that error when asked to stop or after the deadline."""
+        """Call ``act``, and retry while it raises DiskError; raise it after the deadline or if asked to stop."""
         deadline = time.monotonic() + self._deadline_s
         wait = FIRST_WAIT_S
         while True:
@@ -54,32 +54,32 @@ class DiskRetry:
             wait = min(2 * wait, LONGEST_WAIT_S)
 
     def report(self, what: str, error: DiskError) -> None:
-        """Say that there is no room for ``what``, which will be tried again."""
+        """Report that there is no room for ``what``, and that the write will be retried."""
         log.warning("waiting for room", writing=what, error=str(error))
         self._notify(what, "error", str(error))
 
 
 def describe_broken(version: int) -> str:
-    """Say that weights of this version can't be used, by anybody."""
+    """Say that no service can use the weights of this version."""
     return f"weights version {version} are numerically broken: they give log-probabilities that are not finite"
 
 
 class LiveSettings:
-    """Settings that people change while the run goes on: ``follow`` is told by the broker, between two steps."""
+    """Settings that users change during the run; ``follow`` gets them from the broker between two steps."""
 
     def __init__(self, config: TidemillConfig) -> None:
         self._config = config.trainer
         self._changed: Mapping[str, float] = {}
 
     def follow(self, changed: Mapping[str, float]) -> None:
-        """Take over what people have changed; what is not in it is as configured."""
+        """Use the settings that users have changed; the others are as configured."""
         if changed != self._changed:
             log.info("settings changed", **{name: changed.get(name) for name in {*changed, *self._changed}})
             self._changed = dict(changed)
 
     @property
     def lr(self) -> float:
-        """Peak learning rate, of which the schedule takes its fraction."""
+        """Peak learning rate, which the schedule scales."""
         return self._changed.get("lr", self._config.optimizer.lr)
 
     @property
@@ -97,9 +97,9 @@ class LiveSettings:
 class TrainerContext:
     """The configuration and the objects of which a trainer has one each.
 
-    session: this trainer's fenced access to the run. rank_group: computes on all ranks. progress: how far the weights
-    are. timer: where a step's time goes. settings: those that change while the run goes on.
-    notify: tells people something through the broker.
+    session: this trainer's fenced access to the run. rank_group: computes on all ranks. progress: what the weights were
+    trained on. timer: where a step's time goes. settings: those that change during the run. notify: reports an event
+    through the broker.
     """
 
     config: TidemillConfig
@@ -114,7 +114,7 @@ class TrainerContext:
 
     @classmethod
     def create(cls, config: TidemillConfig, name: str, broker: Broker, step: TrainStep) -> TrainerContext:
-        """The context of the trainer ``name``, before it has loaded or taken over anything."""
+        """Make the context of the trainer ``name``, which has loaded and taken over nothing yet."""
 
         def notify(event: str, level: Literal["info", "warning", "error"], text: str) -> None:
             broker.events.emit(Event(name=event, service=name, level=level, text=text))

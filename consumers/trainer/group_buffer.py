@@ -15,7 +15,7 @@ from broker.flow.pipeline import ScoredSample, Slot
 
 
 class GroupBuffer:
-    """Prompt groups that are on their way: ``add`` outcomes, ``choose`` a complete group, ``take`` it for good."""
+    """Prompt groups that wait for a step: ``add`` outcomes, ``choose`` a complete group, ``take`` it out."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -23,7 +23,7 @@ class GroupBuffer:
         self._extra: dict[int, list[ScoredSample]] = {}
 
     def add(self, outcome: ScoredSample) -> bool:
-        """Keep an outcome; True when it completes its group. A sample's second outcome changes nothing."""
+        """Keep an outcome; True if it completes its group. A second outcome of a sample changes nothing."""
         group = self._groups.setdefault(outcome.task_id, {})
         if outcome.sample in group:
             # It is acknowledged with its group, never trained.
@@ -57,7 +57,7 @@ class GroupBuffer:
         return set(self._groups)
 
     def describe_missing(self, active: Sequence[Slot]) -> str:
-        """Say, in a sentence for people, what the oldest group lacks."""
+        """Describe in a sentence what the oldest group lacks."""
         if not active:
             return "no prompt group is in the pipeline; is the feeder running?"
         group = self._groups.get(active[0].task_id, {})
@@ -67,10 +67,10 @@ class GroupBuffer:
 
 
 class FailureStreak:
-    """Prompt groups that failed one after another, in admission order: ``limit`` of them are the end of a run.
+    """Prompt groups that failed one after another, in admission order: ``limit`` of them end the run.
 
-    A group that succeeded or is still under way ends a streak, so that there is none where some groups fail at once
-    and others take long and succeed. A group whose end nobody saw is left out.
+    A group that succeeded or is not finished ends a streak, so that groups that fail fast beside slow ones that succeed
+    are no streak. A group whose outcome is unknown is left out.
     """
 
     def __init__(self, limit: int) -> None:
@@ -83,22 +83,22 @@ class FailureStreak:
         return len(self._reasons)
 
     def succeeded(self, task_id: int) -> None:
-        """Note a group whose samples have their rewards, whether it will be trained or not."""
+        """Record a group whose samples have their rewards, whether it will be trained or not."""
         self._reasons[task_id] = ""
         if len(self._reasons) > 8 * self._limit:
             self._forget_oldest()
 
     def failed(self, task_id: int, reason: str) -> None:
-        """Note a group that nothing could be trained on; it may have been noted as a success before."""
+        """Record a group that can't be trained; it may have been recorded as a success before."""
         self._reasons[task_id] = reason
         self._news = True
 
     def find(self, active: Iterable[int]) -> str | None:
-        """Say, when groups failed since the last call, which streak is too long; active: task ids that hold a slot."""
+        """Describe a streak that is too long, if groups failed since the last call. active: task ids with a slot."""
         if not self._news:
             return None
         self._news = False
-        # A group that people asked for again has failed before, and may succeed now.
+        # A group that a user requeued has failed before, and may succeed now.
         under_way = set(active)
         streak = 0
         for task_id in sorted({*self._reasons, *under_way}):

@@ -1,4 +1,4 @@
-"""Prompt groups as their scores come in: those that teach nothing, failed, are too old or do not fit end at once.
+"""Prompt groups as their scores arrive. Groups that teach nothing, failed, are too old or do not fit end at once.
 
 The others are kept until a step takes them, and their outcomes until a checkpoint covers that step.
 """
@@ -30,9 +30,9 @@ log = structlog.get_logger()
 
 
 class GroupIntake:
-    """The groups of a trainer's steps: ``claim`` what came in, ``choose`` complete groups, ``take`` their samples.
+    """The groups of a trainer's steps: ``claim`` outcomes, ``choose`` complete groups, ``take`` their samples.
 
-    meter, datasets: figures of all groups that came in since the last step. filtered_at, last_outcome_at: when the last
+    meter, datasets: figures of all groups that arrived since the last step. filtered_at, last_outcome_at: when the last
     group ended because it teaches nothing, and when the last outcome came, on the clock ``time.monotonic``.
     """
 
@@ -53,7 +53,7 @@ class GroupIntake:
         self._claimed: dict[bytes, ScoredSample] = {}
 
     def claim(self) -> None:
-        """Claim all outcomes that are there, and end the groups that are complete with them and teach nothing."""
+        """Claim all outcomes so far, and end the groups that they complete and that teach nothing."""
         while True:
             outcomes = self._session.claim_scores(CLAIM)
             if outcomes:
@@ -66,7 +66,7 @@ class GroupIntake:
                 return
 
     def check_failures(self, pipeline: PipelineSnapshot) -> None:
-        """Raise RunFailed when so many groups failed one after another that the next ones will, too."""
+        """Raise RunFailed if so many groups failed in a row that the next ones will, too."""
         text = self._failures.find(slot.task_id for slot in pipeline.slots)
         if text is not None:
             self._notify("run_failed", "error", text)
@@ -80,7 +80,7 @@ class GroupIntake:
             self._forget(outcomes)
 
     def choose(self, active: Sequence[Slot], most: int) -> list[int]:
-        """Task ids of up to ``most`` complete groups. active: slots of groups that are not taken, by admission."""
+        """Return task ids of up to ``most`` complete groups. active: slots of groups not taken, by admission."""
         left, chosen = [*active], list[int]()
         while len(chosen) < most:
             slot = self._buffer.choose(left)
@@ -91,7 +91,7 @@ class GroupIntake:
         return chosen
 
     def take(self, task_ids: Sequence[int], staleness: int) -> Iterator[tuple[Group, list[ScoredSample]]]:
-        """Load the trajectories of groups, and leave out those that are dropped for their age."""
+        """Load the trajectories of groups, and drop groups that are too old or do not fit the model."""
         version = self._progress.version
         taken = [self._buffer.take(task_id) for task_id in task_ids]
         scored = [[outcome for outcome in outcomes if outcome.trajectory_id] for outcomes in taken]
@@ -101,7 +101,7 @@ class GroupIntake:
         for task_id, outcomes, members in zip(task_ids, taken, scored, strict=True):
             found = [(next(bodies), outcome.score.reward) for outcome in members]
             if any(body is None for body, _ in found):
-                # Perhaps it only went back in time since the last look, which is mended with less.
+                # The broker may only have gone back in time, which takes a smaller repair.
                 self._session.read_pipeline()
                 raise BrokerDamaged(f"the broker has lost samples of prompt group {task_id}")
             samples = [(body, reward) for body, reward in found if isinstance(body, Trajectory)]
@@ -135,7 +135,7 @@ class GroupIntake:
                 yield group, outcomes
 
     def take_again(self, record: BatchRecord) -> list[Group]:
-        """The groups of a journaled step, with the same data; BrokerDamaged when the broker has lost some of it."""
+        """Return the groups of a journaled step, with the same data; BrokerDamaged if some of it is lost."""
         self.claim()
         groups = []
         for reference in record.groups:
@@ -168,12 +168,12 @@ class GroupIntake:
                     self._claimed.pop(member.scored_id, None)
 
     def outcomes_of(self, record: BatchRecord) -> list[ScoredSample]:
-        """The outcomes of a step's groups, as far as they are known."""
+        """Return the outcomes of a step's groups, as far as they are known."""
         members = [member.scored_id for group in record.groups for member in group.members]
         return [self._claimed[entry] for entry in members if entry in self._claimed]
 
     def examine(self, task_id: int) -> None:
-        """BrokerDamaged when something is missing that the oldest group, which holds all others up, waits for."""
+        """Raise BrokerDamaged if the broker has lost scores of the oldest group, which blocks all others."""
         if self._session.diagnose_group(task_id) == "complete":
             # Its last outcome may just have come in, and may end it.
             self.claim()
@@ -181,11 +181,11 @@ class GroupIntake:
                 raise BrokerDamaged(f"the broker has lost scores of prompt group {task_id}")
 
     def describe_missing(self, active: Sequence[Slot]) -> str:
-        """Say, in sentences for people, what the oldest group lacks, and what became of others since the last step."""
+        """Describe what the oldest group lacks, and what became of others since the last step."""
         return f"{self._buffer.describe_missing(active)}{self.meter.describe()}"
 
     def _drop_if_useless(self, task_id: int) -> None:
-        """End a complete group that would teach nothing: its slot returns at once, out of turn."""
+        """End a complete group that would teach nothing; its slot is freed at once, out of turn."""
         outcomes = self._buffer.take(task_id)
         scored = [outcome for outcome in outcomes if outcome.trajectory_id]
         rewards = [outcome.score.reward for outcome in scored]
@@ -222,7 +222,7 @@ class GroupIntake:
             self.datasets.add(scores[0].dataset, rewards, correct, scores[0].level)
 
     def _drop_without_signal(self, task_id: int, outcomes: list[ScoredSample], rewards: list[float]) -> None:
-        """End a group whose rewards, or the term of them that filters, tell nothing; keep any other."""
+        """End a group whose rewards, or whose filtering term, carry no signal; keep any other."""
         settings = self._advantage
         if settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
             why = "zero_variance"
@@ -237,7 +237,7 @@ class GroupIntake:
         self._end_group(task_id, outcomes, why)
 
     def _fetch_images(self, samples: Sequence[Trajectory]) -> dict[str, bytes]:
-        """Bytes of the images of samples by digest; BrokerDamaged when one is gone."""
+        """Return the bytes of the images of samples by digest; BrokerDamaged if one is lost."""
         wanted = {image.digest for sample in samples for image in sample.images}
         found = self._images.fetch(wanted) if wanted else {}
         if len(found) < len(wanted):
@@ -246,7 +246,7 @@ class GroupIntake:
         return found
 
     def _find_image_problem(self, group: Group) -> str | None:
-        """Say why a group's images can't be what its tokens stand for; None where they can."""
+        """Say why a group's images don't fit its tokens; None if they do."""
         if not group.images:
             return None
         if self._image_settings is None:
@@ -261,14 +261,14 @@ class GroupIntake:
         return None
 
     def _find_expert_problem(self, group: Group) -> str | None:
-        """Say why the model's routers can't repeat what was noted of a group; None where they can."""
+        """Say why the model's routers can't repeat the choices reported for a group; None if they can."""
         if self._router_replay is None:
             return None
         found = (self._router_replay.find_problem(one.routed_experts) for one, _ in group.samples if one.routed_experts)
         return next((problem for problem in found if problem is not None), None)
 
     def _end_group(self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped") -> None:
-        """End a group without training it; its slot returns."""
+        """End a group without training it; its slot is freed."""
         self.meter.drop(reason)
         scored, rate = [outcome.scored_id for outcome in outcomes], solve_rate(outcomes)
         if self._session.drop_group(task_id, reason, scored, how, rate):

@@ -1,11 +1,11 @@
-"""The take-over by which a process becomes the only trainer of a run, and notices that another one did.
+"""The takeover by which a process becomes the only trainer of a run, and the check that another one did.
 
 The broker counts the trainers of a run: each has a leader term, and the broker refuses what an older term writes. The
 file LEADER_TERM beside the checkpoints keeps the newest term for a broker that forgot it, and the highest version that
-may have been published: a number that named weights names no others, even when those weights are lost.
+may have been published: a number that named weights names no others, even if those weights are lost.
 
-What the trainer knows counts, from its newest checkpoint or from its own life; where the broker knows less, it is
-mended.
+What the trainer knows, from its newest checkpoint or from its own memory, decides: a broker that knows less is
+repaired.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class LeaderRecord:
 
 
 class Leadership:
-    """The claim of a trainer to be the only one of its run: ``restore`` once, ``take_over``, and after ``lost`` again.
+    """A trainer's claim to be the only one of its run: ``restore`` once, ``take_over``, and again after ``lost``.
 
-    evaluations: those that a broker which forgot them is told of. leader_term: this trainer's, once it has taken over.
+    evaluations: with which a broker that forgot them is repaired. leader_term: this trainer's, once it has taken over.
     published: highest version that was or may have been published.
     """
 
@@ -70,13 +70,13 @@ class Leadership:
         return term_number(self.leader_term)
 
     def next_version(self) -> int:
-        """The version that the next step makes: above all numbers that weights may have, also lost ones."""
+        """Return the version that the next step makes: above all numbers that weights may have, also lost ones."""
         return max(self._context.progress.version, self.published) + 1
 
     def restore(self, from_checkpoint: bool) -> None:
-        """Find out whose run this is and which versions were published, once the newest checkpoint is loaded, if any.
+        """Find out whose run this is and which versions were published, after the newest checkpoint was loaded, if any.
 
-        ConfigError when the checkpoint is another run's.
+        ConfigError if the checkpoint is another run's.
         """
         context = self._context
         record = claim_folder(context.config)
@@ -87,15 +87,15 @@ class Leadership:
             )
         context.progress.run_id = record.id
         found = self.read()
-        # Without the file nobody knows what was published since the checkpoint.
+        # Without the file it is unknown what was published since the checkpoint.
         unknown = self._context.config.trainer.checkpoint.most_uncovered if from_checkpoint and found is None else 0
         self.published = max(self._context.progress.version + unknown, found.version if found else 0)
         self._fresh = found is None and not from_checkpoint
 
     def take_over(self, saved: int) -> bool:
-        """Become the trainer; returns whether the broker had lost something and was mended.
+        """Become the trainer; returns whether the broker had lost something and was repaired.
 
-        saved: the step up to which checkpoints go. FencedError if a newer trainer has used the folder.
+        saved: the step that checkpoints cover. FencedError if a newer trainer has used the folder.
         """
         context, progress = self._context, self._context.progress
         takeover = context.session.take_over(self._request(saved))
@@ -112,14 +112,16 @@ class Leadership:
         if takeover.lost:
             progress.version = max(progress.version, takeover.version)
             if takeover.surplus:
-                text = f"the mended ledger counts {takeover.surplus} prompt groups twice: compare the run's log with it"
+                text = (
+                    f"the repaired ledger counts {takeover.surplus} prompt groups twice: compare the run's log with it"
+                )
                 context.notify("ledger", "error", text)
-            text = f"the broker was mended; training goes on at step {progress.step}"
+            text = f"the broker was repaired; training resumes at step {progress.step}"
             context.notify("broker_mended", "warning", text)
         return takeover.lost
 
     def lost(self, error: BrokerLost) -> None:
-        """Prepare to take over anew a broker that forgot something; FencedError if another trainer has done that."""
+        """Prepare for a new takeover after the broker lost data; FencedError if another trainer has taken over."""
         log.warning("the broker is compared with what is in the weights", reason=str(error))
         self._check()
         self._fresh = False
@@ -128,14 +130,14 @@ class Leadership:
             self._context.progress.broker_lifetime = ""
 
     def reserve_version(self, version: int) -> None:
-        """Note on disk, before anybody can see a version, that it may be published. DiskError if the disk is full.
+        """Record on disk, before a version is visible, that it may be published. DiskError if the disk is full.
 
         FencedError, and nothing is written, if another trainer has used the folder since this one took over.
         """
         self._write(version)
 
     def read(self) -> LeaderRecord | None:
-        """Read the file; None if there is none, or none that can be read."""
+        """Read the file; None if it is missing or damaged."""
         try:
             found = json.loads(self._file.read_text(encoding="utf-8"))
             return LeaderRecord(str(found["leader_term"]), int(found["version"]))
@@ -170,7 +172,7 @@ class Leadership:
             raise FencedError(f"trainer {self.leader_term} was replaced by {found.leader_term} and stops")
 
     def _write(self, version: int) -> None:
-        """Write the file, also through a loss of power: what generators have seen outlives it."""
+        """Write the file durably: it must outlive a loss of power, as generators' weights may."""
         try:
             with _alone(self._file):
                 self._check()
@@ -183,10 +185,10 @@ class Leadership:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Keep other trainers from looking at ``file`` and then writing it, for the block; OSError when the disk is full.
+    """Keep other trainers from checking and then writing ``file`` during the block; OSError if the disk is full.
 
-    One that was frozen in the middle is not waited for: the broker refuses it anyway. A file system without locks has
-    none.
+    A trainer that froze with the lock is not waited for: the broker refuses it anyway. On a file system without locks
+    the block runs without one.
     """
     make_folder(file.parent)
     with file.with_name(f"{file.name}.lock").open("w") as lock:
@@ -197,7 +199,7 @@ def _alone(file: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    log.warning("another trainer does not let go of its file", file=str(file))
+                    log.warning("another trainer does not release the lock of its file", file=str(file))
                     break
             except OSError:
                 break

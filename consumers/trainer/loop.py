@@ -1,8 +1,8 @@
 """The trainer's loop on a page: claim, journal, step, publish, free the slots; now and then a checkpoint.
 
 Exactly once: a step's data is in the journal before it is trained, and is acknowledged only when a durable checkpoint
-covers it. A restarted trainer replays the journal on the same data. A broker that lost its memory is mended from what
-the trainer knows, in the same process.
+covers it. A restarted trainer replays the journal on the same data. If the broker loses data, the trainer
+repairs it from what it knows, in the same process.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from schemas.system.lifecycle import StopFlag
 
 EVAL_DEADLINE_S = 300.0
 MOST_SKIPPED = 10
-"""Steps in a row that may be skipped."""
+"""Skipped steps in a row that end the run."""
 
 log = structlog.get_logger()
 
 
 class Trainer:
-    """A trainer process: ``progress`` is how far its weights are, and ``pause`` follows what people order."""
+    """A trainer process. progress: what its weights were trained on. pause: follows the orders of users."""
 
     def __init__(self, config: TidemillConfig, name: str, broker: Broker, step: TrainStep) -> None:
         self.config, self.broker, self.state = config, broker, "starting"
@@ -53,19 +53,19 @@ class Trainer:
         self.pause = PauseFollower(context, save=self.checkpoints.save_now)
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
-        """State, version and figures for the heartbeat."""
+        """Return state, version and figures for the heartbeat."""
         state = "paused" if self.pause.reasons else self.state
         rate = 0.0 if self.pause.reasons else self.step_log.tokens_per_s
         return state, self.progress.version, {"step": float(self.progress.step), "tokens_per_s": rate}
 
     def run(self, stop: StopFlag) -> None:
-        """Load, take over, replay, train, finish; take over once more when the broker has lost what it knew."""
+        """Load, take over, replay, train, finish; take over once more if the broker loses data."""
         self.context.retry.stop = stop
         self.leadership.restore(from_checkpoint=self.checkpoints.load_latest())
         self.pause.restore()
         try:
             while not self.run_term(stop):
-                # What is still under way has the old term; after the take-over that would be another trainer's.
+                # Work in progress has the old term; after the takeover the broker would refuse it.
                 self.publisher.abandon()
                 self.checkpoints.abandon()
         finally:
@@ -73,7 +73,7 @@ class Trainer:
             self.step_log.flush()
 
     def run_term(self, stop: StopFlag) -> bool:
-        """Train as the one trainer until the end; False when the broker has lost what it knew."""
+        """Train as the only trainer until the end; False if the broker has lost data."""
         try:
             journaled = self.take_over()
             self.replay(journaled, stop)
@@ -85,7 +85,7 @@ class Trainer:
         return True
 
     def take_over(self) -> list[BatchRecord]:
-        """Become the one trainer; returns the steps to replay."""
+        """Become the only trainer; returns the steps to replay."""
         mended = self.leadership.take_over(self.checkpoints.step)
         self.step_log.write_resumed()
         self.batches = BatchSource(self.context, self.pause, on_idle=self.unblock_others)
@@ -96,9 +96,9 @@ class Trainer:
         return self.checkpoints.replayable()
 
     def unblock_others(self) -> None:
-        """Provide, while no batch comes, what the others may wait for: room in the broker, weights, or figures.
+        """Provide, while no batch comes, what other services may wait for: room in the broker, weights, figures.
 
-        RunFailed when no generator can use the weights.
+        RunFailed if no generator can use the weights.
         """
         self.checkpoints.poll()
         self.publisher.publish()
@@ -106,7 +106,7 @@ class Trainer:
         self.step_log.write_evaluations()
 
     def replay(self, journaled: list[BatchRecord], stop: StopFlag) -> None:
-        """Train journaled steps that the weights do not have, on the same data as before."""
+        """Train the journaled steps that the weights lack, on the same data as before."""
         self.state = "replaying"
         for record in journaled:
             if self.pause.hold(stop) and stop:
@@ -116,7 +116,7 @@ class Trainer:
             self.checkpoints.save_if_due()
 
     def train(self, stop: StopFlag) -> None:
-        """Train as batches come, until trainer.steps are done or the trainer is asked to stop."""
+        """Train batches as they come, until trainer.steps are done or the trainer is asked to stop."""
         self.state = "running"
         while self.progress.step < self.context.settings.steps and not stop:
             paused_s = self.pause.waited_s
@@ -124,7 +124,7 @@ class Trainer:
                 try:
                     batch = self.batches.next(self.leadership.next_version(), stop)
                 except NothingToLearn:
-                    # The run ends, and these weights are what it came to.
+                    # The run ends, and these weights are its result.
                     self.checkpoints.save_final()
                     raise
             self.timer.split("wait", {"paused": self.pause.waited_s - paused_s})
@@ -134,13 +134,13 @@ class Trainer:
             self.checkpoints.save_if_due()
 
     def train_step(self, batch: Batch) -> None:
-        """Train one step: its batch is in the journal already, and its slots return at the end."""
+        """Train one step. Its batch is in the journal already, and its slots are freed at the end."""
         with self.timer.phase("assemble"):
             settings = self.context.settings
             result = self.rank_group.train(
                 batch.groups, self.progress.version, batch.record.step, lr=settings.lr, steps=settings.steps
             )
-        # What is left of the phase: planning, sending, collating.
+        # The rest of the phase: planning, sending, collating.
         parts = {name: seconds for name, seconds in result.seconds.items() if name not in ("other", "total")}
         self.timer.split("assemble", parts)
         self.skipped = self.skipped + 1 if result.skipped else 0
@@ -157,7 +157,7 @@ class Trainer:
         self.session.complete_step(batch.record, batch.solve_rates)
 
     def finish(self, stop: StopFlag) -> None:
-        """Leave a checkpoint; and the model, when all steps are done."""
+        """Write a checkpoint, and the model if all steps are done."""
         self.checkpoints.save_final()
         self.publisher.abandon(tolerated=DiskError)
         if self.progress.step >= self.context.settings.steps:
@@ -173,7 +173,7 @@ class Trainer:
         self.step_log.close()
 
     def export_model(self) -> None:
-        """Write the trained model with its tokenizer, whole or not at all; DiskError when there is no room."""
+        """Write the trained model with its tokenizer, whole or not at all; DiskError if the disk is full."""
         folder = self.config.folder / "model"
         aside = folder.with_name(".model.writing")
         shutil.rmtree(aside, ignore_errors=True)
@@ -187,11 +187,11 @@ class Trainer:
             shutil.rmtree(aside, ignore_errors=True)
 
     def wait_for_evaluation(self, stop: StopFlag) -> None:
-        """Wait until the evaluation of these weights is complete, or the deadline, of which people are told.
+        """Wait until the evaluation of these weights is complete; after the deadline, report that it is not.
 
-        Weights that vanish meanwhile are published again, since a generator may not have them yet; a broker that lost
-        the evaluation is mended, and it is opened anew. During a drain it is ended if it is open already; otherwise it
-        is opened after the pause, whose time does not count.
+        If the weights vanish in the meantime, they are published again, because a generator may not have them yet. If
+        the broker loses the evaluation, it is repaired, and the evaluation is opened again. A drain waits for an
+        evaluation that is open; otherwise it is opened after the pause, whose time does not count.
         """
         version = self.progress.version
         deadline, next_look = time.monotonic() + EVAL_DEADLINE_S, time.monotonic() + QUIET_S

@@ -1,8 +1,8 @@
-"""Orders of people to the trainer, followed between two steps: pause, checkpoint. A pause is also kept on disk.
+"""Orders of users to the trainer, followed between two steps: pause, checkpoint. A pause is also kept on disk.
 
-A freeze is acknowledged when no step is under way, a drain when there is nothing left to train and a checkpoint
-covers all that was. A pause that was seen is written beside the checkpoints before it is acknowledged, so that it
-outlives the loss of broker and trainer together.
+The trainer acknowledges a freeze when no step is running, and a drain when nothing is left to train and a checkpoint
+covers all steps. It writes a pause beside the checkpoints before it acknowledges it, so that the pause outlives the
+loss of broker and trainer together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 class PauseFollower:
-    """Pauses and resumes a trainer, as people order.
+    """Pauses and resumes a trainer, as users order.
 
     reasons: why the trainer pauses. acknowledged: sent with the heartbeat; ``changed`` is called when it changes, to
     send one at once. waited_s: seconds of all pauses. save: makes all steps so far durable, unless they are already.
@@ -47,7 +47,7 @@ class PauseFollower:
         self.acknowledged: dict[str, int] = {}
 
     def restore(self) -> None:
-        """Restore from disk the pause that was seen last, in case the broker has forgotten it."""
+        """Restore the last pause from disk, in case the broker has lost it."""
         try:
             found = json.loads(self._file.read_text(encoding="utf-8"))
             known = ControlState(found["pause"], int(found["pause_id"]), str(found["by"]), float(found["since"]))
@@ -64,12 +64,12 @@ class PauseFollower:
             self._acknowledge("checkpoint", control.checkpoint)
         if control.pause == "drain" and drained and self._drained != control.pause_id:
             self._save()
-            # Nothing is admitted until the next order, so it stays that way.
+            # Nothing is admitted before the next order, so it stays drained.
             self._drained = control.pause_id
         ordered = control.pause == "freeze" or (control.pause == "drain" and self._drained == control.pause_id)
         reasons = self.reasons.setting("ordered", ordered)
         if bool(reasons) != bool(self.reasons):
-            log.info("paused" if reasons else "going on", by=control.by)
+            log.info("paused" if reasons else "resumed", by=control.by)
         self.reasons = reasons
         if ordered or control.pause == "none":
             self._acknowledge("pause", control.pause_id)

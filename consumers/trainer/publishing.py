@@ -1,6 +1,6 @@
-"""New weight versions on their way to the generators, in a thread, so that the next step starts at once.
+"""Publication of weight versions, in a thread, so that the next step starts at once.
 
-And the end of a run whose generators can't use what arrives.
+A run ends here if no generator can use its weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from schemas.errors import DiskError, InfraError, RunFailed
 from schemas.messages import Probe
 
 MOST_REFUSALS = 3
-"""So often a version may be refused by generators without weights, each of which was started anew for it."""
+"""Refusals of a version, by generators that have no other weights, after which the run may end."""
 
 log = structlog.get_logger()
 
@@ -31,8 +31,8 @@ log = structlog.get_logger()
 class WeightPublisher:
     """Publishes the trainer's weights as versions: copied, written, hashed and sent in the background, in order.
 
-    The next optimizer step waits only for the copy. A version that found no room on the disk is waited for, as a
-    checkpoint is. Once a newer trainer took over, sending ends with FencedError.
+    The next optimizer step waits only for the copy. While the disk is full, training waits, as for a checkpoint. Once a
+    newer trainer has taken over, sending ends with FencedError.
     """
 
     def __init__(self, context: TrainerContext, leadership: Leadership) -> None:
@@ -57,30 +57,30 @@ class WeightPublisher:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._sending: Future[None] | None = None
         self._full = False
-        """True if the last version found no room."""
+        """True if the disk was full for the last version."""
 
     def publish(self, wait: bool = False) -> None:
-        """Send the weights as they are now, unless the broker has them or newer ones already.
+        """Send the current weights, unless the broker already has them or newer ones.
 
-        They are on their way when it returns, with ``wait`` they have arrived. Errors of the version before surface
-        here; DiskError when there is no room until the deadline.
+        On return they are being sent; with ``wait`` they have arrived. Errors of the version before are raised here;
+        DiskError if the disk is full until the deadline.
         """
         self._context.retry("weights", self._publish_and_wait if wait else self._publish)
 
     def abandon(self, tolerated: type[InfraError] = InfraError) -> None:
-        """Wait until nothing is under way; what was not sent for a ``tolerated`` reason has to be published anew."""
+        """Wait until nothing is being sent; a version that failed with a ``tolerated`` error must be published again."""
         try:
             self._wait_sent()
         except tolerated as error:
             log.warning("a weight version was not sent", error=str(error))
 
     def close(self) -> None:
-        """Send what is left; the thread ends."""
+        """Wait for the last version, and end the thread."""
         self._wait_sent()
         self._executor.shutdown()
 
     def stop_serving(self) -> None:
-        """Give no version to anybody any more, at the end of this process."""
+        """Stop serving versions to peers, at the end of this process."""
         if self._peers is not None:
             self._peers.close()
 
@@ -121,7 +121,7 @@ class WeightPublisher:
             self._send(version, self._context.progress.step, self._leadership.leader_term)
 
     def _send(self, version: int, step: int, leader_term: str) -> None:
-        """Begin to send; when the version before found no room, wait until this one did."""
+        """Begin to send; if the disk was full for the version before, wait until this one is written."""
         file = self._folder / f"part-{version}-t{term_number(leader_term)}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -165,22 +165,22 @@ class WeightPublisher:
 
 
 class RefusalWatch:
-    """Finds out, while no batch comes, that no generator can use the trainer's weights, so that none ever will come.
+    """Checks, while no batch comes, whether any generator can use the trainer's weights; otherwise none will come.
 
-    A generator that can't use them and has no others ends and is started anew, to no avail where all find the same:
+    A generator that can't use them and has no others ends and is restarted, in vain if all generators find the same:
     numbers too large for float16, say, in an engine that computes in another order than the trainer.
     """
 
     def __init__(self, context: TrainerContext) -> None:
         self._context = context
         self._first = (-1, 0)
-        """The version that was looked at last, and its refusals then."""
+        """The version of the last check, and its refusals then."""
 
     def check(self) -> None:
-        """RunFailed when generators refuse this version again and again, none could use it, and none has another.
+        """Raise RunFailed if generators refuse this version repeatedly, none could use it, and none has another.
 
-        Refusals that began before this trainer count, but there must be a new one: those may be of generators that
-        were mended since. Whoever is silent for long is no generator that could help; one that has yet to load is.
+        Refusals from before this trainer count, but at least one must be new, since the cause of the others may be
+        fixed. A generator that has been silent for long does not count as one that may help; one that is loading does.
         """
         context = self._context
         version = context.progress.version

@@ -125,7 +125,7 @@ class RankGroup:
         lr: float | None = None,
         steps: int | None = None,
     ) -> StepResult:
-        """Take an optimizer step over groups, dealt to the ranks; ``version`` is that of the weights before.
+        """Take an optimizer step over groups, dealt to the ranks; ``version`` is that of the weights before it.
 
         step: its number, by which trainer.profile_steps names it. lr, steps: peak learning rate and steps of the run
         from now on; as before by default.
@@ -141,9 +141,9 @@ class RankGroup:
         return self._run_step(plan.batch(self.ranks.dp_rank), version, trace)
 
     def gather(self, tokens: Sequence[int]) -> tuple[Snapshot, npt.NDArray[np.float32]]:
-        """Take the weights as they are now, in the wire dtype, and log-probabilities of all ``tokens`` but the first.
+        """Take the current weights, in the wire dtype, and log-probabilities of all ``tokens`` but the first.
 
-        In a single process they have still to be copied, by ``Snapshot.fill``: the next optimizer step waits for that.
+        In a single process ``Snapshot.fill`` must still copy them: the next optimizer step waits for that.
         """
         self._send_to_all(Gather(list(tokens)))
         snapshot = self._snapshots.take()
@@ -152,9 +152,9 @@ class RankGroup:
         return snapshot, logprobs
 
     def save(self, *, step: int, version: int, leader_term: int, extra: dict[str, Any]) -> None:
-        """Begin a checkpoint of the state as it is now; see CheckpointStore. Call ``wait_saved`` before the next one.
+        """Begin a checkpoint of the current state; see CheckpointStore. Call ``wait_saved`` before the next one.
 
-        Training may go on at once: with trainer.checkpoint.asynchronous it is written meanwhile, else it is written.
+        Training may continue at once. With trainer.checkpoint.asynchronous it is written in the background.
         """
         self._send_to_all(Save(step, version, leader_term))
         taken = self.checkpoint_store.take(
@@ -216,7 +216,7 @@ class RankGroup:
         try:
             act()
         except InfraError as error:
-            # Every rank has the same error; what comes next is for rank 0 to say.
+            # Every rank has the same error; rank 0 decides what comes next.
             log.warning("rank 0 decides", error=str(error))
 
     def _execute(self, command: Command) -> None:

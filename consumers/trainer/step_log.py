@@ -1,9 +1,9 @@
-"""The trainer's log: metrics.jsonl for people, trained.jsonl as evidence, evaluations.jsonl, samples of whole groups,
-and what the broker shows.
+"""The trainer's log: metrics.jsonl, trained.jsonl as evidence, evaluations.jsonl, samples of whole groups, and what
+dashboards read from the broker.
 
-A step that is replayed after a crash appears again; its last line is the one of the surviving weights. A line
-``resumed`` says that a trainer (``leader_term``) went on from that step: later steps written before are void, and so is
-everything that an older term writes after it.
+A step that is replayed after a crash appears again, and its last line is that of the surviving weights. A line
+``resumed`` says that a trainer (``leader_term``) resumed from that step: it voids the lines of later steps before it,
+and everything that an older term writes after it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from schemas.run_folder import METRICS, TRAINED
 from schemas.system.files import LineFile
 
 LOOK_S = 30.0
-"""Seconds between two looks for parts of evaluations that the broker has lost."""
+"""Seconds between two searches for parts of evaluations that the broker has lost."""
 
 
 class StepLog:
-    """The log of one trainer: a line a step in each file, flushed at once. It waits for room when the disk is full.
+    """The log of one trainer: one line for each step in each file, flushed at once. A full disk makes it wait.
 
     tokens_per_s: of the last step, without the time in pauses. evaluations: all that are complete.
     """
@@ -67,7 +67,7 @@ class StepLog:
         self.tokens_per_s = 0.0
 
     def write_resumed(self) -> None:
-        """Log that this trainer goes on from the weights as they are."""
+        """Log that this trainer resumes from the weights as they are."""
         self._append(self._trained, {"resumed": self._progress.step, "leader_term": self._session.leader_term})
 
     def trained(self, batch: Batch) -> None:
@@ -100,10 +100,10 @@ class StepLog:
         self.write_evaluations()
 
     def write_evaluations(self) -> None:
-        """Write the evaluations that have become complete. Waits for room when the disk is full.
+        """Write the evaluations that have become complete; wait while the disk is full.
 
-        Trackers get them at once, metrics.jsonl with the line of the next step. Those under way are mended where the
-        broker has lost a part of them, so that they end.
+        Trackers get them at once, metrics.jsonl with the line of the next step. If the broker has lost a part of an
+        open evaluation, the evaluation is repaired, so that it ends.
         """
         evaluation = self._config.eval
         if evaluation is None:
@@ -142,10 +142,10 @@ class StepLog:
         self._eval_sample_log.write(self.evaluations.lines)
 
     def check_evaluation(self, version: int) -> None:
-        """Mend the evaluation of this version at once; BrokerDamaged when so much of it is lost that it would not end.
+        """Repair the evaluation of this version at once; BrokerDamaged if so much of it is lost that it would not end.
 
-        That is the number of its samples, or the tasks of which some are left: both are written when it is opened, and
-        a look finds every task that is there all the time.
+        That is the number of its samples, or tasks with samples left: both are written when the evaluation is opened,
+        and a search finds every task that exists throughout.
         """
         before = self._broker.evals.samples_left(version)
         mended = self._broker.evals.mend()
@@ -157,7 +157,7 @@ class StepLog:
         self._tell_mended(mended)
 
     def _tell_mended(self, found: Mapping[int, MendedSamples]) -> None:
-        """Tell people of parts of evaluations that the broker had lost."""
+        """Report parts of evaluations that the broker had lost."""
         for version, (again, failed, _) in found.items():
             if not again and not failed:
                 continue
@@ -168,7 +168,7 @@ class StepLog:
             self._notify("evaluation", "warning", text)
 
     def _log_completions(self) -> None:
-        """Show trackers some samples of the last batch, from the worst to the best."""
+        """Send trackers some samples of the last batch, from the worst to the best."""
         samples = sorted(self._samples, key=lambda pair: pair[1])
         count = min(self._config.trainer.log_completions, len(samples))
         if count:
@@ -176,13 +176,13 @@ class StepLog:
             self._trackers.log_completions(self._progress.step, rows, self._terms)
 
     def flush(self) -> None:
-        """Wait a moment until trackers have what was logged: the trainer ends by an error, unless it closed the log."""
+        """Give trackers a moment to send what was logged; for a trainer that ends with an error."""
         self._trackers.flush()
 
     def close(self) -> None:
-        """Close all; an evaluation that came after the last step goes into that step's line, which is written again."""
+        """Close all files. If an evaluation came after the last step, write that step's line again with it."""
         if self._evaluated and self._last:
-            # Without times, which would count twice.
+            # Without times, which would be counted twice.
             figures = {name: value for name, value in self._last.items() if not name.startswith("time/")}
             self._append(self._metrics, figures | self._evaluated)
         self._trackers.close()
@@ -200,7 +200,7 @@ class StepLog:
         self._retry("log", write)
 
     def _figures(self, batch: Batch, result: StepResult) -> dict[str, Any]:
-        """The step's figures under the field's usual sections."""
+        """Return the step's figures under the usual sections."""
         figures: dict[str, Any] = {
             "step": self._progress.step,
             "version": self._progress.version,
