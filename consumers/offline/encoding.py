@@ -32,7 +32,7 @@ class PolicyTokenizer(Protocol):
 
     @property
     def pad_id(self) -> int | None:
-        """Id of padding, None where there is none."""
+        """Id of padding, None if the tokenizer has none."""
         ...
 
     def prompt_ids(self, task: Task) -> list[int]:

@@ -68,7 +68,7 @@ class WeightPublisher:
         self._context.retry("weights", self._publish_and_wait if wait else self._publish)
 
     def abandon(self, tolerated: type[InfraError] = InfraError) -> None:
-        """Wait until nothing is being sent; a version that failed with a ``tolerated`` error must be published again."""
+        """Wait until nothing is being sent; a version that failed with a ``tolerated`` error must be sent again."""
         try:
             self._wait_sent()
         except tolerated as error:

@@ -17,9 +17,9 @@ from schemas.system.lifecycle import StopFlag
 
 
 def run_trainer(config: TidemillConfig, name: str) -> None:
-    """Train until trainer.steps are done or the process is asked to end; both leave a checkpoint.
+    """Train until trainer.steps are done or the process is asked to end; either way, write a checkpoint.
 
-    Started as several ranks (torchrun), rank 0 is the trainer for everyone else, and the others follow it.
+    Of several ranks (torchrun), rank 0 is the trainer that other services see, and the other ranks follow it.
     """
     check_trackers(config.trainer.trackers)
     stop = StopFlag().install()
@@ -30,7 +30,7 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
     with ranks.watchdog():
         step = build_train_step(config, ranks)
         if not ranks.is_main:
-            # Asked to end, it goes on until rank 0 has saved, which needs all ranks.
+            # If asked to end, it continues until rank 0 has saved, which needs all ranks.
             RankGroup(config, step).follow()
             return
         broker = Broker.connect(config)

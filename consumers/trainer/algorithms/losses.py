@@ -33,7 +33,7 @@ class LossInputs:
     """Everything a loss may look at; float32 [R, T] unless said otherwise, padded or packed.
 
     logprobs: of the policy in training, with gradient. rollout_logprobs: of the policy that sampled.
-    mask: bool, true at loss tokens. versions: int64, weight version of each token, -1 where there is none.
+    mask: bool, true at loss tokens. versions: int64, weight version of each token, -1 for none.
     proximal_logprobs, reference_logprobs: of further policies, when the run has them, without gradient.
     sequence: int64, id of the sequence that a token belongs to; without it each row is one sequence.
     kept: bool, the tokens of the step that the loss's own ``select_tokens`` chose; without it all.
@@ -101,7 +101,7 @@ class BoundLoss:
 
     @classmethod
     def load(cls, name: str, args: dict[str, Any], base: Path | None = None) -> BoundLoss:
-        """The loss called ``name``; ConfigError if there is none, or it does not take these arguments.
+        """Load the loss called ``name``; ConfigError if it does not exist or does not take these arguments.
 
         base: where users' own files are looked up.
         """

@@ -1,8 +1,7 @@
 """The batches of a run on disk, a file a step, for ``tidemill replay``; written with ``trainer.record``.
 
-A step's file is flushed before a checkpoint covers the step, since the broker forgets the samples then. Texts are left
-out. Files of steps before the oldest checkpoint are of no use any more, and are removed once there are as many
-checkpoints as are kept.
+A step's file is flushed before a checkpoint covers the step, because the broker then forgets the samples. It lacks
+their texts. Files of steps before the oldest checkpoint are useless and are removed.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _NAME = re.compile(r"step-(\d{8,})-t(\d{4,})\.msgpack\.zst")
 
 
 class BatchFiles:
-    """The batch files of one run; ConfigError when an older version has written there.
+    """The batch files of one run; ConfigError if an older version of Tidemill has written there.
 
-    Where a step was trained in several leader terms, the file of the last term counts.
+    If a step was trained in several leader terms, the file of the last term counts.
     """
 
     def __init__(self, run: Path) -> None:
@@ -50,7 +49,7 @@ class BatchFiles:
             raise DiskError(f"cannot write the batch of step {record.step} to {file}: {error}") from error
 
     def read(self, step: int) -> StepRecord:
-        """Read the record of a step; ConfigError if there is none, or it is damaged."""
+        """Read the record of a step; ConfigError if it is missing or damaged."""
         file = self._newest().get(step)
         if file is None:
             raise ConfigError(f"the batch of step {step} is not in {self.folder}")
@@ -74,7 +73,7 @@ class BatchFiles:
         return {step: file for step, _, file in sorted(self._all(), key=lambda found: found[:2])}
 
     def _all(self) -> list[tuple[int, int, Path]]:
-        """Step, leader term and file of each record, in no order."""
+        """Return step, leader term and file of each record, in any order."""
         if not self.folder.is_dir():
             return []
         found = [(match, file) for file in self.folder.iterdir() if (match := _NAME.fullmatch(file.name))]
@@ -92,11 +91,11 @@ def step_record(
     lr: float = 0.0,
     steps: int = 0,
 ) -> StepRecord:
-    """The record of a step that trained these groups on weights ``version``, over ``world`` ranks.
+    """Make the record of a step that trained these groups on weights ``version``, over ``world`` ranks.
 
     lr, steps: of the schedule then, 0 as configured.
     """
-    # Imported here: to read the files takes no PyTorch.
+    # Imported here: reading the files needs no PyTorch.
     import torch
 
     return StepRecord(

@@ -29,7 +29,7 @@ class Comparison:
 
 
 def compare(train: TrainStep, path: Path) -> Comparison:
-    """Hold weights and optimizer state against those of a whole checkpoint; every rank must call this.
+    """Compare weights and optimizer state with those of a whole checkpoint; every rank must call this.
 
     One part at a time is read, so memory grows by the largest of policy, critic and their optimizers.
     """

@@ -22,9 +22,9 @@ def export_checkpoint(
 ) -> tuple[Path, Path]:
     """Write the model of the checkpoint of ``step``, the newest by default; returns that checkpoint and the folder.
 
-    out: a folder that is not there yet, ``exports/`` of the run with the checkpoint's name by default. It appears
-    whole or not at all. stage: told what is done now. adapter: write that alone, in peft's format, instead of a model
-    with the adapter in its weights. ConfigError when there is no such checkpoint or it is damaged.
+    out: a folder that does not exist yet, by default ``exports/`` of the run with the checkpoint's name. It appears
+    whole or not at all. stage: called with what is being done. adapter: write only the adapter, in peft's format, and
+    no model with the adapter in its weights. ConfigError if the checkpoint is missing or damaged.
     """
     if adapter and config.trainer.lora is None:
         raise ConfigError("this run has no trainer.lora, so there is no adapter to export: leave --adapter out")

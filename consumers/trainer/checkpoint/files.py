@@ -1,6 +1,6 @@
-"""Folders of checkpoints and models, which take their names last, when all of them is on the disk.
+"""Folders of checkpoints and models, which get their names last, when all files are on the disk.
 
-A checkpoint is sealed by a marker with the size and digest of every file in it: ``damage`` says what has changed since.
+A marker with the size and digest of every file completes a checkpoint: ``damage`` says what has changed since.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OLDER = re.compile(r"step-\d{8,}-e\d{4,}(\.msgpack\.zst)?|EPOCH")
 
 
 def damage(path: Path) -> str | None:
-    """Find out what is wrong with a checkpoint folder: every file must have its size and digest. None if nothing is."""
+    """Say what is wrong with a checkpoint folder, whose files must have their sizes and digests; None if nothing."""
     try:
         listed: dict[str, list[Any]] = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
     except FileNotFoundError:
@@ -40,7 +40,7 @@ def damage(path: Path) -> str | None:
 
 
 def complete(aside: Path, path: Path) -> None:
-    """Seal the folder ``aside`` with the marker, and rename it to ``path`` once all of it is on the disk."""
+    """Write the marker into the folder ``aside``, and rename it to ``path`` once all of it is on the disk."""
     files = sorted(p for p in aside.rglob("*") if p.is_file())
     listed = {str(p.relative_to(aside)): [p.stat().st_size, _digest(p)] for p in files}
     write_json(aside / MARKER, {"files": listed})
@@ -48,7 +48,7 @@ def complete(aside: Path, path: Path) -> None:
 
 
 def refuse_older_names(folder: Path) -> None:
-    """Raise ConfigError if an older version wrote into ``folder``: nobody may begin anew beside that unawares."""
+    """Raise ConfigError if an older version wrote into ``folder``: its run must not restart from step 0 unnoticed."""
     older = sorted(path.name for path in folder.glob("*") if _OLDER.fullmatch(path.name))
     if older:
         raise ConfigError(
@@ -58,7 +58,7 @@ def refuse_older_names(folder: Path) -> None:
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Write JSON that people can read; equal contents make equal files."""
+    """Write JSON as text; equal contents make equal files."""
     file.write_text(json.dumps(content, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -69,9 +69,9 @@ def _digest(file: Path) -> str:
 
 @contextmanager
 def whole_folder(out: Path, setting: str, *, main: bool = True) -> Iterator[Path]:
-    """Yield a folder beside ``out`` to write to, which becomes ``out`` when the block ends well, and goes otherwise.
+    """Yield a folder beside ``out`` to write to, which becomes ``out`` if the block succeeds, and is removed otherwise.
 
-    main: whether this rank is the one that writes; the others get ``out`` itself, and must leave it alone.
+    main: whether this rank writes; the others get ``out`` itself, and must not write to it.
     ConfigError if ``out`` exists; setting: the part of the configuration that names it.
     """
     if not main:

@@ -1,7 +1,7 @@
 """The training state that a checkpoint holds: tensors of the policy and the critic, and all random generators.
 
 The tensors are those of both models and their optimizers, sharded or not; where the policy has an adapter, its weights
-alone, since the rest never changes. The states of the random generators are JSON; restored, they go on with the same
+alone, since the rest never changes. The states of the random generators are JSON; restored, they continue with the same
 numbers.
 """
 

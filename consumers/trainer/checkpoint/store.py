@@ -3,7 +3,7 @@
 The newest checkpoint is that of the highest leader term, then of the highest step: what a trainer still writes after it
 was replaced never wins.
 
-A checkpoint is written aside, from a copy of the state while training goes on, flushed, completed by a marker with the
+A checkpoint is written aside, from a copy of the state during training, flushed, completed by a marker with the
 size and digest of every file, and then renamed. Model and optimizer go through torch.distributed.checkpoint, sharded or
 not; the rest is JSON. Every rank writes its part, so all of them need the same folder. Loading ends in the same state
 bit for bit: the next step equals that of ranks which never stopped.
@@ -93,7 +93,7 @@ class CheckpointStore:
     def take(
         self, train: TrainStep, *, step: int, version: int, leader_term: int, extra: dict[str, Any], copy: bool = True
     ) -> Taken:
-        """Take the state that ``save`` writes; with ``copy`` training may go on before it is written."""
+        """Take the state that ``save`` writes; with ``copy`` training may continue before it is written."""
         state = {
             "format": _FORMAT,
             "step": step,
@@ -258,11 +258,11 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
 
 
 def _critic_difference(name: str, had: bool, has: bool) -> str:
-    """A line for people when checkpoint and configuration do not both have a critic, or both none; else empty."""
+    """Say that only one of checkpoint and configuration has a critic; empty if both or neither do."""
     if had == has:
         return ""
     if has:
-        return f"checkpoint {name} has no critic: that of trainer.critic begins anew, and its first values say nothing"
+        return f"checkpoint {name} has no critic: that of trainer.critic starts untrained"
     return f"the critic in checkpoint {name} is left out: the configuration has no trainer.critic"
 
 

@@ -26,14 +26,14 @@ from schemas.errors import DataError
 class MicroBatch:
     """R rows of at most T tokens, right-padded.
 
-    tokens: int64 [R, T]. Shifted, [R, T-1]: targets int64 (0 in padding), mask bool, rollout_logprobs
-    float32, advantages float32, weights float32 (of each token in the step's loss), versions int64 (-1 where
-    there is none). sequence, sample, group: int64 [R], index of the row, of its sample and of its group in the batch;
-    a sample's rows may be in several micro-batches. lengths: int64 [R], tokens of the row that the model reads.
+    tokens: int64 [R, T]. Shifted, [R, T-1]: targets int64 (0 in padding), mask bool, rollout_logprobs float32,
+    advantages float32, weights float32 (of each token in the step's loss), versions int64 (-1 for tokens without one).
+    sequence, sample, group: int64 [R], index of the row, of its sample and of its group in the step; a sample's rows
+    may be in several micro-batches. lengths: int64 [R], tokens of the row that the model reads.
 
-    With an advantage of tokens there are, until it is computed, rewards in the place of advantages. images: those that
-    tokens of the rows stand for, None without any. temperatures: with which each row was sampled; no tensor, whose type
-    FSDP2 would lower with that of the model's inputs. routed_experts: int16 [R, T, L, k], the experts that each token
+    For an advantage of tokens, ``advantages`` holds rewards before it is computed. images: those that tokens of the
+    rows stand for, None without any. temperatures: with which each row was sampled; not a tensor, because FSDP2 would
+    lower its precision with that of the model's inputs. routed_experts: int16 [R, T, L, k], the experts that each token
     was sent to at rollout in L layers, -1 where the engine did not report it; None if of no row.
 
     Known before the gradient if the configuration asks for it (step/prepare.py), [R, T-1]: proximal_logprobs,
@@ -131,7 +131,7 @@ def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> Micro
 
 
 def _routed_experts(rows: Sequence[TrainRow], shape: tuple[int, int]) -> Tensor | None:
-    """See MicroBatch. DataError when two rows are not of one model."""
+    """Return ``MicroBatch.routed_experts``; DataError if two rows are not of one model."""
     sizes = {
         (row.cut.routed_experts.layers, row.cut.routed_experts.k) for row in rows if row.cut.routed_experts is not None
     }

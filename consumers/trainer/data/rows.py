@@ -176,6 +176,6 @@ def _images(images: Sequence[PlacedImage], places: npt.NDArray[np.int64]) -> lis
 
 
 def _spans(versions: npt.NDArray[np.int32]) -> list[Span]:
-    """Spans that give these versions [L], which are -1 where there is none."""
+    """Return the spans that give these versions [L], of which -1 is no version."""
     edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     return [Span(int(versions[start]), start, end) for start, end in pairwise(edges) if versions[start] >= 0]

@@ -1,7 +1,7 @@
 """Bytes between rank 0 and the other ranks of a trainer, apart from the collectives of the model.
 
-A rank may wait here for as long as a batch takes to come: there is no deadline, because watchdog.py ends a rank
-whose peer is gone.
+A rank may wait here for as long as a batch takes. There is no deadline, because watchdog.py ends a rank whose peer is
+gone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FOREVER = timedelta(days=365)
 
 
 class Channel:
-    """Rank 0 tells the others what to do, and hears how it went. Every rank makes one, at the same point.
+    """A connection by which rank 0 sends commands and gets results. Every rank makes one, at the same point.
 
     group: its process group, for collectives in the same thread.
     """

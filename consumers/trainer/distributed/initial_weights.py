@@ -1,7 +1,7 @@
-"""The weights that several ranks begin with: rank 0 has read them, and every rank gets its part, layer by layer.
+"""The weights that several ranks begin with: rank 0 reads them, and every rank gets its part, layer by layer.
 
-So main memory holds a model once and not once for each rank, and files are read once. The other ranks have it without
-weights, on PyTorch's meta device; what they had in the place of rank 0's weights is dropped.
+So main memory holds a model once, not once for each rank, and files are read once. The other ranks build it without
+weights, on PyTorch's meta device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class InitialWeights:
     """
 
     def __init__(self, model: nn.Module, main: bool) -> None:
-        """Note the tensors of a model. main: whether these are the weights that all ranks get."""
+        """Find the tensors of a model. main: whether these are the weights that all ranks get."""
         self._main = main
         self._tensors: dict[str, Tensor] = {}
         self._places: list[tuple[nn.Module, str]] = []
@@ -81,9 +81,9 @@ class InitialWeights:
 
     @torch.no_grad()
     def fill(self, part: nn.Module, device: torch.device) -> None:
-        """Give all modules of ``part`` that have no weights yet theirs, on ``device``: of cut ones this rank's part.
+        """Fill the modules of ``part`` that have no weights yet, on ``device``; of cut ones with this rank's part.
 
-        All ranks call this for the same parts in the same order; whole is one tensor at a time.
+        All ranks call this for the same parts in the same order. One tensor at a time is in memory as a whole.
         """
         made: dict[int, nn.Parameter] = {}
         for module in part.modules():
@@ -106,7 +106,7 @@ class InitialWeights:
                     self._tensors.pop(first, None)
 
     def _receive(self, name: str, device: torch.device) -> Tensor:
-        """The whole tensor, from rank 0."""
+        """Receive the whole tensor from rank 0."""
         if self._main:
             whole = self._tensors[name].to(device).contiguous()
         else:

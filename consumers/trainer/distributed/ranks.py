@@ -47,7 +47,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 """Seconds that a rank waits in a collective of a step for the others, which do the same amount of work."""
 
 _NOT_OF_TRAINING = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_LOG_LEVEL")
-"""Settings of accelerate that change no number: they are left to it."""
+"""Settings of accelerate that change no number, and may stay."""
 
 log = structlog.get_logger()
 
@@ -76,7 +76,7 @@ class Ranks:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> Ranks:
-        """This process among the ranks that the configuration names, computing with its ``threads``."""
+        """Join the ranks that the configuration names, computing with its ``threads``."""
         if trainer.threads:
             torch.set_num_threads(trainer.threads)
         return cls(trainer.rank_deadline_s, trainer.parallel)
@@ -148,7 +148,7 @@ class Ranks:
             raise kind(f"{what}: {problem}") from cause
 
     def _gather_problems(self, problem: str, channel: Channel) -> str:
-        """All ranks' problems, each once; "" when there is none."""
+        """Return all ranks' problems, each once; "" if there are none."""
         if not self.is_main:
             channel.send(0, problem.encode())
             return channel.receive(0).decode()

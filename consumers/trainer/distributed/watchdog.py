@@ -1,7 +1,7 @@
 """No rank outlives another: a thread on each notices a dead peer and ends the process with a clear line.
 
-A killed process is noticed at once, since its connection closes; a machine that fell silent after ``SILENT_S``.
-Ending is like being killed, which is safe at any point: the checkpoint and the journal have all that counts.
+A killed process is noticed at once, because its connection closes; a silent machine after ``SILENT_S``. Ending is like
+being killed, which is safe at any point: the checkpoint and the journal hold everything needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAVE_S = 20.0
 """Seconds that a rank may take to end after rank 0 did."""
 JOIN_S = 60.0
 SETTLE_S = 5.0
-"""Seconds that an error, which may follow from a peer's death, waits for the thread to name the cause."""
+"""Seconds that an error waits for the thread to name its cause, which may be a peer's death."""
 LINE = 2048
 
 log = structlog.get_logger()
@@ -54,7 +54,7 @@ class PeerMonitor:
         self._lost: tuple[int, str] | None = None
 
     def note_message(self, peer: int, line: str, now: float) -> None:
-        """Note a message of a peer: ``here``, ``ended``, or ``failed`` with the reason."""
+        """Record a message of a peer: ``here``, ``ended``, or ``failed`` with the reason."""
         self._heard[peer] = now
         if line == "ended":
             self._left[peer] = now
@@ -62,18 +62,18 @@ class PeerMonitor:
             self._lose(peer, line)
 
     def note_disconnect(self, peer: int) -> None:
-        """Note that a connection is gone, as when the peer's process was killed."""
+        """Record that a connection is lost, as when the peer's process was killed."""
         if peer not in self._left:
             self._lose(peer, "was killed or its machine is gone")
 
     def check(self, now: float) -> ExitReason | None:
-        """Decide whether this rank has to end now, and why; None to go on."""
+        """Decide whether this rank has to end now, and why; None if not."""
         for peer, heard in self._heard.items():
             if peer not in self._left and now - heard > SILENT_S:
                 self._lose(peer, f"has been silent for {SILENT_S:.0f} s")
         if self._lost is not None:
             peer, how = self._lost
-            # What rank 0 failed of is for itself to say, with its own exit code; the others only go.
+            # Rank 0 reports its own failure, with its own exit code; the others only end.
             quiet = peer == 0 and how.startswith("failed")
             return ExitReason(f"rank {peer} of the trainer {how}; all ranks end", 0 if quiet else 1)
         if self._rank and 0 in self._left and now - self._left[0] > LEAVE_S:
@@ -95,7 +95,7 @@ def end_process(reason: ExitReason) -> None:
 
 
 class RankWatchdog:
-    """Ends this process when another rank is lost, while its context lasts; each other rank has a connection to rank 0.
+    """Ends this process if another rank is lost within its context; each other rank has a connection to rank 0.
 
     host: where rank 0 can be reached, and where it listens. end: called with the reason to end.
     """
@@ -124,7 +124,7 @@ class RankWatchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, RuntimeError):
-            # A collective fails when a peer is gone; the thread knows better whose fault it is.
+            # A collective fails if a peer is gone, and the thread knows which one.
             self._thread.join(SETTLE_S)
         self._closing.set()
         self._thread.join(2 * BEAT_S)
@@ -184,7 +184,7 @@ class RankWatchdog:
                     return
 
     def _pass_on(self, reason: ExitReason) -> None:
-        """Tell the other ranks, from rank 0, which rank was lost: they only see that rank 0 ends."""
+        """Tell the other ranks, from rank 0, which rank was lost: they would only see that rank 0 ends."""
         if self._rank == 0:
             for connection in self._connections.values():
                 _tell(connection, f"failed: {reason.text}")
@@ -194,7 +194,7 @@ def _tell(connection: socket.socket, word: str) -> None:
     try:
         connection.sendall(" ".join(word.split()).encode()[: LINE - 1] + b"\n")
     except OSError:
-        # Reading from it will say that it is gone.
+        # The next read will find the connection closed.
         return
 
 

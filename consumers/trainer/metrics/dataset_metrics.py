@@ -1,6 +1,6 @@
-"""Figures of a run's datasets, each by itself: a mixture's mean reward hides a part that is solved or hopeless.
+"""Figures of each of a run's datasets: the mean reward of a mixture hides a part that is solved or hopeless.
 
-Groups are counted as they come back complete, before any is filtered.
+Groups are counted when they are complete, before any is filtered out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DatasetMeter:
         self._counts: dict[str, _Counts] = {}
 
     def add(self, dataset: str, rewards: Sequence[float], correct: Sequence[bool], level: int = -1) -> None:
-        """Count a group by the rewards of its scored samples and whether these are correct, of its level as well."""
+        """Count a group, also under its level, by the rewards of its scored samples and whether they are correct."""
         if level >= 0:
             self.add(f"{dataset}/level_{level}", rewards, correct)
         counts = self._counts.setdefault(dataset, _Counts())
@@ -40,7 +40,7 @@ class DatasetMeter:
         counts.all += all(correct)
 
     def take(self) -> dict[str, float]:
-        """The figures since the last call, under ``data/LABEL/``, and for a level under ``data/LABEL/level_N/``."""
+        """Return the figures since the last call, ``data/LABEL/...`` and for a level ``data/LABEL/level_N/...``."""
         figures: dict[str, float] = {}
         for dataset, counts in sorted(self._counts.items()):
             of_dataset = {
@@ -56,9 +56,10 @@ class DatasetMeter:
 
 
 def curriculum_figures(counts: Mapping[str, int], statistics: bytes) -> dict[str, float]:
-    """What a curriculum skipped so far, by the ledger's counts, and what is known of prompts; {} without a curriculum.
+    """Return what a curriculum skipped so far, and what it knows of prompts; {} without a curriculum.
 
-    statistics: four bytes a prompt, of which the first is the solve rate in 1/255 and the second the groups.
+    counts: the ledger's. statistics: four bytes for each prompt, the first its solve rate in 1/255, the second its
+    groups.
     """
     skipped, admitted = counts.get("skipped", 0), counts.get("admitted", 0)
     figures = {"data/skipped_fraction": skipped / (skipped + admitted)} if skipped else {}

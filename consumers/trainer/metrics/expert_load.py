@@ -1,7 +1,7 @@
-"""How evenly the routers of a mixture of experts deal tokens out, in each step.
+"""How evenly the routers of a mixture of experts spread tokens, in each step.
 
-transformers' experts have no capacity: none drops a token, however many are sent to it. A router that sends most to few
-experts shows here first, before it shows in the loss.
+transformers' experts have no capacity: none drops a token, however many are sent to it. A router that sends most
+tokens to few experts shows here before it shows in the loss.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ExpertLoad:
         return count
 
     def result(self, add: Callable[[list[float]], list[float]]) -> dict[str, float]:
-        """The metrics since the last time; ``add`` is a sum over all ranks.
+        """Return the metrics since the last call; ``add`` is a sum over all ranks.
 
         expert_load_max: tokens of the fullest expert over the mean of its layer, in the worst layer, 1 when all are
         even. experts_unused: share of the experts that got none.

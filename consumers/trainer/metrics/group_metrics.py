@@ -1,7 +1,7 @@
-"""Figures of prompt groups and samples before the filter: what a step's batch alone does not show.
+"""Figures of prompt groups and samples before the filter, which a step's batch does not show.
 
-A step trains the groups that teach something. How many were solved always or never, and what the policy really earns,
-is seen in all that came back, so that is counted from one step to the next.
+A step trains the groups that teach something. How many are always or never solved, and what the policy really earns,
+shows only in all complete groups, so these are counted from one step to the next.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 NAMES, LONGEST_NAME = 64, 64
-"""Most names of workflows' metrics in a step, and the longest: trackers keep every name that they have seen."""
+"""Most names of workflows' metrics in a step, and their length: trackers keep every name that they get."""
 
 FILTERS = ("zero_variance", "mean_reward")
-"""Reasons for which a complete group is filtered: it would teach nothing."""
+"""Reasons for which a complete group is filtered out: it would teach nothing."""
 
 
 class GroupMeter:
-    """Counts prompt groups as they come back complete, and those that are given up; ``take`` ends a step."""
+    """Counts complete prompt groups, and those that are dropped; ``take`` ends a step."""
 
     def __init__(self) -> None:
         self._clear()
@@ -36,7 +36,7 @@ class GroupMeter:
     def add(self, rewards: Sequence[float], signal: bool, solved: Sequence[float] = ()) -> None:
         """Count a complete group by the rewards of its scored samples; signal: whether these differ.
 
-        solved: what says whether a sample is right, 1 or more, or wrong, 0 or less; its reward by default.
+        solved: whether each sample is right, 1 or more, or wrong, 0 or less; its reward by default.
         """
         self._groups += 1
         self._without_signal += not signal
@@ -45,7 +45,7 @@ class GroupMeter:
         self._unsolved += all(value <= 0 for value in solved or rewards)
 
     def lose(self, failed: Sequence[str], excluded: int) -> None:
-        """Count samples without a reward: those that no generator could finish, by kind; those whose reward failed."""
+        """Count samples without a reward: by kind, those that failed in a generator; those whose reward failed."""
         self._failed.update(failed)
         self._excluded += excluded
 
@@ -55,13 +55,13 @@ class GroupMeter:
         self._in_vain += reason in FILTERS
 
     def keep(self) -> None:
-        """Note a complete group that teaches something."""
+        """Record a complete group that teaches something."""
         self._in_vain = 0
 
     def describe(self) -> str:
-        """Say, as the end of a sentence for people, which groups were given up since the last step."""
+        """Say, as the end of a sentence, which groups were dropped since the last step."""
         counts = ", ".join(f"{count} {reason}" for reason, count in self._dropped.items())
-        return f"; given up meanwhile: {counts}" if counts else ""
+        return f"; dropped meanwhile: {counts}" if counts else ""
 
     @property
     def filtered(self) -> int:
@@ -74,14 +74,14 @@ class GroupMeter:
         return self._in_vain
 
     def describe_filtered(self) -> str:
-        """Say, in a clause for people, how many groups came back since the last step and taught nothing, and why."""
+        """Say in a clause how many complete groups since the last step taught nothing, and why."""
         return (
             f"{self.filtered} of the {self._groups} prompt groups that came back were left out, because their rewards"
             f" tell nothing: every sample was right in {self._solved} of all, none in {self._unsolved}"
         )
 
     def take(self) -> dict[str, float]:
-        """The figures since the last call. What no complete group could tell is left out."""
+        """Return the figures since the last call; those of complete groups only if there are any."""
         figures = {f"groups/dropped_{reason}": float(count) for reason, count in sorted(self._dropped.items())}
         figures |= {"groups/complete": float(self._groups), "groups/dropped": float(self._dropped.total())}
         figures |= {f"samples/failed_{kind}": float(count) for kind, count in sorted(self._failed.items())}
@@ -97,7 +97,7 @@ class GroupMeter:
 
 
 def term_metrics(components: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean and standard deviation of each term of the reward, over the samples that have it."""
+    """Return mean and standard deviation of each term of the reward, over the samples that have it."""
     figures = {}
     for name in sorted({name for terms in components for name in terms}):
         values = [terms[name] for terms in components if name in terms]
@@ -107,7 +107,7 @@ def term_metrics(components: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def episode_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each of the workflow's metrics over the samples that have it; of ``NAMES`` that most samples have."""
+    """Return the mean of each of the workflow's metrics over the samples that have it; of the ``NAMES`` commonest."""
     values: dict[str, list[float]] = {}
     for of_sample in metrics:
         for name, value in of_sample.items():

@@ -22,17 +22,17 @@ PEAK_FLOPS = {
     "L4": 121e12,
     "MI300X": 1307e12,
 }
-"""Dense 16-bit operations a second of a device, by a part of its name, the longer names first: makers' data sheets."""
+"""Dense 16-bit operations a second, by a part of the device's name, longer names first; from data sheets."""
 COMPUTING = ("forward", "backward", "optimizer")
 
 
 def peak_flops(device: str) -> float | None:
-    """Operations a second that a device of this name can do at most; None where that is not known."""
+    """Return the most operations a second of a device with this name; None if unknown."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name.lower() in device.lower()), None)
 
 
 def compute_metrics(flops: float, seconds: Mapping[str, float], ranks: int, device: str) -> dict[str, float]:
-    """``perf/tflops_per_device`` and, where the device's peak is known, ``perf/mfu``.
+    """Return ``perf/tflops_per_device`` and, if the device's peak is known, ``perf/mfu``.
 
     flops: of one forward pass over the step, on all ranks; a step has three times as many (PaLM, arXiv:2204.02311, B),
     whatever is computed again. seconds: of the step's phases.
@@ -46,7 +46,7 @@ def compute_metrics(flops: float, seconds: Mapping[str, float], ranks: int, devi
 
 
 def memory_metrics() -> dict[str, float]:
-    """Memory of this process in bytes: now and at most, and at most on its GPU since the last call."""
+    """Return bytes of this process's memory: now, its peak, and the peak on its GPU since the last call."""
     # Kilobytes, but on macOS bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     figures = {"perf/memory_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}
@@ -60,18 +60,18 @@ def memory_metrics() -> dict[str, float]:
 
 
 def device_name() -> str:
-    """Name of this process's GPU; "" without one."""
+    """Return the name of this process's GPU; "" without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 class CountRate:
-    """How fast a count grows between two looks at it."""
+    """How fast a count grows between two calls."""
 
     def __init__(self) -> None:
         self._last: tuple[float, float] | None = None
 
     def of(self, count: float, now: float) -> float | None:
-        """Growth a second since the last call; None at the first, and after a broker that counts anew."""
+        """Return the growth a second since the last call; None at the first, and if the broker's count restarted."""
         last, self._last = self._last, (count, now)
         if last is None or count < last[0] or now <= last[1]:
             return None

@@ -2,7 +2,7 @@
 
 Dropout is not only a layer: many models hand a number to a function (OPT's layers, every attention). Routers of
 experts may add noise of their own. All such numbers are set to 0 in the model's modules, and whether nothing random is
-left is tried out. The model's configuration keeps them, for whoever trains the result elsewhere.
+left is tried out. The model's configuration keeps them, for training elsewhere.
 """
 
 from __future__ import annotations

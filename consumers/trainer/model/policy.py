@@ -212,7 +212,7 @@ def read_model(
     # Buffers, which a model computes when it is made, are there.
     with init_empty_weights(include_buffers=False):
         model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    # Each was made anew.
+    # Each tied weight was made by itself.
     model.tie_weights()
     return model
 

@@ -134,7 +134,7 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self) -> Snapshot:
-        """Take the weights as they are now.
+        """Take the current weights.
 
         A single process copies nothing here: ``Snapshot.fill`` does. Parts on several ranks are gathered here, one
         parameter at a time.

@@ -15,12 +15,12 @@ from schemas.system.files import atomic_write
 KEEP = 100
 """Evaluations whose samples are kept: the first and the newest."""
 PAGES = 100
-"""Most pages that are read at one look."""
+"""Most pages that one ``write`` reads."""
 OF_PROMPT = ("version", "index", "dataset", "prompt", "data")
 
 log = structlog.get_logger()
 Take: TypeAlias = Callable[[str, str], list[tuple[str, dict[str, Any]]]]
-"""Gives the samples after an entry, and may forget those up to another one."""
+"""Returns the samples after an entry, and may forget those up to another one."""
 
 
 class EvalSampleLog:
@@ -35,13 +35,13 @@ class EvalSampleLog:
         """By version and prompt: the line of its file, with samples by number."""
 
     def write(self, complete: Collection[int]) -> None:
-        """Read what came, and write the files of the versions that are complete; a full disk costs them."""
+        """Read new samples, and write the files of complete versions; a full disk loses them."""
         self._read()
         for version in sorted(self._open.keys() & set(complete)):
             prompts = self._open.pop(version)
             file = self._folder / f"eval-{version:08d}.jsonl"
             if file.exists():
-                # Samples that came again, after it was written.
+                # Samples that arrived again, after it was written.
                 continue
             lines = [json.dumps(_line(prompts[index])) for index in sorted(prompts)]
             try:
@@ -72,6 +72,6 @@ class EvalSampleLog:
 
 
 def _line(prompt: dict[str, Any]) -> dict[str, Any]:
-    """A prompt as the line of its file, its samples by number."""
+    """Return the line of a prompt, with its samples in the order of their numbers."""
     samples = prompt["samples"]
     return {**prompt, "dataset": prompt["dataset"] or "", "samples": [samples[number] for number in sorted(samples)]}

@@ -1,7 +1,7 @@
-"""The complete evaluations of a run in its file evaluations.jsonl, which outlives the broker's memory of them.
+"""The complete evaluations of a run, in evaluations.jsonl, which outlives the broker's copy of them.
 
 A line is flushed to the disk before the next one is written, and a weight version has one line for ever: what a version
-scored never changes, and trainers that go on with a run read first what is there.
+scored never changes, and a trainer that resumes a run first reads the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EvaluationLog:
         self._lines = LineFile(self.file, durable=True)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Write the line of a version, durably, unless it has one. DiskError when the disk is full."""
+        """Write the line of a version, durably, unless it has one; DiskError if the disk is full."""
         if line["version"] in self.lines:
             return
         try:
@@ -42,7 +42,7 @@ class EvaluationLog:
 
 
 def read_evaluations(file: Path) -> dict[int, dict[str, Any]]:
-    """The lines of evaluations.jsonl by version, in order; of a version the first, and nothing that was cut off."""
+    """Return the lines of evaluations.jsonl by version, in order; of each version the first complete one."""
     found: dict[int, dict[str, Any]] = {}
     for line in read_lines(file):
         try:

@@ -1,7 +1,7 @@
-"""environment.json in the run's folder: with what the trainer ran, to find the difference between two runs.
+"""environment.json in the run's folder: what the trainer ran with, to find the difference between two runs.
 
-Versions of packages, the machine, and the git commit of the folder in which the user's code is. It is written by each
-trainer that starts; those of earlier ones are kept in ``before``.
+Versions of packages, the machine, and the git commit of the folder in which the user's code is. Each trainer
+that starts writes it, and keeps those of earlier trainers in ``before``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PACKAGES = (
 )
 GIT_S = 5.0
 EARLIER = 20
-"""Earlier trainers of which it is kept."""
+"""Earlier trainers that are kept in it."""
 
 log = structlog.get_logger()
 
 
 def write_environment(folder: Path, base: Path, ranks: int) -> None:
-    """Write the file; what can't be written is only logged. base: folder of the user's code. ranks: of the trainer."""
+    """Write the file; only log if it can't be written. base: folder of the user's code. ranks: of the trainer."""
     file = folder / ENVIRONMENT
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
@@ -50,7 +50,7 @@ def write_environment(folder: Path, base: Path, ranks: int) -> None:
 
 
 def describe_environment(base: Path, ranks: int) -> dict[str, Any]:
-    """What this process runs with, as JSON."""
+    """Describe what this process runs with, as JSON."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "time": time.time(),
@@ -75,7 +75,7 @@ def _version(package: str) -> str:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit of the repository that ``folder`` is in, and whether it was changed since; None outside of one."""
+    """Return the commit of the repository that holds ``folder``, and whether files changed since; None without one."""
     commit = _ask_git(folder, "rev-parse", "HEAD")
     if not commit:
         return None

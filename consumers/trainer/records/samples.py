@@ -1,10 +1,10 @@
-"""Whole prompt groups in the run's folder, for people: samples/train-STEP.jsonl, a line for each group that is kept.
+"""Whole prompt groups in the run's folder, to be read: samples/train-STEP.jsonl, a line for each group that is kept.
 
-Pictures that the policy was shown in them are in samples/images/.
+The pictures that the policy saw in them are in samples/images/.
 
-Of each step a few groups are kept, with all of their samples: texts, rewards by term, advantages. The files are for
-reading and nothing depends on them: a full disk costs a line here, and never a step. The oldest go when all together
-take too much room.
+Of each step a few groups are kept, with all of their samples: texts, rewards by term, advantages. Nothing
+depends on the files: a full disk loses a line, never a step. The oldest files are deleted when all together are too
+large.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from schemas.messages import Trajectory
 from schemas.run_folder import SAMPLES
 from schemas.system.files import LineFile, atomic_write
 
-if TYPE_CHECKING:  # it needs PyTorch, and `tidemill up` looks at trackers without
+if TYPE_CHECKING:  # it needs PyTorch, and `tidemill up` checks trackers without it
     from consumers.trainer.data.groups import Group
 
 KEEP_BYTES = 512 << 20
 FILE_BYTES = 16 << 20
-"""A file of more bytes is followed by a new one."""
+"""Bytes after which a new file begins."""
 PICTURES = "images"
 PICTURE_BYTES = 256 << 20
-"""Pictures that the policy was shown in kept samples; the oldest go when all together have more bytes."""
+"""Most bytes of all pictures; beyond that the oldest are deleted."""
 LONGEST = 64 << 10
 """Characters of a text after which it is cut."""
 
@@ -40,7 +40,7 @@ Terms = Mapping[tuple[int, int], Mapping[str, float]]
 
 
 class SampleLog:
-    """The groups of each step that are kept; ``groups``: of each step so many."""
+    """The groups that are kept; ``groups``: how many of each step."""
 
     def __init__(self, folder: Path, groups: int) -> None:
         self._folder = folder / SAMPLES
@@ -52,7 +52,7 @@ class SampleLog:
     def write(
         self, step: int, version: int, groups: Sequence[Group], advantages: Sequence[float], terms: Terms
     ) -> None:
-        """Keep some groups of a step. advantages: of all samples in order; empty where they are not one a sample."""
+        """Keep some groups of a step. advantages: of all samples in order; empty if a sample has several."""
         if not self._groups:
             return
         firsts = np.cumsum([0, *(len(group.samples) for group in groups)]).tolist()
@@ -65,7 +65,7 @@ class SampleLog:
             self._complain(error)
 
     def keep_pictures(self, trajectories: Sequence[Trajectory], groups: Sequence[Group]) -> None:
-        """Keep the pictures of these samples, which the broker forgets; groups: those that have them."""
+        """Keep the pictures of these samples, which the broker forgets. groups: where the pictures are."""
         wanted = {image.digest for trajectory in trajectories for image in trajectory.images}
         if not self._groups or not wanted:
             return
@@ -95,7 +95,7 @@ class SampleLog:
             self._drop_old_pictures(folder)
 
     def _drop_old_pictures(self, folder: Path) -> None:
-        """Delete the oldest pictures, down to three quarters of what there may be."""
+        """Delete the oldest pictures, down to three quarters of the limit."""
         for file in sorted(folder.glob("*.png"), key=lambda file: file.stat().st_mtime):
             if self._picture_bytes <= PICTURE_BYTES * 3 // 4:
                 break
@@ -122,7 +122,7 @@ class SampleLog:
 
 
 def choose_groups(groups: Sequence[Group], count: int, step: int) -> list[int]:
-    """Indices of up to ``count`` groups: best, worst and widest mean reward, then others by turns."""
+    """Return indices of up to ``count`` groups: widest, worst and best rewards, then others in turn."""
     if not groups:
         return []
     rewards = [[reward for _, reward in group.samples] or [0.0] for group in groups]
@@ -137,7 +137,7 @@ def choose_groups(groups: Sequence[Group], count: int, step: int) -> list[int]:
 
 
 def group_line(step: int, version: int, group: Group, advantages: Sequence[float], terms: Terms) -> dict[str, Any]:
-    """A group as the line of its file. version: of the weights that the step trained."""
+    """Return the line of a group. version: of the weights that the step trained."""
     first = group.samples[0][0] if group.samples else None
     prompt = common_beginning([trajectory.prompt for trajectory, _ in group.samples])
     samples = []
@@ -156,21 +156,21 @@ def group_line(step: int, version: int, group: Group, advantages: Sequence[float
 
 
 def common_beginning(prompts: Sequence[str]) -> str:
-    """What all prompts of a group begin with, in whole words.
+    """Return what all prompts of a group begin with, in whole words.
 
-    The prompt of an episode is that of its last call, with all that was said before: what differs is the sample's.
+    The prompt of an episode is that of its last call, with the conversation so far; the rest belongs to the sample.
     """
     first, last = min(prompts, default=""), max(prompts, default="")
     if first == last:
         return first
     length = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    # From the end: a search for the last word begins anew at each letter of a long one.
+    # Reversed: a search for the last word would start over at each letter of a long one.
     word = re.match(r"\w*", first[:length][::-1])
     return first[: length - (word.end() if word else 0)]
 
 
 def sample_line(trajectory: Trajectory, reward: float | None, terms: Mapping[str, float]) -> dict[str, Any]:
-    """A sample as JSON: what people read of it, without tokens."""
+    """Return a sample as JSON, without its tokens."""
     versions = [span.version for span in trajectory.spans]
     return {
         "sample": trajectory.sample,
@@ -192,7 +192,7 @@ def _cut(text: str) -> str:
 
 
 def _plain(data: Mapping[str, Any]) -> dict[str, str]:
-    """An example's own columns as short texts; a conversation is in the texts already."""
+    """Return an example's own columns as short texts, without the conversation, which the prompt has."""
     return {
         str(name): value if isinstance(value, str) else json.dumps(value, default=str)[:LONGEST]
         for name, value in data.items()

@@ -1,7 +1,7 @@
-"""A tracker in a thread of its own, so that one that hangs holds up no step.
+"""A tracker in a thread of its own, so that no step waits for one that hangs.
 
-What it is given it does in that order. A call that raises or takes longer than its deadline is its last: nothing more
-is done then, and ``problem`` says why.
+Calls are done in the order in which they are given. If one raises or takes longer than its deadline, it is the last,
+and ``problem`` says why.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TypeAlias
 from schemas.errors import describe_error
 
 DEADLINE_S = 60.0
-"""For one call of a tracker, and for room when it is slower than the steps."""
+"""Seconds for one call of a tracker, and for room in its queue if it is slower than the steps."""
 LONG_DEADLINE_S = 120.0
-"""For its start, and for all that is left at the end."""
+"""Seconds for its start, and for the calls left at the end."""
 ROOM = 1000
 """Calls that may wait."""
 
@@ -35,7 +35,7 @@ class TrackerThread:
         self._done = threading.Condition()
         self._left = 0
         self._since = 0.0
-        """When the call under way began, or the one before it ended."""
+        """When the current call began, or the one before it ended."""
         self._late = ""
         # Not waited for when the process ends.
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
@@ -43,7 +43,7 @@ class TrackerThread:
 
     @property
     def problem(self) -> str:
-        """Why it does nothing more, "" while it does."""
+        """Why the tracker was dropped, "" while it works."""
         if self.error is not None:
             return describe_error(self.error)
         if not self._late and self._left and time.monotonic() - self._since > DEADLINE_S:
@@ -51,7 +51,7 @@ class TrackerThread:
         return self._late
 
     def put(self, call: Call) -> None:
-        """Have this done after all before; waits only for room."""
+        """Queue a call; waits only for room in the queue."""
         with self._done:
             if not self._left:
                 self._since = time.monotonic()
@@ -62,18 +62,18 @@ class TrackerThread:
             self._late = self._late or f"{ROOM} calls of it were left for {DEADLINE_S:g} s"
 
     def wait(self, deadline_s: float) -> None:
-        """Wait until all is done or nothing more will be; after the deadline nothing more will."""
+        """Wait until all calls are done or the tracker is dropped; it is dropped after the deadline."""
         with self._done:
             if not self._done.wait_for(lambda: not self._left or self.error is not None, deadline_s):
                 self._late = self._late or f"it did not answer within {deadline_s:.3g} s"
 
     def end(self) -> None:
-        """Let the thread end when its call under way does."""
+        """Let the thread end after its current call."""
         self._late = self._late or "ended"
         try:
             self._calls.put_nowait(None)
         except queue.Full:
-            return  # it sees that it is late with the next one
+            return  # the thread ends before the next call
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None and not self._late:

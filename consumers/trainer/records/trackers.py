@@ -1,8 +1,8 @@
 """Metrics to TensorBoard, Weights & Biases and whatever else accelerate can log to, beside metrics.jsonl.
 
-Each step is sent once: one that is trained again after a crash is not, so no step has two values. A tracker that fails
-while the run goes on, whatever it raises, or hangs is given up with a warning; the file has everything. Steps do not
-wait for trackers.
+Each step is sent once: if it is trained again after a crash, it is not sent again, so no step has two values. If a
+tracker fails during the run, whatever it raises, or hangs, it is dropped with a warning; the file has everything. Steps
+do not wait for trackers.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ MODULES = {
     "trackio": ["trackio"],
     "wandb": ["wandb"],
 }
-"""accelerate's trackers, and what each can be imported from; the first is also what pip calls it."""
+"""accelerate's trackers, and the modules that each can be imported from; the first is also its name for pip."""
 
 COLUMNS = ["step", "prompt", "completion", "reward", "terms", "tokens", "finish"]
-"""Of the table of completions; the terms of the reward are one JSON object."""
+"""Columns of the table of completions; the terms of the reward are one JSON object."""
 SETTING = "trainer.trackers"
 FOLDER = "trackers"
 ERROR_DEADLINE_S = 5.0
-"""For all that is left where the trainer ends by an error: whoever restarts it waits."""
+"""Seconds for the unsent rest if the trainer ends with an error; its restart waits for that."""
 
 Notify: TypeAlias = Callable[[str, Literal["info", "warning", "error"], str], None]
 
@@ -74,13 +74,13 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of a run, started anew by every trainer process that goes on with it. Rank 0 has them."""
+    """The trackers of a run, started again by every trainer process that resumes it; rank 0 has them."""
 
     def __init__(self, config: TidemillConfig, accelerator: Accelerator, notify: Notify) -> None:
-        """Start the trackers. notify: tells people of one that failed.
+        """Start the trackers. notify: reports one that failed.
 
-        ConfigError if a tracker of a new run cannot start: its settings are wrong. Later the same is an outage of its
-        server, and costs the run that tracker only.
+        ConfigError if a tracker of a new run cannot start: its settings are wrong. In a resumed run that is an outage
+        of its server, and only drops the tracker.
         """
         self._notify = notify
         self._sent = 0
@@ -109,7 +109,7 @@ class Trackers:
                 self._trackers += [(tracker, thread) for tracker in started]
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """The figures of a finished step, a line of metrics.jsonl; a histogram becomes a figure for each entry."""
+        """Send the figures of a step, a line of metrics.jsonl; a histogram becomes a figure for each entry."""
         step = int(line["step"])
         if step <= self._sent:
             return
@@ -121,12 +121,12 @@ class Trackers:
         self._each(lambda tracker: tracker.log(dict(figures), step=step))
 
     def log_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
-        """The figures of an evaluation that became complete after ``step``; each is given here once."""
+        """Send the figures of an evaluation that became complete after ``step``; call it once for each."""
         given, at = dict(figures), max(step, self._sent)
         self._each(lambda tracker: tracker.log(dict(given), step=at))
 
     def log_completions(self, step: int, samples: Sequence[tuple[Trajectory, float]], terms: Terms) -> None:
-        """Show samples with their rewards, and the terms of these, as a table, in trackers that have tables."""
+        """Send samples with their rewards and the terms of these as a table, to trackers that have tables."""
         rows = []
         for sample, reward in samples:
             parts = json.dumps(dict(terms.get((sample.task_id, sample.sample), {})))
@@ -154,12 +154,12 @@ class Trackers:
                 self._give_up(tracker.name, what, reason)
 
     def flush(self) -> None:
-        """Wait a moment until all that was logged is sent, where an error ends the process; nothing after ``close``."""
+        """Give the trackers a moment to send the rest, if an error ends the process; does nothing after ``close``."""
         self._wait(ERROR_DEADLINE_S)
         self._drop_failed("failed")
 
     def close(self) -> None:
-        """Send what is left, but not by accelerate's own call, which also takes the ranks apart."""
+        """Send the rest, but not by accelerate's own call, which also ends the process group."""
         self._drop_failed("failed")
         for tracker, thread in self._trackers:
             thread.put(tracker.finish)
@@ -175,14 +175,14 @@ class Trackers:
             thread.wait(max(0.0, end - time.monotonic()))
 
     def _give_up(self, name: str, what: str, reason: str) -> None:
-        log.warning("a tracker is given up", tracker=name, what=what, error=reason)
+        log.warning("a tracker is dropped", tracker=name, what=what, error=reason)
         self._notify("tracker", "warning", f"tracker {name} {what} and gets nothing more: {reason}")
 
 
 def _start(
     config: TidemillConfig, accelerator: Accelerator, name: str, own: Any, *, resumed: bool
 ) -> list[GeneralTracker]:
-    """Start one tracker through accelerate, a copy of ours. own: class of a user's tracker, None for a known one."""
+    """Start one tracker through a copy of our accelerator. own: class of a user's tracker, None for a known one."""
     folder = config.folder / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     accelerator.project_configuration.set_directories(str(folder))
@@ -197,13 +197,13 @@ def _start(
 
 
 def _last_step(file: Path) -> int:
-    """The highest step with a line in metrics.jsonl: steps up to there were sent before."""
+    """Return the highest step in metrics.jsonl; steps up to it were sent before."""
     steps = (line.get("step") for line in read_lines(file))
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def _identity(folder: Path) -> str:
-    """Arguments that name this run to a service that can go on with a run; a new run has a new folder."""
+    """Return the id by which a service resumes this run; a new run has a new folder."""
     file = folder / "id"
     if not file.is_file():
         file.write_text(secrets.token_hex(8), encoding="utf-8")
@@ -211,7 +211,7 @@ def _identity(folder: Path) -> str:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, bool | str | int | float]:
-    """``{"trainer.steps": 5, ...}``; the broker's address is left out, it may hold a password."""
+    """Flatten to ``{"trainer.steps": 5, ...}``, without the broker's address, which may hold a password."""
     flat: dict[str, bool | str | int | float] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -216,7 +216,7 @@ def test_generators_that_stop_are_no_learned_task(trainer: Callable[..., Trainer
     with Pipeline(broker, generate, lambda task_id, sample: Score(reward=1.0)), pytest.raises(InfraError) as caught:
         trainer(batch_timeout_s=6).run(StopFlag())
     assert "the oldest prompt group, 10, has no sample scored yet" in str(caught.value)
-    assert str(caught.value).endswith("given up meanwhile: 10 zero_variance")
+    assert str(caught.value).endswith("dropped meanwhile: 10 zero_variance")
     assert "run_failed" not in {event.name for event in broker.events.tail(99)}
 
 

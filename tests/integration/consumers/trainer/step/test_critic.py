@@ -147,7 +147,7 @@ def test_a_critic_that_only_the_checkpoint_or_only_the_configuration_has_is_told
         [
             (with_critic, make_step(model), ""),
             (with_critic, without, "the critic in checkpoint .* is left out: .* no trainer.critic"),
-            (without, make_step(model), "checkpoint .* has no critic: that of trainer.critic begins anew"),
+            (without, make_step(model), "checkpoint .* has no critic: that of trainer.critic starts untrained"),
         ]
     ):
         source.run(batch, 0)
