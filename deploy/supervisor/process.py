@@ -7,11 +7,8 @@ which this process then finds the grandchildren. ``Processes`` is the starter fo
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import subprocess
-import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +17,7 @@ from deploy.supervisor.services import Exit, Scaler
 from schemas.control_api import RunStatus
 from schemas.errors import InfraError
 from schemas.system import guard
+from schemas.system.guarded_process import GuardedProcess
 
 MARK = "TIDEMILL_SUPERVISOR"
 """Environment variable that tells this supervisor's processes, at any depth, from all others."""
@@ -50,37 +48,23 @@ class Process:
 
         Output is appended to ``log``, or shares this process's own when that is None.
         """
-        ours, theirs = socket.socketpair()
+        shown = {**os.environ, **(environment or {}), **({MARK: mark} if mark else {})}
         output = None
         try:
             output = log.open("ab", buffering=0) if log else None
-            ours.sendall(json.dumps(list(argv)).encode() + b"\n")
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, str(theirs.fileno()), name],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if output else None,
-                cwd=folder,
-                env={**os.environ, **(environment or {}), **({MARK: mark} if mark else {})},
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            to, errors = (output.fileno(), subprocess.STDOUT) if output else (None, None)
+            self._process = GuardedProcess(argv, name, shown, subprocess.DEVNULL, to, errors, folder)
         except OSError as error:
-            ours.close()
             raise InfraError(f"cannot start {name}: {error.strerror}") from error
         finally:
-            theirs.close()
             if output:
                 output.close()
-        ours.setblocking(False)
-        self._control = ours
-        self._heard = ""
         self._exit: Exit | None = None
 
     @property
     def orphaned(self) -> bool:
         """Whether it ended because its guardian was killed, so that something may be left for ``sweep``."""
-        return self._exit is not None and self._told("exit") is None
+        return self._exit is not None and self._process.exit_code is None
 
     @property
     def guard_pid(self) -> int:
@@ -90,53 +74,24 @@ class Process:
     @property
     def pid(self) -> int | None:
         """Process id of the child itself, None until the guardian has told it."""
-        self._listen()
-        return self._told("pid")
+        self._process.poll()
+        return self._process.program_pid
 
     def poll(self) -> Exit | None:
         """Exit of the child, or None while anything of it runs."""
-        if self._exit is None:
-            code = self._process.poll()
-            if code is not None:
-                self._listen()
-                told = self._told("exit")
-                # Without a last word the guardian itself was killed, and its child with it.
-                self._exit = Exit(code if told is None else told)
-                self._control.close()
+        if self._exit is None and (code := self._process.poll()) is not None:
+            told = self._process.exit_code
+            # Without a last word the guardian itself was killed, and its child with it.
+            self._exit = Exit(code if told is None else told)
         return self._exit
 
     def terminate(self) -> None:
         """Ask the child to end."""
-        self._send(b"T")
+        self._process.order_end()
 
     def kill(self) -> None:
         """Kill the child and everything below it."""
-        self._send(b"K")
-
-    def _send(self, command: bytes) -> None:
-        if self._exit is None:
-            try:
-                self._control.send(command)
-            except OSError:
-                # The guardian is ending; poll says how.
-                return
-
-    def _listen(self) -> None:
-        while self._exit is None:
-            try:
-                data = self._control.recv(256)
-            except OSError:
-                return
-            if not data:
-                return
-            self._heard += data.decode()
-
-    def _told(self, word: str) -> int | None:
-        for line in self._heard.splitlines():
-            name, _, value = line.partition(" ")
-            if name == word:
-                return int(value)
-        return None
+        self._process.order_kill()
 
 
 def become_subreaper() -> bool:

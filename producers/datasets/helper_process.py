@@ -1,26 +1,26 @@
-"""The process of a dataset whose examples are made by another interpreter, or with settings of its own."""
+"""The process of a dataset whose examples come from another interpreter, or need environment variables of their own."""
 
 from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from schemas.errors import ConfigError, InfraError
+from schemas.system.worker_process import WorkerProcess
 
 START_TIMEOUT_S = 120.0
 ITEM_TIMEOUT_S = 60.0
 
 
 class HelperProcess:
-    """Speaks a JSON line each way, on its stdin and stdout; ends when its socket closes.
+    """A worker process that answers each JSON line with one.
 
-    name: of what makes the examples. recipe: the first line that it gets; ``hello`` is its answer. ConfigError if that
-    has an ``error``.
+    name: of what makes the examples. recipe: the first line that the process gets; ``hello`` is the answer to it.
+    ConfigError if an answer has an ``error``.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class HelperProcess:
     ) -> None:
         self._name, self._program, self._environment, self._recipe = name, program, environment, recipe
         self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
+        self._process: WorkerProcess | None = None
         self._end: weakref.finalize[Any, HelperProcess] | None = None
         self.hello: dict[str, Any] = {}
         self._start()
@@ -47,30 +47,23 @@ class HelperProcess:
         """End the process; it is started again when needed."""
         if self._end is not None:
             self._end()
-        self._socket = None
+        self._process = None
 
-    def _start(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
+    def _start(self) -> WorkerProcess:
         try:
-            process = subprocess.Popen(
-                self._program, stdin=theirs.fileno(), stdout=theirs.fileno(), env=self._environment
-            )
+            process = self._process = WorkerProcess(self._program, self._name, self._environment)
         except OSError as error:
-            ours.close()
             raise InfraError(f"cannot start the {self._name} process: {error}") from error
-        finally:
-            theirs.close()
-        self._socket = ours
-        self._end = weakref.finalize(self, _end, process, ours)
+        self._end = weakref.finalize(self, process.kill)
         try:
             self.hello = self._exchange(self._recipe, START_TIMEOUT_S)
         except (InfraError, ConfigError):
             self.close()
             raise
-        return ours
+        return process
 
     def _exchange(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        connection = self._socket or self._start()
+        connection = (self._process or self._start()).connection
         try:
             connection.settimeout(timeout_s)
             connection.sendall(json.dumps(request).encode() + b"\n")
@@ -93,9 +86,3 @@ def _read_line(connection: socket.socket) -> dict[str, Any]:
         parts.append(part)
     reply: dict[str, Any] = json.loads(b"".join(parts))
     return reply
-
-
-def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    connection.close()
-    process.kill()
-    process.wait(timeout=10)

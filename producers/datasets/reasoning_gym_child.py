@@ -1,4 +1,4 @@
-"""The process behind the reasoning_gym dataset: JSON lines on stdin and stdout.
+"""The process behind the reasoning_gym dataset: JSON lines both ways on the socket that is stdin.
 
 First line: the recipe (task, size, seed, params). Then {"index": i} for each problem.
 Started with PYTHONHASHSEED=0, so that a recipe and an index always give the same problem.
@@ -46,8 +46,7 @@ def digest(entry: dict[str, Any]) -> str:
 
 def main() -> None:
     """Serve until stdin closes."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # some tasks print; that must not reach the protocol
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb", buffering=0)
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message).encode() + b"\n")

@@ -111,9 +111,9 @@ class GuardedProcess:
             except subprocess.TimeoutExpired:
                 self._guard.kill()
                 return f"guardian {self._guard.pid} does not end"
-            self._control.setblocking(True)
             # Its last words come before the error that it left an order unread.
-            with contextlib.suppress(ConnectionResetError):
+            with contextlib.suppress(OSError):
+                self._control.setblocking(True)
                 while part := self._control.recv(256):
                     self._heard += part
         if self.exit_code is None:
@@ -127,8 +127,26 @@ class GuardedProcess:
             while part := await asyncio.get_running_loop().sock_recv(self._control, 256):
                 self._heard += part
 
+    def poll(self) -> int | None:
+        """Exit code of the guardian, or None while anything of the program runs. Reads what the guardian has said."""
+        code = self._guard.poll()
+        with contextlib.suppress(OSError):
+            while part := self._control.recv(256, socket.MSG_DONTWAIT):
+                self._heard += part
+        if code is not None:
+            self._control.close()
+        return code
+
+    @property
+    def program_pid(self) -> int | None:
+        """Process id of the program; None until ``poll`` or ``wait`` has read it."""
+        return self._told("pid")
+
     @property
     def exit_code(self) -> int | None:
         """Exit code, negative for a signal; None until ``kill`` or ``wait``, or if the guardian was killed."""
-        told = self._heard.decode().split()
-        return int(told[told.index("exit") + 1]) if "exit" in told else None
+        return self._told("exit")
+
+    def _told(self, word: str) -> int | None:
+        said = self._heard.decode().split()
+        return int(said[said.index(word) + 1]) if word in said else None

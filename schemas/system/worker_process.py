@@ -44,9 +44,9 @@ class WorkerProcess(GuardedProcess):
             unused.pop_all()
 
     def kill(self) -> str:
-        """Close the connection and kill the program with everything below it; returns how the program ended."""
-        self.connection.close()
-        return super().kill()
+        """Kill the program with everything below it, then close the connection; returns how the program ended."""
+        with self.connection:
+            return super().kill()
 
 
 class Channel:

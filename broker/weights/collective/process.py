@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
@@ -29,7 +28,8 @@ from broker.weights.collective.roll import Membership, RollCall
 from broker.weights.peers.wire import receive, send
 from schemas.config.publish import NcclConfig
 from schemas.errors import ConfigError, InfraError
-from schemas.system.guarded_process import GuardedProcess, environment
+from schemas.system.guarded_process import environment
+from schemas.system.worker_process import WorkerProcess
 
 SLOWEST = 20_000_000
 """Bytes per second below which a broadcast is abandoned, because peers are faster."""
@@ -60,7 +60,7 @@ class BroadcastProcess:
         self._host = host
         self._lock = threading.Lock()
         self._closed = False
-        self._process: GuardedProcess | None = None
+        self._process: WorkerProcess | None = None
         self._stream: socket.socket | None = None
         self._backends: tuple[str, ...] | None = None
         self._problem = "no CUDA device with NCCL was found"
@@ -82,17 +82,12 @@ class BroadcastProcess:
                 return
             shown = environment([name for name in os.environ if _SHOWN.fullmatch(name)])
             try:
-                with contextlib.ExitStack() as unused:
-                    ours, theirs = map(unused.enter_context, socket.socketpair())
-                    end = theirs.fileno()
-                    self._process = GuardedProcess(_PROGRAM, "broadcast", shown, stdin=end, stdout=end)
-                    unused.pop_all()
-                    theirs.close()
+                self._process = WorkerProcess(_PROGRAM, "broadcast", shown)
             except OSError as error:
                 self._problem = f"no process could be started: {error}"
                 log.warning("no process could be started to broadcast weights, which come from peers", error=str(error))
                 return
-            self._stream, self._backends = ours, None
+            self._stream, self._backends = self._process.connection, None
 
     def backends(self, wait_s: float = 0.0) -> tuple[str, ...]:
         """Return the backends that it has and the settings allow; () while it starts, which may take ``wait_s``."""
@@ -185,19 +180,14 @@ class BroadcastProcess:
 
     def _end(self) -> None:
         with self._lock:
-            process, stream = self._process, self._stream
+            process = self._process
             self._process, self._stream, self._backends, self.communicator = None, None, None, 0
-        if process is not None and stream is not None:
+        if process is not None:
             process.order_kill()
             # Its end may hang in the kernel.
-            threading.Thread(target=_clean_up, args=(process, stream), name="broadcast end", daemon=True).start()
+            threading.Thread(target=process.kill, name="broadcast end", daemon=True).start()
 
     def close(self) -> None:
         """End the process; a broadcast under way fails."""
         self._closed = True
         self._end()
-
-
-def _clean_up(process: GuardedProcess, stream: socket.socket) -> None:
-    process.kill()
-    stream.close()

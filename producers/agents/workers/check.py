@@ -39,16 +39,15 @@ def check_agent(
             raise ConfigError(f"generator.workflow.args.command: there is no program {command[0]!r} that can be run")
         return
     try:
-        process, connection, setup = start_runner(run or "", args, base, settings, "--check")
+        process, setup = start_runner(run or "", args, base, settings, "--check")
     except OSError as error:
         raise ConfigError(f"generator.workflow.args.run: {run} cannot be checked: {error}") from error
-    with connection:
-        try:
-            line = _ask(connection, setup)
-        except OSError:
-            line = b""
-        finally:
-            how = process.kill()
+    try:
+        line = _ask(process.connection, setup)
+    except OSError:
+        line = b""
+    finally:
+        how = process.kill()
     try:
         said = SAID.decode(line)
     except ValueError:

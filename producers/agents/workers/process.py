@@ -127,13 +127,13 @@ class AgentProcess:
         """
         starting = asyncio.ensure_future(asyncio.to_thread(start_runner, run, args, base, settings))
         try:
-            process, ours, setup = await asyncio.shield(starting)
+            process, setup = await asyncio.shield(starting)
         except OSError as error:
             raise InfraError(f"an agent's process could not be started: {error}") from error
         except asyncio.CancelledError:
             await asyncio.to_thread((await starting)[0].kill)
             raise
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_MOST_BYTES)
+        reader, writer = await asyncio.open_connection(sock=process.connection, limit=_MOST_BYTES)
         found = cls(process, reader, writer, clock)
         try:
             writer.write(setup)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from producers import runner
 from producers.agents.workers.protocol import AgentSetup
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
-from schemas.system.guarded_process import GuardedProcess, environment
+from schemas.system.guarded_process import environment
+from schemas.system.worker_process import WorkerProcess
 
 _OURS = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
 """Variables of our environment that another interpreter must not see."""
@@ -22,8 +22,8 @@ _OURS = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
 
 def start_runner(
     run: str, args: dict[str, Any], base: Path, settings: AgentsConfig, option: str = ""
-) -> tuple[GuardedProcess, socket.socket, bytes]:
-    """Start a process for this agent; returns it, its connection, and the first line to send.
+) -> tuple[WorkerProcess, bytes]:
+    """Start a process for this agent; returns it, and the first line to send to it.
 
     ConfigError if there is no such interpreter, OSError if the system can't start it.
     """
@@ -42,7 +42,4 @@ def start_runner(
         memory_mb=settings.memory_mb,
     )
     program = [python, str(Path(runner.__file__).parent), "agents", *([option] if option else [])]
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = GuardedProcess(program, "agent-worker", shown, stdin=theirs.fileno())
-    return process, ours, msgspec.json.encode(setup) + b"\n"
+    return WorkerProcess(program, "agent-worker", shown), msgspec.json.encode(setup) + b"\n"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,8 @@ import structlog
 
 from producers import runner
 from schemas.errors import ConfigError, DataError
-from schemas.system.guarded_process import GuardedProcess, environment
+from schemas.system.guarded_process import environment
+from schemas.system.worker_process import WorkerProcess
 
 log = structlog.get_logger()
 
@@ -107,7 +107,7 @@ class RemoteEnvironment:
 
 
 class _Process:
-    def __init__(self, process: GuardedProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, process: WorkerProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
@@ -118,24 +118,12 @@ class _Process:
 
     @classmethod
     async def start(cls, name: str, base: Path, python: str, env: Sequence[str]) -> _Process:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            program = [python, str(Path(runner.__file__).parent), "environments"]
-            try:
-                # What environments print goes to our log.
-                process = await asyncio.to_thread(
-                    GuardedProcess,
-                    program,
-                    "environment",
-                    environment(env),
-                    stdin=theirs.fileno(),
-                    stdout=2,
-                    folder=base,
-                )
-            except OSError as error:
-                ours.close()
-                raise ConfigError(f"the environment {name} can't be started: {error}") from error
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
+        program = [python, str(Path(runner.__file__).parent), "environments"]
+        try:
+            process = await asyncio.to_thread(WorkerProcess, program, "environment", environment(env), base)
+        except OSError as error:
+            raise ConfigError(f"the environment {name} can't be started: {error}") from error
+        reader, writer = await asyncio.open_connection(sock=process.connection, limit=_LONGEST_LINE)
         made = cls(process, reader, writer)
         made._write({"environment": name, "base": str(base.resolve())})
         try:

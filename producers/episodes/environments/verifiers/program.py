@@ -3,8 +3,8 @@
 The first has modules with ``load_environment``, which return an environment with a dataset and a rubric (verifiers
 0.1.11 to 0.3). The second has modules with a taskset, whose tasks score themselves (``verifiers.v1``, 0.4 on).
 
-``python program.py`` serves tasks: JSON lines on stdin and stdout, the first says which environment. ``Verifiers`` is
-an agent, which plays them.
+``python program.py`` serves tasks: JSON lines both ways on the socket that is stdin, the first names the environment.
+``Verifiers`` is an agent, which plays them.
 """
 
 from __future__ import annotations
@@ -207,8 +207,7 @@ def _messages(prompt: Any) -> list[dict[str, str]]:
 def main() -> None:
     """Serve tasks until stdin closes."""
     sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what environments print must not reach the protocol
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb", buffering=0)
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message, default=str).encode() + b"\n")

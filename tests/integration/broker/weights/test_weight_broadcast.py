@@ -291,7 +291,7 @@ def test_a_system_that_starts_no_process_costs_the_broadcasts_alone(monkeypatch:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EAGAIN, "too many processes")
 
-    monkeypatch.setattr("broker.weights.collective.process.GuardedProcess", refuse)
+    monkeypatch.setattr("broker.weights.collective.process.WorkerProcess", refuse)
     with contextlib.closing(BroadcastProcess(NcclConfig(backend="gloo"), "127.0.0.1")) as process:
         process.start()
         assert process.backends() == ()
