@@ -22,14 +22,15 @@ class LossConfig(Section):
     name: str = Field(
         "ppo",
         description="reinforce, ppo, decoupled_ppo, gspo, cispo, dppo, sapo, m2po, dapo, dr_grpo, or your own as"
-        " module:name. dapo, dr_grpo and gspo bring their own advantage and aggregation unless these are set.",
+        " module:name. dapo, dr_grpo and gspo also set the advantage and the aggregation of their papers, unless you"
+        " set these.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the loss.")
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
     proximal: Literal["recompute", "interpolate"] = Field(
         "interpolate",
-        description="The proximal policy of decoupled_ppo. interpolate: between the rollout policy and the weights that"
-        " the step starts with, by the age of the token. recompute: these weights themselves.",
+        description="The proximal policy of decoupled_ppo. interpolate: between the rollout policy and the weights at"
+        " the start of the step, by the age of the token. recompute: the weights at the start of the step.",
     )
 
 
@@ -39,19 +40,23 @@ class KlConfig(Section):
     coef: float = Field(0.0, ge=0, description="Weight of the penalty; at 0 no reference model is loaded.")
     estimator: str = Field("k3", description="k1, k2, k3, or your own as module:name.")
     place: Literal["loss", "reward"] = Field(
-        "loss", description="loss: added to each token's loss. reward: subtracted from the reward at each token."
+        "loss",
+        description="loss: add the penalty to each token's loss. reward: subtract it from the reward at each token.",
     )
     reference: Literal["auto", "model", "lora_off"] = Field(
         "auto",
-        description="model: a second model. lora_off: the policy itself without its adapter, which takes no memory."
-        " auto: lora_off with trainer.lora unless model names another, else model.",
+        description="model: a second model. lora_off: the policy without its adapter, which takes no extra memory."
+        " auto: lora_off if trainer.lora is set and model is not, otherwise model.",
     )
     model: ModelPath | None = Field(
-        None, description="Folder or hub id of the reference model; by default model.path, where the run starts."
+        None,
+        description="Folder or hub id of the reference model; by default model.path, the model that the run starts"
+        " from.",
     )
     device: Literal["same", "cpu"] = Field(
         "same",
-        description="Reference model's place. same: beside the policy, sharded like it. cpu: whole in main memory.",
+        description="Where the reference model is kept. same: beside the policy, sharded like it. cpu: whole, in main"
+        " memory.",
     )
 
 
@@ -64,10 +69,13 @@ class RejectionConfig(Section):
         " own function of log(rollout policy / policy) as module:name.",
     )
     level: Literal["token", "sequence"] = Field(
-        "token", description="Judge every token, or whole sequences by the mean over their tokens (ratio: of its log)."
+        "token",
+        description="token: check each token. sequence: check whole sequences by the mean over their tokens (for"
+        " ratio, the mean of its log).",
     )
     action: Literal["mask", "clamp"] = Field(
-        "mask", description="mask: out of bounds, no gradient. clamp: the ratio counts as the bound it passed."
+        "mask",
+        description="mask: tokens out of bounds give no gradient. clamp: their ratio is set to the bound it exceeds.",
     )
     lower: float | None = Field(None, description="Lower bound of the measure.")
     upper: float | None = Field(None, description="Upper bound of the measure.")
@@ -99,29 +107,31 @@ class AdvantageConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the advantage.")
     by_name: bool = Field(
         False,
-        description="Give a sample an advantage for each name of its rows, its agent's and those of sub-agents: rows"
-        " are compared with those of the same name in the group. For advantages that compare a group's samples.",
+        description="Give a sample one advantage for each agent name among its rows: rows are compared with rows of"
+        " the same name in the group. For advantages that compare a group's samples.",
     )
     keep_zero_variance: bool | None = Field(
         None,
-        description="Train groups whose rewards are all equal; by default dropped and refilled where advantages"
-        " compare a group's rewards, and kept otherwise, also with turns, which may tell such samples apart.",
+        description="Train groups whose rewards are all equal. By default such groups are dropped and replaced if the"
+        " advantage compares a group's rewards, and kept otherwise; turns keeps them too, since it may tell such"
+        " samples apart.",
     )
     least_std: float = Field(
         0.0,
         ge=0,
-        description="Standard deviation of rewards up to which a group counts as one whose rewards are all equal. For"
-        " rewards that are not just right or wrong.",
+        description="Standard deviation of rewards up to which a group counts as having equal rewards. For rewards"
+        " that are not just right or wrong.",
     )
     mean_between: tuple[float, float] | None = Field(
         None,
-        description="Drop and refill groups whose mean reward is not above the first and below the second number;"
+        description="Drop and replace groups whose mean reward is not above the first and below the second number."
         " DAPO's filter for rewards of 0 and 1 is [0, 1].",
     )
     filter_term: str | None = Field(
         None,
-        description="Label of the term of reward.terms, such as exact, that decides whether a group's rewards are equal"
-        " or between those numbers; by default their sum does, where a penalty on length makes solved groups differ.",
+        description="Label of the term in reward.terms, such as exact, whose values decide whether a group is"
+        " dropped. By default the sum of all terms decides, in which a penalty on length makes the rewards of solved"
+        " groups differ.",
     )
     partial_groups: Literal["train", "drop"] = Field(
         "train", description="Train or drop a group that lost samples to errors."

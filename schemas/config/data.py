@@ -20,8 +20,8 @@ class DatasetConfig(Section):
         " file.py:name."
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset.")
-    shuffle: bool = Field(True, description="Shuffle anew each epoch, by the run's seed.")
-    limit: int | None = Field(None, ge=1, description="Use only the first examples, this many.")
+    shuffle: bool = Field(True, description="Shuffle again in each epoch, by the run's seed.")
+    limit: int | None = Field(None, ge=1, description="Number of examples to use, from the first; by default all.")
 
 
 def _listed(value: Any) -> Any:
@@ -43,8 +43,8 @@ class LabelledDataset(DatasetConfig):
     label: str = Field(
         "",
         pattern=r"^[A-Za-z0-9_.-]{0,64}$",
-        description="What metrics and reward terms call this dataset; by default its name, of one's own the part after"
-        " the colon.",
+        description="Name of this dataset in metrics and reward terms. By default its name; for your own dataset, the"
+        " part after the colon.",
     )
 
     @model_validator(mode="after")
@@ -60,16 +60,19 @@ class CurriculumConfig(Section):
 
     name: Literal["uniform", "learnable", "band", "thompson"] = Field(
         "uniform",
-        description="uniform takes every prompt; learnable takes one with probability 4p(1 - p), p being the share of"
-        " correct samples in its last groups; thompson the same with p drawn from what is known of it; band takes those"
-        " with p in between. Prompts that had no group yet are always taken.",
+        description="uniform takes every prompt. learnable takes a prompt with probability 4p(1 - p), where p is the"
+        " share of correct samples in its last groups. thompson does the same with p drawn from its posterior. band"
+        " takes prompts with p inside between. Prompts without a finished group are always taken.",
     )
     floor: float = Field(
-        0.05, gt=0, le=1, description="Least probability with which a prompt is taken, so that none is given up."
+        0.05,
+        gt=0,
+        le=1,
+        description="Lowest probability with which a prompt is taken, so that no prompt is dropped for good.",
     )
-    between: tuple[float, float] = Field((0.2, 0.8), description="Lowest and highest solve rate of band.")
+    between: tuple[float, float] = Field((0.2, 0.8), description="Lowest and highest solve rate for band.")
     forget_after: int | None = Field(
-        None, ge=1, description="Steps after which what is known of a prompt counts no more; by default it always does."
+        None, ge=1, description="Steps after which a prompt's results no longer count; by default they always count."
     )
 
     @model_validator(mode="after")
@@ -85,16 +88,16 @@ class TrainDataset(LabelledDataset):
     weight: float = Field(
         1.0,
         gt=0,
-        description="Share of the prompts that come from this dataset, over the sum of all weights, before a curriculum"
-        " skips some.",
+        description="Share of the prompts that come from this dataset, relative to the sum of all weights, before a"
+        " curriculum skips prompts.",
     )
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
     levels: list[dict[str, Any]] | None = Field(
         None,
         min_length=2,
         max_length=64,
-        description="Arguments that each level of difficulty has besides args. The levels take turns, and the"
-        " curriculum takes or skips a level as a whole, by how often its prompts were solved.",
+        description="Arguments of each level of difficulty, added to args. The levels take turns. The curriculum"
+        " takes or skips a whole level by how often its prompts were solved.",
     )
 
     def at_levels(self) -> list[TrainDataset]:
@@ -108,32 +111,34 @@ class RewardTerm(Section):
 
     name: str = Field(
         description="A rule: exact, gsm8k, math, geometry3k, clevr, reasoning_gym, code, format, length. A model:"
-        " judge, reward_model, reward_model_server. remote: a server of yours. episode: what the workflow gives. Or"
-        " your own as module:name or file.py:name."
+        " judge, reward_model, reward_model_server. remote: your own server. episode: the reward that the workflow"
+        " gives. Or your own function as module:name or file.py:name."
     )
     weight: float = Field(1.0, description="Weight in the sum.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function.")
     datasets: list[str] | None = Field(
-        None, min_length=1, description="Labels of the datasets whose samples get this term; all by default."
+        None, min_length=1, description="Labels of the datasets whose samples get this term; by default all."
     )
     concurrency: int | None = Field(
         None,
         ge=1,
-        description="Calls of an async function in flight at once in each service, in a worker of its own; by default"
-        " the function's attribute of this name, else it shares the workers, one call at a time.",
+        description="Calls of an async function in flight at once in each service, in a worker of its own. By default"
+        " the function's attribute of this name; if there is none, the function shares the workers, one call at a"
+        " time.",
     )
     batch: int | None = Field(
         None,
         ge=1,
-        description="Most samples of a call of a function of lists; by default its attribute of this name, else 32.",
+        description="Most samples in one call of a function of lists; by default its attribute of this name, or 32.",
     )
     wait_ms: float | None = Field(
         None,
         ge=0,
-        description="How long a batch that is not full waits for more; by default its attribute of this name, else 5.",
+        description="How long a batch that is not full waits for more samples; by default the function's attribute of"
+        " this name, or 5.",
     )
     chat: bool = Field(
-        False, description="Give a function of lists messages instead of texts, as TRL does for conversational data."
+        False, description="Pass messages instead of texts to a function of lists, as TRL does for conversational data."
     )
 
 
@@ -142,33 +147,39 @@ class RewardConfig(Section):
 
     terms: list[RewardTerm] = Field(
         min_length=1,
-        description="The terms that are summed. With the workflows agent and environment by default episode.",
+        description="The terms that are summed. With the workflows agent and environment, episode by default.",
     )
     replicas: int = Field(1, ge=1, description="Reward services that `tidemill up` starts.")
-    workers: int = Field(2, ge=1, description="Killable worker processes of one service, for functions that may block.")
+    workers: int = Field(
+        2, ge=1, description="Killable worker processes of each service, for functions that may block."
+    )
     timeout_s: Seconds = Field(
-        15.0, description="Deadline of one call; past it the worker is killed and the sample excluded."
+        15.0, description="Deadline of one call. After it the worker is killed and the sample excluded."
     )
     correct_from: float = Field(
-        1.0, description="Reward from which a sample counts as correct, in accuracy, pass@k and solve rates."
+        1.0, description="Lowest reward of a correct sample, for accuracy, pass@k and solve rates."
     )
     correct_term: str | None = Field(
-        None, description="Label of the term, such as exact, that decides this instead of the sum."
+        None,
+        description="Label of the term, such as exact, that decides whether a sample is correct; by default the sum"
+        " decides.",
     )
     env: list[Annotated[str, shown_variable("reward.env")]] = Field(
         default_factory=list,
-        description="Names of further environment variables that workers see, such as OPENAI_API_KEY; without, they see"
-        " PATH, HOME and the like, and no secret of the service.",
+        description="Names of further environment variables that workers see, such as OPENAI_API_KEY. By default"
+        " workers see PATH, HOME and similar variables, but none of the service's secrets.",
     )
 
 
 class EvalDataset(LabelledDataset):
     """Held-out prompts; one dataset, or a list of them."""
 
-    sampling: SamplingConfig | None = Field(None, description="Sampling; that of the evaluation by default.")
-    terms: list[RewardTerm] | None = Field(None, min_length=1, description="Reward terms; the evaluation's by default.")
+    sampling: SamplingConfig | None = Field(None, description="Sampling for this dataset; by default eval.sampling.")
+    terms: list[RewardTerm] | None = Field(
+        None, min_length=1, description="Reward terms for this dataset; by default eval.terms."
+    )
     pass_at: list[Annotated[int, Field(ge=1)]] | None = Field(
-        None, description="The k of pass@k; by default 1, 2, 4, and so on up to the samples per prompt."
+        None, description="The values of k for pass@k; by default 1, 2, 4, and so on up to the samples per prompt."
     )
 
     def passes(self, n: int) -> list[int]:
@@ -181,19 +192,21 @@ class EvalConfig(Section):
 
     dataset: Annotated[
         list[EvalDataset], Field(min_length=1), BeforeValidator(_listed), WrapSerializer(_as_written)
-    ] = Field(description="Held-out prompts: one dataset, or a list of them, each with its own sampling.")
+    ] = Field(description="Held-out prompts: one dataset, or a list of datasets.")
     every: int = Field(
-        50, ge=1, description="Weight versions between two evaluations; the first and the last are always evaluated."
+        50,
+        ge=1,
+        description="Weight versions between two evaluations. The first and the last version are always evaluated.",
     )
     sampling: SamplingConfig = Field(
         default_factory=lambda: SamplingConfig(n=1, temperature=0.0),
-        description="Sampling of datasets that have none of their own; greedy by default.",
+        description="Sampling for datasets without their own; greedy by default.",
     )
-    terms: list[RewardTerm] | None = Field(None, description="Reward terms; those of training by default.")
+    terms: list[RewardTerm] | None = Field(None, description="Reward terms; by default those of training.")
     hold_s: Seconds = Field(
         60.0,
-        description="How long an evaluation may hold back new weights, so that one version answers all; what runs over"
-        " is counted as of another version.",
+        description="How long an evaluation may delay new weights, so that one version answers all prompts. Samples"
+        " that finish later are counted under the newer version.",
     )
 
     def sampling_of(self, dataset: EvalDataset) -> SamplingConfig:

@@ -21,12 +21,14 @@ class LauncherConfig(Section):
 class SupervisorConfig(Section):
     """The supervisor: what `tidemill up` does when a service dies."""
 
-    max_restarts: int = Field(
-        5, ge=0, description="Restarts of one service within window_s before the run is given up."
+    max_restarts: int = Field(5, ge=0, description="Restarts of one service within window_s before the run fails.")
+    window_s: Seconds = Field(120.0, description="Only restarts within this time count.")
+    backoff_s: Seconds = Field(
+        0.5, description="Wait before the first restart; it doubles with each further restart, up to 15 s."
     )
-    window_s: Seconds = Field(120.0, description="Only restarts this recent count.")
-    backoff_s: Seconds = Field(0.5, description="First wait before a restart; doubles each time up to 15 s.")
-    grace_s: Seconds = Field(20.0, description="How long a service may take to end when asked; then it is killed.")
+    grace_s: Seconds = Field(
+        20.0, description="How long a service may take to end after it is asked to; then it is killed."
+    )
 
 
 class DeploymentsConfig(Section):
@@ -40,28 +42,33 @@ class ControlConfig(Section):
     """The control plane: status, orders and the dashboard over HTTP."""
 
     enabled: bool = Field(True, description="Whether `tidemill up` starts the control plane.")
-    host: str = Field("127.0.0.1", description="Address to listen on; beyond this machine a token is required.")
+    host: str = Field(
+        "127.0.0.1", description="Address to listen on. An address that other machines can reach requires a token."
+    )
     port: int = Field(
-        8642, ge=0, le=65535, description="Port; 0: any free one. A port taken on 127.0.0.1 is replaced by a free one."
+        8642,
+        ge=0,
+        le=65535,
+        description="Port; 0 picks a free one. If the port is taken on 127.0.0.1, a free one is used.",
     )
     token_file: UserPath | None = Field(
         None, description="File with the token; TIDEMILL_CONTROL_TOKEN_FILE or TIDEMILL_CONTROL_TOKEN by default."
     )
     trusted_proxies: list[IPvAnyNetwork] = Field(
         default_factory=list,
-        description="Addresses or networks of proxies that are believed about their clients (X-Forwarded-For), who then"
-        " have a rate limit each.",
+        description="Addresses or networks of proxies whose X-Forwarded-For header is trusted, so that each client"
+        " behind them has its own rate limit.",
     )
     playground: bool | None = Field(
         None,
-        description="Whether people may ask the present policy something, on room that generators have; by default only"
-        " where host is this machine.",
+        description="Whether users may send prompts to the current policy, on spare capacity of the generators. By"
+        " default only if host is this machine.",
     )
     deployments: DeploymentsConfig = Field(default_factory=DeploymentsConfig)
     scale_hint: str | None = Field(
         None,
-        description="Command that changes the number of replicas where nobody takes orders, with {role} and {replicas};"
-        " a refusal names it.",
+        description="Command, with {role} and {replicas}, that changes the number of replicas in a deployment that"
+        " takes no scaling orders. It is named when such an order is rejected.",
     )
 
 
@@ -73,16 +80,19 @@ class NotifyConfig(Section):
     """Notices to people: how a run ended, or that it stands still."""
 
     webhook: HttpUrl | None = Field(
-        None, description="Address that gets each notice as a POST with JSON; its `text` is what chat systems show."
+        None, description="Address that receives each notice as a POST with JSON. Chat systems show its `text`."
     )
     command: list[str] | None = Field(
-        None, description="Command and its arguments that is run for each notice, with the JSON as its input."
+        None, description="Command with arguments that runs for each notice, with the JSON as its input."
     )
     events: list[Occasion] = Field(
         ["finished", "failed", "stuck"],
-        description="Occasions: finished, failed, stopped, stuck (no step for stuck_s), alert (any other alert).",
+        description="Events to report: finished, failed, stopped, stuck (no step for stuck_s), alert (any other"
+        " alert).",
     )
-    stuck_s: Seconds = Field(900.0, description="Without a step for so long, and not paused, a run is stuck.")
+    stuck_s: Seconds = Field(
+        900.0, description="How long a run that is not paused may go without a step before it counts as stuck."
+    )
 
 
 class ProbesConfig(Section):

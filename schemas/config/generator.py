@@ -34,15 +34,15 @@ class SamplingConfig(Section):
     """Sampling of completions."""
 
     n: int = Field(8, ge=1, le=1024, description="Samples per prompt: the group size.")
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature; log-probabilities are taken after it.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature; log-probabilities include it.")
     top_p: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Nucleus sampling; below 1 the log-probabilities are of the truncated distribution.",
+        description="Nucleus sampling; below 1, log-probabilities are those of the truncated distribution.",
     )
     top_k: int = Field(-1, ge=-1, description="Keep the k likeliest tokens; -1 keeps all.")
-    max_tokens: int = Field(256, ge=1, description="Longest completion, generated tokens.")
+    max_tokens: int = Field(256, ge=1, description="Most generated tokens of a completion.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a completion.")
 
     @model_validator(mode="before")
@@ -70,27 +70,27 @@ class HttpEngineConfig(Section):
     """The inference server of the engine http: one that is launched with the generator, or one that is there."""
 
     dialect: Literal["sglang", "vllm", "openai"] = Field(
-        description="Whose protocol the server speaks: sglang, vllm, or openai, for `tidemill eval` only: such a server"
-        " can't be trained with."
+        description="API of the server: sglang, vllm or openai. A server with openai can be evaluated with `tidemill"
+        " eval`, but not trained with."
     )
     url: str | None = Field(
         None,
-        description="Address of a server that is there, such as http://10.0.0.7:30000, for this generator alone. None:"
-        " a server is launched, listens on this machine only, and ends with the generator.",
+        description="Address of a running server, such as http://10.0.0.7:30000, which serves only this generator. By"
+        " default the generator launches a server that listens on this machine only and ends with the generator.",
     )
     command: list[str] | None = Field(
         None,
         min_length=1,
-        description="Program that launches the server, and its first arguments; options follow them. None: the Python"
-        " that runs Tidemill, with the module of the dialect. For a server with packages of its own:"
+        description="Program that launches the server, with its first arguments; Tidemill appends options. By default"
+        " the Python that runs Tidemill, with the module of the dialect. For a server in its own environment:"
         " [/opt/sglang/bin/python, -m, sglang.launch_server].",
     )
-    start_s: Seconds = Field(600.0, description="Until then the server has to answer that it is healthy.")
+    start_s: Seconds = Field(600.0, description="How long the server may take until its health check succeeds.")
     update_s: Seconds = Field(
-        600.0, description="A server that has not loaded new weights by then is given up, and the generator ends."
+        600.0, description="How long the server may take to load new weights. After that the generator ends."
     )
     api_key_env: str | None = Field(
-        None, description="Environment variable with the key that the server asks for, sent as a bearer token."
+        None, description="Environment variable with the server's API key, sent as a bearer token."
     )
 
     @model_validator(mode="after")
@@ -113,38 +113,39 @@ class GeneratorConfig(Section):
     engine: str = Field("auto", description="auto, vllm, transformers, http, scripted, or your own as module:name.")
     args: dict[str, Any] = Field(
         default_factory=dict,
-        description="Passed through to the engine (vllm: AsyncEngineArgs; http: options of the server that is"
-        " launched).",
+        description="Arguments of the engine. vllm: AsyncEngineArgs. http: options of the server that is launched.",
     )
     http: HttpEngineConfig | None = Field(None, description="The server of the engine http.")
     replicas: int = Field(1, ge=0, description="Generator services that `tidemill up` starts.")
     max_samples: int = Field(64, ge=1, description="Samples in flight in one replica.")
-    lease_s: Seconds = Field(30.0, description="Silence of a replica after which another claims its work.")
+    lease_s: Seconds = Field(
+        30.0, description="How long a replica may be silent before another replica claims its work."
+    )
     stall_s: Seconds = Field(
-        300.0, description="A replica ends, to be restarted, when no running request has gained a token for this long."
+        300.0, description="A replica ends, and is restarted, if no running request gains a token for this long."
     )
     probe_tolerance: float | None = Field(
         None,
         gt=0,
-        description="Largest accepted probe difference, nats; by default 1e-3 in float32, 0.1 in 16-bit types.",
+        description="Largest accepted probe difference, nats; by default 1e-3 in float32 and 0.1 in 16-bit types.",
     )
     update: Literal["keep", "recompute", "drain"] = Field(
         "keep",
-        description="What happens to samples in flight when new weights come. keep: they go on with their keys"
-        " and values. recompute: the new weights compute these again. drain: they are finished first, so that every"
-        " sample is of one version; new ones wait meanwhile.",
+        description="What happens to samples in flight when new weights arrive. keep: they continue with their cached"
+        " keys and values. recompute: the new weights compute the cache again. drain: they finish first, and new"
+        " samples wait, so that every sample has one version.",
     )
     flush_every: int | None = Field(
         None,
         ge=2,
-        description="Save unfinished samples each time they gain this many tokens, the most of each that a"
-        " killed replica loses. None: unfinished samples of a killed replica are lost. An agent's finished model calls"
-        " are always saved.",
+        description="Save unfinished samples each time they gain this many tokens, so that a killed replica loses at"
+        " most that many of each sample. By default a killed replica loses its unfinished samples. Finished model"
+        " calls of agents are always saved.",
     )
     allow_truncated: bool = Field(
         False,
-        description="Train on samples drawn with top_p, top_k or engine arguments that change what is sampled, whose"
-        " log-probabilities are not the policy's.",
+        description="Allow training on samples drawn with top_p, top_k or engine arguments that change the sampled"
+        " distribution. Their log-probabilities are not the policy's.",
     )
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
     agents: AgentsConfig = Field(default_factory=AgentsConfig)

@@ -20,8 +20,10 @@ class WarmStartConfig(Section):
     dataset: DatasetConfig
     eval: DatasetConfig
     batch_size: int = Field(128, ge=1, description="Examples in one step.")
-    lr: float = Field(1e-3, gt=0, description="Peak learning rate; it falls as the accuracy nears stop_accuracy.")
-    max_steps: int = Field(2000, ge=1, description="Steps after which training gives up.")
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate; it falls as the accuracy approaches stop_accuracy.")
+    max_steps: int = Field(
+        2000, ge=1, description="Steps after which training fails if it has not reached stop_accuracy."
+    )
     eval_every: int = Field(20, ge=1, description="Steps between two measurements of the accuracy.")
     stop_accuracy: float = Field(0.5, gt=0, le=1, description="Held-out accuracy at which training stops.")
 
@@ -29,9 +31,11 @@ class WarmStartConfig(Section):
 class PreferenceConfig(Section):
     """Learning from pairs of answers, of which one is preferred."""
 
-    out: UserPath = Field(description="Folder of the model that is made, relative to where tidemill is started.")
-    dataset: DatasetConfig = Field(description="Prompts with the texts chosen and rejected.")
-    eval: DatasetConfig = Field(description="Held-out pairs, for the accuracy.")
+    out: UserPath = Field(
+        description="Folder for the trained model, relative to the folder in which you start tidemill."
+    )
+    dataset: DatasetConfig = Field(description="Prompts, each with a chosen and a rejected answer.")
+    eval: DatasetConfig = Field(description="Held-out pairs, to measure the accuracy.")
     steps: int = Field(500, ge=1, description="Optimizer steps.")
     batch_size: int = Field(32, ge=1, description="Pairs in one step.")
     optimizer: OptimizerConfig = Field(
@@ -43,8 +47,10 @@ class PreferenceConfig(Section):
 class DpoConfig(PreferenceConfig):
     """Direct preference optimisation of model.path, behind `tidemill dpo`."""
 
-    loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="DPO as published, or the squared loss of IPO.")
-    beta: float = Field(0.1, gt=0, description="How strongly the policy is held to model.path.")
+    loss: Literal["sigmoid", "ipo"] = Field(
+        "sigmoid", description="sigmoid: DPO as published. ipo: the squared loss of IPO."
+    )
+    beta: float = Field(0.1, gt=0, description="How strongly the policy is kept close to model.path.")
 
 
 class RewardModelConfig(PreferenceConfig):

@@ -20,20 +20,20 @@ class PeerConfig(Section):
     host: str | None = Field(
         None,
         min_length=1,
-        description="Address of this machine for the others, by default the one from which it reaches the broker. Where"
-        " the broker is on the same machine that is 127.0.0.1: set it if generators are elsewhere.",
+        description="Address at which other machines reach this one; by default the address from which it reaches the"
+        " broker. If the broker runs on this machine, that is 127.0.0.1: set host if generators run elsewhere.",
     )
     port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="Port to serve weights at, 0: any free one. Several services of one machine need 0.",
+        description="Port to serve weights at; 0 picks a free one. Several services on one machine need 0.",
     )
     uplinks: int = Field(
         2,
         ge=1,
-        description="How many generators the trainer gives each part of a version to while others want it too; they"
-        " give it to the rest.",
+        description="How many generators the trainer sends each part of a version to while others want it too. Those"
+        " generators pass it on.",
     )
     streams: int = Field(4, ge=1, le=32, description="Connections over which a generator fetches at once.")
 
@@ -43,16 +43,16 @@ class NcclConfig(Section):
 
     backend: Literal["auto", "nccl", "gloo"] = Field(
         "auto",
-        description="What carries a broadcast: nccl between GPUs, gloo between processors. auto: what the trainer's"
+        description="Backend of broadcasts: nccl between GPUs, gloo between CPUs. auto: the one that the trainer's"
         " machine has; a generator without it fetches from peers.",
     )
     roll_s: Seconds = Field(
         1.0,
-        description="How long a version waits for generators to answer that they want it. Not the whole time, once all"
-        " that took part before have answered.",
+        description="How long a version waits for generators to join its broadcast. The wait is shorter if all that"
+        " joined the last broadcast have answered.",
     )
     silence_s: float = Field(
-        5.0, ge=1.0, allow_inf_nan=False, description="A broadcast in which nothing moves for so long is given up."
+        5.0, ge=1.0, allow_inf_nan=False, description="How long a broadcast may make no progress before it is aborted."
     )
 
 
@@ -61,23 +61,26 @@ class PublishConfig(Section):
 
     transport: Literal["file", "redis", "peer", "nccl"] = Field(
         "file",
-        description="file: safetensors in a folder that all can read. redis: chunks in the broker. peer: from the"
-        " trainer and from one another, over TCP. nccl: one broadcast to all who are ready, and peer for the others.",
+        description="file: safetensors in a folder that all services can read. redis: chunks in the broker. peer:"
+        " over TCP, from the trainer and from other generators. nccl: one broadcast to all generators that are ready,"
+        " and peer for the others.",
     )
     folder: UserPath | None = Field(
         None,
-        description="Folder of versions: with file, shared by all services of this run and by no other; with peer and"
-        " nccl, of the trainer alone. weights/ in the run's folder by default.",
+        description="Folder of versions. With file, all services of this run share it, and no other run may use it;"
+        " with peer and nccl, only the trainer uses it. By default weights/ in the run's folder.",
     )
     peer: PeerConfig = Field(default_factory=PeerConfig)
     nccl: NcclConfig = Field(default_factory=NcclConfig)
     delta: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)] = Field(
         "auto",
-        description="Publish what changed since the version before, where that is at most half of the weights. "
-        "auto: with all transports but file, which is read as fast as a delta is applied.",
+        description="Publish only what changed since the last version, if that is at most half of the weights. auto:"
+        " with all transports except file, which is read as fast as a delta is applied.",
     )
-    max_chain: int = Field(8, ge=1, description="Deltas that a late reader applies at most after a whole version.")
-    keep: int = Field(3, ge=2, description="Versions kept for late readers, and the older ones that they build on.")
+    max_chain: int = Field(8, ge=1, description="Most deltas that a late reader applies after a whole version.")
+    keep: int = Field(
+        3, ge=2, description="Versions kept for late readers, in addition to the older ones that these build on."
+    )
     probe_tokens: int = Field(32, ge=2, description="Length of the probe that every generator checks after an update.")
 
     @property

@@ -23,11 +23,11 @@ class RunConfig(Section):
     """Name, folder and seed of the run."""
 
     name: RunName = Field(
-        "run", description="Name of the run, its key prefix in the broker; lower-case letters, digits, - and _."
+        "run", description="Name of the run, and part of its keys in the broker; lower-case letters, digits, - and _."
     )
-    folder: UserPath | None = Field(None, description="Folder of the run's files; runs/NAME by default.")
+    folder: UserPath | None = Field(None, description="Folder for the run's files; runs/NAME by default.")
     base: UserPath | None = Field(
-        None, description="Folder in which plugin files are looked up; that of the configuration file by default."
+        None, description="Folder for relative paths of your own code; by default the folder of the configuration file."
     )
     seed: int = Field(0, ge=0, description="Seed of prompt order, sampling and training.")
 
@@ -36,31 +36,30 @@ class ModelConfig(Section):
     """The policy."""
 
     path: ModelPath = Field(
-        description="Folder of a Hugging Face causal language model, or its hub id, also of a"
-        " revision: org/name@revision."
+        description="Folder or hub id of a Hugging Face causal language model; a hub id may name a revision:"
+        " org/name@revision."
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16",
-        description="Compute type of training and generation, and the wire type of weights; the trainer's own weights"
-        " and optimizer are float32.",
+        description="Type for training, generation and published weights. The trainer keeps its own weights and the"
+        " optimizer in float32.",
     )
     kind: Literal["text", "vision"] = Field(
         "text",
-        description="text, or vision: a model that reads images, of the families Qwen2.5-VL and Qwen3-VL, see"
-        " docs/vision.md.",
+        description="text, or vision: a model that reads images, of the families Qwen2.5-VL and Qwen3-VL"
+        " (docs/vision.md).",
     )
     max_pixels: int | None = Field(
         None,
         ge=784,
-        description="Most pixels of an image, to which larger ones are scaled down; by default the model's own limit."
-        " An image of Qwen2.5-VL takes a token for each 28 x 28 pixels.",
+        description="Most pixels of an image; larger images are scaled down. By default the model's own limit."
+        " Qwen2.5-VL uses one token for each 28 x 28 pixels.",
     )
     freeze_vision: bool = Field(
         True,
-        description="Leave the vision tower of a vision model as it is: it is not trained, and does not travel to the"
-        " generators.",
+        description="Don't train the vision tower of a vision model, and don't publish it to the generators.",
     )
-    max_length: int = Field(2048, ge=8, description="Longest prompt and completion together, tokens.")
+    max_length: int = Field(2048, ge=8, description="Most tokens of prompt and completion together.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
 
 
@@ -83,11 +82,12 @@ def slots_problem(staleness: int, batch: int, window: int) -> str | None:
 class FlowConfig(Section):
     """The bound on staleness. Slots = (staleness + 1) * trainer.batch_groups - (window - 1)."""
 
-    staleness: int = Field(4, ge=0, le=1000, description="Bound on the age of a trained token, weight versions.")
+    staleness: int = Field(4, ge=0, le=1000, description="Largest age of a trained token, in weight versions.")
     window: int = Field(
         1,
         ge=1,
-        description="How far a finished group may overtake the oldest unfinished one; 1 is strict admission order.",
+        description="How far a finished group may overtake the oldest unfinished group; 1 keeps the order of"
+        " admission.",
     )
 
 
@@ -95,11 +95,13 @@ class BrokerConfig(Section):
     """The Redis or Valkey server, 7.0 or newer."""
 
     url: str | None = Field(
-        None, description="redis://, rediss:// or unix:// URL; REDIS_URL, else an embedded server, when absent."
+        None,
+        description="redis://, rediss:// or unix:// URL. By default REDIS_URL, or an embedded server if that is not"
+        " set.",
     )
     prefix: Prefix = Field("tidemill", description="First part of every key.")
-    deadline_s: Seconds = Field(60.0, description="How long a service tries to reach a broker that does not answer.")
-    max_message_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="Largest accepted message.")
+    deadline_s: Seconds = Field(60.0, description="How long a service retries while the broker does not answer.")
+    max_message_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="Largest accepted message, in bytes.")
     max_deliveries: int = Field(5, ge=1, description="Deliveries after which a message goes to the dead letters.")
     fsync: Literal["everysec", "always", "no"] = Field("everysec", description="appendfsync of the embedded server.")
 
@@ -107,7 +109,8 @@ class BrokerConfig(Section):
 class LogConfig(Section):
     """Logging: human on a terminal, JSON otherwise."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="The least that is logged.")
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
     format: Literal["auto", "human", "json"] = Field(
-        "auto", description="human: lines for people. json: an object a line. auto: human on a terminal, else json."
+        "auto",
+        description="human: lines of text. json: one JSON object per line. auto: human on a terminal, otherwise json.",
     )

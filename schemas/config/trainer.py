@@ -20,9 +20,13 @@ class OptimizerConfig(Section):
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Moment decay rates, each from 0 to below 1.")
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay to 0 over trainer.steps.")
-    warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises from 0 to lr.")
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="Largest gradient norm; larger gradients are scaled down to it."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="How the learning rate falls to 0 over trainer.steps."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises from 0 to lr.")
 
 
 class LoraConfig(Section):
@@ -31,13 +35,13 @@ class LoraConfig(Section):
     Only the adapter is trained, checkpointed and published.
     """
 
-    rank: int = Field(16, ge=1, description="Rank of A and B; vLLM takes up to 512.")
+    rank: int = Field(16, ge=1, description="Rank of A and B; vLLM supports up to 512.")
     alpha: float = Field(32.0, gt=0, description="Scale: the adapter is multiplied by alpha / rank.")
     targets: list[str] | None = Field(
         None,
         min_length=1,
-        description="Last names of the linear layers that are adapted, for example [q_proj, v_proj]; by default all but"
-        " the output layer.",
+        description="Last part of the names of the linear layers to adapt, for example [q_proj, v_proj]. By default"
+        " all except the output layer.",
     )
 
     @model_validator(mode="before")
@@ -57,11 +61,13 @@ class CriticConfig(Section):
     """A value model that is trained beside the policy, for the advantage gae."""
 
     model: ModelPath | None = Field(
-        None, description="Folder or hub id of the language model whose body it starts from; model.path by default."
+        None, description="Folder or hub id of the language model that the critic starts from; model.path by default."
     )
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     clip: float | None = Field(
-        0.2, gt=0, description="Most that a value may change in one step before the loss is clipped; null: no clipping."
+        0.2,
+        gt=0,
+        description="Largest change of a value in one step before the loss is clipped; null turns clipping off.",
     )
 
 
@@ -69,13 +75,13 @@ class CheckpointConfig(Section):
     """Checkpoints, written aside and renamed when complete."""
 
     every: int = Field(100, ge=1, description="Steps between two checkpoints.")
-    keep: int = Field(2, ge=1, description="Checkpoints kept, the newest.")
+    keep: int = Field(2, ge=1, description="How many of the newest checkpoints are kept.")
     asynchronous: bool = Field(
         True,
-        description="Go on training while a checkpoint is written, from a copy of the state in host memory. Without it,"
-        " no copy is made and training waits.",
+        description="Continue training while a checkpoint is written, from a copy of the state in main memory. If"
+        " false, no copy is made and training waits.",
     )
-    deadline_s: Seconds = Field(600.0, description="How long training waits for a full disk before it gives up.")
+    deadline_s: Seconds = Field(600.0, description="How long training waits while the disk is full before it fails.")
 
     @property
     def most_uncovered(self) -> int:
@@ -90,21 +96,25 @@ class ParallelConfig(Section):
     """
 
     tensor: int = Field(
-        1, ge=1, description="Ranks over which each layer is cut, by the model's own plan, and the vocabulary by rows."
+        1,
+        ge=1,
+        description="Tensor parallelism: ranks that share each layer, split by the model's own plan; the vocabulary"
+        " is split by rows.",
     )
     context: int = Field(
         1,
         ge=1,
-        description="Ranks over which the tokens of a micro-batch are cut (Ulysses): attention exchanges heads.",
+        description="Context parallelism (Ulysses): ranks that share the tokens of a micro-batch; attention exchanges"
+        " heads.",
     )
     replicate: int = Field(
-        1, ge=1, description="Copies of the sharded model (HSDP): weights are gathered only within one of them."
+        1, ge=1, description="Copies of the sharded model (HSDP); weights are gathered only within a copy."
     )
     expert: int = Field(
         1,
         ge=1,
-        description="Ranks over which the experts of a mixture are dealt out, whole: those of tensor, or 1, where each"
-        " expert is cut as any layer is.",
+        description="Expert parallelism: ranks that share the experts of a mixture, each rank with whole experts."
+        " Must be tensor or 1; with 1, each expert is split like any other layer.",
     )
 
     @model_validator(mode="after")
@@ -135,11 +145,12 @@ class TrainerConfig(Section):
     """The trainer."""
 
     steps: int = Field(1000, ge=1, description="Optimizer steps; each makes one weight version.")
-    batch_groups: int = Field(32, ge=1, description="Prompt groups in one step (B).")
+    batch_groups: int = Field(32, ge=1, description="Prompt groups in one step.")
     micro_batch_tokens: int = Field(
         16384,
         ge=8,
-        description="Most tokens in one forward pass of a rank; with padding where a model cannot be packed.",
+        description="Most tokens in one forward pass of a rank, including padding if the model does not support"
+        " packing.",
     )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
@@ -148,38 +159,39 @@ class TrainerConfig(Section):
     lora: LoraConfig | None = None
     kl: KlConfig = Field(default_factory=KlConfig)
     rejection: list[RejectionConfig] = Field(
-        default_factory=list, description="Rules on the mismatch of trainer and rollout policy; none by default."
+        default_factory=list, description="Rules on the mismatch between trainer and rollout policy; none by default."
     )
     aggregation: str = Field(
         "token_mean",
-        description="How token losses become one number: token_mean, sequence_mean, prompt_mean, constant, or your own"
-        " as module:name or file.py:name.",
+        description="How the losses of tokens become one number: token_mean, sequence_mean, prompt_mean, constant, or"
+        " your own as module:name or file.py:name.",
     )
     mask_truncated: bool = Field(
         False,
-        description="Take no gradient of samples that ended at a limit, of tokens, calls or time: what they would have"
-        " come to is not known (DAPO's overlong filtering). Their rewards still count in their group's mean.",
+        description="Take no gradient from samples that ended at a limit of tokens, calls or time, since their"
+        " outcome is not known (DAPO's overlong filtering). Their rewards still count in the mean of their group.",
     )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     publish: PublishConfig = Field(default_factory=PublishConfig)
     batch_timeout_s: Seconds = Field(
-        600.0, description="The trainer gives up, naming what it lacks, when no batch is complete after this long."
+        600.0, description="How long the trainer waits for a complete batch before it fails and names what is missing."
     )
     max_failed_groups: int | None = Field(
         None,
         ge=1,
-        description="The run ends with the reason when so many prompt groups in a row fail: because of their examples,"
-        " their workflow, their reward or the weights; 4 * batch_groups by default, and at least 16.",
+        description="Prompt groups that may fail in a row, because of their examples, workflow, reward or weights,"
+        " before the run fails with the reason. By default 4 * batch_groups, and at least 16.",
     )
     processes: int = Field(
         1,
         ge=1,
-        description="Ranks over which the model is sharded (FSDP2), one a GPU, that a started trainer makes of itself;"
-        " a launcher of your own (torchrun, accelerate) decides by itself.",
+        description="Ranks that the trainer starts, one per GPU, over which the model is sharded (FSDP2). Your own"
+        " launcher (torchrun, accelerate) decides this by itself.",
     )
     parallel: ParallelConfig = Field(
         default_factory=ParallelConfig,
-        description="How the ranks share the model; what tensor, context and replicate leave over shards it (FSDP2).",
+        description="How ranks share the model. The ranks that tensor, context and replicate leave over shard it"
+        " (FSDP2).",
     )
     rank_deadline_s: Seconds = Field(
         1800.0,
@@ -187,56 +199,58 @@ class TrainerConfig(Section):
     )
     activation_checkpointing: bool | Literal["selective"] = Field(
         False,
-        description="Compute activations again in backward, of the critic too: less memory, about a third more time."
-        " selective: but for attention, whose results are kept.",
+        description="Compute activations again in the backward pass, also for the critic: less memory, about a third"
+        " more time. selective: keep the results of attention.",
     )
     activation_offload: bool = Field(
         False,
-        description="Keep what activation_checkpointing leaves in main memory until backward; needs it.",
+        description="Keep the activations that activation_checkpointing saves in main memory until the backward pass."
+        " Requires activation_checkpointing.",
     )
     router_replay: bool = Field(
         False,
-        description="Of a mixture of experts: generators note to which experts the routers sent each token, and"
-        " training sends it to the same; 1 byte (2 above 254 experts) for each layer and expert of a token"
-        " in its message.",
+        description="For a mixture of experts: generators record the experts of each token, and training routes the"
+        " token to the same experts. Adds 1 byte (2 above 254 experts) per token, layer and selected expert to"
+        " messages.",
     )
     share_prefixes: bool = Field(
         True,
-        description="Compute what several rows of a micro-batch begin with, such as the prompt of a group, once. The"
-        " gradient is the same. Not done with images, router_replay or parallel.context.",
+        description="Compute once what several rows of a micro-batch begin with, such as the prompt of a group. The"
+        " gradient is the same. Not used with images, router_replay or parallel.context.",
     )
     compile: bool = Field(
         False,
-        description="Compile the layers of the model and the critic (torch.compile); the first steps take longer, the"
-        " others less.",
+        description="Compile the layers of the model and the critic (torch.compile): the first steps take longer,"
+        " later steps less time.",
     )
     profile_steps: list[Annotated[int, Field(ge=0)]] = Field(
-        default_factory=list, description="Steps, from 0, of which each rank writes a profile into profiles/."
+        default_factory=list, description="Steps, counted from 0, for which each rank writes a profile into profiles/."
     )
     trackers: list[str] = Field(
         default_factory=list,
-        description="Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, aim, clearml, comet_ml,"
-        " dvclive, swanlab, trackio, or your own GeneralTracker of accelerate as module:name or file.py:name.",
+        description="Where metrics go in addition to metrics.jsonl: tensorboard, wandb, mlflow, aim, clearml,"
+        " comet_ml, dvclive, swanlab, trackio, or your own GeneralTracker of accelerate as module:name or"
+        " file.py:name.",
     )
     log_completions: int = Field(
         0,
         ge=0,
-        description="Samples of the batch, from the worst to the best, that trackers with tables (wandb, clearml) are"
-        " shown with each evaluation; without `eval`, every trainer.checkpoint.every steps.",
+        description="Number of samples of the batch, from worst to best, to show in trackers with tables (wandb,"
+        " clearml) at each evaluation, or every trainer.checkpoint.every steps if there is no `eval`.",
     )
     log_groups: int = Field(
         4,
         ge=0,
-        description="Prompt groups of each step whose samples are kept in samples/ of the run's folder, with texts,"
-        " rewards by term and advantages; the files take 512 MiB at most, then the oldest go.",
+        description="Prompt groups per step whose samples are kept in samples/ in the run's folder, with texts,"
+        " rewards by term and advantages. The files take at most 512 MiB; the oldest are deleted first.",
     )
     record: bool = Field(
         False,
-        description="Keep the samples of every step in batches/ of the run's folder, as long as the checkpoint before"
-        " it, for `tidemill replay`; about 6 bytes a token.",
+        description="Keep the samples of every step in batches/ in the run's folder, as long as the checkpoint before"
+        " it, for `tidemill replay`. Takes about 6 bytes per token.",
     )
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of each rank; by default PyTorch's own choice, or the cores shared out."
+        None, ge=1, description="CPU threads of each rank; by default PyTorch's choice, or an equal share of the cores."
     )
 
     @field_validator("aggregation")
