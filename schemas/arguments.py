@@ -1,4 +1,4 @@
-"""Arguments that the configuration gives to plug-ins, checked against the type hints of what takes them."""
+"""Arguments that the configuration gives to plug-ins, checked against the type hints of the plug-in."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from schemas.errors import ConfigError
 def convert_arguments(
     where: str, function: Callable[..., Any], args: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, Any]:
-    """The arguments with the types that the hints of a function, or of a class's constructor, say.
+    """Convert arguments to the types that the hints of a function, or of a class's constructor, declare.
 
-    names: parameters to look at; one without a default must be among ``args``. What has no hint stays as it is.
-    ConfigError, which begins with ``where``, names each argument that is wrong, its value and what it must be.
+    names: parameters to check; one without a default must be among ``args``. One without a hint is not converted.
+    ConfigError begins with ``where`` and names each wrong argument, its value and what is allowed.
     """
     parameters = inspect.signature(function).parameters
     named = {name: parameters[name] for name in names}
@@ -29,7 +29,7 @@ def convert_arguments(
 
 
 def _model(function: Callable[..., Any], named: Mapping[str, inspect.Parameter]) -> type[BaseModel]:
-    """A pydantic model of the parameters. Field names are prefixed, so that none clashes with pydantic's own."""
+    """Return a pydantic model of the parameters, with prefixed names that can't clash with pydantic's own."""
     try:
         hints = get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
     except (NameError, TypeError):
@@ -46,7 +46,7 @@ def _model(function: Callable[..., Any], named: Mapping[str, inspect.Parameter])
 
 
 def _explain(where: str, args: Mapping[str, Any], error: ValidationError) -> str:
-    """What is wrong with each argument; one that may be of several kinds is told with all of them."""
+    """Describe each wrong argument, with all kinds that are allowed."""
     allowed: dict[str, list[str]] = {}
     for item in error.errors():
         allowed.setdefault(str(item["loc"][0]), []).append(item["msg"].removeprefix("Input should be "))

@@ -111,7 +111,7 @@ def decode(data: bytes, cls: type[M], max_bytes: int = DEFAULT_MAX_BYTES) -> M:
     decoder, head = _decoders.get(cls) or _learn(cls)
     try:
         if not data.startswith(head, 1) and not data.startswith(head, 3):
-            # Written by somebody else, in another order, or nothing of ours: an empty map would be a whole Score.
+            # Not written by this codec, or in another order: an empty map would be a whole Score.
             _header_decoder.decode(data)
         message: M = decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Error types, which decide what happens to work (elsewhere, dead letter, or stop), and a service's exit codes.
+"""Error types, which decide what happens to work (retry elsewhere, dead letter, or stop), and exit codes of services.
 
 Every service handles exactly these errors; any other is a bug and ends the process.
 """
@@ -19,15 +19,15 @@ class InfraError(TidemillError):
 
 
 class DiskError(InfraError):
-    """A file can't be written or read: a full disk, a folder that is gone; mended from outside."""
+    """A file can't be written or read: a full disk, or a missing folder, which a user has to repair."""
 
 
 class BrokerLost(InfraError):
-    """The broker has forgotten what it knew of the run; the trainer builds it anew from what it knows itself."""
+    """The broker has lost its data of the run; the trainer rebuilds it from its own state."""
 
 
 class BrokerDamaged(BrokerLost):
-    """The broker's data of the run contradicts itself: nothing of its pipeline is used."""
+    """The broker's data of the run contradicts itself: none of its pipeline is used."""
 
 
 class DataError(TidemillError):
@@ -35,7 +35,7 @@ class DataError(TidemillError):
 
 
 class RefusedError(TidemillError):
-    """The control plane refuses a request, and says why; the same one is refused again."""
+    """The control plane rejects a request with a reason; a retry would be rejected too."""
 
 
 class FencedError(TidemillError):
@@ -43,11 +43,11 @@ class FencedError(TidemillError):
 
 
 class RunFailed(TidemillError):
-    """The run cannot go on, nor after a restart: everything fails, or nothing teaches any more; it ends with this."""
+    """The run can't continue, and a restart would not help: everything fails, or no group can be trained."""
 
 
 def describe_error(error: BaseException, limit: int = 400) -> str:
-    """Tell an exception of any code as one line, ``Type: text``, of at most ``limit`` characters, all of them UTF-8."""
+    """Describe an exception of any code in one line, ``Type: text``, of at most ``limit`` characters of UTF-8."""
     try:
         text = " ".join(str(error).split())
     except Exception:  # noqa: BLE001 - user code: even the text of an exception may raise
@@ -56,7 +56,7 @@ def describe_error(error: BaseException, limit: int = 400) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text with escapes for what UTF-8 does not have: half characters."""
+    """Return the text with escapes for half characters, which UTF-8 can't encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -65,12 +65,11 @@ ERROR_EXIT = 1
 CONFIG_EXIT = 2
 FENCED_EXIT = 3
 NOT_DONE_EXIT = 4
-"""Exit code for an order that was taken, and that not all services followed in the given time."""
+"""Exit code for an accepted order that not all services followed in the given time."""
 REFUSED_EXIT = 5
-"""Exit code for a request that the control plane refused, or that is not for a run that is alive."""
+"""Exit code for a request that the control plane rejected, or that is not for an active run."""
 RUN_FAILED_EXIT = 6
-"""Exit code when the run cannot go on, nor after a restart."""
+"""Exit code if the run can't continue, even after a restart."""
 INTERRUPTED_EXIT = 130
 HOPELESS = frozenset({CONFIG_EXIT, FENCED_EXIT, RUN_FAILED_EXIT})
-"""Exit codes that a restart can't mend: a wrong configuration stays wrong, a replaced trainer must not return, and what
-always fails fails again."""
+"""Exit codes after which a restart is useless: wrong configuration, replaced trainer, failed run."""

@@ -1,4 +1,4 @@
-"""The metrics of a run by name, with what each is and what one looks at it for: docs and the dashboard show this table.
+"""The metrics of a run by name, and what each tells you. Docs and the dashboard show this table.
 
 A name with ``{}`` stands for all that have something in its place. What a step logs is in here, which a test checks.
 """
@@ -10,17 +10,17 @@ from functools import cache
 
 METRICS: dict[str, str] = {
     "reward/mean": "Mean reward of the step's samples, after groups were filtered: not the share that was solved.",
-    "reward/std": "Standard deviation of the same; near 0 there is nothing to learn from.",
+    "reward/std": "Standard deviation of these rewards; near 0 there is nothing to learn from.",
     "reward/min": "Lowest reward of the step's samples.",
     "reward/max": "Highest reward of the step's samples.",
     "reward/unfiltered_mean": "Mean reward of all samples that came back since the last step, of filtered groups too:"
     " with rewards of right and wrong the share that was solved. The curve to judge training by, beside evaluations.",
     "reward/{}/mean": "Mean of a term of the reward, by its label, before its weight: which term moves the sum.",
     "reward/{}/std": "Standard deviation of a term.",
-    "episode/{}": "Mean of a number that the workflow gives its samples as metrics, over those that have it;"
-    " 64 names of up to 64 characters, those that most samples have.",
-    "eval/{}": "Figures of an evaluation on held-out prompts (reward, length, and the weight version that it is of), in"
-    " the line of the first step after it was complete; trackers get them at once.",
+    "episode/{}": "Mean of a number that the workflow gives as a metric, over the samples that have it;"
+    " 64 names of up to 64 characters, chosen by how many samples have them.",
+    "eval/{}": "Results of an evaluation on held-out prompts (reward, length, and its weight version), in the line of"
+    " the first step after it was complete; trackers get them at once.",
     "eval/{}/accuracy": "Share of correct samples of an evaluated dataset, the mean over all samples of a prompt.",
     "eval/{}/pass@{}": "Share of its prompts of which one of k samples is correct, without bias (Chen et al. 2021).",
     "eval/{}/reward": "Mean reward of its samples.",
@@ -28,21 +28,20 @@ METRICS: dict[str, str] = {
     "data/{}/groups": "Groups of a dataset of train that came back since the last step, before the filter.",
     "data/{}/reward_mean": "Mean reward of their samples.",
     "data/{}/solve_rate": "Share of correct samples among them: which part of a mixture learns.",
-    "data/{}/solve_none": "Those of the groups that have no correct sample.",
-    "data/{}/solve_all": "Those of the groups that have only correct ones.",
+    "data/{}/solve_none": "Number of these groups without a correct sample.",
+    "data/{}/solve_all": "Number of these groups with only correct samples.",
     "data/{}/level_{}/solve_rate": "The same share at one level of difficulty. The other figures of a dataset exist for"
     " each of its levels, too.",
     "data/skipped_fraction": "Share of all positions of the prompt order so far that the curriculum skipped.",
     "data/prompts_seen": "Prompts (or levels) that a curriculum has statistics of, at the last checkpoint.",
-    "data/prompts_unsolved": "Those of them of which no sample of the last groups was correct.",
-    "data/prompts_solved": "Those of which every sample was.",
+    "data/prompts_unsolved": "Number of these prompts without a correct sample in their last groups.",
+    "data/prompts_solved": "Number of these prompts with only correct samples in their last groups.",
     "groups/complete": "Prompt groups that came back since the last step.",
     "groups/zero_variance_fraction": "Share of them in which all samples have the same reward.",
     "groups/solve_none_fraction": "Share of them in which no sample has a reward above 0: prompts that are too hard.",
     "groups/solve_all_fraction": "Share of them in which every sample has a reward of 1 or more: prompts that are too"
     " easy.",
-    "groups/filtered_fraction": "Share of them that was dropped because it would teach nothing: generation that was"
-    " paid for in vain.",
+    "groups/filtered_fraction": "Share of them that was dropped because it would teach nothing: wasted generation.",
     "groups/dropped": "Groups that ended without being trained since the last step.",
     "groups/dropped_{}": "The same by reason: zero_variance, mean_reward, partial, stale, no_reward, no_tokens,"
     " not_finite.",
@@ -64,8 +63,8 @@ METRICS: dict[str, str] = {
     "train/loss_{}": "Mean over tokens of what a loss gives as a metric.",
     "train/kl": "Estimate (k3) of the divergence between the policy that sampled and the one in training: grows with"
     " staleness and learning rate.",
-    "train/kl_masked": "The same over the tokens that the loss left out.",
-    "train/kl_unmasked": "The same over the tokens that it kept.",
+    "train/kl_masked": "The same over the tokens that the loss leaves out.",
+    "train/kl_unmasked": "The same over the tokens that it keeps.",
     "train/reference_kl": "Divergence from the reference policy, by the estimator of trainer.kl.",
     "train/ratio_mean": "Mean probability ratio of policy and rollout policy; 1 when they agree.",
     "train/ratio_std": "Its standard deviation.",
@@ -74,12 +73,12 @@ METRICS: dict[str, str] = {
     "train/ratio_p99": "1 % of the tokens have a higher ratio: what the clip has to hold.",
     "train/ratio_max": "The largest ratio of a token.",
     "train/ess": "Effective sample size that the ratios leave, as a share: 1 when both policies agree.",
-    "train/clip_fraction": "Tokens whose gradient the clip took.",
-    "train/clip_low_fraction": "Those of them at the lower bound (negative advantage).",
-    "train/clip_high_fraction": "Those at the upper bound (positive advantage).",
-    "train/clip_dual_fraction": "Those at the dual clip (negative advantage, large ratio).",
-    "train/masked_fraction": "Tokens that the loss left out.",
-    "train/rejected_fraction": "Tokens that a rule of trainer.rejection took out.",
+    "train/clip_fraction": "Share of tokens whose gradient was clipped to zero.",
+    "train/clip_low_fraction": "Share of tokens at the lower bound (negative advantage).",
+    "train/clip_high_fraction": "Share of tokens at the upper bound (positive advantage).",
+    "train/clip_dual_fraction": "Share of tokens at the dual clip (negative advantage, large ratio).",
+    "train/masked_fraction": "Share of tokens that the loss leaves out.",
+    "train/rejected_fraction": "Share of tokens that a rule of trainer.rejection excludes.",
     "train/logprob_gap_mean": "Difference of log-probabilities, generator against trainer, where both had the same"
     " weights: it should be tiny. Left out in a step without such tokens.",
     "train/logprob_gap_max": "The largest of these differences.",
@@ -89,34 +88,35 @@ METRICS: dict[str, str] = {
     "train/advantage_std": "Its standard deviation.",
     "train/advantage_min": "The lowest advantage of a token.",
     "train/advantage_max": "The highest advantage of a token.",
-    "train/advantage_positive_fraction": "Share of tokens that are made likelier.",
+    "train/advantage_positive_fraction": "Share of tokens with a positive advantage, which become more likely.",
     "train/advantage_zero_fraction": "Share of tokens without a gradient.",
     "train/length_mean": "Loss tokens of a sample, over all its rows: the mean.",
     "train/length_min": "The shortest.",
     "train/length_median": "The median.",
-    "train/length_p95": "5 % are longer.",
+    "train/length_p95": "95th percentile.",
     "train/length_max": "The longest.",
     "train/length_better_mean": "Mean length of samples with a reward above their group's mean.",
-    "train/length_worse_mean": "Mean length of those below it: a growing distance is a reward for length.",
-    "train/length_terminated_mean": "Mean length of samples that ended by themselves.",
-    "train/temperature": "Mean sampling temperature of the step's rows: it follows a change by some versions.",
-    "train/truncated_fraction": "Share of samples that a limit ended: of tokens, of calls, or of time.",
-    "train/rows_mean": "Rows of a sample, see algorithms.",
+    "train/length_worse_mean": "Mean length of those below it: a growing difference rewards length.",
+    "train/length_terminated_mean": "Mean length of samples that did not end at a limit.",
+    "train/temperature": "Mean sampling temperature of the step's rows; it follows a change after some versions.",
+    "train/truncated_fraction": "Share of samples that ended at a limit of tokens, calls or time.",
+    "train/rows_mean": "Mean rows of a sample, see algorithms.",
     "train/rows_max": "The most rows of a sample.",
     "train/row_tokens_mean": "Tokens of all rows of a sample that the model reads in training, prompts and shared"
     " beginnings too.",
     "train/micro_batches": "Micro-batches of a rank.",
     "train/shared_tokens_fraction": "Tokens that are computed together with those of another row, as a share of all.",
-    "train/imbalance": "Work of the rank that has most over the mean, less 1.",
-    "train/expert_load_max": "Of a mixture of experts: tokens of the fullest expert over the mean of its layer, in the"
-    " worst layer; 1 is even.",
-    "train/experts_unused": "Share of its experts that got no token in the step.",
-    "train/experts_changed": "Of the choices of experts that trainer.router_replay repeats, the share that the"
-    " trainer's routers would not have made.",
+    "train/imbalance": "Work of the busiest rank divided by the mean, minus 1.",
+    "train/expert_load_max": "For a mixture of experts: tokens of the busiest expert divided by the mean of its layer,"
+    " in the worst layer; 1 is even.",
+    "train/experts_unused": "Share of experts without a token in the step.",
+    "train/experts_changed": "Share of the replayed choices of experts (trainer.router_replay) that the trainer's"
+    " routers would not have made.",
     "train/critic_loss": "Loss of the critic.",
-    "train/critic_error": "Root mean square of return less value, over that of the returns: 1 if the critic says 0.",
-    "train/critic_explained_variance": "Share of the returns' variance that the critic explains: 1 at best, 0 for a"
-    " constant, below 0 it harms.",
+    "train/critic_error": "Root mean square of return minus value, divided by that of the returns; 1 for a critic"
+    " that is always 0.",
+    "train/critic_explained_variance": "Share of the returns' variance that the critic explains: 1 is perfect, 0 a"
+    " constant, below 0 harmful.",
     "train/critic_grad_norm": "Norm of the critic's gradient.",
     "train/critic_lr": "Learning rate of the critic.",
     "train/critic_loss_scale": "Factor on the critic's loss in float16.",
@@ -132,7 +132,7 @@ METRICS: dict[str, str] = {
     "perf/gpu_memory_peak_bytes": "The most memory of rank 0's GPU in this step.",
     "time/total_s": "Seconds since the line before; the other times add up to it.",
     "time/wait_s": "Waiting for a batch: most of the step means that generation is the bottleneck.",
-    "time/paused_s": "In a pause that people ordered.",
+    "time/paused_s": "Ordered pauses.",
     "time/assemble_s": "Planning the step and sharing it out.",
     "time/prepare_s": "Passes without a gradient: reference, values, proximal policy.",
     "time/forward_s": "Forward passes.",
@@ -141,8 +141,8 @@ METRICS: dict[str, str] = {
     "time/critic_s": "Training the critic.",
     "time/record_s": "Recording the batch.",
     "time/publish_s": "Publishing the weights.",
-    "time/checkpoint_s": "What the checkpoint before held up.",
-    "time/other_s": "In none of these.",
+    "time/checkpoint_s": "Waiting for the previous checkpoint.",
+    "time/other_s": "All other time.",
     "step": "Number of the optimizer step.",
     "version": "Weight version that the step made.",
     "wall_s": "Seconds since the run began.",
@@ -151,7 +151,7 @@ METRICS: dict[str, str] = {
 
 
 def describe(name: str) -> str:
-    """What the metric of this name is; "" for one that is in no table, as a user's."""
+    """Return the description of a metric; "" for a metric that is not in the table, such as a user's own."""
     if name in METRICS:
         return METRICS[name]
     return next((text for pattern, text in _patterns() if pattern.fullmatch(name)), "")
@@ -159,6 +159,6 @@ def describe(name: str) -> str:
 
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    """Names with a gap, the longer ones first."""
+    """Return patterns of the names with a gap, the longest first."""
     gaps = sorted((name for name in METRICS if "{}" in name), key=len, reverse=True)
     return [(re.compile(re.escape(name).replace(r"\{\}", ".+")), METRICS[name]) for name in gaps]

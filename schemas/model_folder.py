@@ -10,15 +10,15 @@ WITHOUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 
 
 def split_revision(path: str) -> tuple[str, str | None]:
-    """A model of the hub as its id and its revision: of ``org/name@revision`` both, of ``org/name`` the id and None."""
+    """Split ``org/name@revision`` into the id and the revision, which is None if it is missing."""
     id, _, revision = path.partition("@")
     return id, revision or None
 
 
 def resolve_folder(path: str | Path, weights: bool = True) -> Path:
-    """The model's folder: ``path`` itself, or where the hub's snapshot of that id is (downloaded if need be).
+    """Return the model's folder: ``path`` itself, or the hub's snapshot of that id, downloaded if needed.
 
-    weights: whether they are needed, too. ConfigError if there is no such model.
+    weights: include the weights. ConfigError if there is no such model.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():

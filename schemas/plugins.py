@@ -39,7 +39,7 @@ class Registry:
         return load(self._paths.get(name, name), self.kind, base)
 
     def check(self, name: str) -> None:
-        """ConfigError for a name that is neither built in nor a path. Imports nothing."""
+        """Raise ConfigError for a name that is neither built in nor a path. Imports nothing."""
         if name not in self._paths and ":" not in name:
             close = difflib.get_close_matches(name, self.names, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
@@ -87,14 +87,14 @@ def _load_file(source: str, base: Path | None) -> ModuleType:
 def bind(kind: str, function: Any, args: dict[str, Any]) -> Any:
     """Bind keyword arguments of the configuration to a function, or build a class with them.
 
-    ConfigError when ``function`` does not take them.
+    ConfigError if ``function`` does not take them.
     """
     args = fit_arguments(kind, function, args)
     return function(**args) if inspect.isclass(function) else functools.partial(function, **args)
 
 
 def fit_arguments(kind: str, function: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments with the types that ``function``, or the constructor of a class, says that it takes.
+    """Return the keyword arguments, converted to the types that ``function`` or the constructor of a class declares.
 
     ConfigError unless it takes them.
     """
@@ -104,7 +104,7 @@ def fit_arguments(kind: str, function: Any, args: dict[str, Any]) -> dict[str, A
 
 
 def check_arguments(kind: str, function: Any, args: dict[str, Any]) -> None:
-    """ConfigError unless ``function``, or a class when it is built, has parameters of these names."""
+    """Raise ConfigError unless ``function``, or a class when it is built, has parameters of these names."""
     try:
         inspect.signature(function).bind_partial(**args)
     except TypeError as error:
@@ -112,7 +112,7 @@ def check_arguments(kind: str, function: Any, args: dict[str, Any]) -> None:
 
 
 def check_method(kind: str, owner: Any, method: str, parameters: Sequence[str]) -> None:
-    """ConfigError unless ``owner``, a user's class, has a method that takes these arguments, by position or name."""
+    """Raise ConfigError unless ``owner``, a user's class, has a method with these parameters, by position or name."""
     found = getattr(owner, method, None)
     name = getattr(owner, "__name__", str(owner))
     wanted = f"{method}({', '.join(parameters)})"
@@ -128,7 +128,7 @@ def check_method(kind: str, owner: Any, method: str, parameters: Sequence[str]) 
 
 
 def check_call(kind: str, function: Any, parameters: Sequence[str]) -> None:
-    """ConfigError unless ``function``, with its arguments bound, can be called with these, by position."""
+    """Raise ConfigError unless ``function``, with its arguments bound, can be called with these, by position."""
     wanted = f"({', '.join(parameters)})"
     if not callable(function):
         raise ConfigError(f"{kind} must be callable with {wanted}, is {type(function).__name__}")

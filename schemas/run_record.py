@@ -1,9 +1,9 @@
 """The record of a run in its folder: a random identity, and the settings that hold for all of the run.
 
-``checkpoints/RUN.json`` is on the disk before anybody else hears of the run. Broker, checkpoints and generators know
-the run by the identity, so two runs of one name are never taken for one another. What the weights depend on from the
-first step to the last (model, tokenizer, data, seed, samples a prompt) must stay as the record has it. A model folder
-may be moved: it is known by what is in it.
+``checkpoints/RUN.json`` is on the disk before any other process knows of the run. Broker, checkpoints and generators
+know the run by its identity, so two runs of one name are never confused. Settings that the weights depend on from the
+first step to the last (model, tokenizer, data, seed, samples per prompt) must stay as recorded. A model folder may be
+moved: its content identifies it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DIGESTS = {"model": "the config.json in model.path", "tokenizer": "the tokenizer
 WEIGHTS = "weights"
 """Entry of a record by which a model folder is known again that was moved or is mounted elsewhere."""
 ENDS = 1 << 20
-"""Bytes at each end of a file of weights that are looked at: the whole would take minutes."""
+"""Bytes at each end of a file of weights that are compared: the whole would take minutes."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RunRecord:
 
 
 def record_file(folder: Path) -> Path:
-    """RUN.json of the run in this folder."""
+    """Return the path of RUN.json of the run in this folder."""
     return folder / "checkpoints" / FILE
 
 
@@ -83,7 +83,7 @@ def check_record(config: TidemillConfig) -> RunRecord | None:
         before = record.fixed.get(name)
         if before is None or now is None or before == now or name == WEIGHTS or (name == "model.path" and moved):
             continue
-        remedy = "give this run another run.name, or --fresh to delete that one and start anew"
+        remedy = "give this run another run.name, or use --fresh to delete the old run"
         if name in DIGESTS:
             problem = f"began with other files: {DIGESTS[name]} {config.model.path} has changed"
         elif name == "model.path" and before == config.model.path:
@@ -96,7 +96,7 @@ def check_record(config: TidemillConfig) -> RunRecord | None:
 
 
 def claim_folder(config: TidemillConfig) -> RunRecord:
-    """The record of this run, made and flushed to the disk if its folder has none; ConfigError as ``check_record``."""
+    """Return the record of this run, or write one to the disk if there is none; ConfigError as ``check_record``."""
     record, fixed = check_record(config), fixed_settings(config)
     if record is None:
         record = RunRecord(secrets.token_hex(8), fixed)
@@ -117,17 +117,17 @@ class JoinedRun:
     """The run that a service works for: the one in its folder, or else the first one that it meets at the broker."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: of the service's run; None where none is known."""
+        """folder: of the service's run, None if it is not known."""
         record = read_record(folder) if folder else None
         self._folder = folder
         self._own = record is not None
         self.id = record.id if record else ""
 
     def check(self, found: str, since: float = 0.0) -> None:
-        """Compare with the identity at the broker, empty where it has none. since: when that run began, for people.
+        """Compare with the identity at the broker, empty if it has none. since: when that run began, for the log.
 
-        ConfigError when the run in this service's folder is another one; InfraError when the run that it had joined was
-        replaced, which a service that is started again joins.
+        ConfigError if the run in this service's folder is another one. InfraError if the run that it had joined was
+        replaced; after a restart the service joins the new run.
         """
         if not found or found == self.id:
             return
@@ -135,20 +135,22 @@ class JoinedRun:
             raise self.replaced()
         self.id = found
         began = time.strftime("%Y-%m-%d %H:%M", time.localtime(since)) if since else "not known"
-        log.info("this folder is no run's: the service works for the run that has the name", run_id=found, since=began)
+        log.info(
+            "this folder belongs to no run: the service joins the run that has the name", run_id=found, since=began
+        )
 
     def replaced(self) -> TidemillError:
-        """The error of ``check`` for a service that the broker refused, because the name is another run's now."""
+        """Return the error of ``check`` for a service whose run has lost its name to another run."""
         if self._own and self._folder:
             return ConfigError(
                 f"the broker now has another run of this name than {record_file(self._folder)} says: give this run"
                 " another run.name, or delete the other one with `tidemill purge`"
             )
-        return InfraError("another run of this name has begun at the broker: this service has to start anew")
+        return InfraError("another run of this name has begun at the broker: this service must restart")
 
 
 def fixed_settings(config: TidemillConfig) -> dict[str, Any]:
-    """What may not change while a run goes on, as JSON; null where it cannot be known now. Loads no model library."""
+    """Return the settings that may not change during a run, as JSON; null if unknown now. Loads no model library."""
     model = Path(config.model.path)
     here = config.warm_start is not None or model.is_dir()
     lora = config.trainer.lora
@@ -180,7 +182,7 @@ def _fixed_dataset(dataset: TrainDataset) -> dict[str, Any]:
 
 
 def _digest(files: Iterable[Path]) -> str | None:
-    """Digest of the contents of those files that exist, None if none does. JSON counts by its values."""
+    """Return a digest of the files that exist, or None if none does. JSON counts by its values."""
     digest, known = hashlib.sha256(), False
     for file in files:
         try:
@@ -195,7 +197,7 @@ def _digest(files: Iterable[Path]) -> str | None:
 
 
 def _weights(model: Path) -> str | None:
-    """Digest of the sizes and the ends of the files of weights in a folder, None if there are none to be read."""
+    """Return a digest of the sizes and ends of the weights files in a folder, or None if none can be read."""
     digest, known = hashlib.sha256(), False
     for file in sorted(model.glob("*.safetensors")):
         try:
@@ -212,7 +214,7 @@ def _weights(model: Path) -> str | None:
 
 
 def _values(content: bytes) -> bytes:
-    """JSON without what differs from one version of transformers to the next though the model is the same."""
+    """Return JSON without the entries that depend on the version of transformers but not on the model."""
     try:
         values = json.loads(content)
     except ValueError:

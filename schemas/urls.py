@@ -1,4 +1,4 @@
-"""URLs of servers as people may see them: without users and passwords."""
+"""URLs of servers for display: without users and passwords."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents: programs that ask the policy over HTTP, and whose conversations are trained."""
+"""Agents: programs that call the policy over HTTP, and whose conversations are trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from schemas.config.base import Seconds, Section, UserPath, shown_variable
 
 
 class AgentsConfig(Section):
-    """Agents of one replica (workflow agent): their processes, their limits, and the endpoint that they talk to."""
+    """Agents of one replica (workflow agent): their processes, their limits, and the endpoint that they call."""
 
     processes: int = Field(1, ge=1, le=256, description="Worker processes of one replica, in which its agents run.")
     python: UserPath | None = Field(

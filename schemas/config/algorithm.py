@@ -83,12 +83,12 @@ class RejectionConfig(Section):
     @model_validator(mode="after")
     def _check_bounds(self) -> RejectionConfig:
         if self.lower is None and self.upper is None:
-            raise ValueError("trainer.rejection: a rule needs lower or upper, it would do nothing")
+            raise ValueError("trainer.rejection: a rule must have lower or upper")
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
             raise ValueError(f"trainer.rejection: lower {self.lower} is above upper {self.upper}")
         if self.action == "clamp" and self.measure != "ratio":
             raise ValueError(
-                f"trainer.rejection: action clamp sets a ratio to its bound, which measure {self.measure!r} is not:"
+                f"trainer.rejection: action clamp requires measure ratio, is {self.measure!r}:"
                 " use action mask, or measure ratio"
             )
         if self.action == "clamp" and self.upper is not None and self.upper <= 0:
@@ -140,15 +140,14 @@ class AdvantageConfig(Section):
     @model_validator(mode="after")
     def _bounds_leave_room(self) -> AdvantageConfig:
         if self.mean_between is not None and not self.mean_between[0] < self.mean_between[1]:
-            raise ValueError("trainer.advantage.mean_between needs a smaller and a larger number, such as [0, 1]")
+            raise ValueError("trainer.advantage.mean_between must be a smaller and a larger number, such as [0, 1]")
         return self
 
     @model_validator(mode="after")
     def _names_are_compared(self) -> AdvantageConfig:
         if self.by_name and self.name in {"raw", "reinforce_pp", "gae"}:
             raise ValueError(
-                "trainer.advantage.by_name needs an advantage that compares a group's samples, which"
-                f" {self.name} does not"
+                f"trainer.advantage.by_name requires an advantage that compares a group's samples: {self.name} does not"
             )
         return self
 

@@ -17,7 +17,7 @@ UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 ModelPath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A model's folder, which may begin with ~, or its hub id."""
 OWN_VARIABLES = ("REDIS_URL", "TIDEMILL_")
-"""How the names of environment variables begin that hold the broker's address, passwords and tokens."""
+"""Prefixes of environment variables that hold the broker's address, passwords and tokens."""
 
 
 class Section(BaseModel):
@@ -27,7 +27,7 @@ class Section(BaseModel):
 
 
 def matching(pattern: str, setting: str, allowed: str) -> AfterValidator:
-    """A check of a text against a regular expression, whose error says in words what is allowed."""
+    """Return a check of a text against a regular expression, whose error says in words what is allowed."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -38,13 +38,13 @@ def matching(pattern: str, setting: str, allowed: str) -> AfterValidator:
 
 
 def shown_variable(setting: str) -> AfterValidator:
-    """A check of the name of an environment variable that a worker of users' code may see."""
+    """Return a check of the name of an environment variable that workers of users' code may see."""
 
     def check(name: str) -> str:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{setting}: {name!r} is no name of an environment variable, such as OPENAI_API_KEY")
+            raise ValueError(f"{setting}: {name!r} is not the name of an environment variable, such as OPENAI_API_KEY")
         if name.startswith(OWN_VARIABLES):
-            raise ValueError(f"{setting}: {name} is a variable of the services', which users' code does not get to see")
+            raise ValueError(f"{setting}: {name} is a variable of the services, which users' code must not see")
         return name
 
     return AfterValidator(check)

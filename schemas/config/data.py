@@ -13,7 +13,7 @@ from schemas.config.generator import SamplingConfig
 
 
 class DatasetConfig(Section):
-    """A dataset, by the name of what reads or makes it."""
+    """A dataset, by the name of its reader or maker."""
 
     name: str = Field(
         description="jsonl, hf, gsm8k, reasoning_gym, arithmetic, verifiers, or your own as module:name or"
@@ -25,20 +25,20 @@ class DatasetConfig(Section):
 
 
 def _listed(value: Any) -> Any:
-    """One section that stands for a list of one."""
+    """Return a single section as a list of one."""
     if isinstance(value, BaseModel):
         return [value.model_dump(exclude_unset=True)]
     return [value] if isinstance(value, dict) else value
 
 
 def _as_written(value: Any, handler: SerializerFunctionWrapHandler) -> Any:
-    """A list of one as the section alone, which further settings find by their names."""
+    """Write a list of one as the section alone, so that overrides find its settings by name."""
     found = handler(value)
     return found[0] if len(found) == 1 else found
 
 
 class LabelledDataset(DatasetConfig):
-    """A dataset among several, which metrics know by its label."""
+    """A dataset among several, which has a label in metrics."""
 
     label: str = Field(
         "",
@@ -56,7 +56,7 @@ class LabelledDataset(DatasetConfig):
 
 
 class CurriculumConfig(Section):
-    """The curriculum: prompts of the order are taken or skipped by how often they were solved so far."""
+    """The curriculum: takes or skips prompts by how often they were solved so far."""
 
     name: Literal["uniform", "learnable", "band", "thompson"] = Field(
         "uniform",
@@ -78,7 +78,9 @@ class CurriculumConfig(Section):
     @model_validator(mode="after")
     def _band_has_room(self) -> CurriculumConfig:
         if not 0 <= self.between[0] < self.between[1] <= 1:
-            raise ValueError("train.curriculum.between needs a smaller and a larger number from 0 to 1, as [0.2, 0.8]")
+            raise ValueError(
+                "train.curriculum.between must be a smaller and a larger number from 0 to 1, such as [0.2, 0.8]"
+            )
         return self
 
 
@@ -101,7 +103,7 @@ class TrainDataset(LabelledDataset):
     )
 
     def at_levels(self) -> list[TrainDataset]:
-        """The dataset of each level; of one without levels itself."""
+        """Return the dataset of each level, or this dataset alone if it has no levels."""
         args = [{**self.args, **more} for more in self.levels or [{}]]
         return [self.model_copy(update={"args": own}) for own in args]
 
@@ -183,7 +185,7 @@ class EvalDataset(LabelledDataset):
     )
 
     def passes(self, n: int) -> list[int]:
-        """The k of pass@k with n samples per prompt."""
+        """Return the values of k for pass@k with n samples per prompt."""
         return sorted({*self.pass_at}) if self.pass_at is not None else [1 << i for i in range(n.bit_length())]
 
 
@@ -210,11 +212,11 @@ class EvalConfig(Section):
     )
 
     def sampling_of(self, dataset: EvalDataset) -> SamplingConfig:
-        """The sampling of one of the datasets."""
+        """Return the sampling of one of the datasets."""
         return dataset.sampling if dataset.sampling is not None else self.sampling
 
     def terms_of(self, dataset: EvalDataset) -> list[RewardTerm] | None:
-        """The reward terms of one of the datasets, None for those of training."""
+        """Return the reward terms of one of the datasets, or None for those of training."""
         return dataset.terms if dataset.terms is not None else self.terms
 
     @model_validator(mode="after")
@@ -224,8 +226,8 @@ class EvalConfig(Section):
             n = self.sampling_of(dataset).n
             if dataset.pass_at and max(dataset.pass_at) > n:
                 raise ValueError(
-                    f"eval.dataset {dataset.label!r}: pass_at {max(dataset.pass_at)} needs as many samples per prompt,"
-                    f" its sampling.n is {n}"
+                    f"eval.dataset {dataset.label!r}: pass_at {max(dataset.pass_at)} exceeds its samples"
+                    f" per prompt, sampling.n {n}"
                 )
         return self
 
@@ -236,9 +238,9 @@ TrainDatasets = Annotated[
 
 
 def check_labels(setting: str, datasets: Sequence[LabelledDataset]) -> None:
-    """ValueError when two datasets have the same label."""
+    """Raise ValueError if two datasets have the same label."""
     seen: set[str] = set()
     for dataset in datasets:
         if dataset.label in seen:
-            raise ValueError(f"{setting} has two datasets called {dataset.label!r}: give each its own label")
+            raise ValueError(f"{setting} has two datasets with the label {dataset.label!r}: give each its own label")
         seen.add(dataset.label)

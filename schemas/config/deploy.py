@@ -10,7 +10,7 @@ from schemas.config.base import Seconds, Section, UserPath
 
 
 class LauncherConfig(Section):
-    """The launcher, with which `tidemill up` starts the services."""
+    """The launcher with which `tidemill up` starts the services."""
 
     name: str = Field(
         "local", description="local (this machine), ray, slurm, or your own as module:name or file.py:name."
@@ -19,7 +19,7 @@ class LauncherConfig(Section):
 
 
 class SupervisorConfig(Section):
-    """The supervisor: what `tidemill up` does when a service dies."""
+    """The supervisor, which restarts services that die under `tidemill up`."""
 
     max_restarts: int = Field(5, ge=0, description="Restarts of one service within window_s before the run fails.")
     window_s: Seconds = Field(120.0, description="Only restarts within this time count.")
@@ -73,11 +73,11 @@ class ControlConfig(Section):
 
 
 Occasion = Literal["finished", "failed", "stopped", "stuck", "alert"]
-"""What people are told of. alert: any alert but stuck."""
+"""Events that a notice reports. alert: any alert except stuck."""
 
 
 class NotifyConfig(Section):
-    """Notices to people: how a run ended, or that it stands still."""
+    """Notices that a run has ended, or makes no progress."""
 
     webhook: HttpUrl | None = Field(
         None, description="Address that receives each notice as a POST with JSON. Chat systems show its `text`."
@@ -96,7 +96,7 @@ class NotifyConfig(Section):
 
 
 class ProbesConfig(Section):
-    """Probes of every service but the control plane, for Kubernetes and Prometheus."""
+    """Probes of every service except the control plane, for Kubernetes and Prometheus."""
 
     host: str = Field("0.0.0.0", description="Address to listen on.")
     port: int | None = Field(

@@ -22,12 +22,12 @@ REFUSED_SAMPLING = (
     "min_tokens",
     "logits_processors",
 )
-"""Settings of other samplers under which log-probabilities are not the policy's."""
+"""Sampling settings of other libraries that make log-probabilities differ from the policy's."""
 
 EPISODE_WORKFLOWS = ("agent", "environment", "tools")
 """Built-in workflows whose samples are conversations of several model calls."""
 REWARDING_WORKFLOWS = ("agent", "environment")
-"""Those of them whose samples bring a reward, so that no reward term has to be named."""
+"""Episode workflows that reward their own samples, so that no reward term is required."""
 
 
 class SamplingConfig(Section):
@@ -51,14 +51,14 @@ class SamplingConfig(Section):
         for name in REFUSED_SAMPLING if isinstance(data, dict) else ():
             if name in data:
                 raise ValueError(
-                    f"sampling.{name} is not supported: it changes the distribution that is sampled from, so that"
+                    f"sampling.{name} is not supported: it changes the sampled distribution, so that"
                     " log-probabilities are not the policy's and training on them is biased"
                 )
         return data
 
 
 class WorkflowConfig(Section):
-    """The workflow, which makes trajectories of a prompt."""
+    """The workflow, which makes trajectories from a prompt."""
 
     name: str = Field(
         "single_turn", description="single_turn, tools, environment, agent, or your own as module:name or file.py:name."
@@ -67,7 +67,7 @@ class WorkflowConfig(Section):
 
 
 class HttpEngineConfig(Section):
-    """The inference server of the engine http: one that is launched with the generator, or one that is there."""
+    """The inference server of the engine http: launched by the generator, or already running."""
 
     dialect: Literal["sglang", "vllm", "openai"] = Field(
         description="API of the server: sglang, vllm or openai. A server with openai can be evaluated with `tidemill"
@@ -98,11 +98,11 @@ class HttpEngineConfig(Section):
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"generator.http.url {hide_password(self.url)!r} must begin with http:// or https://")
         if self.dialect == "openai" and self.url is None:
-            raise ValueError("generator.http.dialect openai is for a server that is there: give its generator.http.url")
+            raise ValueError("generator.http.dialect openai requires a running server: set generator.http.url")
         if self.url is not None and self.command is not None:
             raise ValueError(
-                "generator.http.command launches a server, and generator.http.url names one that is there:"
-                " give one of the two"
+                "generator.http.command launches a server, and generator.http.url names a running one:"
+                " set only one of them"
             )
         return self
 
@@ -154,20 +154,20 @@ class GeneratorConfig(Section):
     def _check_http(self) -> GeneratorConfig:
         if (self.engine == "http") != (self.http is not None):
             raise ValueError(
-                "generator.engine http needs generator.http with its dialect: sglang, vllm or openai"
+                "generator.engine http requires generator.http with a dialect: sglang, vllm or openai"
                 if self.http is None
-                else f"generator.http is for generator.engine http, which is {self.engine!r}"
+                else f"generator.http requires generator.engine http, which is {self.engine!r}"
             )
         if self.http is None or self.http.url is None:
             return self
         if self.args:
             raise ValueError(
-                f"generator.args {', '.join(self.args)}: these are options of a server that is launched, and the one at"
-                " generator.http.url runs already; start it with them"
+                f"generator.args {', '.join(self.args)}: options of a server that Tidemill launches, but the server"
+                " at generator.http.url is running already; start it with these options"
             )
         if self.replicas > 1:
             raise ValueError(
-                f"generator.replicas {self.replicas}: the server at generator.http.url is for one generator, which"
-                " pauses it and replaces its weights; start others with a generator.http.url of their own"
+                f"generator.replicas {self.replicas}: the server at generator.http.url can serve one generator only,"
+                " which pauses it and replaces its weights; give each further generator its own generator.http.url"
             )
         return self

@@ -41,7 +41,7 @@ EXPONENT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key that is given twice is an error: the first value would be lost without a word."""
+    """A YAML loader that rejects a key given twice, whose first value would be lost silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -133,7 +133,7 @@ def _refuse_single_underscores(variable: str) -> None:
     close = difflib.get_close_matches(variable.removeprefix(ENV_PREFIX), settings, n=1, cutoff=0.9)
     if close:
         raise ConfigError(
-            f"the variable {variable} sets nothing: sections are parted by two underscores, did you mean"
+            f"the variable {variable} sets nothing: sections are separated by two underscores, did you mean"
             f" {ENV_PREFIX}{settings[close[0]]}?"
         )
 

@@ -12,7 +12,7 @@ from schemas.config.trainer import OptimizerConfig
 
 
 class WarmStartConfig(Section):
-    """Supervised training that makes model.path if it is not there, stopped by accuracy."""
+    """Supervised training that makes model.path if it does not exist, until it reaches an accuracy."""
 
     model: str = Field(
         description="Function (folder, seed) that writes an untrained model, as module:name or file.py:name."
@@ -29,7 +29,7 @@ class WarmStartConfig(Section):
 
 
 class PreferenceConfig(Section):
-    """Learning from pairs of answers, of which one is preferred."""
+    """Learning from pairs of answers, one of which is preferred."""
 
     out: UserPath = Field(
         description="Folder for the trained model, relative to the folder in which you start tidemill."

@@ -1,4 +1,4 @@
-"""How new weights reach the generators: the transports, and what each of them can be told."""
+"""How new weights reach the generators: the transports and their settings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from schemas.config.base import Seconds, Section, UserPath
 
 
 def _switch(value: Any) -> Any:
-    """Undo YAML's reading of a plain on or off as true or false."""
+    """Return on or off, which YAML reads as true or false if they are not quoted."""
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
 class PeerConfig(Section):
-    """Serving weights to one another, with the transport peer: the trainer, and each generator what it has fetched."""
+    """The transport peer: the trainer serves weights, and each generator serves what it has fetched."""
 
     host: str | None = Field(
         None,
@@ -39,7 +39,7 @@ class PeerConfig(Section):
 
 
 class NcclConfig(Section):
-    """Broadcasts of new weights, with the transport nccl; whoever takes no part fetches them from peers."""
+    """The transport nccl: broadcasts of new weights; a generator that misses one fetches from peers."""
 
     backend: Literal["auto", "nccl", "gloo"] = Field(
         "auto",

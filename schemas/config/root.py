@@ -1,4 +1,4 @@
-"""The whole configuration: all sections, and the checks that concern several of them."""
+"""The whole configuration: all sections, and checks across sections."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig,
 from schemas.config.trainer import TrainerConfig
 
 DRAIN_S = 60.0
-"""Longest episodes for which new weights may wait."""
+"""Longest deadline of episodes for which new weights may wait."""
 HAND_OVER_S = 5.0
-"""What a generator that was asked to end needs, after the grace of its episodes, to hand over the rest of them."""
+"""Time that a generator needs to hand over unfinished episodes after their grace period."""
 
 
 class TidemillConfig(Section):
@@ -72,7 +72,7 @@ class TidemillConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _take_reward_of_episodes(cls, data: Any) -> Any:
-        """Name the term ``episode`` where there is none, and the workflow gives its samples rewards."""
+        """Add the term ``episode`` if there are no terms and the workflow rewards its samples."""
         workflow = data
         for key in ("generator", "workflow", "name"):
             workflow = workflow.get(key) if isinstance(workflow, dict) else None
@@ -107,7 +107,8 @@ class TidemillConfig(Section):
         term, terms = self.trainer.advantage.filter_term, [term.name for term in self.reward.terms]
         if term is not None and term.partition("#")[0] not in terms:
             raise ValueError(
-                f"trainer.advantage.filter_term {term!r} is no term of reward.terms, must be one of {', '.join(terms)}"
+                f"trainer.advantage.filter_term {term!r} is not a term of reward.terms, must be one of"
+                f" {', '.join(terms)}"
             )
         if self.generator.http is not None and self.trainer.lora is not None:
             raise ValueError(
@@ -119,11 +120,11 @@ class TidemillConfig(Section):
             for where, named in (("reward", self.reward.terms), ("eval", self.eval_terms)):
                 if any(term.name == "episode" for term in named):
                     raise ValueError(
-                        f"{where}.terms name episode, the reward of the workflow, and the workflow {workflow} gives"
-                        " none: name another term, or another workflow"
+                        f"{where}.terms name episode, the reward of the workflow, but the workflow {workflow}"
+                        " gives no reward: use another term, or another workflow"
                     )
         if self.sampling.temperature == 0:
-            raise ValueError("sampling.temperature 0 makes every sample of a group equal: set it above 0")
+            raise ValueError("sampling.temperature is 0, which makes all samples of a group equal: must be above 0")
         return self
 
     @model_validator(mode="after")
@@ -138,7 +139,7 @@ class TidemillConfig(Section):
                 _check_terms("eval terms", terms, {one.label}, {other.label for other in held_out})
         term, terms = self.reward.correct_term, [*self.reward.terms, *self.eval_terms]
         if term is not None and term.partition("#")[0] not in {named.name for named in terms}:
-            raise ValueError(f"reward.correct_term {term!r} is the name of no reward term")
+            raise ValueError(f"reward.correct_term {term!r} is not the name of a reward term")
         return self
 
     @model_validator(mode="after")
@@ -146,7 +147,7 @@ class TidemillConfig(Section):
         model, trainer, parallel = self.model, self.trainer, self.trainer.parallel
         if model.kind == "text":
             if model.max_pixels is not None:
-                raise ValueError("model.max_pixels is for images: set model.kind to vision")
+                raise ValueError("model.max_pixels applies to images only: set model.kind to vision")
             return self
         refused = {
             f"generator.engine {self.generator.engine}": self.generator.engine in ("transformers", "http"),
@@ -160,7 +161,7 @@ class TidemillConfig(Section):
             "reward_model": self.reward_model is not None,
         }
         if names := [name for name, there in refused.items() if there]:
-            raise ValueError(f"{names[0]} does not go with model.kind vision: leave it out (docs/vision.md)")
+            raise ValueError(f"{names[0]} is not supported with model.kind vision: remove it (docs/vision.md)")
         return self
 
     def _check_agents(self) -> None:
@@ -168,13 +169,13 @@ class TidemillConfig(Section):
         if deadline_s >= self.trainer.batch_timeout_s:
             raise ValueError(
                 f"generator.agents.deadline_s {deadline_s:g} must be below trainer.batch_timeout_s"
-                f" {self.trainer.batch_timeout_s:g}, or the trainer gives up while an episode may still end in time"
+                f" {self.trainer.batch_timeout_s:g}: otherwise the trainer can fail during an episode"
             )
         grace_s, most_s = self.generator.agents.grace_s, self.supervisor.grace_s
         if grace_s + HAND_OVER_S > most_s:
             raise ValueError(
-                f"generator.agents.grace_s {grace_s:g} and {HAND_OVER_S:g} s to hand episodes over must fit into"
-                f" supervisor.grace_s {most_s:g}, after which a generator is killed"
+                f"generator.agents.grace_s {grace_s:g} and {HAND_OVER_S:g} s to hand episodes over exceed"
+                f" supervisor.grace_s {most_s:g}, after which a generator is killed: lower the first or raise the last"
             )
         if self.generator.update == "drain" and deadline_s > DRAIN_S:
             raise ValueError(
@@ -184,14 +185,16 @@ class TidemillConfig(Section):
 
 
 def _check_terms(setting: str, terms: list[RewardTerm], labels: set[str], others: Set[str] = frozenset()) -> None:
-    """ValueError when a term names a dataset that there is not, or a dataset is left without a term."""
+    """Raise ValueError if a term names an unknown dataset, or a dataset has no term."""
     for term in terms:
         for label in term.datasets or []:
             if label not in labels | others:
                 raise ValueError(
-                    f"{setting}: the term {term.name!r} is for the dataset {label!r}, which there is not: one of"
+                    f"{setting}: the term {term.name!r} names an unknown dataset {label!r}, must be one of"
                     f" {', '.join(sorted(labels | others))}"
                 )
     for label in sorted(labels):
         if all(term.datasets is not None and label not in term.datasets for term in terms):
-            raise ValueError(f"{setting}: no term is for the dataset {label!r}, whose samples would have no reward")
+            raise ValueError(
+                f"{setting}: no term applies to the dataset {label!r}, so its samples would have no reward"
+            )

@@ -1,4 +1,4 @@
-"""Sections of the run as a whole: its name, the model, the bound on staleness, the broker and the log."""
+"""Sections for the whole run: name, model, bound on staleness, broker and log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RunName = Annotated[
     matching(
         r"[a-z0-9][a-z0-9_-]{0,62}",
         "run.name",
-        "lower-case letters, digits, - and _, at most 63, and begin with a letter or digit",
+        "at most 63 lower-case letters, digits, - and _, beginning with a letter or digit",
     ),
 ]
 Prefix = Annotated[str, matching(r"[A-Za-z0-9_.-]+", "broker.prefix", "letters, digits, - _ and .")]
@@ -64,12 +64,12 @@ class ModelConfig(Section):
 
 
 def count_slots(staleness: int, batch: int, window: int) -> int:
-    """Most prompt groups in the pipeline at once; also in broker/lua/prelude.lua."""
+    """Return the most prompt groups in the pipeline at once; broker/lua/prelude.lua computes the same."""
     return (staleness + 1) * batch - (window - 1)
 
 
 def slots_problem(staleness: int, batch: int, window: int) -> str | None:
-    """Say why no batch of this size can ever be complete, None if it can: it needs a slot for each of its groups."""
+    """Return why no batch of this size can ever be complete, or None if it can: each of its groups needs a slot."""
     slots = count_slots(staleness, batch, window)
     if slots >= batch:
         return None
@@ -107,7 +107,7 @@ class BrokerConfig(Section):
 
 
 class LogConfig(Section):
-    """Logging: human on a terminal, JSON otherwise."""
+    """Logging."""
 
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
     format: Literal["auto", "human", "json"] = Field(

@@ -14,7 +14,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
 
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Moment decay rates, each from 0 to below 1.")
@@ -58,7 +58,7 @@ class LoraConfig(Section):
 
 
 class CriticConfig(Section):
-    """A value model that is trained beside the policy, for the advantage gae."""
+    """A value model, trained with the policy, for the advantage gae."""
 
     model: ModelPath | None = Field(
         None, description="Folder or hub id of the language model that the critic starts from; model.path by default."
@@ -72,7 +72,7 @@ class CriticConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints, written aside and renamed when complete."""
+    """Checkpoints."""
 
     every: int = Field(100, ge=1, description="Steps between two checkpoints.")
     keep: int = Field(2, ge=1, description="How many of the newest checkpoints are kept.")
@@ -121,14 +121,14 @@ class ParallelConfig(Section):
     def _check_expert(self) -> ParallelConfig:
         if self.expert not in (1, self.tensor):
             raise ValueError(
-                f"trainer.parallel.expert {self.expert} must be 1 or that of tensor, {self.tensor}: experts are dealt"
-                " to the ranks that share layers"
+                f"trainer.parallel.expert {self.expert} must be 1 or that of tensor, {self.tensor}: the ranks that"
+                " share layers also share experts"
             )
         return self
 
     @property
     def unit(self) -> int:
-        """Return what the number of ranks must be a multiple of; shard is their quotient."""
+        """Return the number that the number of ranks must be a multiple of; shard is the quotient."""
         return self.tensor * self.context * self.replicate
 
     @property
@@ -138,7 +138,7 @@ class ParallelConfig(Section):
 
 
 AGGREGATION_NAMES = ("constant", "prompt_mean", "sequence_mean", "token_mean")
-"""Built-in ones, as consumers/trainer/algorithms/aggregation.py registers them."""
+"""Built-in aggregations, as consumers/trainer/algorithms/aggregation.py registers them."""
 
 
 class TrainerConfig(Section):
@@ -291,18 +291,18 @@ class TrainerConfig(Section):
     def _check_reference(self) -> TrainerConfig:
         if self.kl.reference == "lora_off" and self.lora is None:
             raise ValueError(
-                "trainer.kl.reference lora_off is the policy without its adapter, and there is no trainer.lora: add it,"
+                "trainer.kl.reference lora_off is the policy without its adapter, but trainer.lora is not set: set it,"
                 " or set reference to model"
             )
         if self.kl.reference == "lora_off" and self.kl.model is not None:
             raise ValueError(
-                f"trainer.kl.reference lora_off and trainer.kl.model {self.kl.model!r} are two references: keep one"
+                f"trainer.kl.reference lora_off and trainer.kl.model {self.kl.model!r} name two references: remove one"
             )
         return self
 
     @model_validator(mode="after")
     def _check_parallel(self) -> TrainerConfig:
-        # One process is also what a launcher of one's own starts several of.
+        # Your own launcher starts several trainers with one process each.
         if self.processes > 1 and self.processes % self.parallel.unit:
             raise ValueError(
                 f"trainer.processes {self.processes} must be a multiple of {self.parallel.unit}, the product of"
@@ -310,13 +310,13 @@ class TrainerConfig(Section):
             )
         if self.lora is not None and self.parallel.tensor > 1:
             raise ValueError(
-                f"trainer.lora with trainer.parallel.tensor {self.parallel.tensor}: an adapter cannot be cut; set"
-                " tensor to 1, an adapter is small"
+                f"trainer.lora with trainer.parallel.tensor {self.parallel.tensor}: an adapter cannot be split; set"
+                " tensor to 1"
             )
         if self.compile and self.parallel.tensor > 1:
             raise ValueError(
-                f"trainer.compile with trainer.parallel.tensor {self.parallel.tensor}: cut layers are not compiled;"
-                " leave one of them out"
+                f"trainer.compile with trainer.parallel.tensor {self.parallel.tensor}: split layers cannot be compiled;"
+                " remove one of them"
             )
         return self
 
@@ -324,8 +324,8 @@ class TrainerConfig(Section):
     def _check_router_replay(self) -> TrainerConfig:
         if self.router_replay and self.compile:
             raise ValueError(
-                "trainer.router_replay with trainer.compile: layers that are compiled can't be told their experts;"
-                " leave one of them out"
+                "trainer.router_replay with trainer.compile: compiled layers cannot replay their experts;"
+                " remove one of them"
             )
         return self
 
@@ -333,8 +333,7 @@ class TrainerConfig(Section):
     def _check_offload(self) -> TrainerConfig:
         if self.activation_offload and not self.activation_checkpointing:
             raise ValueError(
-                "trainer.activation_offload keeps what trainer.activation_checkpointing leaves in main memory: set that"
-                " to true or selective as well"
+                "trainer.activation_offload requires trainer.activation_checkpointing: set that to true or selective"
             )
         return self
 

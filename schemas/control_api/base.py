@@ -1,4 +1,4 @@
-"""The base of the control plane's answers, the words that they share, and what any of them may be: a problem."""
+"""The base of the control plane's answers, the words that they share, and its errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RunState = Literal[
     "failed",
     "unreachable",
 ]
-"""States of a run. unreachable: the broker does not answer, and everything else is as it was at ``time``."""
+"""States of a run. unreachable: the broker does not answer, and all other fields are of ``time``."""
 PauseMode = Literal["none", "freeze", "drain"]
 Limit = Literal["nothing", "prompts", "staleness", "generation", "reward", "training", "weights", "paused", "broker"]
 Level = Literal["info", "warning", "error"]
@@ -29,25 +29,25 @@ Finish = Literal["stop", "length", "abort", "calls", "deadline"]
 class Answer(BaseModel):
     """Base of every answer."""
 
-    # Built when first used: a command that asks one thing does not wait for the types of all others.
+    # Built when first used: a command that needs one type does not wait for all others.
     model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
 class RequestBody(Answer):
-    """Base of what is asked in a request's body."""
+    """Base of request bodies."""
 
-    # Built at once, by FastAPI: later pydantic warns of what FastAPI knows.
+    # Built by FastAPI at once: pydantic warns if they are built later.
     model_config = ConfigDict(defer_build=False)
 
 
 class Problem(BaseModel):
-    """An error as RFC 9457 wants it: ``application/problem+json``."""
+    """An error in the form of RFC 9457: ``application/problem+json``."""
 
-    type: str = Field(description="Kind of the problem, a URI reference that stays the same.")
+    type: str = Field(description="Kind of the problem, a stable URI reference.")
     title: str = Field(description="The kind in words.")
     status: int = Field(description="The HTTP status.")
-    detail: str = Field(description="What is wrong here, and what to do.")
-    instance: str = Field(description="The path that was asked.")
+    detail: str = Field(description="The reason, and what to do.")
+    instance: str = Field(description="Path of the request.")
 
 
 class Health(Answer):

@@ -26,11 +26,11 @@ class DeadLetters(Answer):
     """Answer to GET /v1/dead-letters."""
 
     letters: list[LetterHead]
-    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
-    total: int = Field(description="Number of all dead letters so far; only the newest are kept.")
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
+    total: int = Field(description="Number of all dead letters so far; the broker keeps only the newest.")
 
 
 class LetterDetail(LetterHead):
-    """A dead letter in full. payload: decoded where it is MessagePack, else hexadecimal digits."""
+    """A dead letter in full. payload: decoded if it is MessagePack, else hexadecimal digits."""
 
     payload: Any

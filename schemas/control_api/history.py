@@ -1,4 +1,4 @@
-"""What happened in a run: figures of its steps, events, evaluations, and the weight versions that there are."""
+"""The history of a run: metrics of its steps, events, evaluations, and published weight versions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class MetricsHistory(Answer):
     """Answer to GET /v1/metrics-history, and the data of the SSE event ``metrics``: columns, ready for charts."""
 
     step: list[int] = Field(
-        description="Numbers of steps, rising; of a step that was trained again, the last time counts."
+        description="Numbers of steps, rising; a step that was trained again has the figures of the last time."
     )
     series: dict[str, list[float | None]] = Field(
         description="Values by name of the series, each list as long as ``step``."
     )
     staleness: list[dict[str, int]] = Field(description="Number of loss tokens by age, for each step.")
-    names: list[str] = Field(description="Names of all series, also of those that were not requested.")
-    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+    names: list[str] = Field(description="Names of all series, including those that were not requested.")
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class ThroughputHistory(Answer):
@@ -48,14 +48,14 @@ class Timeline(Answer):
     """Answer to GET /v1/timeline."""
 
     events: list[TimelineEvent]
-    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class Evaluations(Answer):
     """Answer to GET /v1/evaluations, by version."""
 
     evaluations: list[EvaluationStatus]
-    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class WeightVersion(Answer):
@@ -63,18 +63,18 @@ class WeightVersion(Answer):
 
     version: int
     step: int
-    leader_term: int = Field(description="Number of the trainer that made it.")
-    transport: str = Field(description="How its bytes travel: file, redis or peer, which those of nccl do as well.")
-    bytes: int = Field(description="Of the whole version.")
-    whole: bool = Field(description="Whether it can be fetched whole; else only as the difference.")
-    delta_base: int | None = Field(description="Version that the difference is against; null: there is none.")
-    delta_bytes: int | None = Field(description="Of the difference.")
+    leader_term: int = Field(description="Leader term of the trainer that made it.")
+    transport: str = Field(description="Transport of its bytes: file, redis or peer; versions of nccl are at peer too.")
+    bytes: int = Field(description="Size of the whole version.")
+    whole: bool = Field(description="Whether it can be fetched whole; otherwise only as a delta.")
+    delta_base: int | None = Field(description="Version that the delta builds on; null if there is no delta.")
+    delta_bytes: int | None = Field(description="Size of the delta.")
     tensors: int
-    adapter_rank: int | None = Field(description="Of an adapter; null: all weights of the model.")
+    adapter_rank: int | None = Field(description="Rank of the adapter; null if all weights of the model are published.")
 
 
 class Weights(Answer):
     """Answer to GET /v1/weights."""
 
     weights: list[WeightVersion]
-    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")

@@ -1,4 +1,4 @@
-"""Orders and settings: what is asked of a run, and what became of it."""
+"""Orders and settings of a running run, and the answers to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from schemas.control_api.base import Answer, RequestBody, RunState
 
 
 class Settings(Answer):
-    """Settings that can be changed while the run goes on; null: there is no such bound."""
+    """Settings that can be changed while the run is active; null: the configured value, or no bound."""
 
     staleness: int
     batch: int
@@ -30,33 +30,35 @@ class SettingsChange(RequestBody):
     batch: int | None = Field(None, ge=1, le=1_000_000)
     concurrency: int | None = Field(None, ge=1, le=1_000_000)
     lr: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="Peak learning rate.")
-    steps: int | None = Field(None, ge=1, le=1_000_000_000, description="Steps of the whole run, more than were taken.")
+    steps: int | None = Field(
+        None, ge=1, le=1_000_000_000, description="Steps of the whole run; must exceed the steps so far."
+    )
     temperature: float | None = Field(
         None,
         gt=0,
         le=10,
         allow_inf_nan=False,
-        description="Sampling temperature of what is admitted from now on.",
+        description="Sampling temperature of tasks admitted from now on.",
     )
     eval_every: int | None = Field(None, ge=1, le=1_000_000)
     checkpoint_every: int | None = Field(None, ge=1, le=1_000_000)
 
 
 class PauseRequest(RequestBody):
-    """Body of POST /v1/pause. wait_s: seconds to wait until the pause is done; the answer says whether it is."""
+    """Body of POST /v1/pause. wait_s: longest wait for the pause, seconds; the answer says whether it is done."""
 
     mode: Literal["freeze", "drain"] = "freeze"
     wait_s: float = Field(0.0, ge=0, le=300)
 
 
 class WaitRequest(RequestBody):
-    """Body of POST /v1/resume, drain and checkpoint. wait_s: seconds to wait until the order is done."""
+    """Body of POST /v1/resume, drain and checkpoint. wait_s: longest wait for the order, seconds."""
 
     wait_s: float = Field(0.0, ge=0, le=300)
 
 
 class EvaluationRequest(RequestBody):
-    """Body of POST /v1/evaluations. version: the present one or one to come; the present one by default."""
+    """Body of POST /v1/evaluations. version: the current one or a later one; the current one by default."""
 
     version: int | None = Field(None, ge=0, le=2**53)
     wait_s: float = Field(0.0, ge=0, le=300)
@@ -74,7 +76,9 @@ class Accepted(Answer):
 
     order: Literal["pause", "resume", "drain", "stop", "checkpoint", "evaluate", "scale", "requeue", "drop"]
     changed: bool = Field(description="False if the order changed nothing.")
-    done: bool = Field(description="Whether all services have followed; if not, ``/v1/status`` says when they have.")
+    done: bool = Field(
+        description="Whether all services have followed the order; if not, ``/v1/status`` shows when they have."
+    )
     waiting_for: list[str]
     state: RunState
     text: str

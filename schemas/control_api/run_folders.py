@@ -1,6 +1,6 @@
-"""Answers about runs as their folders show them, which the control plane and ``tidemill ui`` give.
+"""Answers about runs from the files in their folders, for the control plane and ``tidemill ui``.
 
-Times are Unix seconds. What a folder does not tell is null.
+Times are Unix seconds. A field that a folder does not contain is null.
 """
 
 from __future__ import annotations
@@ -18,33 +18,35 @@ class RunHead(Answer):
     name: str
     folder: str
     state: str = Field(
-        description="running: a process of the run's machine holds its folder, or it changed lately; else that of its"
-        " summary: finished, stopped, failed; or unknown."
+        description="running: a process on this machine holds the folder, or it changed recently. Otherwise the state"
+        " in the summary: finished, stopped, failed; or unknown."
     )
     cause: str
     step: int
-    steps: int | None = Field(description="Steps that are wanted.")
+    steps: int | None = Field(description="Configured steps.")
     reward: float | None = Field(description="Mean reward of the newest step.")
     accuracy_before: float | None = Field(description="Mean reward of the evaluation of version 0.")
     accuracy: float | None = Field(description="Mean reward of the newest evaluation.")
-    accuracy_version: int | None = Field(description="The weight version that it is of.")
-    wall_s: float | None = Field(description="Seconds from the run's begin to its newest step.")
-    updated: float = Field(description="When its newest file changed.")
+    accuracy_version: int | None = Field(description="Weight version of that evaluation.")
+    wall_s: float | None = Field(description="Seconds from the start of the run to its newest step.")
+    updated: float = Field(description="Time of its newest change to a file.")
     model: str | None
-    live: str | None = Field(description="Address of the control plane that watches it, as its folder says.")
+    live: str | None = Field(description="Address of the control plane of the run, as its folder records it.")
 
 
 class Runs(Answer):
-    """Answer to GET /v1/runs: the oldest is the first by name."""
+    """Answer to GET /v1/runs, by name."""
 
     runs: list[RunHead]
-    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
-    live: str | None = Field(description="Name of the run that this server watches at its broker; null: none.")
-    playground: bool = Field(False, description="Whether its policy may be asked something: POST /v1/generate.")
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
+    live: str | None = Field(
+        description="Name of the run that this server watches at its broker; null if it watches none."
+    )
+    playground: bool = Field(False, description="Whether its policy takes prompts: POST /v1/generate.")
 
 
 class RunSummary(Answer):
-    """Answer to GET /v1/runs/{run}. summary: what summary.json holds; empty while the run goes on."""
+    """Answer to GET /v1/runs/{run}. summary: content of summary.json; empty while the run is active."""
 
     run: RunHead
     summary: dict[str, Any]
@@ -53,10 +55,10 @@ class RunSummary(Answer):
 class RunConfig(Answer):
     """Answer to GET /v1/runs/{run}/config. Secrets are masked."""
 
-    settings: dict[str, Any] = Field(description="Settings in effect by dotted name.")
-    changed: list[str] = Field(description="Names of those that are not the default.")
+    settings: dict[str, Any] = Field(description="Settings in effect, by dotted name.")
+    changed: list[str] = Field(description="Names of settings that differ from their default.")
     environment: dict[str, Any] = Field(
-        description="Versions, machine, GPUs, git commit, of the newest trainer; in ``before`` those of earlier ones."
+        description="Versions, machine, GPUs and git commit of the newest trainer; ``before``: of earlier trainers."
     )
 
 
@@ -66,8 +68,8 @@ class RunMetrics(Answer):
     step: list[int]
     series: dict[str, list[float | None]] = Field(description="Values by name, each list as long as ``step``.")
     names: list[str] = Field(description="Names of all series, also of those that were not requested.")
-    about: dict[str, str] = Field(description="What a series is, by name, where that is known.")
-    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+    about: dict[str, str] = Field(description="Descriptions of the series by name, if known.")
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class GroupHead(Answer):
@@ -82,12 +84,12 @@ class GroupHead(Answer):
     max: float | None
     std: float | None
     tokens: float | None = Field(description="Mean of the samples' loss tokens.")
-    truncated: int = Field(description="Samples that a limit ended.")
+    truncated: int = Field(description="Samples that ended at a limit.")
     prompt: str = Field(description="First 200 characters of the prompt.")
 
 
 class Histogram(Answer):
-    """How many have which value: equal bins from ``low`` to ``high``."""
+    """Counts of values in equal bins from ``low`` to ``high``."""
 
     name: str = Field(description="solve_rate: mean reward of a group; reward, or a term of it by label: of a sample.")
     low: float
@@ -99,10 +101,10 @@ class Groups(Answer):
     """Answer to GET /v1/runs/{run}/groups."""
 
     groups: list[GroupHead]
-    total: int = Field(description="Groups that fit, in all.")
+    total: int = Field(description="Number of all matching groups.")
     kept: int = Field(description="Groups in the run's folder.")
-    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
-    histograms: list[Histogram] = Field(description="Over all groups that fit: mean rewards, rewards, their terms.")
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
+    histograms: list[Histogram] = Field(description="Over all matching groups: mean rewards, rewards, and their terms.")
 
 
 class GroupSample(Answer):
@@ -112,16 +114,14 @@ class GroupSample(Answer):
     completion: str
     reward: float | None
     terms: dict[str, float] = Field(description="Terms of the reward by label, before their weights.")
-    advantage: float | None = Field(None, description="null where each token has its own.")
+    advantage: float | None = Field(None, description="null if each token has its own.")
     tokens: int
     finish: str
     oldest_version: int | None
     newest_version: int | None
     generator: str
     seconds: float
-    images: list[str] = Field(
-        default_factory=list, description="Digests of the images that the policy was shown, in their order."
-    )
+    images: list[str] = Field(default_factory=list, description="Digests of the images that the policy saw, in order.")
 
 
 class GroupDetail(GroupHead):
@@ -152,7 +152,7 @@ class RunEvaluations(Answer):
     """Answer to GET /v1/runs/{run}/evaluations, by version."""
 
     evaluations: list[RunEvaluation]
-    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class EvaluationPrompt(Answer):
@@ -172,7 +172,7 @@ class EvaluationPrompts(Answer):
     version: int
     prompts: list[EvaluationPrompt]
     total: int
-    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class LogHead(Answer):
@@ -187,7 +187,7 @@ class Logs(Answer):
     """Answer to GET /v1/runs/{run}/logs."""
 
     logs: list[LogHead]
-    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class LogPart(Answer):
@@ -195,7 +195,7 @@ class LogPart(Answer):
 
     service: str
     start: int
-    end: int = Field(description="Ask with this as ``after`` for what follows.")
+    end: int = Field(description="Pass this as ``after`` to read what follows.")
     bytes: int = Field(description="Size of the log now.")
     lines: list[str]
 
@@ -213,19 +213,19 @@ class Checkpoints(Answer):
     """Answer to GET /v1/runs/{run}/checkpoints."""
 
     checkpoints: list[CheckpointHead]
-    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class Resources(Answer):
     """Answer to GET /v1/runs/{run}/resources: columns by service, each as long as ``time``; null: not measured."""
 
     time: list[float]
-    cpu: dict[str, list[float | None]] = Field(description="Processors in use, 1 is one of them, by service.")
+    cpu: dict[str, list[float | None]] = Field(description="Processors in use by service; 1 is one whole processor.")
     memory_bytes: dict[str, list[float | None]] = Field(
-        description="Resident memory of a service and its children; what these share counts in each."
+        description="Resident memory of a service and its children; shared memory counts in each process."
     )
     gpu_memory_bytes: dict[str, list[float | None]]
-    queues: dict[str, list[float | None]] = Field(description="Entries that wait or are in work, by stream.")
+    queues: dict[str, list[float | None]] = Field(description="Entries that wait or are in progress, by stream.")
 
 
 class AlertRecord(Answer):
@@ -235,11 +235,11 @@ class AlertRecord(Answer):
     level: Literal["warning", "error"]
     text: str
     fired: float
-    over: float | None = Field(description="When its condition ended; null: it has not.")
+    over: float | None = Field(description="When its condition ended; null if it has not.")
 
 
 class Alerts(Answer):
     """Answer to GET /v1/runs/{run}/alerts."""
 
     alerts: list[AlertRecord]
-    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")

@@ -1,4 +1,4 @@
-"""Where a run stands: its status with all that belongs to it."""
+"""The status of a run, and its parts."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ class ServiceStatus(Answer):
     host: str
     pid: int
     state: str = Field(
-        description="Reported by the service: loading, running, paused, stopping and others; lost: it is silent."
+        description="Reported by the service: loading, running, paused, stopping and others; lost: no recent heartbeat."
     )
     version: int | None = Field(description="Weight version of the service; null for a service without weights.")
     silent_s: float = Field(description="Seconds since the last heartbeat; a service sends one each second.")
     live: bool = Field(
         description="Whether the last heartbeat is recent; nothing waits for a service that is not live."
     )
-    paused: bool = Field(description="Whether the service has acknowledged the present pause.")
-    tokens_per_s: float = Field(description="Generated or trained; 0 for the others.")
-    load: float | None = Field(
-        description="Samples in flight as a share of the most there can be, 0 to 1; null if unknown."
-    )
+    paused: bool = Field(description="Whether the service has acknowledged the current pause.")
+    tokens_per_s: float = Field(description="Generated or trained tokens; 0 for other roles.")
+    load: float | None = Field(description="Samples in flight as a share of the capacity, 0 to 1; null if unknown.")
     acknowledged: dict[str, int] = Field(
         description="Number of the newest order that the service has followed, by kind of order."
     )
@@ -48,14 +46,14 @@ class StreamStatus(Answer):
 
     name: Literal["tasks", "eval_tasks", "trajectories", "scored"]
     length: int = Field(description="Entries in the broker; an entry stays until a checkpoint covers it.")
-    waiting: int = Field(description="Entries that nobody has read.")
-    pending: int = Field(description="Entries that were read and are not acknowledged.")
+    waiting: int = Field(description="Entries that no service has read.")
+    pending: int = Field(description="Entries that were read but not acknowledged.")
     oldest_s: float | None = Field(description="Age of the oldest waiting or pending entry, seconds.")
     rate: float | None = Field(description="New entries per second.")
 
 
 class PauseStatus(Answer):
-    """The pause that is ordered, and the services that have not followed yet."""
+    """The ordered pause, and the services that have not followed yet."""
 
     mode: PauseMode
     id: int = Field(description="Number of the order; pauses and resumes are counted together.")
@@ -68,7 +66,7 @@ class PauseStatus(Answer):
 
 
 class Bottleneck(Answer):
-    """The bottleneck of the run now, in words, with the figures that show it."""
+    """The current bottleneck of the run in words, with the figures that show it."""
 
     limit: Limit
     text: str
@@ -82,7 +80,7 @@ class Staleness(Answer):
     mean: float | None
     max: int | None
     histogram: dict[str, int] = Field(description="Number of loss tokens by age, over the last steps.")
-    steps: int = Field(description="Number of steps that these figures are of.")
+    steps: int = Field(description="Number of steps that these figures cover.")
 
 
 class Throughput(Answer):
@@ -98,7 +96,7 @@ class Throughput(Answer):
 
 
 class LedgerStatus(Answer):
-    """Counts of prompt groups by what became of them: admitted = active + trained + dropped + failed."""
+    """Counts of prompt groups by outcome: admitted = active + trained + dropped + failed."""
 
     balanced: bool
     admitted: int
@@ -109,7 +107,7 @@ class LedgerStatus(Answer):
     failed: dict[str, int] = Field(description="Number of failed groups by reason.")
     readmit: int = Field(description="Groups that wait to be admitted again.")
     cursor: int = Field(description="Position of the next prompt in the order of admission.")
-    live_groups: int = Field(description="Groups of which the broker holds data.")
+    live_groups: int = Field(description="Groups with data in the broker.")
     live_bound: int = Field(description="Upper bound on live_groups.")
     uncommitted_steps: int = Field(description="Steps that no checkpoint covers yet.")
     samples_published: int
@@ -128,7 +126,9 @@ class EvaluationStatus(Answer):
     failed: int
     complete: bool
     mean: float | None
-    off_version: int = Field(description="Samples with tokens of another version: no generator had this one any more.")
+    off_version: int = Field(
+        description="Samples with tokens of another version, because no generator still had this one."
+    )
     time: float | None
 
 
@@ -139,9 +139,7 @@ class Scaling(Answer):
     by: Literal["supervisor", "kubernetes", "nobody"] = Field(
         description="The component that starts and stops replicas."
     )
-    replicas: dict[str, int] = Field(
-        description="Number of replicas that there are to be, by role; empty if not possible."
-    )
+    replicas: dict[str, int] = Field(description="Configured number of replicas by role; empty if not possible.")
     refusal: str = Field(description="Why scaling is not possible, and what to do instead; empty if it is.")
 
 
@@ -150,7 +148,7 @@ class RunStatus(Answer):
 
     run: str
     state: RunState
-    cause: str = Field(description="Why the run has failed or is unreachable, or what it waits for; else empty.")
+    cause: str = Field(description="Why the run has failed or is unreachable, or what it waits for; otherwise empty.")
     time: float = Field(description="When the status was read.")
     started: float | None
     elapsed_s: float
@@ -158,7 +156,7 @@ class RunStatus(Answer):
     step: int
     steps: int
     version: int
-    leader_term: int = Field(description="Number of trainers that took over, one after another.")
+    leader_term: int = Field(description="Number of trainers that have led the run so far.")
     reward: float | None = Field(description="Mean reward of the last step.")
     evaluation: EvaluationStatus | None = Field(description="The newest complete evaluation.")
     pause: PauseStatus
@@ -172,7 +170,7 @@ class RunStatus(Answer):
     scaling: Scaling
     dead_letters: int
     counters: dict[str, float] = Field(
-        description="Faults that were mended: leases_expired:GROUP, duplicate:STAGE, closed, fenced; and commits with"
+        description="Faults that were repaired: leases_expired:GROUP, duplicate:STAGE, closed, fenced; and commits with"
         " their commit_seconds."
     )
     memory_bytes: int | None = Field(description="Memory that the run takes in the broker.")

@@ -1,4 +1,4 @@
-"""What the policy said: trajectories token by token, and answers in the playground."""
+"""Trajectories token by token, and completions in the playground."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class TrajectoryHead(Answer):
     sample: int
     kind: Literal["train", "eval"]
     state: Literal["generated", "scored", "trained"] = Field(
-        description="trained: a copy kept for reading, which has left the pipeline."
+        description="trained: a copy for reading; the sample itself has left the pipeline."
     )
-    step: int | None = Field(description="The step that trained on it; null before.")
+    step: int | None = Field(description="The step that trained it; null until then.")
     reward: float | None
     score_status: Literal["ok", "error", "timeout"] | None
     oldest_version: int | None
     newest_version: int | None
     finish: Finish
     tokens: int = Field(description="Tokens that the policy generated.")
-    calls: int = Field(description="Model calls of the sample, 0 where nobody counts them.")
-    rows: int = Field(description="Token sequences that it is trained as.")
+    calls: int = Field(description="Model calls of the sample; 0 if they are not counted.")
+    rows: int = Field(description="Number of rows in training.")
     generator: str
     time: float = Field(description="When the sample was published, or trained.")
     prompt: str = Field(description="First 200 characters of the prompt.")
@@ -34,12 +34,12 @@ class TrajectoryHead(Answer):
 
 
 class Trajectories(Answer):
-    """Answer to GET /v1/trajectories: trained ones that are kept come before those in the pipeline."""
+    """Answer to GET /v1/trajectories: kept copies of trained samples, then samples in the pipeline."""
 
     trajectories: list[TrajectoryHead]
-    examined: int = Field(description="Number of trajectories that the search read; it is bounded.")
-    complete: bool = Field(description="Whether the search read all that are kept.")
-    next: str | None = Field(None, description="`cursor` with which the search goes on; null: it has read all.")
+    examined: int = Field(description="Number of trajectories that the search read, which is limited.")
+    complete: bool = Field(description="Whether the search read all trajectories.")
+    next: str | None = Field(None, description="`cursor` that continues the search; null if it has read all.")
 
 
 class TurnRange(Answer):
@@ -48,26 +48,26 @@ class TurnRange(Answer):
     role: str
     start: int
     end: int
-    call: int = Field(description="Number of the model call that sampled it, -1 where nobody counts them.")
-    reward: float | None = Field(description="The part of the sample's reward that it earned; null: nothing is known.")
+    call: int = Field(description="Number of the model call that sampled it; -1 if they are not counted.")
+    reward: float | None = Field(description="The part of the sample's reward that it earned; null if unknown.")
 
 
 class SegmentRange(Answer):
-    """Tokens [start, end) that are what is new in one row of training."""
+    """Tokens [start, end) that are new in one row of training."""
 
     start: int
     end: int
-    parent: int = Field(description="Index of the segment with whose row this one's begins, -1: with none.")
-    shared: int = Field(description="So many tokens of that row it begins with, which are not trained again.")
-    name: str = Field(description="Of the agent: main, or a sub-agent's.")
+    parent: int = Field(description="Index of the segment whose row this row begins with; -1 if it begins with none.")
+    shared: int = Field(description="Number of first tokens that it shares with that row, which are not trained again.")
+    name: str = Field(description="Name of the agent: main, or a sub-agent's.")
 
 
 class ToolUse(Answer):
-    """A call of a tool, and what it gave."""
+    """A call of a tool, and its result."""
 
     name: str
     arguments: str
-    result: str | None = Field(description="null where no message answers this call.")
+    result: str | None = Field(description="null if no message answers this call.")
     images: list[str] = Field(default_factory=list, description="Digests of the images in its result.")
 
 
@@ -87,15 +87,15 @@ class TokenTable(Answer):
     id: list[int]
     text: list[str] | None = Field(
         description="Text that each token adds; a character of several tokens is in the last of them."
-        " null where the tokenizer is not available."
+        " null if the tokenizer is not available."
     )
-    logprob: list[float | None] = Field(description="Natural logarithm, after temperature; null where the mask is 0.")
+    logprob: list[float | None] = Field(description="Natural logarithm, with temperature; null where the mask is 0.")
     version: list[int | None] = Field(description="Weight version that sampled the token; null where the mask is 0.")
     mask: list[int] = Field(description="1 for tokens that the policy generated and is trained on.")
 
 
 class ImageRange(Answer):
-    """An image that tokens [start, end) stand for; GET /v1/images/{digest} has it."""
+    """An image that tokens [start, end) stand for; GET /v1/images/{digest} returns it."""
 
     digest: str
     start: int
@@ -108,28 +108,28 @@ class TrajectoryDetail(TrajectoryHead):
     full_prompt: str
     full_completion: str
     seconds: float
-    temperature: float = Field(description="Of sampling; log-probabilities are those after it.")
+    temperature: float = Field(description="Sampling temperature; log-probabilities include it.")
     components: dict[str, float] = Field(description="Terms of the reward by name.")
     score_reason: str
     turns: list[TurnRange]
     segments: list[SegmentRange] = Field(description="Rows of an agent's episode; empty: the tokens are one row.")
-    images: list[ImageRange] = Field(default_factory=list, description="Images that the policy was shown, in order.")
-    messages: list[SpokenMessage] = Field(description="The conversation of an agent's episode, where it was kept.")
-    workflow_reward: float | None = Field(description="What the workflow says that the sample is worth.")
-    metrics: dict[str, float] = Field(description="What the workflow measured.")
+    images: list[ImageRange] = Field(default_factory=list, description="Images that the policy saw, in order.")
+    messages: list[SpokenMessage] = Field(description="The conversation of an agent's episode, if it was kept.")
+    workflow_reward: float | None = Field(description="Reward that the workflow gives.")
+    metrics: dict[str, float] = Field(description="Metrics that the workflow gives.")
     token_table: TokenTable
     data: dict[str, Any]
 
 
 class SpokenTurn(Answer):
-    """A message of a conversation that is asked about."""
+    """A message of a conversation to continue."""
 
     role: str = Field(max_length=64)
     content: str
 
 
 class GenerateRequest(RequestBody):
-    """Body of POST /v1/generate: ``prompt``, text as it is, or ``messages``, to which the chat template is applied."""
+    """Body of POST /v1/generate: ``prompt``, a plain text, or ``messages``, to which the chat template is applied."""
 
     prompt: str | None = None
     messages: list[SpokenTurn] | None = Field(None, min_length=1, max_length=200)
@@ -137,11 +137,11 @@ class GenerateRequest(RequestBody):
     max_tokens: int = Field(256, ge=1, le=8192)
     temperature: float = Field(1.0, ge=0, le=10, allow_inf_nan=False, description="0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
-    wait_s: float = Field(60.0, ge=1, le=300, description="So long a generator may take; then nobody waits.")
+    wait_s: float = Field(60.0, ge=1, le=300, description="Longest wait for a generator, seconds.")
 
 
 class GeneratedReply(Answer):
-    """A completion that the present policy was asked for."""
+    """A completion of the current policy."""
 
     text: str
     finish: Finish

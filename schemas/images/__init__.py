@@ -1,4 +1,4 @@
-"""Pictures of prompts, made the same for everybody: scaled once, then cut into the patches that a vision tower reads.
+"""Images of prompts, prepared once for all services: scaled once, then cut into the patches that a vision tower reads.
 
 An image file is decoded and scaled where its prompt comes in, and travels as a PNG file of the size that the model
 reads. So generators and trainer cut the same bytes into the same patches, whatever libraries they have. The numbers

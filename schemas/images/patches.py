@@ -68,7 +68,7 @@ def _in_eight_bits(image: PillowImage) -> PillowImage:
     from PIL import Image as Pillow
 
     if image.mode == "F":
-        raise DataError("its pixels are floating-point numbers, of which nobody knows which is white")
+        raise DataError("its pixels are floating-point numbers without a known range")
     if not image.mode.startswith("I"):
         return image
     return Pillow.fromarray((np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8))
@@ -102,7 +102,7 @@ def cut_patches(data: bytes, settings: ImageSettings) -> tuple[npt.NDArray[np.fl
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Width and height of a prepared image; DataError if it is none."""
+    """Return width and height of a prepared image; DataError if it is not one."""
     if len(data) < 24 or not data.startswith(b"\x89PNG\r\n\x1a\n"):
         raise DataError("an image is no PNG file")
     return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])

@@ -1,4 +1,4 @@
-"""The messages that cross the broker, validated where they are made and where they are read.
+"""Messages that cross the broker, validated when they are made and when they are read.
 
 Shapes: a trajectory has T tokens, prompt and completion together. Everything that is per token (mask,
 log-probabilities) has length T and refers to the same position.

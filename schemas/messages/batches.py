@@ -1,4 +1,4 @@
-"""Batches of training samples, by reference in the broker's journal, and whole in a file of the run's folder."""
+"""Batches of training samples: by reference in the broker's journal, and whole in files of the run's folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from schemas.messages.trajectories import Trajectory
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A sample of a journaled group: its places in the two streams; ``trajectory_id`` is empty if it was excluded."""
+    """A sample of a journaled group: its entries in the two streams; ``trajectory_id`` is empty if it was excluded."""
 
     sample: int
     scored_id: bytes
@@ -50,9 +50,9 @@ class RecordedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepRecord(Message, kw_only=True, tag="step_record"):
     """Record of an optimizer step: ``step`` steps were done before it, ``version`` names the weights before it.
 
-    leader_term: number of the trainer that trained it. world, parallel, threads, torch: ranks, how they shared the
+    leader_term: of the trainer. world, parallel, threads, torch: ranks, how they shared the
     model (trainer.parallel), CPU threads of each, and PyTorch's version, on which the last bits of a sum depend. lr,
-    steps: peak learning rate and steps of the run as they were then; 0 as configured.
+    steps: peak learning rate and steps of the run at that step; 0: the configured value.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Unfinished samples: what is kept of them, so that another generator can go on with them."""
+"""Saved parts of unfinished samples, with which another generator resumes them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from schemas.messages.trajectories import FinishReason, Span
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A model call of an unfinished episode, with which the same call of the agent is answered when it starts again.
+    """A model call of an unfinished episode, which answers the same call when the agent restarts.
 
-    key: digest of the token ids of its prompt, and of how often the same was asked before. tokens int32, logprobs
+    key: digest of the token ids of its prompt, and of the number of equal calls before it. tokens int32, logprobs
     float32, the same length: what was sampled; spans count from the first of them. finish: ``abort`` while it grows.
     """
 
@@ -26,7 +26,7 @@ class Partial(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An unfinished sample: tokens int32 and logprobs float32, the same length, of generated tokens only.
 
     calls: those of an agent's episode, which has nothing in ``tokens``, in the order in which they were answered.
-    notes: results that the agent is not to compute twice, by name, each as JSON.
+    notes: results that the agent does not compute again, by name, each as JSON.
     """
 
     sample: int
@@ -43,7 +43,7 @@ class Partial(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Piece(Message, kw_only=True, tag="piece"):
-    """Tokens that an unfinished sample has gained since the piece before it, in the form of a partial sample.
+    """Tokens that an unfinished sample has gained since the previous piece, as a partial sample.
 
     The spans count from the piece's first token, which is the sample's generated token number ``start``. Of an agent's
     episode it has the calls from number ``start`` on, and the notes that the pieces before it do not have.

@@ -1,4 +1,4 @@
-"""Questions of people to the present policy, outside of training, and its answers."""
+"""Prompts of users to the current policy, outside of training, and its completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schemas.messages.trajectories import FinishReason
 class Question(Message, kw_only=True, tag="question"):
     """A prompt to sample ``n`` completions of. Exactly one of ``text``, ``messages`` is given.
 
-    until: Unix seconds by the broker's clock, after which nobody waits for the answer.
+    until: Unix seconds by the broker's clock, after which the answer is not needed.
     """
 
     id: str
@@ -34,7 +34,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
 
 
 class QuestionAnswer(Message, kw_only=True, tag="question_answer"):
-    """What a generator made of a question. error: why there is nothing, else empty."""
+    """A generator's completions for a question. error: why there are none, else empty."""
 
     id: str
     generator: str

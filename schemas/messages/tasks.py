@@ -12,26 +12,26 @@ from schemas.messages.trajectories import Kind
 
 
 class ContentPart(msgspec.Struct, frozen=True, gc=False):
-    """A part of a message: a text, or the place of the task's next image."""
+    """A part of a message: a text, or a placeholder of the task's next image."""
 
     type: Literal["text", "image"]
     text: str = ""
 
 
 class ChatMessage(msgspec.Struct, frozen=True, gc=False):
-    """A message of a conversation: a text, or parts in their order, with which images may stand between texts."""
+    """A message of a conversation: a text, or parts in order, so that images may stand between texts."""
 
     role: str
     content: str | list[ContentPart]
 
     @property
     def images(self) -> int:
-        """Number of its images."""
+        """Return the number of its images."""
         return 0 if isinstance(self.content, str) else sum(part.type == "image" for part in self.content)
 
     @property
     def plain(self) -> str | list[dict[str, str]]:
-        """Its content as chat templates and OpenAI's protocol have it."""
+        """Return its content in the form of chat templates and OpenAI's protocol."""
         if isinstance(self.content, str):
             return self.content
         return [
@@ -40,16 +40,16 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def text(self) -> str:
-        """Its texts, for people: ``<image>`` where there is one."""
+        """Return its text for display, with ``<image>`` for each image."""
         if isinstance(self.content, str):
             return self.content
         return "".join("<image>" if part.type == "image" else part.text for part in self.content)
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A picture of a task, whose bytes are in the broker beside it, once (schemas/images/).
+    """An image of a task, whose bytes the broker stores once (schemas/images/).
 
-    digest: of the bytes, a PNG file. width, height: pixels, as the model reads it. size: bytes.
+    digest: of the bytes, a PNG file. width, height: pixels, as the model reads them. size: bytes.
     """
 
     digest: str
@@ -83,7 +83,7 @@ class Task(Message, kw_only=True, tag="task"):
     task_id: position in the deterministic prompt order (train), or ``(version + 1) * 2**32 + index`` (eval).
     Exactly one of ``text``, ``messages``, ``token_ids`` is the prompt.
     data: reference answer and metadata, handed to the reward function as keywords.
-    dataset: label of the dataset that the prompt is from. level: of difficulty, -1 where it has none.
+    dataset: label of the dataset that the prompt is from. level: of difficulty, -1 if the dataset has no levels.
     images: of the messages, in their order.
     """
 
@@ -110,6 +110,6 @@ class Task(Message, kw_only=True, tag="task"):
             raise ValueError(f"task_id {self.task_id} must be 0 or more")
         if self.messages is not None and not isinstance(self.messages, list):
             raise ValueError(f"a task's messages must be a list, are {type(self.messages).__name__}")
-        places = sum(message.images for message in self.messages or ())
-        if places != len(self.images):
-            raise ValueError(f"a task has {len(self.images)} images, and its messages have places for {places}")
+        placeholders = sum(message.images for message in self.messages or ())
+        if placeholders != len(self.images):
+            raise ValueError(f"a task has {len(self.images)} images, its messages have placeholders for {placeholders}")

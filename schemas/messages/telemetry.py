@@ -1,4 +1,4 @@
-"""Telemetry of a run for people and the control plane: heartbeats, events, dead letters."""
+"""Telemetry of a run for the control plane: heartbeats, events, dead letters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from schemas.codec import Message
 
 
 class Heartbeat(Message, kw_only=True, tag="heartbeat"):
-    """Heartbeat of a service, sent each second. time: Unix seconds by the broker's clock. figures: for people.
+    """Heartbeat of a service, sent each second. time: Unix seconds by the broker's clock. figures: for display.
 
     acknowledged: number of the newest order that the service followed, by kind of order (broker/flow/run_control.py).
-    place: the running system and the process namespace, in which ``pid`` counts; "" where that is not known.
+    place: the running system and the process namespace in which ``pid`` counts; "" if unknown.
     """
 
     service: str
@@ -27,7 +27,7 @@ class Heartbeat(Message, kw_only=True, tag="heartbeat"):
 
 
 class Event(Message, kw_only=True, tag="event"):
-    """An event of the run's timeline, for people. level: info, warning or error."""
+    """An event of the run's timeline. level: info, warning or error."""
 
     name: str
     service: str
@@ -37,7 +37,7 @@ class Event(Message, kw_only=True, tag="event"):
 
 
 class DeadLetter(Message, kw_only=True, tag="dead_letter"):
-    """A message that can never be processed, whole, with the reason."""
+    """A whole message that can never be processed, with the reason."""
 
     source: str
     reason: str

@@ -2,7 +2,7 @@
 
 An episode, one sample of a task, may need several token sequences: a sub-agent has a conversation of its own, a client
 may rewrite its history. Each is a segment. It is one row in training; the wire holds each token once, since a segment
-may begin with the first tokens of an earlier one's row.
+may begin with the first tokens of an earlier segment's row.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ScoreStatus = Literal["ok", "error", "timeout"]
 LARGEST_REWARD = 1e30
 """In either direction: sums over a step, and sums of squares, are finite in float64, and a float32 holds each."""
 REWARD_RANGE = f"from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
-"""What a reward may be, for messages."""
+"""Allowed rewards, in words."""
 
 
 def is_reward(value: float) -> bool:
-    """Whether a number may be a reward, or a part of one: NaN may not."""
+    """Return whether a number may be a reward, or a part of one: NaN may not."""
     return abs(value) <= LARGEST_REWARD
 
 
@@ -42,8 +42,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens [start, end) of a trajectory, which are one turn of ``role``.
 
-    call: number of the model call that sampled it, in the order of time; -1 where nobody numbers them. reward: the part
-    of the sample's reward that this turn earned, None: nothing is known.
+    call: number of the model call that sampled it, in order of time; -1 if they are not numbered. reward: the part of
+    the sample's reward that this turn earned, None if unknown.
     """
 
     role: str
@@ -54,7 +54,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens [start, end) of a trajectory, which are what is new in one row of training.
+    """Tokens [start, end) of a trajectory that are new in one row of training.
 
     The row begins with the first ``shared`` tokens of the row of segment ``parent`` (an earlier one, -1: none), which
     are not trained again. name: of the agent whose conversation it is, ``main`` or a sub-agent's.
@@ -68,7 +68,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PlacedImage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A picture that tokens [start, end) of a trajectory stand for. digest: of its bytes, as in Image."""
+    """An image that tokens [start, end) of a trajectory stand for. digest: of its bytes, as in Image."""
 
     digest: str
     start: int
@@ -79,7 +79,7 @@ class RoutedExperts(msgspec.Struct, frozen=True, gc=False):
     """The experts to which a mixture's routers sent each of T tokens.
 
     layers: L hidden layers of the model, those without experts included. k: experts of a token in a layer. chosen: u1
-    or u2 [T * L * k], numbers of experts; the largest number of the type where nobody noted the choice.
+    or u2 [T * L * k], numbers of experts; the largest number of the type if the choice was not recorded.
     """
 
     layers: int
@@ -93,7 +93,7 @@ class RoutedExperts(msgspec.Struct, frozen=True, gc=False):
         return cls(chosen.shape[1], chosen.shape[2], Array.of(chosen.reshape(-1), dtype))
 
     def numpy(self) -> npt.NDArray[Any]:
-        """A read-only view of the choices, uint8 or uint16 [T, L, k]."""
+        """Return a read-only view of the choices, uint8 or uint16 [T, L, k]."""
         found: npt.NDArray[Any] = self.chosen.numpy().reshape(-1, self.layers, self.k)
         return found
 
@@ -118,11 +118,11 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     spans: weight versions, in order, covering every loss token.
     segments: rows to train, whose new tokens follow one another in the arrays; empty: the arrays are one row.
     finish: ``length`` means truncated; ``calls`` and ``deadline``, that an agent reached that limit.
-    reward: what the workflow says that the sample is worth, None: it says nothing. metrics: its numbers, for people.
-    calls: model calls, 0 where nobody counts them. seconds: wall time in the generator. dataset, level: of
+    reward: given by the workflow, None if it gives none. metrics: the workflow's numbers, for display.
+    calls: model calls, 0 if they are not counted. seconds: wall time in the generator. dataset, level: of
     the prompt, as in Task. images: those that its tokens stand for, in order; none of these tokens was sampled.
     temperature: with which its tokens were sampled, that of the task; 0 is greedy.
-    routed_experts: of each token, where trainer.router_replay asks for them; None: nobody noted any.
+    routed_experts: of each token, with trainer.router_replay; None if they were not recorded.
     """
 
     run: str
@@ -284,7 +284,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
 class UncheckedTrajectory(Trajectory, kw_only=True, tag="trajectory"):
     """A trajectory as a reward service reads it: each value has its type, but no value is compared with another.
 
-    Who made it has checked it, and the trainer checks it again.
+    Its generator has checked it, and the trainer checks it again.
     """
 
     def __post_init__(self) -> None:
@@ -303,9 +303,9 @@ def versions_of(spans: Sequence[Span], length: int) -> Any:
 class Score(Message, kw_only=True, tag="score"):
     """The reward of a sample, which counts only when ``status`` is ``ok``. seconds: time that the reward took.
 
-    broken_version: version of the weights that gave the sample log-probabilities that are not finite, -1: none did.
+    broken_version: weight version that gave log-probabilities that are not finite, or -1.
     correct: whether the reward reaches reward.correct_from. dataset, level: of the prompt.
-    failure: of a sample that could not be made, the kind of it, one word.
+    failure: kind of failure in one word, if the sample could not be generated.
     """
 
     reward: float = 0.0

@@ -1,4 +1,4 @@
-"""Weight versions: their manifests, and where a reader finds their bytes."""
+"""Weight versions: manifests, and the location of their bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schemas.codec import Array, Message
 class Probe(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Check of loaded weights: tokens int32 [T], and their log-probabilities float32 [T-1] (token t+1 given 0..t).
 
-    image: the tokens [start, end) that stand for the fixed picture (schemas/images/), None where there is none.
+    image: the tokens [start, end) that stand for the fixed picture (schemas/images/), or None.
     """
 
     tokens: Array
@@ -66,8 +66,8 @@ class Manifest(Message, kw_only=True, tag="manifest"):
 
     state: the safetensors file of the whole version. whole: whether that file was published. delta: the same version
     as a difference to the version before; at least one of the two is published.
-    leader_term: number of the trainer that made it. adapter: given when the tensors are an adapter's, under
-    peft's names, and not all of a model's weights.
+    leader_term: of the trainer that made it. adapter: set if the tensors are those of an adapter, under peft's names,
+    instead of all weights of a model.
     """
 
     version: int
@@ -82,7 +82,7 @@ class Manifest(Message, kw_only=True, tag="manifest"):
 
     def __post_init__(self) -> None:
         if not self.whole and self.delta is None:
-            raise ValueError(f"weights version {self.version} comes neither whole nor as a delta")
+            raise ValueError(f"weights version {self.version} is neither whole nor a delta")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def atomic_write(file: Path, content: str | bytes, *, durable: bool = False, private: bool = False) -> None:
-    """Replace ``file`` by one with this content (text as UTF-8), and make its folder if there is none.
+    """Replace ``file`` by one with this content (text as UTF-8), and make its folder if needed.
 
     durable: whether to wait until the disk has it. private: only the owner may read it, also while it is written.
     OSError when the disk is full or may not be written; the old file then stays.
@@ -57,7 +57,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 def commit_folder(aside: Path, folder: Path) -> None:
     """Flush ``aside`` and all in it to the disk, then rename it to ``folder``, in place of one that is there.
 
-    Both lie in the same parent folder. An old ``folder`` is renamed away first: after a crash in between there is none.
+    Both lie in the same parent folder. An old ``folder`` is renamed away first; a crash in between leaves none.
     """
     fsync_tree(aside)
     if folder.exists():

@@ -3,7 +3,7 @@
 Started as ``python -I -S guard.py FD NAME`` by deploy/supervisor/process.py, whose words are used here, and by
 schemas/system/guarded_process.py; with the standard library only, so that it costs milliseconds. FD is one end of a
 socket to the supervisor: the guardian reads a line with the service's command (JSON, and not among the arguments, so
-that whoever looks for the service by its command line doesn't find the guardian too), writes ``pid N`` and
+that a search for the service by its command line doesn't find the guardian too), writes ``pid N`` and
 ``exit CODE`` lines, and reads one-letter commands, ``T`` (ask the service to end) and ``K``
 (kill everything now). The end of the socket means that the supervisor is gone, however it went:
 the service is asked to end and soon killed.
@@ -27,7 +27,7 @@ PR_SET_CHILD_SUBREAPER = 36
 ORPHAN_GRACE_S = 2.0
 """How long a service may take to end after its supervisor died."""
 KILL_DEADLINE_S = 10.0
-"""Killed processes that are not gone by then hang in the kernel; nobody can wait for them."""
+"""Killed processes that are not gone by then hang in the kernel."""
 
 
 def prctl(option: int, value: int) -> bool:
@@ -187,7 +187,7 @@ class Guardian:
 
 
 def main() -> None:
-    """Entry point: ``guard.py FD NAME``; the name is for whoever lists processes."""
+    """Entry point: ``guard.py FD NAME``; the name is shown in lists of processes."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     line = b""

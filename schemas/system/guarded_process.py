@@ -1,8 +1,8 @@
-"""A worker process that users' code runs in, ended with everything that it started.
+"""A process for users' code, which ends with everything that it started.
 
 A guardian (schemas/system/guard.py) stands between this process and the worker. On Linux, daemons and sessions of the
-worker therefore end with it, and all of them end with this process. Workers see a list of environment variables,
-without the service's secrets.
+worker therefore end with it, and all of them end with this process. Workers see selected environment
+variables, without the service's secrets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from schemas.system import guard
 
 CLOSE_TIMEOUT_S = 2 * guard.KILL_DEADLINE_S
-"""How long it may take until a killed worker and all below it are gone."""
+"""Longest time until a killed worker and all processes below it are gone."""
 PASSED_ON = re.compile(
     "PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_.*|TZ|TMPDIR|TEMP|TMP|XDG_(CACHE_HOME|RUNTIME_DIR)"
     "|PYTHON(PATH|HOME|UTF8|IOENCODING)|VIRTUAL_ENV|CONDA_PREFIX|LD_LIBRARY_PATH|DYLD_LIBRARY_PATH"
@@ -30,11 +30,11 @@ PASSED_ON = re.compile(
     "|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE|ENDPOINT)|TRANSFORMERS_OFFLINE"
     "|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|TIDEMILL_SUPERVISOR"
 )
-"""Environment variables that workers see; the last is the mark by which a supervisor knows what it started."""
+"""Environment variables that workers see; by the last a supervisor recognizes what it started."""
 
 
 def environment(further: Collection[str] = ()) -> dict[str, str]:
-    """What a worker sees of this process's environment. further: names of variables that it sees as well."""
+    """Return the environment of a worker. further: names of variables that it sees in addition."""
     shown = {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name) or name in further}
     return {**shown, "PYTHONHASHSEED": "0"}
 
@@ -62,7 +62,7 @@ class GuardedProcess:
     ) -> None:
         """Start it; OSError if the system can't.
 
-        name: for whoever lists processes. shown: its environment. The guardian keeps its copies of the program's
+        name: shown in lists of processes. shown: its environment. The guardian keeps its copies of the program's
         files, so their end means that all are gone.
         """
         self._heard = bytearray()

@@ -23,7 +23,7 @@ _imports_aside = False
 
 @dataclass(frozen=True)
 class PauseReasons:
-    """Immutable set of the reasons why a service pauses now; work goes on when none is left."""
+    """Immutable set of the reasons why a service pauses now; work continues when none is left."""
 
     reasons: frozenset[PauseReason] = frozenset()
 

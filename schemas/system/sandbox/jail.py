@@ -66,7 +66,7 @@ class Sandbox:
         mounts: Sequence[Mount] = (),
         env: Mapping[str, str] = {},
     ) -> Running:
-        """Start a program with pipes to it; whoever has started it keeps ``wall_s``. InfraError if it can't be.
+        """Start a program with pipes to it; the caller enforces ``wall_s``. InfraError if it can't start.
 
         It is killed when the thread ends that started it.
         """

@@ -75,7 +75,7 @@ print(json.dumps({name: got_through(attempt) for name, attempt in tries.items()}
 
 @dataclass(frozen=True)
 class Kept:
-    """What a sandbox keeps a program from, and what it lets it do, in the words of people."""
+    """What a sandbox prevents and allows, in plain words."""
 
     out: list[str]
     through: list[str]
@@ -93,7 +93,7 @@ def probe(sandbox: Sandbox) -> Kept:
     ):
         secret = Path(folder) / "secret"
         secret.write_text("secret", encoding="utf-8")
-        # Whoever the program runs as could read it if the sandbox let it.
+        # The user that runs the program could read it if the sandbox allowed that.
         Path(folder).chmod(0o755)
         secret.chmod(0o666)
         wanted = {

@@ -221,7 +221,7 @@ def test_a_level_has_the_arguments_of_the_dataset_and_its_own() -> None:
     [
         ({"name": "easy"}, "train.curriculum.name: 'easy' is not allowed"),
         ({"floor": 0}, "train.curriculum.floor: 0 is not allowed"),
-        ({"between": [0.8, 0.2]}, "train.curriculum.between needs a smaller and a larger number from 0 to 1"),
+        ({"between": [0.8, 0.2]}, "train.curriculum.between must be a smaller and a larger number from 0 to 1"),
     ],
 )
 def test_a_mistake_is_one_clear_line(settings: dict[str, Any], message: str) -> None:

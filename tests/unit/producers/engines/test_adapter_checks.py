@@ -125,8 +125,8 @@ def settings(trainer: dict[str, Any]) -> Any:
         ({"lora": {"rank": 0}}, "trainer.lora.rank"),
         ({"lora": {"targets": []}}, "trainer.lora.targets"),
         ({"lora": {"r": 8}}, "trainer.lora.r: unknown key"),
-        ({"kl": {"reference": "lora_off"}}, "there is no trainer.lora"),
-        ({"lora": {}, "kl": {"reference": "lora_off", "model": "x"}}, "are two references"),
+        ({"kl": {"reference": "lora_off"}}, "trainer.lora is not set"),
+        ({"lora": {}, "kl": {"reference": "lora_off", "model": "x"}}, "name two references"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(trainer: dict[str, Any], message: str) -> None:

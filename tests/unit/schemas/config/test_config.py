@@ -60,26 +60,29 @@ def http(**server: Any) -> dict[str, Any]:
         ),
         (
             merged(trainer={"advantage": {"mean_between": [1, 0]}}),
-            "trainer.advantage.mean_between needs a smaller and a larger number",
+            "trainer.advantage.mean_between must be a smaller and a larger number",
         ),
-        (merged(model={"path": "m", "max_pixels": 9000}), "model.max_pixels is for images: set model.kind to vision"),
+        (
+            merged(model={"path": "m", "max_pixels": 9000}),
+            "model.max_pixels applies to images only: set model.kind to vision",
+        ),
         (
             merged(model={"path": "m", "kind": "vision"}, trainer={"lora": {}}),
-            "trainer.lora does not go with model.kind vision: leave it out",
+            "trainer.lora is not supported with model.kind vision: remove it",
         ),
         (
             merged(model={"path": "m", "kind": "vision"}, trainer={"router_replay": True}),
-            "trainer.router_replay does not go with model.kind vision: leave it out",
+            "trainer.router_replay is not supported with model.kind vision: remove it",
         ),
         (
             merged(model={"path": "m", "kind": "vision"}, generator={"engine": "transformers"}),
-            "generator.engine transformers does not go with model.kind vision",
+            "generator.engine transformers is not supported with model.kind vision",
         ),
         (merged(reward=None, generator={"workflow": {"name": "mine.py:Own"}}), "reward: None is not allowed"),
         (merged(sampling={"n": 1}), "sampling.n is 1: set sampling.n to 2 or more"),
-        (merged(sampling={"min_p": 0.1}), "sampling.min_p is not supported: it changes the distribution"),
+        (merged(sampling={"min_p": 0.1}), "sampling.min_p is not supported: it changes the sampled distribution"),
         (merged(sampling={"repetition_penalty": 1.1}), "sampling.repetition_penalty is not supported"),
-        (merged(sampling={"temperature": 0.0}), "sampling.temperature 0 makes every sample of a group equal"),
+        (merged(sampling={"temperature": 0.0}), "sampling.temperature is 0, which makes all samples of a group equal"),
         (merged(sampling={"max_tokens": 4096}), "leaves no room for a prompt in model.max_length 2048"),
         (merged(flow={"staleness": 0, "window": 9}), "the window may be at most 1"),
         (
@@ -98,25 +101,25 @@ def http(**server: Any) -> dict[str, Any]:
         ),
         (
             merged(reward={"terms": [{"name": "exact"}], "env": ["KEY", "REDIS_URL_FILE"]}),
-            "reward.env: REDIS_URL_FILE is a variable of the services', which users' code does not get to see",
+            "reward.env: REDIS_URL_FILE is a variable of the services, which users' code must not see",
         ),
         (merged(generator={"agents": {"env": ["TIDEMILL_CONTROL_TOKEN"]}}), "generator.agents.env: TIDEMILL_CONTROL"),
-        (merged(reward={"terms": [{"name": "exact"}], "env": ["A B"]}), "reward.env: 'A B' is no name of an env"),
+        (merged(reward={"terms": [{"name": "exact"}], "env": ["A B"]}), "reward.env: 'A B' is not the name of an env"),
         (merged(trainer={"optimizer": {"betas": [0.9, -3]}}), "trainer.optimizer.betas.1: -3 is not allowed, must be"),
-        (merged(generator={"engine": "http"}), "generator.engine http needs generator.http with its dialect"),
+        (merged(generator={"engine": "http"}), "generator.engine http requires generator.http with a dialect"),
         (
             merged(generator={"http": {"dialect": "vllm"}}),
-            "generator.http is for generator.engine http, which is 'auto'",
+            "generator.http requires generator.engine http, which is 'auto'",
         ),
         (merged(generator={"engine": "http", "http": {"dialect": "tgi"}}), "generator.http.dialect: 'tgi' is not"),
         (merged(generator=http(url="10.0.0.7")), "generator.http.url '10.0.0.7' must begin with http://"),
         (merged(generator=http(url="http://a", command=["b"])), "give one of the two"),
         (
             merged(generator={**http(url="http://a"), "args": {"tp": 2}}),
-            "generator.args tp: these are options of a server",
+            "generator.args tp: options of a server",
         ),
         (merged(generator={**http(url="http://a"), "replicas": 2}), "the server at generator.http.url is for one"),
-        (merged(generator=http(dialect="openai")), "generator.http.dialect openai is for a server that is there"),
+        (merged(generator=http(dialect="openai")), "generator.http.dialect openai requires a running server"),
         (merged(generator=http(), trainer={"lora": {"rank": 8}}), "trainer.lora: the engine http loads whole models"),
     ],
 )
@@ -235,7 +238,7 @@ def test_turns_keep_groups_of_one_reward_which_they_may_tell_apart_and_need_a_gr
 
 @pytest.mark.parametrize("name", ["raw", "reinforce_pp", "gae"])
 def test_by_name_is_refused_where_nothing_is_compared(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"trainer.advantage.by_name needs an advantage .*, which {name} does not"):
+    with pytest.raises(ConfigError, match=f"trainer.advantage.by_name requires an advantage .*: {name} does not"):
         parse_config(merged(trainer={"advantage": {"name": name, "by_name": True}}))
 
 
@@ -269,7 +272,7 @@ def test_a_filter_by_a_term_that_the_reward_does_not_have_is_refused() -> None:
         "trainer": {"advantage": {"filter_term": "exakt"}},
     }
     with pytest.raises(
-        ConfigError, match=r"filter_term 'exakt' is no term of reward.terms, must be one of exact, length"
+        ConfigError, match=r"filter_term 'exakt' is not a term of reward.terms, must be one of exact, length"
     ):
         parse_config(data)
 
@@ -287,7 +290,7 @@ def test_a_grace_of_episodes_that_leaves_no_time_to_hand_them_over_is_refused() 
     agents = {"workflow": {"name": "agent", "args": {"run": "mine.py:run"}}, "agents": {"grace_s": 15}}
     parse_config(merged(generator=agents))
     agents["agents"] = {"grace_s": 16}
-    with pytest.raises(ConfigError, match=r"grace_s 16 and 5 s to hand episodes over must fit .*supervisor.grace_s 20"):
+    with pytest.raises(ConfigError, match=r"grace_s 16 and 5 s to hand episodes over exceed .*supervisor.grace_s 20"):
         parse_config(merged(generator=agents))
     parse_config(merged(generator=agents, supervisor={"grace_s": 21}))
 
@@ -313,7 +316,7 @@ def test_the_reward_of_a_workflow_that_gives_none_is_refused(where: str, workflo
     sections: dict[str, Any] = {"eval": {"dataset": {"name": "jsonl"}}} if where == "eval" else {}
     sections[where] = {**sections.get(where, {}), "terms": [{"name": "episode"}]}
     sections["generator"] = {"workflow": {"name": workflow}}
-    with pytest.raises(ConfigError, match=rf"{where}.terms name episode, .* the workflow {workflow} gives none"):
+    with pytest.raises(ConfigError, match=rf"{where}.terms name episode, .* the workflow {workflow} gives no reward"):
         parse_config(merged(**sections))
 
 

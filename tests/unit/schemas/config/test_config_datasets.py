@@ -44,19 +44,22 @@ def test_one_dataset_of_several_is_overridden_by_its_index(tmp_path: Path) -> No
         ({"train": []}, r"train: \[\] is not allowed"),
         ({"train": {"name": "jsonl", "weight": 0}}, "train.weight: 0 is not allowed, must be greater than 0"),
         ({"train": {"name": "jsonl", "label": "a/b"}}, "train.label: 'a/b' is not allowed"),
-        ({"train": [{"name": "jsonl"}, {"name": "jsonl"}]}, "train has two datasets called 'jsonl'"),
-        ({"train": TWO, "eval": {"dataset": [TWO[1], TWO[1]]}}, "eval.dataset has two datasets called 'My_Task'"),
+        ({"train": [{"name": "jsonl"}, {"name": "jsonl"}]}, "train has two datasets with the label 'jsonl'"),
+        (
+            {"train": TWO, "eval": {"dataset": [TWO[1], TWO[1]]}},
+            "eval.dataset has two datasets with the label 'My_Task'",
+        ),
         (
             {"train": TWO, "reward": {"terms": [{"name": "exact", "datasets": ["hard"]}]}},
-            "the term 'exact' is for the dataset 'hard', which there is not: one of My_Task, easy",
+            "the term 'exact' names an unknown dataset 'hard', must be one of My_Task, easy",
         ),
         (
             {"train": TWO, "reward": {"terms": [{"name": "exact", "datasets": ["easy"]}]}},
-            "no term is for the dataset 'My_Task', whose samples would have no reward",
+            "no term applies to the dataset 'My_Task', so its samples would have no reward",
         ),
         (
             {"train": TWO, "eval": {"dataset": {"name": "x", "sampling": {"n": 4}, "pass_at": [8]}}},
-            "eval.dataset 'x': pass_at 8 needs as many samples per prompt, its sampling.n is 4",
+            "eval.dataset 'x': pass_at 8 exceeds its samples per prompt, sampling.n 4",
         ),
         (
             {"train": TWO, "eval": {"dataset": {"name": "x", "sampling": {"max_tokens": 9999}}}},
@@ -64,7 +67,7 @@ def test_one_dataset_of_several_is_overridden_by_its_index(tmp_path: Path) -> No
         ),
         (
             {"train": TWO, "reward": {"terms": [{"name": "exact"}], "correct_term": "math"}},
-            "reward.correct_term 'math' is the name of no reward term",
+            "reward.correct_term 'math' is not the name of a reward term",
         ),
     ],
 )
