@@ -91,7 +91,7 @@ class Feeder:
             self._broker.ledger.wait_change(position)
 
     def _check(self, state: LedgerState) -> None:
-        """Tell people, once, when slots leak: the feeder looks at the ledger all the time anyway."""
+        """Report once when slots leak: the feeder reads the ledger all the time anyway."""
         if state.leader_term and state.balanced != self._balanced:
             self._balanced = state.balanced
             text = (
@@ -120,7 +120,7 @@ class Feeder:
         return "stopping"
 
     def _follow(self, settings: Mapping[str, float]) -> None:
-        """Sample what is admitted from now on as people order it, else as configured; evaluations stay as they are."""
+        """Sample new tasks with the ordered temperature, else the configured one; evaluations don't change."""
         configured = self._config.sampling
         temperature = float(settings.get("temperature", configured.temperature))
         if temperature != self._sampling.temperature:
@@ -180,7 +180,7 @@ class Feeder:
         if evaluation is None or not self._held_out or state.version <= self._evaluated:
             return
         last = state.step >= state.steps
-        # The version that is due, not one that came while nobody looked: generators stop over at it.
+        # The version that is due, not a later one: generators stop at it for the evaluation.
         every = int(state.control.settings.get("eval_every", evaluation.every))
         due = state.version // every * every
         version = state.version if self._evaluated < 0 or last else due
@@ -190,7 +190,7 @@ class Feeder:
         self._evaluated = version
 
     def _evaluate_if_ordered(self, state: LedgerState) -> None:
-        """Open the evaluation that somebody ordered, when its version is there; once, also over restarts."""
+        """Open an ordered evaluation when its version is there; once, also across restarts."""
         version = state.control.evaluate
         if self._config.eval is None or not self._held_out or version == self._ordered or state.version < version:
             return
@@ -222,12 +222,12 @@ def task_of(
     limits: TaskLimits,
     level: int = -1,
 ) -> Task | UnusableTask:
-    """The task for an example; or why there is none, when the dataset ``label`` fails or gives what can't be sent."""
+    """Return the task for an example, or the reason if dataset ``label`` fails or gives a task that can't be sent."""
     try:
         example, max_bytes = dataset[index], limits.max_bytes
         images = prepare_images(example.images, limits)
         task = make_task(task_id, kind, example, sampling, label, level, images)
-        # Nobody has looked at its parts yet: what a generator could not read is found here, by its index.
+        # Its parts are checked here, where the index is known, before a generator reads them.
         decode(encode(task, max_bytes), Task, max_bytes)
     except (ConfigError, InfraError):
         raise

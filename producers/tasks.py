@@ -14,7 +14,7 @@ from schemas.messages import Image, Kind, Sampling, Task
 
 @dataclass(frozen=True)
 class TaskLimits:
-    """What a task may be. max_bytes: of it, and of each of its images.
+    """Limits of a task. max_bytes: of the task, and of each of its images.
 
     settings: how images are scaled, None: there may be none. images: where the bytes of a task's images go, by digest.
     """
@@ -42,7 +42,7 @@ def prepare_images(files: Sequence[bytes], limits: TaskLimits) -> list[Image]:
 
 
 def make_sampling(settings: SamplingConfig) -> Sampling:
-    """The message for the sampling settings."""
+    """Return the message for the sampling settings."""
     return Sampling(
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -61,7 +61,7 @@ def make_task(
     level: int = -1,
     images: Sequence[Image] = (),
 ) -> Task:
-    """The message for one example of the dataset with this label, at a level where it has some.
+    """Make the task message of an example. label: of its dataset; level: of difficulty, if the dataset has levels.
 
     images: the example's, prepared for the model.
     """

@@ -25,15 +25,15 @@ class Tokenizer(Protocol):
     """The part of a tokenizer that workflows use."""
 
     def prompt_ids(self, task: Task) -> list[int]:
-        """Token ids of a task's prompt; messages go through the chat template."""
+        """Return the token ids of a task's prompt; messages go through the chat template."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of text, nothing added."""
+        """Return the token ids of a piece of text, nothing added."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """Return text without special tokens."""
         ...
 
 
@@ -50,7 +50,7 @@ class HfTokenizer:
 
     @property
     def eos_id(self) -> int:
-        """Id of the end of sequence. ConfigError where there is none."""
+        """Return the id of the end of sequence. ConfigError if there is none."""
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(f"the tokenizer in {self._path} has no end-of-sequence token")
         return int(self._tokenizer.eos_token_id)
@@ -68,12 +68,12 @@ class HfTokenizer:
 
     @property
     def hf(self) -> PreTrainedTokenizerBase:
-        """The library's own object, for libraries that want one."""
+        """Return the library's own object, for libraries that need it."""
         return self._tokenizer
 
     @property
     def pad_id(self) -> int | None:
-        """Id of padding, None where there is none."""
+        """Return the id of padding, or None."""
         return None if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
 
     @cached_property
@@ -89,7 +89,7 @@ class HfTokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The source of the chat template, of all of them if there are several, '' without one."""
+        """Return the source of the chat template, or of all of them; '' if there is none."""
         found = self._tokenizer.chat_template or ""
         return found if isinstance(found, str) else "\n".join(found.values())
 
@@ -98,7 +98,7 @@ class HfTokenizer:
         self._tokenizer.save_pretrained(folder)
 
     def prompt_ids(self, task: Task) -> list[int]:
-        """Token ids of the prompt. Text is encoded as it is, plus what the tokenizer itself adds (such as <bos>)."""
+        """Return the token ids of the prompt. Text gets the tokens that the tokenizer adds (such as <bos>)."""
         if task.token_ids is not None:
             ids = list(task.token_ids)
         elif task.messages is not None:
@@ -121,7 +121,7 @@ class HfTokenizer:
         args: dict[str, Any] | None = None,
         template: str | None = None,
     ) -> str:
-        """Text of a conversation. DataError when the template refuses it.
+        """Render a conversation as text. DataError if the template rejects it.
 
         generation_prompt: whether the header of the next answer stands at its end. args: the template's own. template:
         another one than the tokenizer's.
@@ -151,15 +151,15 @@ class HfTokenizer:
             raise DataError(f"the chat template refuses the messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of text, nothing added."""
+        """Return the token ids of a piece of text, nothing added."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens, spaces as they are."""
+        """Return text without special tokens, spaces as they are."""
         return self._decode(ids, skip_special_tokens=True)
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """Text with special tokens, spaces as they are."""
+        """Return text with special tokens, spaces as they are."""
         return self._decode(ids, skip_special_tokens=False)
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -171,7 +171,7 @@ class HfTokenizer:
 
     @cached_property
     def _own_decode(self) -> Callable[..., str] | None:
-        """What the library's ``decode`` calls of a tokenizer, four times as fast; None where that has another one."""
+        """Return what the library's ``decode`` calls, which is four times as fast; None if it is overridden."""
         from transformers import PreTrainedTokenizerBase
 
         plain = type(self._tokenizer).decode is PreTrainedTokenizerBase.decode

@@ -64,7 +64,7 @@ class Array(msgspec.Struct, frozen=True, gc=False):
         return cls(dtype, array.size, array.tobytes())
 
     def numpy(self) -> npt.NDArray[Any]:
-        """A read-only view of the buffer, shape [shape]."""
+        """Return a read-only view of the buffer, shape [shape]."""
         return np.frombuffer(self.data, _DTYPES[self.dtype])
 
     def __len__(self) -> int:

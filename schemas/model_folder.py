@@ -1,4 +1,4 @@
-"""Where a model's files lie: a folder, or the local snapshot of a model of the Hugging Face hub, also of a revision."""
+"""Location of a model's files: a folder, or the local snapshot of a model or revision of the Hugging Face hub."""
 
 from __future__ import annotations
 

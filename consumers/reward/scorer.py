@@ -143,7 +143,7 @@ class Scorer:
 
 
 def check_secrets(terms: Sequence[Term]) -> None:
-    """ConfigError if an environment variable that a term names is not set in this process."""
+    """Raise ConfigError if an environment variable that a term names is not set in this process."""
     for term in terms:
         for name in term.secrets:
             if not os.environ.get(name):
@@ -151,7 +151,7 @@ def check_secrets(terms: Sequence[Term]) -> None:
 
 
 def reward_input(trajectory: Trajectory) -> RewardInput:
-    """The input of reward functions. The prompt ends at the first token that the policy generated.
+    """Return the input of reward functions. The prompt ends at the first token that the policy generated.
 
     Of a sample of several segments the ids are the new ones of all, one segment after the other.
     """
@@ -175,13 +175,13 @@ def reward_input(trajectory: Trajectory) -> RewardInput:
 
 
 def _identity(trajectory: Trajectory) -> str:
-    """A name of exactly this sample: a task that is done again makes other tokens, and they have another one."""
+    """Return a name of exactly this sample: a task that is generated again has other tokens, and another name."""
     digest = hashlib.blake2b(trajectory.tokens.data, digest_size=8).hexdigest()
     return f"{trajectory.run}-{trajectory.task_id}-{trajectory.sample}-{digest}"
 
 
 def _last_row(trajectory: Trajectory) -> list[int]:
-    """Tokens of the row with the main agent's last answer; of another agent's where it has none."""
+    """Return the tokens of the row with the main agent's last answer, or another agent's if it has none."""
     segments = list(enumerate(trajectory.segments))
     own = [(k, segment) for k, segment in segments if segment.name == "main"] or segments
     newest, _ = max(own, key=lambda one: (_last_call(trajectory, one[1]), one[0]))
@@ -227,6 +227,6 @@ async def _score_one(
 
 
 def _start_timeout_s(terms: Sequence[Term]) -> float:
-    """How long a worker of these terms may take to start: those that load something say so."""
+    """Return how long a worker of these terms may take to start; a function that loads something has ``prepare``."""
     loads = any(getattr(term.function, "prepare", None) is not None for term in terms)
     return LOAD_TIMEOUT_S if loads else START_TIMEOUT_S

@@ -1,7 +1,7 @@
 """The reward service: scores trajectories as they come. Any number of replicas share the stream.
 
-A service takes what its workers have places for and a little more, so that what waits is there for other replicas; when
-it ends it gives back what no worker has begun.
+A service takes as many samples as its workers have capacity for, and a few more; the others wait for any replica. When
+it ends, it gives back what no worker has begun.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from schemas.run_record import JoinedRun
 from schemas.system.lifecycle import StopFlag
 
 BATCH = 256
-"""Most trajectories that are taken and not scored, unless workers have places for more."""
+"""Most trajectories that are taken but not scored, unless workers have capacity for more."""
 AHEAD_S = 1.0
-"""Seconds of work that wait for each place in a worker, so that it never waits for the broker; one sample at least."""
+"""Seconds of work that wait for each call that workers have capacity for, so that none waits for the broker; at
+least one sample."""
 RECENT = 0.1
 """Share of the newest sample in the mean time of a sample."""
 READ = 64
-"""Most trajectories of a read: with more, the process asks the system for memory each time."""
+"""Most trajectories of a read: a larger one would allocate memory each time."""
 CHECK_S = 1.0
-"""Seconds between looks at whose run it is."""
+"""Seconds between checks of the run's identity."""
 BUSY_MS = 20
-"""Milliseconds that a read waits while scores are due."""
+"""Longest wait of a read while samples are being scored, milliseconds."""
 
 log = structlog.get_logger()
 
@@ -79,7 +80,7 @@ def _scorer(config: TidemillConfig, terms: list[RewardTerm]) -> Scorer:
 
 
 def _eval_scorers(config: TidemillConfig) -> dict[str, Scorer]:
-    """Scorers of held-out samples by dataset, where they are not scored as those of training; one for equal terms."""
+    """Make scorers of held-out samples by dataset, if they have their own terms; equal terms share one."""
     found: dict[str, Scorer] = {}
     made: list[tuple[list[RewardTerm], Scorer]] = []
     for dataset in config.eval.dataset if config.eval else []:
@@ -106,10 +107,10 @@ class RewardService:
         check: Callable[[], None] = lambda: None,
         keep: Callable[[Sequence[tuple[Trajectory, Score]]], None] = lambda scored: None,
     ) -> None:
-        """held_out: scorers of evaluation by dataset, ``scorer`` by default.
+        """held_out: scorers of evaluations by dataset, ``scorer`` by default.
 
-        check: raises the error of JoinedRun once the trajectories are another run's. keep: is given the samples of
-        evaluations, for people.
+        check: raises the error of JoinedRun once the trajectories belong to another run. keep: stores samples of
+        evaluations for the dashboard.
         """
         self._queue = queue
         self._check = check
@@ -171,7 +172,7 @@ class RewardService:
             await self._publish()
 
     def _room(self) -> int:
-        """Trajectories that may be taken now: work for each place, and as much again for the next ``AHEAD_S``."""
+        """Return how many trajectories may be taken now: the workers' capacity, and work for the next ``AHEAD_S``."""
         most = self._capacity * (1 + max(1, int(AHEAD_S / max(self._sample_s, AHEAD_S / BATCH)))) or BATCH
         return max(0, min(max(BATCH, 2 * self._capacity), most) - len(self._pending))
 
@@ -184,7 +185,7 @@ class RewardService:
         return self._held_out.get(trajectory.dataset, self._scorer) if trajectory.kind == "eval" else self._scorer
 
     async def _publish(self) -> None:
-        """Publish every score that is ready; a slow sample holds up no other."""
+        """Publish every score that is ready; a slow sample delays no other."""
         done = [task for task in self._pending if task.done()]
         if results := [(self._pending.pop(task), task.result()) for task in done]:
             await asyncio.to_thread(self._publish_scores, results)
@@ -193,7 +194,7 @@ class RewardService:
         for delivery, score in results:
             if self._scorer_of(delivery.message).capacity:
                 self._sample_s += RECENT * (score.seconds - self._sample_s)
-        self._keep_for_people(results)
+        self._keep_evaluated(results)
         self._queue.publish(results)
         failed = [score for _, score in results if score.status != "ok"]
         if failed:
@@ -201,8 +202,8 @@ class RewardService:
         for _, score in results:
             self._counts[score.status] += 1
 
-    def _keep_for_people(self, results: Sequence[tuple[Delivery[Trajectory], Score]]) -> None:
-        """Keep samples of evaluations where people read them, before they count; without room they are not kept."""
+    def _keep_evaluated(self, results: Sequence[tuple[Delivery[Trajectory], Score]]) -> None:
+        """Keep samples of evaluations for the dashboard, before they count; if the broker has no space, drop them."""
         scored = [(delivery.message, score) for delivery, score in results if delivery.message.kind == "eval"]
         try:
             self._keep(scored)

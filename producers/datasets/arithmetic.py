@@ -47,7 +47,7 @@ class Arithmetic:
 
 
 def _uniform(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.float64]:
-    """A fixed pseudo-random number in [0, 1) for each value (SplitMix64: Steele et al. 2014)."""
+    """Return a fixed pseudo-random number in [0, 1) for each value (SplitMix64: Steele et al. 2014)."""
     step = 0x9E3779B97F4A7C15
     state = values + np.uint64((seed + 1) * step % 2**64)
     state *= np.uint64(step)

@@ -26,7 +26,7 @@ MOST_PROMPTS = 1 << 24
 
 
 class PromptStatistic(NamedTuple):
-    """What is known of a prompt. solved: share of correct samples in its last groups, groups: how many it had,
+    """Statistics of a prompt. solved: share of correct samples in its last groups, groups: how many it had,
     step: about when the last one ended."""
 
     solved: float
@@ -35,7 +35,7 @@ class PromptStatistic(NamedTuple):
 
     @classmethod
     def unpack(cls, body: bytes) -> PromptStatistic:
-        """The statistic of its four bytes, or of none for a prompt that had no group yet."""
+        """Read the statistic from its four bytes, or from none for a prompt without a finished group."""
         if len(body) < BYTES:
             return cls(0.0, 0, 0)
         return cls(body[0] / 255, body[1], (body[2] << 8 | body[3]) * STEPS)
@@ -61,7 +61,7 @@ class Curriculum:
         return self.settings.name != "uniform"
 
     def takes(self, position: int, statistic: PromptStatistic, step: int) -> bool:
-        """Whether the run, which is at ``step``, takes the prompt at ``position``."""
+        """Return whether the run, which is at ``step``, takes the prompt at ``position``."""
         if not self.chooses:
             return True
         draws = random.Random(_number(self.seed, position))
@@ -85,7 +85,7 @@ class Curriculum:
 
 
 def check_size(prompts: int) -> None:
-    """ConfigError when a curriculum would have to keep statistics of more prompts than it can."""
+    """Raise ConfigError if a curriculum would keep statistics of more prompts than it can."""
     if prompts > MOST_PROMPTS:
         raise ConfigError(
             f"train has {prompts:,} prompts, a curriculum keeps statistics of {MOST_PROMPTS:,} at most: set"

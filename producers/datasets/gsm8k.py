@@ -57,7 +57,7 @@ class Gsm8k:
 
 
 def gold_answer(solution: str) -> str:
-    """The number after the last ``####``, commas removed; DataError if there is none."""
+    """Return the number after the last ``####``, commas removed; DataError if there is none."""
     _, marker, answer = solution.rpartition("####")
     if not marker or not answer.strip():
         raise DataError(f"a GSM8K answer must end in #### and a number, ends in {solution[-40:]!r}")

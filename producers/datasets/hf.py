@@ -43,7 +43,7 @@ class HuggingFace:
         self._table = self._matching(load_table(base, path, split, name, revision))
 
     def _matching(self, table: Any) -> Any:
-        """The rows that ``where`` asks for; ConfigError when there is no such column."""
+        """Return the rows that match ``where``; ConfigError if there is no such column."""
         for name, few in self._rows.where.items():
             if name not in table.column_names:
                 known = ", ".join(map(repr, table.column_names))
@@ -61,7 +61,7 @@ class HuggingFace:
 
 
 def load_table(base: Path, path: str, split: str, name: str | None = None, revision: str | None = None) -> Any:
-    """The ``datasets.Dataset`` of one split; ConfigError says what is not there."""
+    """Load the ``datasets.Dataset`` of one split; ConfigError says what is missing."""
     try:
         import datasets
     except ImportError as error:

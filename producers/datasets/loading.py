@@ -22,7 +22,7 @@ from schemas.errors import ConfigError, DataError, InfraError, describe_error
 
 
 def build_dataset(config: DatasetConfig, base: Path) -> Dataset:
-    """The dataset that ``config`` names; relative paths are looked up in ``base``. ConfigError is one line."""
+    """Build the dataset that ``config`` names; relative paths start from ``base``. ConfigError is one line."""
     make = DATASETS.get(config.name, base)
     if not callable(make):
         raise ConfigError(f"dataset {config.name!r} must be a class or a function, is {type(make).__name__}")

@@ -38,13 +38,13 @@ class Part:
 
     @property
     def statistics(self) -> int:
-        """How many statistics a curriculum keeps of it: one a level, or one a prompt where there are no levels."""
+        """Return how many statistics a curriculum keeps of it: one per level, or one per prompt if it has no levels."""
         return len(self.levels) if len(self.levels) > 1 else len(self.levels[0])
 
 
 @dataclass(frozen=True)
 class Place:
-    """What stands at a position: the example ``index`` of part ``part`` at ``level``, which is in its epoch ``epoch``.
+    """A position of the prompt order: example ``index`` of dataset ``part`` at ``level``, in its epoch ``epoch``.
 
     statistic: the number of the statistic that the outcome of its group counts in.
     """
@@ -76,7 +76,7 @@ class Mixture:
         self._places = [[at for at, part in enumerate(self._cycle) if part == number] for number in range(len(parts))]
 
     def at(self, position: int) -> Place:
-        """The example at ``position`` (0 or more)."""
+        """Return the example at ``position`` (0 or more)."""
         if position < 0:
             raise ValueError(f"position {position} must be 0 or more")
         cycle, at = divmod(position, len(self._cycle))
@@ -88,12 +88,12 @@ class Mixture:
         return Place(part, level, epoch, index, self._first[part] + counted)
 
     def dataset(self, place: Place) -> Dataset:
-        """The dataset that a place is of."""
+        """Return the dataset of a place."""
         return self.parts[place.part].levels[place.level]
 
 
 def build_mixture(datasets: Sequence[TrainDataset], base: Path, seed: int) -> Mixture:
-    """The mixture that the configuration names; ConfigError is one line."""
+    """Build the mixture that the configuration names; ConfigError is one line."""
     return Mixture(
         [
             Part(
@@ -123,7 +123,7 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 
 
 def spread(shares: Sequence[int]) -> list[int]:
-    """The numbers 0 to len-1, each as often as its share says, spread evenly (smooth weighted round robin)."""
+    """Return the numbers 0 to len-1, each by its share, spread evenly (smooth weighted round robin)."""
     total, credit, order = sum(shares), [0] * len(shares), []
     for _ in range(total):
         credit = [have + share for have, share in zip(credit, shares, strict=True)]

@@ -15,7 +15,7 @@ from typing import Any
 
 
 def build(recipe: dict[str, Any]) -> Any:
-    """The task's dataset; ValueError says what is wrong with the recipe."""
+    """Build the task's dataset; ValueError says what is wrong with the recipe."""
     try:
         import reasoning_gym
         from reasoning_gym.composite import DatasetSpec

@@ -55,11 +55,11 @@ class RowReader:
         self._placeholders = _placeholders(template) if template is not None else set()
 
     def takes(self, row: Any, where: str) -> bool:
-        """Whether the row has the values that ``where`` asks for; DataError when it has no such field."""
+        """Return whether the row matches ``where``; DataError if it has no such field."""
         return not isinstance(row, Mapping) or all(_field(row, name, where) in few for name, few in self.where.items())
 
     def read(self, row: Any, where: str, folder: Path = Path(), load: bool = True) -> Example:
-        """DataError names ``where`` (file and line) and what is wrong with the row.
+        """Read the example of a row. DataError names ``where`` (file and line) and what is wrong.
 
         folder: what paths of images start from. load: else images are only looked for, and the example has empty ones.
         """
@@ -127,14 +127,14 @@ def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def read_messages(value: Any, where: str, folder: Path = Path()) -> tuple[list[ChatMessage], list[bytes]]:
-    """Messages whose parts hold their images, and these images. DataError, which begins with ``where``."""
+    """Read messages whose parts hold their images, and these images. DataError begins with ``where``."""
     values: list[Any] = []
     messages = _messages(value, where, values)
     return place_images(messages, len(values), where), [load_image(image, where, folder) for image in values]
 
 
 def _messages(value: Any, where: str, images: list[Any]) -> list[ChatMessage]:
-    """Messages of a row. images: values of its images, to which those that stand in image parts are added."""
+    """Read the messages of a row. images: values of its images; those in image parts are added."""
     own: list[Any] = []
     found = _read_messages(value, where, own)
     if own and images:

@@ -1,6 +1,6 @@
 """An episode that the generator plays itself: model calls over one conversation, up to its end or its limits.
 
-Whoever goes on with it elsewhere plays it again from the beginning; calls with the very same prompt are then answered
+A generator that resumes it plays it again from the beginning; calls with exactly the same prompt are then answered
 from the record, tokens, log-probabilities and versions included.
 """
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoopParts:
-    """What all episodes of a workflow share. max_length: tokens that the engine has room for.
+    """The parts that all episodes of a workflow share. max_length: context length of the engine, in tokens.
 
     images: what tools and environments may show.
     """
@@ -50,7 +50,7 @@ class LoopParts:
 
     @classmethod
     async def create(cls, services: WorkflowServices) -> LoopParts:
-        """ConfigError when the tokenizer can't chat, or a parser can't be had. Takes seconds with one of vLLM's."""
+        """Load the parts. ConfigError if the tokenizer can't chat, or a parser is missing. vLLM's take seconds."""
         config, tokenizer = services.config, services.tokenizer
         if not isinstance(tokenizer, HfTokenizer):
             raise ConfigError(f"generator.workflow {config.generator.workflow.name} needs a model with a tokenizer")
@@ -63,7 +63,7 @@ class LoopParts:
 
 
 class EpisodeEnded(Exception):
-    """The episode can't go on: a limit was reached, or the generator ends."""
+    """The episode can't continue: a limit was reached, or the generator ends."""
 
     def __init__(self, finish: FinishReason) -> None:
         super().__init__(finish)
@@ -93,7 +93,7 @@ class Episode:
         return self._parts.settings.train
 
     def first_messages(self) -> list[Message]:
-        """The task's prompt as messages. DataError if it is given as token ids."""
+        """Return the task's prompt as messages. DataError if it is given as token ids."""
         task = self._rollout.task
         if task.messages is not None:
             return task_messages(task, self._rollout.files)
@@ -167,7 +167,7 @@ class Episode:
             stopping.cancel()
 
     def finish(self, finish: FinishReason, reward: float | None = None) -> SampledCompletion | FailedSample:
-        """The sample that the episode has become."""
+        """Return the sample of the whole episode."""
         settings = self._parts.settings
         if finish == "calls" and settings.late == "exclude":
             return FailedSample(self.index, f"its episode reached its limit of {self._max_calls} model calls", "late")
@@ -181,7 +181,7 @@ class Episode:
 
 
 def newest_messages(messages: Sequence[Message], limit: int) -> list[Message]:
-    """The last messages that have at most ``limit`` bytes as JSON."""
+    """Return the last messages that fit into ``limit`` bytes of JSON."""
     kept: list[Message] = []
     for message in reversed(messages):
         limit -= len(json.dumps(message, ensure_ascii=False).encode("utf-8", "backslashreplace"))

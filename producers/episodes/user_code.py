@@ -1,7 +1,7 @@
 """Calls of a user's functions from the generator's event loop: with a deadline, and whatever they do but block it.
 
 A function that is not ``async`` runs in a thread of its own, since one that hangs can't be killed: it must not take a
-thread from others, nor hold up the end of the process.
+thread from others, nor delay the end of the process.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
             failed = RuntimeError(f"it raised {error!r}")
         except BaseException as error:  # noqa: BLE001 - user code: the one who waits gets it
             failed = error
-        # Nobody waits for what ends after the generator's loop.
+        # Results after the end of the generator's loop are dropped.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, result, failed)
 

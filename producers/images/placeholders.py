@@ -26,7 +26,7 @@ class ImagePlaceholders:
 
     @classmethod
     def of(cls, config: TidemillConfig) -> ImagePlaceholders | None:
-        """Those of a run's model; None for a model of text. ConfigError if the model reads no images."""
+        """Return those of a run's model, None for a text model. ConfigError if the model reads no images."""
         settings = image_settings(config)
         if settings is None:
             return None

@@ -19,7 +19,7 @@ _KINDS = "a path, bytes, a data: URL, or an image of the datasets library"
 
 
 def load_image(value: Any, where: str, folder: Path, load: bool = True) -> bytes:
-    """The file of one image. folder: what a path starts from. load: else a file is only looked for, and b"" returned.
+    """Load the file of one image. folder: base of paths. load: if False, only check that it exists and return b"".
 
     DataError, which begins with ``where``, if there is none.
     """
@@ -41,19 +41,19 @@ def load_image(value: Any, where: str, folder: Path, load: bool = True) -> bytes
 
 
 def is_pillow_image(value: Any) -> bool:
-    """Whether a value is an image of Pillow, as the library ``datasets`` and many tools give them."""
+    """Return whether a value is an image of Pillow, as from the library ``datasets`` and many tools."""
     return not isinstance(value, type) and callable(getattr(value, "save", None)) and hasattr(value, "mode")
 
 
 def png_file(image: Any) -> bytes:
-    """An image of Pillow as a PNG file; colours that such a file can't have, as those of print, become RGB."""
+    """Return an image of Pillow as a PNG file; colours that PNG does not support, such as CMYK, become RGB."""
     file = io.BytesIO()
     (image if image.mode in _PNG_MODES else image.convert("RGB")).save(file, "PNG")
     return file.getvalue()
 
 
 def read_data_url(value: str, where: str) -> bytes:
-    """The bytes of a ``data:`` URL in base64. DataError, which begins with ``where``, if it is none."""
+    """Read the bytes of a base64 ``data:`` URL. DataError, which begins with ``where``, if it is not one."""
     head, _, body = value.partition(",")
     try:
         if not (head.startswith("data:") and head.endswith(";base64")):
@@ -64,7 +64,7 @@ def read_data_url(value: str, where: str) -> bytes:
 
 
 def make_data_url(png: bytes) -> str:
-    """A PNG file as a ``data:`` URL."""
+    """Return a PNG file as a ``data:`` URL."""
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
@@ -105,7 +105,7 @@ def place_images(messages: list[ChatMessage], count: int, where: str) -> list[Ch
 
 
 def _parts(text: str) -> list[ContentPart]:
-    """The parts of a text with marks for images."""
+    """Return the parts of a text with marks for images."""
     found: list[ContentPart] = []
     for at, piece in enumerate(text.split(MARK)):
         found += [ContentPart("image")] if at else []

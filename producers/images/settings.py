@@ -1,4 +1,4 @@
-"""How a run's model wants its images: read from the model folder, shared by the feeder, generators and evaluation."""
+"""Image settings of a run's model, from the model folder, for the feeder, generators and evaluation."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 class Kept:
-    """What is awaited of a sample that is kept at once, or that nobody could go on with."""
+    """The result for a sample that is saved at once, or that can't be resumed."""
 
     def __await__(self) -> Generator[Any, None, None]:
         yield from ()
@@ -46,7 +46,7 @@ def _tell_nobody(name: str, text: str) -> None:
 
 @dataclass(frozen=True)
 class FailedSample:
-    """A sample that there won't be. reason: for people, one line. kind: a word to count it by. The others go on."""
+    """A sample that failed, while others continue. reason: one line. kind: a word to count it by."""
 
     index: int
     reason: str
@@ -58,8 +58,8 @@ class RolloutContext:
     """Everything that a workflow has to turn one task into samples.
 
     indices: the samples that are asked for, of ``range(task.n)``. save: keeps what a growing sample has so far,
-    for whoever has to go on with it if this process dies; it is found again in ``saved``. It is kept soon; await what
-    ``save`` returns where it has to be kept before you go on. report: tells people of an event, by a word and a
+    for the generator that resumes it if this process dies; it is found again in ``saved``. It is kept soon; await what
+    ``save`` returns if it must be stored before you continue. report: adds an event to the timeline, by a word and a
     sentence. interrupted: set when the process ends soon, and what is unfinished has to be yielded with finish
     ``abort``; requests in the engine are aborted by themselves. placeholders, files: how images stand in prompts, and
     the files of the task's images by digest; None and nothing with a model of text.
@@ -77,12 +77,12 @@ class RolloutContext:
 
     @property
     def sampling(self) -> Sampling:
-        """How to sample, seed, length and stop strings included."""
+        """Return the sampling settings, with seed, length and stop strings."""
         return self.task.sampling
 
     @property
     def prompt_ids(self) -> list[int]:
-        """Token ids of the task's prompt, as many for an image as it has. DataError if it has none."""
+        """Return the token ids of the task's prompt, with the tokens of its images. DataError if it is empty."""
         return self._prompt[0]
 
     @property
@@ -101,13 +101,13 @@ class RolloutContext:
 
     @cached_property
     def engine_images(self) -> dict[str, Any]:
-        """What the engine is given beside the prompt's ids: nothing where there are no images."""
+        """Return the prompt's images for the engine, or nothing if there are none."""
         found = [PromptImage(image.digest, image.start, image.end, self.files[image.digest]) for image in self.images]
         return {"images": found} if found else {}
 
     @cached_property
     def saved(self) -> dict[int, Partial]:
-        """What there is already of samples that another generator began, by index."""
+        """Return the saved parts of samples that another generator began, by index."""
         return {partial.sample: partial for partial in self.task.partials if partial.size or partial.notes}
 
     async def generate(self, trajectory: TrajectoryBuilder) -> Completion:
@@ -155,7 +155,7 @@ async def _fate(sample: Awaitable[SampledCompletion | FailedSample], index: int)
 
 
 def is_service_error(error: BaseException) -> bool:
-    """Whether an error, or one in its group, says that the same work can succeed elsewhere, or that nothing can."""
+    """Return whether an error, or one in its group, is of the service rather than of the sample."""
     if isinstance(error, ExceptionGroup):
         return error.subgroup((ConfigError, InfraError)) is not None
     return isinstance(error, ConfigError | InfraError)
@@ -163,7 +163,7 @@ def is_service_error(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class WorkflowServices:
-    """What a workflow with a method ``start`` gets there, once the engine runs.
+    """The argument of a workflow's method ``start``, once the engine runs.
 
     report: see RolloutContext. clock: seconds, which stand still while generation is paused.
     """
@@ -194,7 +194,7 @@ class Workflow(Protocol):
 
 
 def find_workflow(name: str, args: dict[str, Any], base: Path) -> Callable[[], Workflow]:
-    """The named workflow, built by calling what is returned; ConfigError if it can't be one, before any model loads.
+    """Return a builder of the named workflow; ConfigError, before any model loads, if it can't be one.
 
     args: its arguments of the configuration. base: the folder that names of a user's files start from.
     """

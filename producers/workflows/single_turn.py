@@ -16,7 +16,7 @@ _OnTokens = Callable[[tuple[TrajectoryBuilder, Completion, bool]], None]
 class SingleTurn:
     """Samples all completions of the prompt in one request, which shares its prefix.
 
-    A sample that another generator had begun goes on from what that one handed over or had saved: tokens,
+    A sample that another generator began resumes from what that generator handed over or saved: tokens,
     log-probabilities and versions are joined as if it had never moved.
     """
 

@@ -58,7 +58,7 @@ class SampledCompletion:
     files: dict[str, bytes] = field(default_factory=dict)
 
     def to_trajectory(self, task: Task, run: str, generator: str, seconds: float = 0.0) -> Trajectory:
-        """The message that this sample of ``task`` travels as; ValueError when its parts do not fit together."""
+        """Return this sample of ``task`` as a message; ValueError if its parts are inconsistent."""
         return Trajectory(
             run=run,
             task_id=task.task_id,
@@ -87,11 +87,11 @@ class SampledCompletion:
         )
 
     def _routed_experts(self, task: Task) -> RoutedExperts | None:
-        # Nobody trains an evaluation.
+        # Evaluations are not trained.
         return None if self.routed_experts is None or task.kind == "eval" else RoutedExperts.of(self.routed_experts)
 
     def to_partial(self, end: int | None = None) -> Partial:
-        """What was generated before position ``end``, with positions counted from the first generated token.
+        """Return what was generated before position ``end``, counted from the first generated token.
 
         Of an agent's episode all calls, whose tokens do not stand in the order of time in ``tokens``.
         """
@@ -104,7 +104,7 @@ class SampledCompletion:
 
 
 def size_metrics(sample: SampledCompletion) -> dict[str, float]:
-    """How large an episode has become, for its metrics."""
+    """Return metrics of the size of an episode."""
     return {
         "turns": float(sum(turn.role == "assistant" for turn in sample.turns)),
         "rows": float(max(1, len(sample.segments))),
@@ -116,7 +116,7 @@ def size_metrics(sample: SampledCompletion) -> dict[str, float]:
 class TrajectoryBuilder:
     """Puts one sample together, turn by turn, from the token ids that were read and sampled.
 
-    It counts positions, masks what the policy did not generate, and never makes ids anew from text::
+    It counts positions, masks what the policy did not generate, and never tokenizes text again::
 
         trajectory = TrajectoryBuilder(index, tokenizer).prompt(ids)
         (completion,) = await engine.generate(trajectory.tokens, sampling)
@@ -143,7 +143,7 @@ class TrajectoryBuilder:
     def prompt(
         self, ids: Sequence[int], text: str | None = None, images: Sequence[PlacedImage] = ()
     ) -> TrajectoryBuilder:
-        """Begin with a prompt, which must come first and once. text: for people and rewards, decoded where None.
+        """Begin with a prompt, which must come first and once. text: for display and rewards, decoded if None.
 
         images: those that some of the ids stand for.
         """
@@ -155,7 +155,7 @@ class TrajectoryBuilder:
         return self
 
     def generated(self, completion: Completion) -> TrajectoryBuilder:
-        """Add tokens that the policy sampled. Directly after others of its own they go on with the same turn."""
+        """Add tokens that the policy sampled. Directly after other sampled tokens they extend the same turn."""
         start = len(self.tokens)
         self._append("assistant", completion.tokens, 1, completion.logprobs.tolist())
         self._experts.add(completion, len(self.tokens))
@@ -164,7 +164,7 @@ class TrajectoryBuilder:
         return self
 
     def resumed(self, partial: Partial) -> TrajectoryBuilder:
-        """Add what another generator had sampled of this turn; ``generated`` goes on from there."""
+        """Add what another generator sampled of this turn; ``generated`` continues from there."""
         start = len(self.tokens)
         tokens, logprobs = partial.tokens.numpy(), partial.logprobs.numpy()
         self._append("assistant", tokens.tolist(), 1, logprobs.tolist())
@@ -178,7 +178,7 @@ class TrajectoryBuilder:
         return self
 
     def partial(self, growing: Completion | None = None) -> Partial:
-        """What was generated so far and, without adding it, ``growing`` after it: to be saved for another generator."""
+        """Return what was generated so far, followed by ``growing``, to be saved for another generator."""
         so_far = _partial(self)
         if growing is None:
             return so_far
@@ -187,7 +187,7 @@ class TrajectoryBuilder:
     def finish(
         self, reason: FinishReason | None = None, completion: str | None = None, data: dict[str, Any] | None = None
     ) -> SampledCompletion:
-        """The whole sample.
+        """Return the whole sample.
 
         reason: that of the last completion where None. completion: the text that rewards judge, that of the last
         generated turn where None. data: added to the task's for the reward. ValueError without a prompt or a reason.
@@ -227,7 +227,7 @@ class TrajectoryBuilder:
         self.logprobs += logprobs
 
     def _add_spans(self, spans: Sequence[Span], offset: int) -> None:
-        """Add spans that count from ``offset``; one that goes on with the last one's version extends it."""
+        """Add spans that count from ``offset``; a span with the version of the last span extends it."""
         for span in spans:
             last = self.spans[-1] if self.spans else None
             if last is not None and last.version == span.version and last.end == span.start + offset:

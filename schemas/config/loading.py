@@ -115,20 +115,22 @@ def save_config(config: TidemillConfig, file: Path) -> None:
 
 
 def dump_yaml(tree: Mapping[str, Any]) -> str:
-    """A tree of settings as YAML that means the same where it is loaded."""
+    """Write a tree of settings as YAML that loads as the same settings."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def dump_config(config: TidemillConfig) -> dict[str, Any]:
-    """The configuration in effect as a mapping that ``parse_config`` reads, in this process or another."""
+    """Return the configuration in effect as a mapping that ``parse_config`` reads, in any process."""
     data = config.model_dump(mode="json", exclude_unset=True)
     data.setdefault("run", {})["base"] = str(config.base)
     return data
 
 
 def _refuse_single_underscores(variable: str) -> None:
-    """ConfigError for a variable that sets nothing and means a setting. Not for what Kubernetes puts there: it names
-    the address of a service tidemill-control TIDEMILL_CONTROL_PORT."""
+    """Reject a variable that looks like a setting but sets nothing.
+
+    Variables of Kubernetes are allowed, which names the address of a service tidemill-control TIDEMILL_CONTROL_PORT.
+    """
     settings = {"_".join(path).upper(): "__".join(path).upper() for path in _paths(TidemillConfig)}
     close = difflib.get_close_matches(variable.removeprefix(ENV_PREFIX), settings, n=1, cutoff=0.9)
     if close:
@@ -139,7 +141,7 @@ def _refuse_single_underscores(variable: str) -> None:
 
 
 def _paths(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
-    """The paths of all settings in a section and in those below it."""
+    """Return the paths of all settings in a section and in those below it."""
     for name, field in section.model_fields.items():
         yield (name,)
         below = _section(field.annotation)
@@ -201,7 +203,7 @@ def _explain(item: Any, data: Any) -> str:
 
 
 def _instead(path: Sequence[str]) -> str:
-    """What may have been meant by an unknown key: one of this name further down, or one that is spelt like it."""
+    """Suggest a key for an unknown one: the same name in a section below, or a similar spelling."""
     *above, key = path
     section = _section_at(above)
     further = [".".join([*above, *below]) for below in _paths(section) if below[-1] == key] if section else []
@@ -212,7 +214,7 @@ def _instead(path: Sequence[str]) -> str:
 
 
 def _allowed(item: Any, path: Sequence[str]) -> str:
-    """What a value must be, in the words of a YAML file."""
+    """Describe an allowed value in the words of a YAML file."""
     kind, context = item["type"], item.get("ctx", {})
     keys = f"with keys such as {', '.join(_fields(path)[:4])}"
     sections = "a section, or a list of them," if path in (["train"], ["eval", "dataset"]) else "a list of sections"
@@ -230,7 +232,7 @@ def _allowed(item: Any, path: Sequence[str]) -> str:
 
 
 def _written(loc: Sequence[int | str], data: Any) -> list[str]:
-    """The path of a mistake as its file has it: a dataset alone is no list of one."""
+    """Return the path of a mistake as the file has it: a single dataset is not a list of one."""
     path = []
     for part in loc:
         # pydantic also names the kinds of value of which one is wanted.

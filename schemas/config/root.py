@@ -59,12 +59,12 @@ class TidemillConfig(Section):
 
     @property
     def slots(self) -> int:
-        """Most prompt groups in the pipeline at once."""
+        """Return the most prompt groups in the pipeline at once."""
         return count_slots(self.flow.staleness, self.trainer.batch_groups, self.flow.window)
 
     @property
     def eval_terms(self) -> list[RewardTerm]:
-        """The reward terms that only evaluation has."""
+        """Return the reward terms that only evaluation has."""
         if self.eval is None:
             return []
         return [*(self.eval.terms or []), *(term for one in self.eval.dataset for term in one.terms or [])]

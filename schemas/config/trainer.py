@@ -90,7 +90,7 @@ class CheckpointConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the trainer's ranks share the model: a mesh of replicate x shard x context x tensor.
+    """The mesh of the trainer's ranks, which share the model: replicate x shard x context x tensor.
 
     Blocks of context x tensor ranks train the same samples. Gradients do not depend on any of it.
     """

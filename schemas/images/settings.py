@@ -1,4 +1,4 @@
-"""How a model wants its images: the numbers of its image processor, and the sizes that follow from them."""
+"""Settings of a model's images: the numbers of its image processor, and sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMITS = (56 * 56, 28 * 28 * 1280)
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """How a model's images are scaled and cut.
+    """Settings for scaling and cutting a model's images.
 
     patch: pixels of a patch's side. merge: patches of a token's side. temporal: times that a still image is repeated.
     least, most: pixels. mean, std: of the three channels, of values from 0 to 1.
@@ -39,7 +39,7 @@ class ImageSettings:
         return self.patch * self.merge
 
     def tokens(self, width: int, height: int) -> int:
-        """Tokens of an image of this size, which was scaled."""
+        """Return the number of tokens of a scaled image of this size."""
         return (width // self.unit) * (height // self.unit)
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
@@ -63,7 +63,7 @@ class ImageSettings:
 
 
 def read_image_settings(folder: Path, max_pixels: int | None = None) -> ImageSettings:
-    """How the model in a folder wants its images. ConfigError where it has none, or other ones than we can make.
+    """Read the image settings of the model in a folder. ConfigError if it has none, or unsupported ones.
 
     max_pixels: most pixels of an image, where that is less than the model's own limit.
     """

@@ -38,7 +38,7 @@ class Partial(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def size(self) -> int:
-        """Number of sampled tokens."""
+        """Return the number of sampled tokens."""
         return len(self.tokens) + sum(len(call.tokens) for call in self.calls)
 
 

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 
 class CallClock:
-    """Time that a call has left, seconds. It stands still while somebody is inside ``stopped``."""
+    """Time that a call has left, seconds. It stands still inside ``stopped``."""
 
     def __init__(self, timeout_s: float) -> None:
         self._left = timeout_s
@@ -37,6 +37,6 @@ CLOCK: ContextVar[CallClock] = ContextVar("clock")
 
 
 def call_clock() -> CallClock:
-    """The clock of the running call; one that never ends where nobody set any."""
+    """Return the clock of the running call, or one that never ends."""
     found = CLOCK.get(None)
     return CallClock(float("inf")) if found is None else found

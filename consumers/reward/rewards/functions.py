@@ -23,7 +23,7 @@ from consumers.reward.rewards.terms import reward
 def episode(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, reward: float | None
 ) -> float:
-    """The reward that the workflow gave the sample: an agent's return value, the sum over an environment's steps."""
+    """Return the reward that the workflow gave: an agent's return value, or the sum over an environment's steps."""
     if reward is None:
         raise ValueError("the workflow gave the sample no reward; let the agent return a number, or name another term")
     return reward
@@ -48,7 +48,7 @@ def code(
     command: Sequence[str] | None = None,
     **data: Any,
 ) -> float:
-    """The share of the task's cases that the program in the completion passes, each run in a sandbox.
+    """Return the share of the task's cases that the program in the completion passes, each run in a sandbox.
 
     The program is the last fenced block, or all of the completion. ``cases`` are ``{stdin, stdout}``,
     ``{call, equals}`` or ``{test}``; ``tests`` are texts of assertions, and ``setup`` is run before. ``timeout_s``:
@@ -199,7 +199,7 @@ def reasoning_gym(
     require_tags: bool = False,
     **data: Any,
 ) -> float:
-    """The score, 0 to 1, that the task of reasoning-gym itself gives.
+    """Return the score, 0 to 1, that the task of reasoning-gym itself gives.
 
     The answer stands in the last ``<answer>…</answer>``; without one, the whole completion is the
     answer, or nothing is with ``require_tags``. ``reasoning_gym`` comes with the dataset of that name.
@@ -235,7 +235,7 @@ def reward_model(
     batch_tokens: int = 16_384,
     **columns: Any,
 ) -> list[float]:
-    """The scores of a reward model in the folder ``path``: a sequence classifier with one label.
+    """Return the scores of a reward model in the folder ``path``: a sequence classifier with one label.
 
     `tidemill reward-model` trains one. It gets the policy's token ids, so it needs the policy's tokenizer. Its worker
     loads it when it starts. Samples of similar length go through it together, ``batch_tokens`` at most in one pass. Of

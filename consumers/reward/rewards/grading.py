@@ -19,7 +19,7 @@ _MAX_CHARS = 200
 
 
 def gold_number(answer: Any) -> Decimal:
-    """The reference as a number: ``42``, ``"1,234"``, or a solution that ends in ``#### 42``. ValueError if none."""
+    """Return the reference as a number: ``42``, ``"1,234"``, or a solution ending in ``#### 42``. ValueError else."""
     _, _, text = str(answer).rpartition("####")
     number = _leading(text)
     if number is None:
@@ -44,7 +44,7 @@ def final_number(text: str, *, last_number: bool = False) -> Decimal | None:
 
 
 def _leading(text: str) -> Decimal | None:
-    """The number that ``text`` starts with, after white space, a sign and a currency sign."""
+    """Return the number that ``text`` starts with, after white space, a sign and a currency sign."""
     line = text[:_MAX_CHARS].lstrip()
     negative = line.startswith("-")
     line = line.removeprefix("-").lstrip(_CURRENCY)
@@ -60,7 +60,7 @@ def _decimal(match: re.Match[str]) -> Decimal:
 
 
 def equal(gold: str, completion: str, boxed_only: bool) -> bool:
-    """Compare the completion's answer with ``gold`` as mathematics. ValueError if ``gold`` is none."""
+    """Compare the completion's answer with ``gold`` as mathematics. ValueError if ``gold`` is not an answer."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     parsed_gold = _parse_gold(gold)

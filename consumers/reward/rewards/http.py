@@ -24,7 +24,7 @@ from consumers.reward.rewards.clock import CallClock, call_clock
 REFUSED = frozenset({429, 503})
 """Answers of a server that has not begun with the request."""
 DOUBTFUL = frozenset({408, 500, 502, 504})
-"""Answers after which nobody knows whether the request was done; a gateway gives some of them in a server's name."""
+"""Answers that don't tell whether the request was done; a gateway gives some of them for a server."""
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 30.0
 _IDLE_S = 1.0
@@ -85,7 +85,7 @@ async def post_json(
 
 
 def key_headers(api_key_env: str | None) -> dict[str, str]:
-    """The header with the key that is in an environment variable. ValueError if it is not set."""
+    """Return the header with the key that is in an environment variable. ValueError if it is not set."""
     if api_key_env is None:
         return {}
     key = os.environ.get(api_key_env, "").strip()
@@ -95,13 +95,13 @@ def key_headers(api_key_env: str | None) -> dict[str, str]:
 
 
 def check_url(name: str, url: Any) -> None:
-    """ValueError unless this is the address of a server."""
+    """Raise ValueError unless this is the address of a server."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise ValueError(f"{name} {url!r} must begin with http:// or https://")
 
 
 def _client() -> httpx.AsyncClient:
-    """The client of the running event loop; calls in flight are bounded by the term's concurrency."""
+    """Return the client of the running event loop; calls in flight are bounded by the term's concurrency."""
     loop = asyncio.get_running_loop()
     if loop not in _clients:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S)

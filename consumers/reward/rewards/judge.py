@@ -86,7 +86,7 @@ async def judge(
     request: dict[str, Any] | None = None,
     **data: Any,
 ) -> float:
-    """The number that a model gives the sample, asked at ``base_url`` by OpenAI's chat completions.
+    """Return the number that a model gives the sample, asked at ``base_url`` by OpenAI's chat completions.
 
     ``template`` is what it is asked, with {prompt}, {completion}, {answer}, {messages} or any other field of the data
     filled in; ``parse`` how its answer is read: ``regex`` with a group, or ``json``, a key; ``values`` for words;
@@ -118,7 +118,7 @@ class Judge:
         self._asking: dict[bytes, asyncio.Lock] = {}
 
     async def rate(self, body: dict[str, Any], parse: dict[str, Any], samples: int, how: str) -> float:
-        """The value of a sample. ValueError if too few of the answers can be read, or none is to be had."""
+        """Return the value of a sample. ValueError if too few answers can be read, or the judge gives none."""
         if samples == 1:
             return await self._ask(body, parse, 0)
         tasks = [asyncio.create_task(self._ask(body, parse, number)) for number in range(samples)]

@@ -18,7 +18,7 @@ The problem itself is known to be sound by then, so the answer is at fault: an o
 
 
 def score(recipe: dict[str, Any], completion: str, require_tags: bool) -> float:
-    """The task's score of the completion's answer. ValueError if the problem cannot be made again."""
+    """Return the task's score of the completion's answer. ValueError if the problem cannot be made again."""
     from reasoning_gym.utils import extract_answer
 
     dataset, entry = _problem(json.dumps({**recipe, "digest": None}, sort_keys=True))

@@ -44,7 +44,7 @@ async def remote(
     ids: bool = False,
     **data: Any,
 ) -> float:
-    """The reward that a server of one's own gives: it is sent the sample as JSON, and answers {"reward": 0.5}.
+    """Return the reward of your own server, which gets the sample as JSON and answers {"reward": 0.5}.
 
     The header Idempotency-Key names the sample, in whichever attempt. A request that the server may have begun is
     repeated only with ``idempotent``, for a scorer that gives the same answer, or has an effect once, for the same key.
@@ -99,7 +99,7 @@ async def reward_model_server(
     eos_id: int | None = None,
     **data: Any,
 ) -> float:
-    """The score of a reward model that vLLM serves: `vllm serve PATH --runner pooling`, a classifier with one label.
+    """Return the score of a reward model served by `vllm serve PATH --runner pooling`, a classifier with one label.
 
     It gets the policy's token ids, so it needs the policy's tokenizer. ``base_url`` is the server's address without a
     path, ``model`` the name it is served by, if there are several. With ``eos_id`` each sequence ends in this token,

@@ -19,7 +19,7 @@ def scores(
     row_ids: Sequence[list[int]],
     batch_tokens: int,
 ) -> list[float]:
-    """The logits of a sequence classifier with one label, for what was read and sampled, and the end of sequence.
+    """Return the logits of a sequence classifier with one label, for prompt, completion and end of sequence.
 
     It gets the ids themselves, as in its training: a prompt's text has lost its special tokens, and with them the turns
     of a chat. path: its folder or hub id. row_ids: of one row each. batch_tokens: most tokens of a pass, padding

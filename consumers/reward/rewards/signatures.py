@@ -78,7 +78,7 @@ def named_parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
 def data_keywords(
     sample: RewardInput, fields: frozenset[str], accepts: frozenset[str] | None, settings: frozenset[str]
 ) -> dict[str, Any]:
-    """What a function of one sample gets beside SIGNATURE: the fields that it names, and the data that it accepts."""
+    """Return the arguments of a function of one sample besides SIGNATURE: named fields, and data that it accepts."""
     data = sample.data
     keywords = {name: sample.field(name) for name in fields}
     return keywords | {
@@ -95,7 +95,7 @@ def list_keywords(
     settings: frozenset[str],
     chat: bool,
 ) -> dict[str, list[Any]]:
-    """What a function of lists gets: a value for each sample under each name, None where its data has none.
+    """Return the arguments of a function of lists: by name a value for each sample, None if its data has none.
 
     chat: prompts and completions are lists of messages, as in TRL for conversational data.
     """
@@ -113,7 +113,7 @@ def list_keywords(
 
 
 def verl_keywords(sample: RewardInput, accepts: frozenset[str] | None) -> dict[str, Any]:
-    """What a function of verl gets. ValueError if the data has no ground truth."""
+    """Return the arguments of a function of verl. ValueError if the data has no ground truth."""
     data = sample.data
     nested = data.get("reward_model")
     places = (data, nested if isinstance(nested, dict) else {}, {"ground_truth": data.get("answer")})

@@ -130,7 +130,7 @@ class Term:
 
     @property
     def is_local(self) -> bool:
-        """Whether its calls, as far as it says, need no server and no model: it awaits, loads and hides nothing."""
+        """Return whether its calls, as declared, need no server and no model: it awaits, loads and hides nothing."""
         awaits, loads = inspect.iscoroutinefunction(self.function), getattr(self.function, "prepare", None) is not None
         return not (awaits or loads or self.secrets)
 
@@ -268,7 +268,7 @@ _OWN: dict[Form, tuple[str, ...]] = {"sample": SIGNATURE, "lists": LISTS, "verl"
 
 
 def _sharing(term: RewardTerm, function: Callable[..., Any], form: Form, where: str) -> tuple[int, int, float]:
-    """How a term shares its worker: concurrency, batch and wait_ms, of the settings, else of the function."""
+    """Return concurrency, batch and wait_ms of a term: from the settings, else from the function."""
     said = {
         name: getattr(function, name, None) if getattr(term, name) is None else getattr(term, name)
         for name in ("concurrency", "batch", "wait_ms")

@@ -1,6 +1,6 @@
-"""What a judge's answer says: a number read from its text, or nothing. Pure functions.
+"""Numbers read from the text of a judge's answer. Pure functions.
 
-Nothing is ever guessed: an answer that can't be read is none, and no 0.
+Nothing is guessed: an answer that can't be read gives None, never 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KEYS = ("regex", "json", "values", "min", "max", "scale")
 
 
 def check_parse(parse: Any) -> None:
-    """ValueError unless ``parse`` says how to read an answer."""
+    """Raise ValueError unless ``parse`` says how to read an answer."""
     if not isinstance(parse, dict) or ("regex" in parse) == ("json" in parse):
         raise ValueError(f"parse {parse!r} must have one of regex (with a group around the verdict) and json (a key)")
     if unknown := [key for key in parse if key not in KEYS]:
@@ -43,7 +43,7 @@ def check_parse(parse: Any) -> None:
 
 
 def read_verdict(text: str, parse: Mapping[str, Any]) -> float | None:
-    """The number that an answer gives, None if it can't be read.
+    """Return the number that an answer gives, None if it can't be read.
 
     The last match of ``regex`` counts, since judges think before they decide; of ``json`` the last object that has the
     key. ``values`` turns words into numbers, whatever their case. A number outside ``min`` to ``max`` is not read.

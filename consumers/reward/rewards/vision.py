@@ -39,16 +39,16 @@ _NEAR = 1e-6
 
 
 def same_geometry(completion: str, answer: Any, choices: Sequence[Any] | None, tolerance: float) -> bool:
-    """Whether the completion's answer is the reference: a letter of ``choices``, a number, or an expression.
+    """Return whether the completion's answer is the reference: a letter of ``choices``, a number, or an expression.
 
-    tolerance: share of the reference by which a number may differ. ValueError if the reference is none.
+    tolerance: share of the reference by which a number may differ. ValueError if the reference is not one.
     """
     gold = str(answer).strip()
     letter = None
     if choices and (match := re.fullmatch(r"\(?([A-Ha-h])\)?\.?", gold)):
         letter = match.group(1).upper()
         if ord(letter) - ord("A") >= len(choices):
-            raise ValueError(f"reference answer {gold!r} is none of the {len(choices)} choices")
+            raise ValueError(f"reference answer {gold!r} is not one of the {len(choices)} choices")
         gold = str(choices[ord(letter) - ord("A")])
     if not gold:
         raise ValueError("the reference answer is empty")
@@ -65,7 +65,7 @@ def same_geometry(completion: str, answer: Any, choices: Sequence[Any] | None, t
 
 
 def same_scene_answer(completion: str, answer: Any) -> bool:
-    """Whether the completion answers a question about a scene as the reference does: a count, yes or no, or a word.
+    """Return whether the completion answers a question about a scene like the reference: a count, yes or no, or a word.
 
     The answer stands in the last ``<answer>``, box or brackets; else it is the whole completion, if that is short.
     """
@@ -89,7 +89,7 @@ def same_scene_answer(completion: str, answer: Any) -> bool:
 
 
 def _marked(text: str) -> str | None:
-    """What stands in the last box, or the last ``<answer>``; None if there is neither."""
+    """Return the content of the last box, or of the last ``<answer>``; None if there is neither."""
     at = text.rfind("\\boxed{")
     if at >= 0:
         depth, start = 0, at + len("\\boxed{")

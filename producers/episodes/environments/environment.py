@@ -38,7 +38,7 @@ _WHERE = "generator.workflow.args.environment"
 
 
 def _interpreter(python: str, base: Path) -> str:
-    """A command as it is, a path from the configuration's folder."""
+    """Return a command as it is, and a path relative to the configuration's folder."""
     return str(base.resolve() / python) if os.sep in python else python
 
 
@@ -73,7 +73,7 @@ class EnvironmentLoop:
 
     @staticmethod
     def check(base: Path, environment: Any = None, args: Any = None, python: Any = None, **limits: Any) -> None:
-        """ConfigError unless the environment has reset and step, and takes its arguments.
+        """Raise ConfigError unless the environment has reset and step, and takes its arguments.
 
         One for another interpreter is looked for at the start.
         """
@@ -142,7 +142,7 @@ class EnvironmentLoop:
             messages += [message, {"role": "user", "content": observed}]
 
     async def _play_turns(self, episode: Episode, environment: Any, turn: Turn, rewards: list[float]) -> None:
-        """A game of several players, all of them the policy: each has a conversation, and rows, of its own."""
+        """Play a game of several players, all of them the policy: each has its own conversation and rows."""
         told: dict[str, list[Message]] = {}
         calls: dict[str, int] = {}
         earned: dict[int, float] = defaultdict(float)
@@ -181,7 +181,7 @@ class EnvironmentLoop:
 
 
 def describe_task(task: Task, sample: int, files: Mapping[str, bytes] | None = None) -> dict[str, Any]:
-    """What an environment is told: prompt and data of the task, and a seed, the same for each attempt at the sample.
+    """Return the task for an environment: prompt, data, and a seed that each attempt at the sample has.
 
     Seeds of training are below HELD_OUT_SEEDS, those of evaluations are as many from there on, and the same in each
     evaluation. files: of the task's images by digest.
@@ -196,7 +196,7 @@ def describe_task(task: Task, sample: int, files: Mapping[str, bytes] | None = N
 
 
 def begin(messages: list[Message], observed: Any) -> list[Message]:
-    """The first prompt: the task's with the first observation, or the messages that ``reset`` returned in its place."""
+    """Return the first prompt: the task's with the first observation, or the messages that ``reset`` returned."""
     if observed is None:
         return messages
     if isinstance(observed, list) and observed and all(_is_message(message) for message in observed):
@@ -228,7 +228,7 @@ class Turn:
 
 
 def read_turn(result: Any, method: str) -> Turn:
-    """The turn that an environment of several players gave. DataError if it is none."""
+    """Read the turn that an environment of several players returned. DataError if it is not a turn."""
     try:
         turn = msgspec.convert(result, Turn, strict=False)
         named = turn.done or turn.player.isidentifier()
@@ -245,7 +245,7 @@ def read_turn(result: Any, method: str) -> Turn:
 
 
 def read_step(result: Any) -> tuple[Content, float | None, bool]:
-    """What ``step`` returned: what is seen, reward (None: none is said), whether that was the end. DataError if not."""
+    """Read the result of ``step``: observation, reward (or None), and whether the episode ended. DataError if not."""
     seen: Content | None = None
     reward = done = None
     try:

@@ -1,6 +1,6 @@
 """The worker process of environments that need one: another interpreter, or a package that blocks or crashes.
 
-What goes wrong in there fails the samples that it belongs to: nothing of it is trained as a reward of 0.
+An error in there fails its samples: none of them is trained with a reward of 0.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _LONGEST_LINE = 1 << 26
 
 
 class EnvironmentWorker:
-    """Environments of one kind in a process, which is started when the first is wanted, and again when it has died.
+    """Environments of one kind in a process, which starts for the first of them, and again if it has died.
 
-    name: ``file.py:Name`` or ``module:Name``. python: its interpreter, ours by default. env: variables that it sees.
+    name: ``file.py:Name`` or ``module:Name``. python: its interpreter, by default this one. env: more variables for it.
     """
 
     def __init__(self, name: str, base: Path, python: str | None = None, env: Sequence[str] = ()) -> None:
@@ -44,7 +44,7 @@ class EnvironmentWorker:
         (await self._running()).episodes -= 1
 
     async def open(self, arguments: dict[str, Any]) -> RemoteEnvironment:
-        """A new environment. DataError if it can't be made."""
+        """Make a new environment. DataError if it can't be made."""
         made = RemoteEnvironment(await self._running(), f"episode-{next(self._numbers)}")
         try:
             await made.call("open", arguments)
@@ -72,17 +72,17 @@ class EnvironmentWorker:
 
 
 class RemoteEnvironment:
-    """An environment in the worker process, with the methods of one here."""
+    """An environment in the worker process, with the methods of a local one."""
 
     def __init__(self, process: _Process, episode: str) -> None:
         self._process, self._episode = process, episode
 
     async def reset(self, task: dict[str, Any]) -> Any:
-        """What it returns there."""
+        """Call the environment there."""
         return await self.call("reset", [task])
 
     async def step(self, text: str) -> Any:
-        """What it returns there."""
+        """Call the environment there."""
         return await self.call("step", [text])
 
     async def close(self) -> None:
@@ -97,7 +97,7 @@ class RemoteEnvironment:
                 await process.close()
 
     async def call(self, method: str, arguments: Any) -> Any:
-        """DataError with what it raised there, or when its process has ended."""
+        """Call a method there. DataError if it raised, or if its process has ended."""
         try:
             return await self._process.call(self._episode, method, arguments)
         except asyncio.CancelledError:
@@ -170,7 +170,7 @@ class _Process:
                     else:
                         answer.set_result(said["value"])
         except (OSError, ValueError, AttributeError) as error:
-            log.warning("the environments' process said what is no answer", error=str(error))
+            log.warning("the environments' process sent something that is not a reply", error=str(error))
         self.ended = True
         for answer in self._waiting.values():
             if not answer.done():

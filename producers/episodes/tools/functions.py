@@ -25,14 +25,14 @@ class ToolError(Exception):
 
 
 class ToolLost(DataError):
-    """What a tool needs can't be had: the sample fails, since the policy is not to blame."""
+    """A tool lacks something it needs: the sample fails, since the policy is not to blame."""
 
 
 class Tool(Protocol):
     """Something that the policy may call."""
 
     async def call(self, arguments: str, timeout_s: float) -> Content:
-        """The result. arguments: JSON that the policy wrote. ToolError: wrong ones, or it failed. ToolLost."""
+        """Call the tool. arguments: JSON that the policy wrote. ToolError if they are wrong, or it failed. ToolLost."""
         ...
 
 
@@ -40,7 +40,7 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 
 
 def read_arguments(model: type[M], arguments: str, name: str) -> M:
-    """The arguments of a call; ToolError that says what is wrong with them."""
+    """Read the arguments of a call; ToolError says what is wrong with them."""
     try:
         return model.model_validate_json(arguments)
     except pydantic.ValidationError as error:
@@ -75,7 +75,7 @@ class FunctionTool:
         }
 
     async def call(self, arguments: str, timeout_s: float) -> Content:
-        """The result: text or images, all else as JSON. ToolError for wrong arguments, or when it fails.
+        """Return the result: text or images, all else as JSON. ToolError for wrong arguments, or if it fails.
 
         InfraError and ConfigError are passed on.
         """
@@ -92,7 +92,7 @@ class FunctionTool:
 
 
 def load_tools(names: list[str], base: Path) -> dict[str, FunctionTool]:
-    """The functions that are named ``file.py:name`` or ``package.module:name``, by name; ConfigError if one is none."""
+    """Load functions by ``file.py:name`` or ``package.module:name``; ConfigError if one is not a function."""
     if not isinstance(names, list) or not names:
         raise ConfigError("generator.workflow.args.tools must be a list of functions, such as [tools.py:calculator]")
     found: dict[str, FunctionTool] = {}
@@ -108,7 +108,7 @@ def load_tools(names: list[str], base: Path) -> dict[str, FunctionTool]:
 
 
 def _arguments_model(function: Callable[..., Any], where: str) -> type[pydantic.BaseModel]:
-    """A model of the function's arguments. Its fields have numbers for names: a parameter may be called ``json``."""
+    """Make a model of the function's arguments. Its fields are numbered: a parameter may be called ``json``."""
     try:
         parameters = inspect.signature(function).parameters
         hints = typing.get_type_hints(function, include_extras=True)
@@ -129,7 +129,7 @@ def _arguments_model(function: Callable[..., Any], where: str) -> type[pydantic.
 
 
 def _without_titles(schema: Any) -> Any:
-    """Leave out what pydantic adds for people; a property may be called ``title``."""
+    """Leave out titles that pydantic adds; a property may be called ``title``."""
     if isinstance(schema, list):
         return [_without_titles(one) for one in schema]
     if not isinstance(schema, dict):

@@ -1,7 +1,7 @@
 """Tools of MCP servers, which are a program that talks over its stdin and stdout, or an address.
 
 A connection that is lost fails its calls, and the policy is told; the next call connects again. No call is repeated by
-itself: nobody knows whether the server has done it.
+itself: the server may have done it already.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CLOSE_S = 10.0
 
 
 class McpSettings(pydantic.BaseModel, extra="forbid"):
-    """What ``- mcp: {...}`` in the list of tools may say. tools: those of the server that are used, by default all."""
+    """Settings of ``- mcp: {...}`` in the list of tools. tools: those of the server to use, by default all."""
 
     command: list[str] | None = pydantic.Field(None, min_length=1)
     url: str | None = None
@@ -84,7 +84,7 @@ class McpSource:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[dict[str, Tool]]:
-        """The server's tools for one episode, over a connection of its own, or the one that all share."""
+        """Open the server's tools for one episode, over its own connection or the shared one."""
         connection = self._shared or _Connection(self._settings, self._base, self._name)
         try:
             yield {name: McpTool(connection, name) for name in self.schemas}
@@ -100,7 +100,7 @@ class McpTool:
         self._connection, self._name = connection, name
 
     async def call(self, arguments: str, timeout_s: float) -> Content:
-        """The texts and images of the result.
+        """Return the texts and images of the result.
 
         ToolError for one that is an error; ToolLost if the server can't be reached.
         """
@@ -149,7 +149,7 @@ class _Connection:
         self._holder: asyncio.Task[None] | None = None
 
     async def session(self) -> Any:
-        """The session. ToolLost if the server can't be reached."""
+        """Return the session. ToolLost if the server can't be reached."""
         async with self._lock:
             if self._session is not None and self._holder is not None and not self._holder.done():
                 return self._session
@@ -204,10 +204,10 @@ class _Connection:
                 await session.initialize()
                 ready.set_result(session)
                 await ended.wait()
-        except Exception as error:  # noqa: BLE001 - a user's server: told to whoever waits, else the session was over
+        except Exception as error:  # noqa: BLE001 - a user's server: reported to the caller, if any
             if not ready.done():
                 ready.set_exception(error)
-                # Nobody may have waited that long.
+                # The caller may have stopped waiting.
                 ready.exception()
             else:
                 log.warning("an MCP connection ended", server=self._name, reason=_reason(error))
@@ -241,7 +241,7 @@ async def _list_tools(session: Any) -> dict[str, dict[str, Any]]:
 
 
 def _image(block: Any) -> dict[str, Any] | None:
-    """A block of a result as a part of content, if it is an image."""
+    """Return a block of a result as a part of content, if it is an image."""
     if getattr(block, "type", None) != "image":
         return None
     return image_part(f"data:{block.mime_type};base64,{block.data}")

@@ -28,7 +28,7 @@ _SERVER = Path(python_server.__file__).read_bytes()
 
 
 class PythonSettings(pydantic.BaseModel, extra="forbid"):
-    """What ``- python: {...}`` in the list of tools may say."""
+    """Settings of ``- python: {...}`` in the list of tools."""
 
     sandbox: str = "auto"
     timeout_s: float = pydantic.Field(5.0, gt=0)
@@ -65,7 +65,7 @@ class PythonSource:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[dict[str, Tool]]:
-        """The tool of one episode."""
+        """Open the tool for one episode."""
         tool = PythonTool(self._sandbox, self._python, self._settings)
         try:
             yield {_NAME: tool}
@@ -87,7 +87,7 @@ class PythonTool:
         self._answers: asyncio.StreamReader | None = None
 
     async def call(self, arguments: str, timeout_s: float) -> str:
-        """What the code printed. ToolError with what it raised, or where it took too long or ended the interpreter.
+        """Run code and return its output. ToolError if it raised, took too long, or ended the interpreter.
 
         ToolLost when the sandbox could not be started.
         """
@@ -100,7 +100,7 @@ class PythonTool:
                     await self._send(json.dumps({"code": code}).encode())
                     (size,) = python_server.LENGTH.unpack(await answers.readexactly(python_server.LENGTH.size))
                     if size > 8 * _LONGEST:
-                        raise ValueError("its answer is none")
+                        raise ValueError("it sent something that is not a reply")
                     said = json.loads(await answers.readexactly(size))
                     text, failed = str(said["text"]), bool(said["failed"])
             except TimeoutError:
@@ -110,7 +110,7 @@ class PythonTool:
                 await self.close()
                 raise ToolError("the interpreter ended; it is new, without variables") from None
             except asyncio.CancelledError:
-                # Its answer would be taken for the next one's.
+                # Its answer would be read as that of the next call.
                 await self.close()
                 raise
         if failed:
@@ -141,7 +141,7 @@ class PythonTool:
             raise
         except InfraError as error:
             raise ToolLost(f"the tool python has no interpreter: {error}") from error
-        # Nobody reads what the interpreter itself complains of; it must not wait for that.
+        # The interpreter's own complaints are not read; it must not wait for a reader.
         self._running.stderr.close()
         self._answers = asyncio.StreamReader()
         copy = os.fdopen(os.dup(self._running.stdout.fileno()), "rb", buffering=0)

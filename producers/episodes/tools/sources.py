@@ -1,4 +1,4 @@
-"""Where tools come from: functions, interpreters and servers, as the list of tools names them."""
+"""Sources of tools: functions, interpreters and servers, as the list of tools names them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ToolSource(Protocol):
         ...
 
     def open(self) -> AbstractAsyncContextManager[dict[str, Tool]]:
-        """The tools of one episode, closed with it."""
+        """Open the tools for one episode, which end with it."""
         ...
 
     async def close(self) -> None:
@@ -48,12 +48,12 @@ class FunctionSource:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[dict[str, Tool]]:
-        """All functions."""
+        """Return all functions."""
         yield dict(self._tools)
 
 
 class ToolBox:
-    """All tools of a workflow. ConfigError for an entry of the list that is none, or a name that is there twice."""
+    """Build all tools of a workflow. ConfigError for an entry that is not a tool, or a name given twice."""
 
     def __init__(self, entries: Any, base: Path) -> None:
         if not isinstance(entries, list) or not entries:
@@ -84,7 +84,7 @@ class ToolBox:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[dict[str, Tool]]:
-        """The tools of one episode."""
+        """Open the tools for one episode."""
         async with AsyncExitStack() as stack:
             tools: dict[str, Tool] = {}
             for source in self._sources:

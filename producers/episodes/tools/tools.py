@@ -58,7 +58,7 @@ class Tools:
 
     @staticmethod
     def check(base: Path, tools: Any = None, **limits: Any) -> None:
-        """ConfigError unless the tools are functions that can be told, and the limits numbers above 0."""
+        """Raise ConfigError unless the tools can be described to the policy, and the limits are numbers above 0."""
         ToolBox(tools, base)
         check_limits(limits, whole=("parallel", "longest_result", "max_calls"))
 
@@ -100,7 +100,7 @@ class Tools:
             messages += [message, *await self._results(episode, tools, answer)]
 
     async def _results(self, episode: Episode, tools: Mapping[str, Tool], answer: ParsedAnswer) -> list[Message]:
-        """What the answer's calls gave, in their order."""
+        """Return the results of the answer's calls, in order."""
         if not answer.tool_calls:
             # There is no call that this could be the result of, and templates insist on one.
             return [{"role": "user", "content": UNREADABLE}]
@@ -154,7 +154,7 @@ async def _all(calls: Any) -> list[Content]:
 
 
 def shorten(text: str, longest: int) -> str:
-    """The text with its middle left out, where it has more than ``longest`` characters."""
+    """Return the text, without its middle if it has more than ``longest`` characters."""
     if len(text) <= longest:
         return text
     head = (longest + 1) // 2
@@ -162,7 +162,7 @@ def shorten(text: str, longest: int) -> str:
 
 
 def check_limits(limits: dict[str, Any], whole: Sequence[str]) -> None:
-    """ConfigError for a limit in the arguments of the workflow that is no number above 0, or not a whole one."""
+    """Raise ConfigError for a limit of the workflow that is not a number above 0, or not a whole number."""
     for name, value in limits.items():
         if value is None and name.startswith("max_"):
             continue

@@ -25,14 +25,14 @@ _FIRST = "echo 1000 >/proc/self/oom_score_adj; "
 
 
 def find_bwrap() -> str | None:
-    """Path of the program bwrap, if it is installed."""
+    """Return the path of the program bwrap, if it is installed."""
     return shutil.which("bwrap")
 
 
 def bwrap_command(
     program: Sequence[str], limits: Limits, folder: Path, mounts: Sequence[Mount], status_fd: int | None = None
 ) -> list[str]:
-    """The command that runs ``program`` in a sandbox. folder: has its files in ``job``, and room for mount points.
+    """Return the command that runs ``program`` in a sandbox. folder: with its files in ``job``, and space for mounts.
 
     The program gets the environment that the command is run with. status_fd: where bwrap writes how far it came.
     """
@@ -77,7 +77,7 @@ def bwrap_command(
 
 
 def _is_open(path: Path) -> bool:
-    """Whether every user may read what is there."""
+    """Return whether every user may read this path."""
     wanted = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
     return path.stat().st_mode & wanted == wanted and all(
         parent.stat().st_mode & stat.S_IXOTH for parent in path.absolute().parents

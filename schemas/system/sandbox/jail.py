@@ -123,7 +123,7 @@ class Sandbox:
 
 
 def choose(name: str = "auto") -> Sandbox:
-    """The sandbox of this name, or the first that works. ConfigError, which says what to do, if there is none.
+    """Choose the sandbox of this name, or the first that works. ConfigError says what to do if there is none.
 
     It is tried once a process, which takes up to a second.
     """

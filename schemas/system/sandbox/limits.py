@@ -1,4 +1,4 @@
-"""What a program in a sandbox is given, and what came of it."""
+"""Limits and files of a program in a sandbox, and its outcome."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Limits:
     disk_mb: int = 16
 
     def prlimit(self, count_processes: bool = True) -> list[str]:
-        """The beginning of a command that sets the limits which the kernel keeps, with util-linux's prlimit."""
+        """Return the start of a command that sets the kernel's limits, with util-linux's prlimit."""
         seconds = max(1, int(self.cpu_s + 0.999))
         limits = [f"--cpu={seconds}:{seconds + 1}", f"--fsize={self.disk_mb << 20}", "--core=0", "--nofile=256"]
         if self.memory_mb is not None:
@@ -43,7 +43,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended. end: by itself, or killed at a limit of time or of output.
+    """The end of a program. end: by itself, or killed at a limit of time or of output.
 
     code: exit code, 128 and more for a signal as in a shell; seconds: of wall time.
     """
@@ -72,7 +72,7 @@ class Interpreter:
 
     @property
     def mounts(self) -> tuple[Mount, ...]:
-        """Its folders, readable."""
+        """Return its readable folders."""
         return tuple(Mount(folder) for folder in self.folders)
 
 
@@ -94,7 +94,7 @@ def find_interpreter(path: str | None = None) -> Interpreter:
 
 
 def outside_usr(folders: Sequence[str]) -> tuple[Path, ...]:
-    """Those that /usr, which every program sees, does not have, without those that lie in another one."""
+    """Return the folders outside /usr, which every program sees, without those inside another one."""
     kept: list[Path] = []
     for folder in sorted({Path(folder) for folder in folders}):
         if not any(folder.is_relative_to(other) for other in (Path("/usr"), *kept)):

@@ -21,14 +21,14 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 def has_sandlock() -> bool:
-    """Whether the package sandlock is installed."""
+    """Return whether the package sandlock is installed."""
     return importlib.util.find_spec("sandlock") is not None
 
 
 def sandlock_command(
     program: Sequence[str], limits: Limits, folder: Path, mounts: Sequence[Mount], env: dict[str, str]
 ) -> list[str]:
-    """The command that runs ``program`` under sandlock, which writes to the folder's ``tmp`` only."""
+    """Return the command that runs ``program`` under sandlock, which writes to the folder's ``tmp`` only."""
     here = plain_env(folder, env)
     writable = [str(folder / "tmp"), *(str(mount.path) for mount in mounts if mount.writable), *_DEVICES[:2]]
     readable = [*_SYSTEM, *_DEVICES, "/proc", str(folder / "job"), *(str(mount.path) for mount in mounts)]
@@ -46,18 +46,18 @@ def sandlock_command(
 
 
 def plain_command(program: Sequence[str], limits: Limits, folder: Path) -> list[str]:
-    """The command that runs ``program`` within limits, and in no sandbox."""
+    """Return the command that runs ``program`` within limits, without a sandbox."""
     job = str(folder / "job")
     return [*limits.prlimit(count_processes=False), *(part.replace("{job}", job) for part in program)]
 
 
 def plain_env(folder: Path, env: dict[str, str]) -> dict[str, str]:
-    """The environment of a program that sees the folder as it is."""
+    """Return the environment of a program that sees the folder as it is."""
     return {**_ENV, "HOME": str(folder / "tmp"), "TMPDIR": str(folder / "tmp"), **env}
 
 
 def find_runsc() -> str | None:
-    """Path of gVisor's program, if it is installed."""
+    """Return the path of gVisor's program, if it is installed."""
     return shutil.which("runsc")
 
 

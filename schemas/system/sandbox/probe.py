@@ -1,4 +1,4 @@
-"""What a sandbox of this machine keeps a program from, found out by a program that tries."""
+"""Properties of this machine's sandboxes, found by a program that tries to break out."""
 
 from __future__ import annotations
 

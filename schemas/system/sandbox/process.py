@@ -226,7 +226,7 @@ class Running:
         return given
 
     def _waited_s(self) -> float:
-        """How long the program was ready to run and the machine had no processor for it, one process after the other.
+        """Return how long the program was ready to run without a processor, one process after the other.
 
         bwrap, the first process in there, and whichever of the others waited longest.
         """
@@ -239,7 +239,7 @@ class Running:
 
 
 def _read(stream: IO[bytes]) -> bytes | None:
-    """What there is; b"" at the end, None for nothing yet."""
+    """Read what is available; b"" at the end, None if there is nothing yet."""
     try:
         return os.read(stream.fileno(), 1 << 16)
     except BlockingIOError:

@@ -193,7 +193,7 @@ def test_what_a_run_cannot_change_is_named_and_nothing_is_written(
     claim_folder(configuration(tmp_path))
     before = record_file(tmp_path / "run").read_bytes()
     for claim in (check_record, claim_folder):
-        with pytest.raises(ConfigError, match=f"run 'tour' in .* began with {named}.*run.name, or --fresh") as refused:
+        with pytest.raises(ConfigError, match=f"run 'tour' in .* began with {named}.*run.name, or use") as refused:
             claim(configuration(tmp_path, changes))
         assert "\n" not in str(refused.value)
     assert record_file(tmp_path / "run").read_bytes() == before

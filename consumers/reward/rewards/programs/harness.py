@@ -64,7 +64,7 @@ def _run(case: dict[str, str], scope: dict[str, Any], key: str, wall_s: float) -
 
 
 def _read(end: int, child: int, wall_s: float) -> tuple[str, bool]:
-    """What the child writes to its end, and whether that took too long, but for its waits for a processor."""
+    """Return the child's output, and whether it took too long, not counting its waits for a processor."""
     began, data = time.monotonic(), b""
     while True:
         left = began + wall_s - time.monotonic()

@@ -30,7 +30,7 @@ _HARNESS = Path(harness.__file__).read_bytes()
 
 @dataclass(frozen=True)
 class CodeSettings:
-    """How programs are run. command: what runs a file ``{file}``, Python where it is None."""
+    """Settings for running programs. command: runs a file ``{file}``; None: Python."""
 
     sandbox: str
     timeout_s: float
@@ -51,7 +51,7 @@ def check_settings(
     command: Sequence[str] | None = None,
     **row: Any,
 ) -> None:
-    """ValueError for a wrong setting, or a sandbox that does not work here."""
+    """Raise ValueError for a wrong setting, or a sandbox that does not work here."""
     numbers = {"timeout_s": timeout_s, "memory_mb": memory_mb, "processes": processes}
     for name, value in numbers.items():
         whole = name in ("memory_mb", "processes")
@@ -69,7 +69,7 @@ def check_settings(
 
 
 def score(completion: str, row: dict[str, Any], settings: CodeSettings) -> float:
-    """The share of the row's cases that the completion's program passes, or 1 for all and else 0.
+    """Return the share of the row's cases that the completion's program passes, or 1 for all and else 0.
 
     ValueError if the row has no cases. InfraError if the sandbox could not run it: that is no 0.
     """
@@ -84,14 +84,14 @@ def score(completion: str, row: dict[str, Any], settings: CodeSettings) -> float
 
 
 def extract(completion: str) -> str:
-    """The program in a completion: its last fenced block of code, else all of it, thoughts left out."""
+    """Return the program in a completion: its last fenced block of code, else all of it, thoughts left out."""
     _, _, answer = completion.rpartition("</think>")
     blocks = [text for _, text in _FENCE.findall(answer)]
     return blocks[-1] if blocks else answer
 
 
 def read_cases(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases of a row, each with stdin and stdout, with call and equals, or with test. ValueError if there are none.
+    """Read the cases of a row, each with stdin and stdout, call and equals, or test. ValueError if there are none.
 
     Fields: ``cases``, such a list; ``tests``, one or more texts of assertions; ``input_output``, as in APPS.
     """
@@ -143,7 +143,7 @@ class _Runner:
         self._program, self._setup = program, setup
 
     def printing(self, cases: Sequence[dict[str, Any]]) -> int:
-        """How many cases of stdin and stdout it passes, each run by itself."""
+        """Return how many cases of stdin and stdout it passes, each in its own run."""
         passed = late = 0
         for case in cases:
             outcome = self._run(str(case["stdin"]), {"program.py": _bytes(self._program)}, "{job}/program.py")
@@ -156,7 +156,7 @@ class _Runner:
         return passed
 
     def evaluated(self, cases: Sequence[dict[str, Any]]) -> int:
-        """How many calls and tests it passes: the program is run once, each case in a copy of its process."""
+        """Return how many calls and tests it passes: the program runs once, each case in a copy of its process."""
         if not cases:
             return 0
         if self._settings.command is not None:
@@ -206,7 +206,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _equal(found: Any, wanted: Any) -> bool:
-    """Whether two values of JSON are the same, numbers nearly so."""
+    """Return whether two values of JSON are the same, numbers nearly so."""
     if isinstance(found, bool) or isinstance(wanted, bool):
         return found is wanted
     if isinstance(found, int | float) and isinstance(wanted, int | float):

@@ -61,12 +61,12 @@ class FirstGeneration:
         _watch(rubric)
 
     def rows(self, split: str, size: int | None) -> Any:
-        """The rows of its dataset."""
+        """Return the rows of its dataset."""
         found = self._env.get_dataset() if split == "train" else self._env.get_eval_dataset()
         return found if size is None else found.select(range(min(size, len(found))))
 
     def prompt(self, row: dict[str, Any]) -> list[dict[str, str]]:
-        """What the conversation begins with."""
+        """Return the first messages of the conversation."""
         return _messages(row.get("prompt"))
 
     async def play(self, row: dict[str, Any], base_url: str) -> tuple[float, dict[str, Any]]:
@@ -98,7 +98,7 @@ class SecondGeneration:
         self._serving: asyncio.Task[None] | None = None
 
     def rows(self, split: str, size: int | None) -> list[dict[str, Any]]:
-        """Its tasks as plain data. split: means nothing here, tasksets have it in their own settings."""
+        """Return its tasks as plain data. split: ignored, since tasksets have it in their own settings."""
         del split
         taskset = self._env.taskset
         if size is None and not taskset.bounded:
@@ -106,7 +106,7 @@ class SecondGeneration:
         return [task.data.model_dump(mode="json") for task in itertools.islice(taskset, size)]
 
     def prompt(self, row: dict[str, Any]) -> list[dict[str, str]]:
-        """What the conversation begins with."""
+        """Return the first messages of the conversation."""
         system = _messages(row.get("system_prompt"))
         return [*({**one, "role": "system"} for one in system), *_messages(row.get("prompt"))]
 
@@ -155,7 +155,7 @@ class Verifiers:
         told = task["data"]["verifiers"]
         key = json.dumps([told["env"], told["args"], told["base"]], sort_keys=True)
         if key not in self._open:
-            # Importing it takes seconds; a thread, so that other episodes go on. Environments may want the main thread.
+            # Importing it takes seconds: in a thread, other episodes continue. Environments may want the main thread.
             await asyncio.to_thread(_import_package)
         if key not in self._open:
             self._open[key] = open_environment(told["env"], told["args"], told["base"])
@@ -192,7 +192,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _messages(prompt: Any) -> list[dict[str, str]]:
-    """A prompt as messages with text."""
+    """Return a prompt as messages with text."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     found = []

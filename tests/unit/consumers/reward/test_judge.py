@@ -1,4 +1,4 @@
-"""The judge: what it reads is what counts, what it can't read is excluded, and one that is slow costs nobody else."""
+"""The judge: what it reads is what counts, what it can't read is excluded, and a slow judge costs no other sample."""
 
 from __future__ import annotations
 

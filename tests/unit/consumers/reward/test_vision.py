@@ -56,7 +56,7 @@ def test_geometry_takes_the_letter_of_a_choice_or_its_value():
     choices = ["12", "24", "36", "48"]
     for said, expected in (("B", 1.0), ("(b)", 1.0), ("Option B.", 1.0), ("24 cm", 1.0), ("C", 0.0), ("36", 0.0)):
         assert value(geometry3k, f"\\boxed{{{said}}}", answer="B", choices=choices) == expected, said
-    with pytest.raises(ValueError, match="is none of the 4 choices"):
+    with pytest.raises(ValueError, match="is not one of the 4 choices"):
         value(geometry3k, "\\boxed{B}", answer="F", choices=choices)
 
 

@@ -1,4 +1,4 @@
-"""Trajectories that are built turn by turn: positions, masks, spans and what other generators go on from."""
+"""Trajectories that are built turn by turn: positions, masks, spans, and parts that other generators resume."""
 
 from __future__ import annotations
 

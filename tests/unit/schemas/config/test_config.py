@@ -87,7 +87,7 @@ def http(**server: Any) -> dict[str, Any]:
         (merged(flow={"staleness": 0, "window": 9}), "the window may be at most 1"),
         (
             merged(run={"name": "MyRun"}),
-            "run.name: 'MyRun' is not allowed, must be lower-case letters, digits, -",
+            "run.name: 'MyRun' is not allowed, must be at most 63 lower-case letters, digits, -",
         ),
         (merged(broker={"prefix": "a b"}), "broker.prefix: 'a b' is not allowed, must be letters, digits, - _ and ."),
         (merged(generator={"lease_s": float("inf")}), "generator.lease_s: inf is not allowed, must be a finite number"),
@@ -113,12 +113,12 @@ def http(**server: Any) -> dict[str, Any]:
         ),
         (merged(generator={"engine": "http", "http": {"dialect": "tgi"}}), "generator.http.dialect: 'tgi' is not"),
         (merged(generator=http(url="10.0.0.7")), "generator.http.url '10.0.0.7' must begin with http://"),
-        (merged(generator=http(url="http://a", command=["b"])), "give one of the two"),
+        (merged(generator=http(url="http://a", command=["b"])), "set only one of them"),
         (
             merged(generator={**http(url="http://a"), "args": {"tp": 2}}),
             "generator.args tp: options of a server",
         ),
-        (merged(generator={**http(url="http://a"), "replicas": 2}), "the server at generator.http.url is for one"),
+        (merged(generator={**http(url="http://a"), "replicas": 2}), "the server at generator.http.url can serve one"),
         (merged(generator=http(dialect="openai")), "generator.http.dialect openai requires a running server"),
         (merged(generator=http(), trainer={"lora": {"rank": 8}}), "trainer.lora: the engine http loads whole models"),
     ],
