@@ -1,7 +1,7 @@
 """The ``tidemill`` command.
 
-Promises: a wrong configuration is one line on stderr and exit code 2; whatever is heavy is
-imported by the command that needs it, so that ``tidemill --help`` answers at once.
+A wrong configuration is one line on stderr and exit code 2. Heavy modules are imported by the commands that need them,
+so ``tidemill --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from schemas.errors import (
 
 SERVICE_COMMANDS = (["feeder"], ["generator"], ["reward"], ["trainer"], ["control"])
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""Errors of a disk, for which the user has named nothing wrong."""
+"""Errors of a disk, which are not errors of the user's."""
 
 app = typer.Typer(
     name="tidemill",
     help="Asynchronous reinforcement learning of language models over a message broker.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 an error, 2 wrong configuration or usage, 3 another trainer took over, 4 taken but"
-    " not done in time, 5 refused, 6 the run cannot go on, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 an error, 2 wrong configuration or usage, 3 another trainer took over, 4 accepted but"
+    " not done in time, 5 rejected, 6 the run cannot continue, 130 interrupted.",
     pretty_exceptions_enable=False,
 )
 
@@ -95,11 +95,13 @@ def doctor(
     step_s: Annotated[
         float | None,
         typer.Option(
-            "--step-s", min=0.001, help="Seconds of a training step, for agents' times; by default as the run measured."
+            "--step-s",
+            min=0.001,
+            help="Seconds of a training step, to check agents' deadlines; default: as the run measured.",
         ),
     ] = None,
 ) -> None:
-    """Check this machine, and the configuration if one is given; exit code 2 when something is wrong."""
+    """Check this machine and, if given, a configuration; exit code 2 if a check fails."""
     from deploy.doctor.doctor import diagnose, print_findings
 
     findings = diagnose(config, overrides or [], step_s)
@@ -108,22 +110,21 @@ def doctor(
 
 
 def main() -> None:
-    """Entry point. Exit code 2: wrong configuration or usage; 3: another trainer took over; 5: the control
-    plane refuses; 6: the run cannot go on; 1: another error."""
+    """Run the command, and exit with its code: the list is the epilog of ``tidemill --help``."""
     try:
         app()
     except TidemillError as error:
         sys.exit(_complain(error))
     except OSError as error:
-        # A service keeps its traceback, which goes to its log, and is started again.
+        # A service keeps its traceback, which goes to its log, and is restarted.
         full = error.errno in FULL
         if (error.filename is None and not full) or sys.argv[1:2] in SERVICE_COMMANDS:
             raise
-        # What was opened long before has no name any more.
+        # The error of a file that was opened earlier has no name.
         text = str(error.strerror) if error.filename is None else f"{error.filename}: {error.strerror}"
         sys.exit(_complain(DiskError(text) if full else ConfigError(text)))
     except ExceptionGroup as group:
-        # What went wrong in a task group; anything that is not ours is a bug and keeps its traceback.
+        # Errors of a task group; any other error is a bug and keeps its traceback.
         ours, others = group.split(TidemillError)
         if ours is None or others is not None:
             raise
@@ -134,7 +135,7 @@ def _complain(error: TidemillError) -> int:
     """Print the error as one line on stderr, with --json also as an object on stdout; returns the exit code."""
     text, code = " ".join(str(error).split()), _exit_code(error)
     print(f"tidemill: {text}", file=sys.stderr)
-    # Of several ranks, which are wrong together, one answers.
+    # Of several ranks that fail together, one answers.
     if "--json" in sys.argv and os.environ.get("RANK", "0") == "0":
         print_json({"error": text, "exit_code": code})
     return code

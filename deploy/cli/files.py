@@ -1,4 +1,4 @@
-"""Commands that read what a run left on disk: show, logs, config; and the schema of the configuration, for editors."""
+"""Commands that read a run's folder: show, logs, config; and schema, the configuration's JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ app = typer.Typer()
 
 @app.command(rich_help_panel=AFTER)
 def show(run: RunOnDisk, as_json: Json = False) -> None:
-    """Show how a run went, from its folder: state, evaluations, metrics at first and now, what was changed."""
+    """Show a report of a run from its folder: state, evaluations, first and last metrics, changed settings."""
     from deploy.client.report import show_run
 
     show_run(run, as_json)
@@ -22,12 +22,12 @@ def show(run: RunOnDisk, as_json: Json = False) -> None:
 @app.command(rich_help_panel=WATCH)
 def logs(
     run: RunOnDisk,
-    service: Annotated[str | None, typer.Argument(metavar="[SERVICE]", help="Only this one; else all.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="The newest so many of each service.")] = 50,
+    service: Annotated[str | None, typer.Argument(metavar="[SERVICE]", help="Only this service; default: all.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of newest lines of each service.")] = 50,
     as_json: Json = False,
 ) -> None:
-    """Print the logs of a run's services, from its folder."""
+    """Print the logs of a run's services from its folder."""
     from deploy.client.report import print_logs
 
     print_logs(run, service, follow, lines, as_json)
@@ -37,10 +37,10 @@ def logs(
 def config(
     run: RunOnDisk,
     overrides: Overrides = None,
-    changed: Annotated[bool, typer.Option("--changed", help="Only what is not the default.")] = False,
+    changed: Annotated[bool, typer.Option("--changed", help="Only settings that differ from the default.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the settings in effect, of a run or of a file with overrides; secrets are masked."""
+    """Print the settings in effect of a run, or of a file with overrides. Secrets are masked."""
     from deploy.client.report import print_config
 
     print_config(run, overrides or [], changed, as_json)
@@ -48,7 +48,7 @@ def config(
 
 @app.command(rich_help_panel=RUN)
 def schema() -> None:
-    """Print the JSON schema of the configuration, with which editors complete and check it."""
+    """Print the JSON schema of the configuration, for completion and checks in editors."""
     import json
 
     from schemas.config import TidemillConfig

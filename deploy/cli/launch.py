@@ -1,4 +1,4 @@
-"""Commands that begin a run: init, which writes a configuration, and up, slurm and ray, which start what it says."""
+"""Commands that start a run: init, which writes a configuration, and up, slurm and ray, which start its services."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 app = typer.Typer()
 HERE = Path(".")
 
-Gpus = Annotated[str, typer.Option(metavar="N|auto", help="GPUs of one generator; auto: what its engine needs.")]
+Gpus = Annotated[str, typer.Option(metavar="N|auto", help="GPUs of one generator; auto: as many as its engine needs.")]
 TrainerGpus = Annotated[
-    str, typer.Option(metavar="N|auto", help="GPUs of the trainer, on each node, a rank each; auto: trainer.processes.")
+    str, typer.Option(metavar="N|auto", help="GPUs of the trainer on each node, one per rank; auto: trainer.processes.")
 ]
 
 
 def _number(gpus: str) -> float | Literal["auto"]:
-    """The number in an option; typer.BadParameter if it is none."""
+    """Return the number in an option, or ``auto``; typer.BadParameter for anything else."""
     if gpus == "auto":
         return "auto"
     try:
@@ -41,18 +41,20 @@ def _whole(gpus: str) -> int | Literal["auto"]:
 
 @app.command(rich_help_panel=RUN)
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where the files go; here by default.")] = HERE,
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="Folder for the files; default: the current one.")
+    ] = HERE,
     name: Annotated[str, typer.Option(help="Name of the run.")] = "first",
     model: Annotated[
         str, typer.Option(help="Folder of a model, or its hub id (org/name, org/name@revision).")
     ] = "Qwen/Qwen2.5-0.5B-Instruct",
     data: Annotated[
-        Path | None, typer.Option(help="JSON lines with prompt and answer; a few sums are written by default.")
+        Path | None, typer.Option(help="JSON lines with prompt and answer; default: a file with a few sums.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     as_json: Json = False,
 ) -> None:
-    """Write a configuration and a reward function to begin with; nothing that is there is replaced."""
+    """Write a configuration and a reward function to start from. Existing files are not replaced."""
     from deploy.run.new_run import write_new_run
 
     files = write_new_run(folder, name, model, data, steps)
@@ -66,14 +68,14 @@ def init(
 
 @app.command(rich_help_panel=RUN)
 def up(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False, as_json: Json = False) -> None:
-    """Run everything until the training is done, here or on what launcher.name says; goes on with a stopped run.
+    """Start all services, train until the last step, and resume a stopped run; launcher.name says where.
 
-    With --json what happens goes to stderr, and one JSON object at the end to stdout: how it ended, in figures.
+    With --json, progress goes to stderr, and a JSON object with the result to stdout.
     """
     loaded = load(config, overrides)
     from deploy.checks.names import check_names
 
-    # Before what takes a second to import.
+    # Checked before imports that take a second.
     check_names(loaded)
     from deploy.launchers.factory import build_launcher
 
@@ -84,25 +86,29 @@ def up(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False, as
 def slurm(
     config: ConfigFile,
     overrides: Overrides = None,
-    folder: Annotated[Path | None, typer.Option(help="Where the scripts go; slurm/ in the run's folder.")] = None,
-    generators: Annotated[int | None, typer.Option(help="Size of the array; generator.replicas.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder for the scripts; default: slurm/ in the run's folder.")
+    ] = None,
+    generators: Annotated[int | None, typer.Option(help="Size of the job array; default: generator.replicas.")] = None,
     generator_gpus: Gpus = "auto",
     trainer_nodes: Annotated[int, typer.Option(help="Nodes of the trainer.")] = 1,
     trainer_gpus: TrainerGpus = "auto",
-    time: Annotated[str, typer.Option(help="Time limit of each job; what needs longer is requeued.")] = "24:00:00",
+    time: Annotated[
+        str, typer.Option(help="Time limit of each job; a job that needs longer is requeued.")
+    ] = "24:00:00",
     partition: Annotated[str | None, typer.Option(help="Partition of all jobs.")] = None,
     account: Annotated[str | None, typer.Option(help="Account of all jobs.")] = None,
     setup: Annotated[
-        str | None, typer.Option(help="Shell line that makes tidemill known; activates this environment.")
+        str | None, typer.Option(help="Shell line that puts tidemill on the PATH; default: activate this environment.")
     ] = None,
     container: Annotated[
-        str | None, typer.Option(help="Command that runs another one in the image of {role}, such as apptainer exec.")
+        str | None, typer.Option(help="Prefix that runs a command in the image of {role}, such as apptainer exec.")
     ] = None,
-    sbatch: Annotated[list[str] | None, typer.Option(help="Another #SBATCH option of all jobs; repeatable.")] = None,
-    broker: Annotated[bool, typer.Option(help="Start a broker in a job, or use the REDIS_URL of the user.")] = True,
+    sbatch: Annotated[list[str] | None, typer.Option(help="An #SBATCH option for all jobs; repeatable.")] = None,
+    broker: Annotated[bool, typer.Option(help="Start a broker in a job, or use your REDIS_URL.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Write the scripts that run everything as Slurm jobs; look at them, then run the last one."""
+    """Write scripts that run all services as Slurm jobs. Review them, then run the last one."""
     loaded = load(config, overrides)
     from deploy.launchers.slurm import Slurm
 
@@ -133,9 +139,15 @@ def slurm(
 def ray(
     config: ConfigFile,
     overrides: Overrides = None,
-    address: Annotated[str, typer.Option(help="The cluster; auto finds it, local starts one here.")] = "auto",
-    generators: Annotated[int | None, typer.Option(help="Fewest generators; generator.replicas.")] = None,
-    max_generators: Annotated[int | None, typer.Option(help="Most generators; as many as the fewest.")] = None,
+    address: Annotated[
+        str, typer.Option(help="Address of the cluster; auto finds it, local starts one on this machine.")
+    ] = "auto",
+    generators: Annotated[
+        int | None, typer.Option(help="Minimum number of generators; default: generator.replicas.")
+    ] = None,
+    max_generators: Annotated[
+        int | None, typer.Option(help="Maximum number of generators; default: the minimum.")
+    ] = None,
     generator_gpus: Gpus = "auto",
     trainer_gpus: TrainerGpus = "auto",
     generator_cpus: Annotated[float, typer.Option(help="CPUs of one generator.")] = 1.0,
@@ -143,7 +155,7 @@ def ray(
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
-    """Run everything on a Ray cluster until the training is done; goes on with a run that was stopped."""
+    """Start all services on a Ray cluster, train until the last step, and resume a stopped run."""
     loaded = load(config, overrides)
     from deploy.launchers.ray import Ray
 
@@ -160,7 +172,7 @@ def ray(
 
 
 def _launch(launcher: Launcher, config: TidemillConfig, fresh: bool, as_json: bool) -> int:
-    """Run until the launcher is done with it; returns the exit code, which the JSON has as well."""
+    """Run until the launcher returns; return the exit code, which is also in the JSON."""
     with result_alone(as_json):
         code = launcher.launch(config, fresh)
     if as_json:

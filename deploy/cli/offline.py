@@ -1,7 +1,7 @@
 """Commands that need no broker.
 
-They make a model (sft, dpo, reward-model) or a configuration (convert, plan), try an agent or a model (agent, eval),
-and read what a run left on disk (export, batches, replay).
+They train a model (sft, dpo, reward-model), make a configuration (convert, plan), try an agent or a model (agent,
+eval), and read a run's folder (export, batches, replay).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ app = typer.Typer()
 
 @app.command(rich_help_panel=RUN)
 def sft(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Make the model of warm_start by supervised training, in trainer.processes ranks."""
+    """Train the warm_start model by supervised fine-tuning, in trainer.processes ranks."""
     loaded = load(config, overrides)
     if loaded.warm_start is None:
-        raise ConfigError("the configuration has no warm_start section, there is no model to make")
+        raise ConfigError("the configuration has no warm_start section: add one to train a model")
     from deploy.offline.warm_start import make_model, up_to_date
     from deploy.services.torchrun import is_rank
 
@@ -50,20 +50,20 @@ def sft(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) 
 
 @app.command(rich_help_panel=RUN)
 def dpo(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Train the model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
+    """Train a model by DPO on preferred and rejected answers, in trainer.processes ranks."""
     loaded = load(config, overrides)
     if loaded.dpo is None:
-        raise ConfigError("the configuration has no dpo section, there is nothing to train on")
+        raise ConfigError("the configuration has no dpo section: add one with a dataset")
     in_ranks(loaded, ["dpo", str(config), *(overrides or [])], as_json)
     _train_on_pairs(loaded, loaded.dpo, as_json)
 
 
 @app.command("reward-model", rich_help_panel=RUN)
 def reward_model(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Train a reward model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
+    """Train a reward model on preferred and rejected answers, in trainer.processes ranks."""
     loaded = load(config, overrides)
     if loaded.reward_model is None:
-        raise ConfigError("the configuration has no reward_model section, there is nothing to train on")
+        raise ConfigError("the configuration has no reward_model section: add one with a dataset")
     in_ranks(loaded, ["reward-model", str(config), *(overrides or [])], as_json)
     _train_on_pairs(loaded, loaded.reward_model, as_json)
 
@@ -83,15 +83,13 @@ def agent(
     overrides: Overrides = None,
     base_url: Annotated[
         str | None,
-        typer.Option(
-            help="Address of an OpenAI-compatible server, ends with /v1; by default an engine without a model."
-        ),
+        typer.Option(help="URL of an OpenAI-compatible server, ending in /v1; default: an engine without a model."),
     ] = None,
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Its key.")] = "none",
-    example: Annotated[int, typer.Option(min=0, help="Position of the training example that it gets.")] = 0,
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="API key of the server.")] = "none",
+    example: Annotated[int, typer.Option(min=0, help="Index of the training example for the agent.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Run the agent of the configuration once, against any server, and show what came of it: for debugging."""
+    """Run the configured agent once against any server and print the result (for debugging)."""
     loaded = load(config, overrides)
     from deploy.run.agent_command import run_agent
 
@@ -101,21 +99,21 @@ def agent(
 @app.command(rich_help_panel=RUN)
 def convert(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A script or YAML file of TRL or verl.")],
-    system: Annotated[
-        str | None, typer.Option("--from", help="trl or verl; by default what the file looks like.")
-    ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="GPUs that trained there, over which it is sharded.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="File to write, a new one; by default it is printed.")] = None,
+    system: Annotated[str | None, typer.Option("--from", help="trl or verl; default: detect it from the file.")] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="GPUs that trained there; the trainer is sharded over as many.")
+    ] = 1,
+    out: Annotated[Path | None, typer.Option(help="New file for the configuration; default: print it.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a configuration of one for TRL's GRPO trainer or verl, and name what has no counterpart."""
+    """Convert a TRL GRPO or verl configuration, and list the settings that have no counterpart."""
     from deploy.migrate.convert import convert_file, render
 
     name, done = convert_file(file, system, processes)
     text = render(file, name, done)
     if out is not None:
         if out.exists():
-            raise ConfigError(f"{out} exists: name a new file with --out")
+            raise ConfigError(f"--out {out} exists: name a new file")
         out.write_text(text, encoding="utf-8")
     if as_json:
         print_json(
@@ -134,18 +132,20 @@ def plan(
     gpus: Annotated[int, typer.Option(min=2, max=1024, help="GPUs for the trainer and the generators together.")] = 8,
     trained: Annotated[
         float | None,
-        typer.Option("--trained-tokens-per-s", min=1e-3, help="Of one GPU of the trainer; by default as measured."),
+        typer.Option("--trained-tokens-per-s", min=1e-3, help="Speed of one trainer GPU; default: as measured."),
     ] = None,
     sampled: Annotated[
         float | None,
-        typer.Option("--sampled-tokens-per-s", min=1e-3, help="Of a generator that is full; by default as measured."),
+        typer.Option(
+            "--sampled-tokens-per-s", min=1e-3, help="Speed of a fully loaded generator; default: as measured."
+        ),
     ] = None,
     mean: Annotated[
-        float | None, typer.Option("--mean-length", min=1, help="Tokens of an answer; by default as measured.")
+        float | None, typer.Option("--mean-length", min=1, help="Mean tokens of an answer; default: as measured.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Simulate splits of GPUs and bounds of staleness, and say which to start from; best after a first short run."""
+    """Simulate GPU splits and staleness bounds, and recommend one. Most accurate after a short first run."""
     from deploy.planning.command import plan as make_plan
 
     make_plan(load(config, overrides), gpus, trained, sampled, mean, as_json)
@@ -155,13 +155,13 @@ def plan(
 def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
-    model: Annotated[Path | None, typer.Option(help="Folder of the model; model.path by default.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Folder of the model; default: model.path.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Answer the held-out prompts with a model, without a broker, and print its accuracy."""
+    """Evaluate a model on the held-out prompts without a broker, and print its accuracy."""
     loaded = load(config, overrides)
     if loaded.eval is None:
-        raise ConfigError("the configuration has no eval section, there are no held-out prompts")
+        raise ConfigError("the configuration has no eval section: add one with held-out prompts")
     from deploy.checks.model_files import check_made
     from deploy.offline.evaluate import evaluate_model
 
@@ -173,16 +173,19 @@ def evaluate(
 @app.command(rich_help_panel=AFTER)
 def export(
     run: RunOnDisk,
-    step: Annotated[int | None, typer.Option(help="The checkpoint of this step; the newest whole one.")] = None,
-    to: Annotated[Path | None, typer.Option(help="A new folder; exports/CHECKPOINT in the run's folder.")] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter of trainer.lora, for peft.")] = False,
-    push: Annotated[
-        str | None, typer.Option(metavar="REPOSITORY", help="Upload it to the Hugging Face hub as well: me/my-model.")
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest complete one.")] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="New folder; default: exports/CHECKPOINT in the run's folder.")
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="With --push: a new repository is private.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Export only the LoRA adapter, for peft.")] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(metavar="REPOSITORY", help="Also upload it to this repository on the Hugging Face hub."),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="With --push: make a new repository private.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model with its tokenizer and a model card, for transformers and vLLM."""
+    """Export a checkpoint as a Hugging Face model with tokenizer and model card, for transformers and vLLM."""
     from schemas.run_folder import config_of
 
     config = config_of(run)
@@ -194,10 +197,12 @@ def export(
 @app.command(rich_help_panel=AFTER)
 def batches(
     run: RunOnDisk,
-    step: Annotated[int | None, typer.Option(min=0, help="The samples of this step; by default a line a step.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Print the samples of this step; default: a line per step.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """List what the recorded batches of a run hold; with --json a line each, of samples with their tokens."""
+    """List the recorded batches of a run; with --json one object a line, samples with their tokens."""
     from schemas.run_folder import config_of
 
     config = config_of(run)
@@ -209,11 +214,13 @@ def batches(
 @app.command(rich_help_panel=AFTER)
 def replay(
     run: RunOnDisk,
-    first: Annotated[int, typer.Option("--from", help="A checkpoint's step; 0 is where the run began.")],
-    last: Annotated[int | None, typer.Option("--to", help="A later checkpoint's step; the newest whole one.")] = None,
+    first: Annotated[int, typer.Option("--from", help="Step of a checkpoint; 0: the run's initial model.")],
+    last: Annotated[
+        int | None, typer.Option("--to", help="Step of a later checkpoint; default: the newest complete one.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train recorded steps again without a broker; exit with 0 if the weights are equal to the bit, with 1 if not."""
+    """Train recorded steps again without a broker; exit code 0 if the weights are bit-identical, else 1."""
     from schemas.run_folder import config_of
 
     config = config_of(run)

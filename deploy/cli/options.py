@@ -24,24 +24,27 @@ RUN, WATCH, AFTER, SERVICES, BENCHMARKS = "Run", "Watch and steer", "Afterwards"
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[a.b=c]...", help="Settings that win over the file, e.g. trainer.steps=50."),
+    typer.Argument(metavar="[a.b=c]...", help="Settings that override the file, for example trainer.steps=50."),
 ]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left, and start anew.")]
-Name = Annotated[str | None, typer.Option(help="Name of this service; must differ from replica to replica.")]
-Stay = Annotated[bool, typer.Option("--stay", help="Go on when the run is finished; else the service ends then.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Delete the earlier run of this name, and start from the beginning.")
+]
+Name = Annotated[str | None, typer.Option(help="Name of this service; each replica needs its own.")]
+Stay = Annotated[bool, typer.Option("--stay", help="Keep the service running after the run has finished.")]
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or its YAML configuration.")]
 RunOnDisk = Annotated[
-    str, typer.Argument(metavar="CONFIG|RUN", help="The YAML configuration, or the run's name under runs/ or folder.")
+    str,
+    typer.Argument(metavar="CONFIG|RUN", help="The YAML configuration, or the run's folder or its name under runs/."),
 ]
 Control = Annotated[
     str | None,
-    typer.Option(help="URL of the control plane; TIDEMILL_CONTROL_URL, else that of the run's folder, by default."),
+    typer.Option(help="URL of the control plane; default: TIDEMILL_CONTROL_URL, then the address in the run's folder."),
 ]
-Url = Annotated[str | None, typer.Option(help="The broker; REDIS_URL, else the embedded one of the run, by default.")]
-Prefix = Annotated[str, typer.Option(help="broker.prefix of the run; read from the configuration if that is given.")]
+Url = Annotated[str | None, typer.Option(help="URL of the broker; default: REDIS_URL, then the run's embedded broker.")]
+Prefix = Annotated[str, typer.Option(help="broker.prefix of the run; a configuration overrides it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Wait = Annotated[float, typer.Option(min=0, max=300, help="Seconds to wait until it is done.")]
+Wait = Annotated[float, typer.Option(min=0, max=300, help="Seconds to wait for completion.")]
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def on_control_plane(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def print_json(found: object) -> None:
-    """Print what ``--json`` asks for, in one line."""
+    """Print the result of ``--json`` on one line."""
     import json
 
     print(json.dumps(found, ensure_ascii=False))
@@ -95,7 +98,7 @@ def print_json(found: object) -> None:
 
 @contextlib.contextmanager
 def result_alone(as_json: bool) -> Iterator[None]:
-    """Keep standard output for the JSON: what this process and those that it starts print meanwhile goes to stderr."""
+    """Keep standard output for the JSON: this process and its children print to stderr meanwhile."""
     if not as_json:
         yield
         return
@@ -111,16 +114,16 @@ def result_alone(as_json: bool) -> Iterator[None]:
 
 
 def load(file: Path, overrides: list[str] | None) -> TidemillConfig:
-    """The configuration, checked before anything heavier is imported; ConfigError."""
+    """Load and check the configuration, before anything heavier is imported. ConfigError."""
     from schemas.config import load_config
 
     return load_config(file, overrides or [])
 
 
 def in_ranks(config: TidemillConfig, arguments: list[str], as_json: bool = False) -> None:
-    """Do this command in trainer.processes ranks and exit; returns where there is one, or this is one of them.
+    """Run this command in trainer.processes ranks and exit; return if there is one rank, or this process is a rank.
 
-    as_json: with ``--json``, which the first rank answers.
+    as_json: add ``--json``, which the first rank answers.
     """
     from deploy.services import torchrun
 

@@ -1,4 +1,4 @@
-"""Commands over the runs of a broker or a folder: runs, ui, purge; and acl, which makes a broker's users."""
+"""Commands on the runs of a broker or a folder: runs, ui, purge; and acl, which creates a broker's users."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ app = typer.Typer()
 
 @app.command(rich_help_panel=AFTER)
 def runs(url: Url = None, as_json: Json = False) -> None:
-    """List the runs on a broker, and those whose folders lie under runs/."""
+    """List the runs on a broker and in runs/."""
     from deploy.client import find
 
     find.show_runs(url, as_json)
@@ -26,14 +26,15 @@ def runs(url: Url = None, as_json: Json = False) -> None:
 @app.command(rich_help_panel=AFTER)
 def ui(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="Folder with the folders of runs, or a run's; runs/ by default.")
+        Path,
+        typer.Argument(metavar="[FOLDER]", help="A run's folder, or the folder that contains them; default: runs/."),
     ] = HERE,
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is needed.")] = LOCAL,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8641,
+    host: Annotated[str, typer.Option(help="Address to listen on; other than loopback, it needs a token.")] = LOCAL,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8641,
 ) -> None:
-    """Show the dashboard over runs on disk, finished or running, without a broker: compare them, read samples."""
+    """Serve the dashboard over runs on disk, finished or running, without a broker."""
     if not folder.is_dir():
-        raise ConfigError(f"no folder {folder}: give the one with the folders of runs, or that of a run")
+        raise ConfigError(f"there is no folder {folder}: give a run's folder, or the folder that contains them")
     from deploy.control_plane.server import run_files
 
     run_files(folder, host, port, lambda url: print(f"the runs in {folder} are at {url}", flush=True))
@@ -44,15 +45,15 @@ def purge(
     run: Run,
     url: Url = None,
     prefix: Prefix = "tidemill",
-    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Also when the run's services are alive.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete the run even if its services are alive.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete everything a run left in the broker; its folder stays."""
+    """Delete all data of a run in the broker; its folder stays."""
     from deploy.client import find
 
     if as_json and not yes:
-        raise ConfigError("--json cannot ask: give --yes as well")
+        raise ConfigError("--json cannot ask for confirmation: add --yes")
     find.purge(find.find(run, url, prefix, any_schema=True), run, yes, force, as_json)
 
 
@@ -60,13 +61,15 @@ def purge(
 def acl(
     config: ConfigFile,
     overrides: Overrides = None,
-    files: Annotated[Path | None, typer.Option(help="Folder to write: URLs of the roles, users of the server.")] = None,
-    url: Annotated[str, typer.Option(help="With --files: the server as services reach it.")] = "redis://redis:6379/0",
+    files: Annotated[Path | None, typer.Option(help="Folder for the roles' URLs and the server's users.")] = None,
+    url: Annotated[
+        str, typer.Option(help="With --files: URL by which services reach the server.")
+    ] = "redis://redis:6379/0",
     as_json: Json = False,
 ) -> None:
-    """Make users for the server, one a role: ACL lines on stdout, their passwords on stderr; or all in files.
+    """Create an ACL user for each role: ACL lines go to stdout and passwords to stderr, or both into files.
 
-    With --json both are on stdout, or the names of the files.
+    With --json, both go to stdout; with --files, the names of the files.
     """
     from deploy.client.users import print_users, write_users
 

@@ -1,4 +1,4 @@
-"""Commands that run one service of a run, or its broker; and prepare and ready, which stand beside them."""
+"""Commands that run one service of a run or its broker, prepare its model, or check its health."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def feeder(config: ConfigFile, overrides: Overrides = None, name: Name = None, s
 
 @app.command(rich_help_panel=SERVICES)
 def generator(config: ConfigFile, overrides: Overrides = None, name: Name = None, stay: Stay = False) -> None:
-    """Run one generator; start as many as there are machines."""
+    """Run one generator. Start one on each machine that should sample."""
     _serve("generator", config, overrides, name, stay)
 
 
@@ -45,7 +45,7 @@ def reward(config: ConfigFile, overrides: Overrides = None, name: Name = None, s
 
 @app.command(rich_help_panel=SERVICES)
 def trainer(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
-    """Run the trainer, in trainer.processes ranks unless it was started as one of several."""
+    """Run the trainer in trainer.processes ranks, or as one rank if torchrun started it."""
     loaded = load(config, overrides)
     in_ranks(loaded, ["trainer", str(config), *(overrides or []), "--name", name or "trainer"])
     from deploy.services.main import run_role
@@ -58,8 +58,8 @@ def control(
     config: ConfigFile,
     overrides: Overrides = None,
     name: Name = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on, instead of control.host.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on, instead of control.port.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; overrides control.host.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; overrides control.port.")] = None,
     stay: Stay = False,
 ) -> None:
     """Run the control plane: status, orders and the dashboard over HTTP."""
@@ -69,7 +69,7 @@ def control(
 
 @app.command(rich_help_panel=SERVICES)
 def prepare(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Check the configuration and its model, and make that of warm_start if there is one: before services start."""
+    """Check the configuration and its model, and train the warm_start model, before services start."""
     loaded = load(config, overrides)
     from deploy.checks.preflight import check_model
 
@@ -92,7 +92,7 @@ def ready(
     name: Name = None,
     as_json: Json = False,
 ) -> None:
-    """Exit with 0 if this machine's service of a role is up: the health check of its container."""
+    """Exit with 0 if the service of this role on this machine is healthy: a container's health check."""
     loaded = load(config, overrides)
     from deploy.services.main import problem, service_name
 
@@ -109,11 +109,15 @@ def ready(
 def broker(
     config: ConfigFile,
     overrides: Overrides = None,
-    host: Annotated[str | None, typer.Option(help="Name of this machine for the others; its own by default.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Name by which other machines reach this one; default: its host name.")
+    ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 6379,
-    url_file: Annotated[Path | None, typer.Option(help="Where its URL goes; redis_url in the run's folder.")] = None,
+    url_file: Annotated[
+        Path | None, typer.Option(help="File for its URL; default: redis_url in the run's folder.")
+    ] = None,
 ) -> None:
-    """Run a Redis or Valkey server with a password for the services of a run on several machines."""
+    """Run a password-protected Redis or Valkey server for a run on several machines."""
     loaded = load(config, overrides)
     from deploy.run.broker_server import run_broker
 

@@ -72,27 +72,27 @@ def _refusal(status: int, answer: bytes) -> TidemillError:
 
 
 def connect(run: str, url: str | None) -> Client:
-    """The control plane of a run, by ``url``, TIDEMILL_CONTROL_URL, or the file it leaves in the run's folder."""
+    """Return a client of a run's control plane by ``url``, TIDEMILL_CONTROL_URL, or the file in its folder."""
     config = named_config(run)
     folder = config.folder if config else RUNS / run
     found = url or os.environ.get(URL) or address_of(folder)
     if found is None:
-        raise NoControlPlane(_nobody(run, folder))
+        raise NoControlPlane(_why_not(run, folder))
     return Client(found, read_token(config.control.token_file if config else None, os.environ))
 
 
-def _nobody(run: str, folder: Path) -> str:
-    """Say why nobody takes orders for a run: it is over, or there is none of this name, or no control plane runs."""
+def _why_not(run: str, folder: Path) -> str:
+    """Explain why a run takes no orders: it has finished, does not exist, or has no control plane."""
     left = find.left_run(run)
     head = left.head() if left is not None else None
     if head is not None and head.state in OVER:
         return (
-            f"run {run!r} is over, its state is {head.state}: `tidemill show {run}` tells how it went, `tidemill up`"
-            " with its configuration goes on with it"
+            f"run {run!r} is {head.state}: `tidemill show {run}` prints a report, `tidemill up` with its configuration"
+            " resumes it"
         )
     known = "" if head is not None else f"; runs here: {', '.join(one.name for one in find.left_heads()) or 'none'}"
     return (
-        f"no control plane of run {run!r} is known: none has left its address in {folder}{os.sep}{known}; give"
+        f"run {run!r} has no control plane: there is no address in {folder}{os.sep}{known}; give"
         f" --control, set {URL}, or start one with `tidemill control CONFIG`"
     )
 

@@ -1,5 +1,7 @@
-"""Runs on a broker and in folders: finding one, listing and purging them. The client of the broker is loaded when there
-is one to ask: a run that is over, and a name that is wrong, are told at once."""
+"""Runs on a broker and in folders: find, list and purge them.
+
+The broker's client is loaded only if there is a broker to ask, so a finished run or a wrong name is reported at once.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,18 @@ if TYPE_CHECKING:
 DEADLINE_S = 5.0
 SOCKET = "broker/broker.sock"
 URLS = ("REDIS_URL", "REDIS_URL_FILE")
-"""Variables that name a server."""
+"""Environment variables that name a server."""
 
 
 class NoSuchRun(ConfigError):
-    """No broker is known that has the run."""
+    """No known broker has the run."""
 
 
 def find(run: str, url: str | None, prefix: str, *, any_schema: bool = False) -> Broker:
-    """The broker of a run, by its name or its configuration file; ConfigError says what was looked for.
+    """Return the broker of a run, by its name or its configuration file; ConfigError lists what was searched.
 
-    Without ``url`` that is broker.url or REDIS_URL, else the embedded server in the run's folder. any_schema: also a
-    run that another version of Tidemill wrote, which can only be purged.
+    Without ``url``, it is broker.url, REDIS_URL or the embedded server in the run's folder. any_schema: accept a run
+    that another version of Tidemill wrote, which can only be purged.
     """
     config = named_config(run)
     if config is not None:
@@ -84,14 +86,14 @@ def _connect(
 
 
 def left_run(run: str) -> RunFolder | None:
-    """The run as its folder shows it, by its name or its configuration file; None when it left nothing here."""
+    """Return a run's folder, by its name or its configuration file; None if it does not exist."""
     config = named_config(run)
     found = RunFolder(config.folder, config.run.name) if config else RunFolder(RUNS / run)
     return found if found.head() is not None else None
 
 
 def left_rows(head: RunHead, summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """A run that no broker has, for people, line by line. summary: what its summary.json holds."""
+    """Return the names and values that describe a run from its folder. summary: the content of its summary.json."""
     lines = [
         ("state", f"{head.state}: {head.cause}" if head.cause else head.state),
         ("step", f"{head.step} of {'?' if head.steps is None else head.steps}"),
@@ -107,7 +109,7 @@ def left_rows(head: RunHead, summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def left_heads() -> Iterator[RunHead]:
-    """All runs whose folders lie under runs/, by name."""
+    """Yield the runs in runs/, by name."""
     for folder in sorted(RUNS.glob("*")) if RUNS.is_dir() else ():
         head = RunFolder(folder).head() if folder.is_dir() else None
         if head is not None:
@@ -115,7 +117,7 @@ def left_heads() -> Iterator[RunHead]:
 
 
 def whoami() -> str:
-    """User and machine that give a command, for the timeline."""
+    """Return the user and machine that give a command, for the timeline."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -125,12 +127,12 @@ def whoami() -> str:
 
 
 def date(at: float) -> str:
-    """A time for people."""
+    """Return a time as text."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
 def embedded(folder: Path) -> str | None:
-    """URL of the embedded server in a run's folder, None when there is none that answers."""
+    """Return the URL of the embedded server in a run's folder; None if none answers."""
     file = (folder / SOCKET).resolve()
     url = f"unix://{file}"
     if not file.exists():
@@ -147,7 +149,7 @@ def embedded(folder: Path) -> str | None:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Return a number of bytes as text."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -171,9 +173,9 @@ def _runs_on_brokers(url: str | None) -> list[RunInfo]:
 
 
 def show_runs(url: str | None, as_json: bool) -> None:
-    """Runs of one server; without one, of every embedded server under runs/ and of every folder there."""
+    """Print the runs of one server; without ``url``, of each embedded server and each folder under runs/."""
     infos = _runs_on_brokers(url)
-    # A server that is named is asked alone: what lies in this folder may be other runs of the same names.
+    # Folders here may belong to other runs than those of the same name on a server that was named.
     folders = {} if url else {run.name: run for run in left_heads()}
     rows: list[dict[str, Any]] = []
     for info in infos:
@@ -197,14 +199,14 @@ def show_runs(url: str | None, as_json: bool) -> None:
 
 
 def purge(broker: Broker, run: str, yes: bool, force: bool = False, as_json: bool = False) -> None:
-    """Delete a run after asking; RefusedError while its services are alive, unless ``force`` is given."""
+    """Delete a run after confirmation; RefusedError while its services are alive, unless ``force`` is given."""
     from deploy.control_plane.status.run_state import LIVE_S
 
     alive = broker.heartbeats.list_heard(LIVE_S)
     if alive and not force:
         raise RefusedError(
-            f"run {run!r} is alive, heard of {', '.join(alive)} in the last {LIVE_S:.0f} s: stop it first, or add"
-            " --force, which loses what is in flight"
+            f"run {run!r} is alive, with heartbeats of {', '.join(alive)} in the last {LIVE_S:.0f} s: stop it first, or"
+            " add --force, which loses work in flight"
         )
     if not yes:
         note = f" It has services: {', '.join(alive)}." if alive else ""

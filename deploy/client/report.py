@@ -1,4 +1,4 @@
-"""A run for people, from its folder: a report, its logs, its configuration."""
+"""Commands on a run's folder: its report, its logs, its configuration."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ FIGURES = (
     "perf/tokens_per_s",
     "perf/generated_tokens_per_s",
 )
-"""Metrics that the report shows, of the first steps and the last."""
+"""Metrics in the report, of the first steps and the last."""
 STEPS = 20
-"""Steps of which the report has the mean."""
+"""Number of steps over which the report takes a mean."""
 
 
 def folder_of(run: str) -> RunFolder:
-    """The folder of a run, by its name under runs/, its folder, or its configuration; ConfigError if it is none."""
+    """Return a run's folder, by its name under runs/, its path, or its configuration; ConfigError if there is none."""
     path = find_folder(run)
     found = RunFolder(path)
     if found.head() is None:
         known = ", ".join(sorted(each.name for each in RUNS.glob("*") if each.is_dir())) or "none"
-        raise ConfigError(f"no run {run!r}: nothing is left of one in {path}; folders in {RUNS}: {known}")
+        raise ConfigError(f"no run {run!r} in {path}; folders in {RUNS}: {known}")
     return found
 
 
 def show_run(run: str, as_json: bool) -> None:
-    """Print how a run went."""
+    """Print a report of a run."""
     folder = folder_of(run)
     head = folder.head()
     assert head is not None
@@ -88,9 +88,9 @@ def show_run(run: str, as_json: bool) -> None:
 
 
 def describe_ending(config: TidemillConfig, code: int) -> dict[str, Any]:
-    """What ``tidemill up --json`` prints of a run that it has left: where it is, how it ended, its newest step.
+    """Return what ``tidemill up --json`` prints at the end: folder, exit code, summary.json and the newest metrics.
 
-    summary is what summary.json holds, metrics the newest line of metrics.jsonl; {} where there is none.
+    summary and metrics are {} if their file does not exist.
     """
     folder = RunFolder(config.folder, config.run.name)
     return {
@@ -103,7 +103,7 @@ def describe_ending(config: TidemillConfig, code: int) -> dict[str, Any]:
 
 
 def first_and_last(folder: RunFolder) -> dict[str, tuple[float, float]]:
-    """Means of each metric of the report over the first and the last steps."""
+    """Return the mean of each metric of the report over the first and the last steps."""
     found = folder.metrics(None, 10_000, set(FIGURES)).series
     means = {}
     for name in FIGURES:
@@ -119,14 +119,14 @@ def _number(value: float | None) -> str:
 
 
 def print_logs(run: str, service: str | None, follow: bool, lines: int, as_json: bool = False) -> None:
-    """Print the newest lines of a run's logs, and with ``follow`` those that come.
+    """Print the newest lines of a run's logs; with ``follow``, print new lines as they appear.
 
-    as_json: each is an object of its service and its line.
+    as_json: print each line as an object with its service.
     """
     folder = folder_of(run)
     known = [head.service for head in list_logs(folder.path).logs]
     if service is not None and service not in known:
-        raise ConfigError(f"no log of {service!r} in {folder.path / LOGS}; there are {', '.join(known) or 'none'}")
+        raise ConfigError(f"no log of {service!r} in {folder.path / LOGS}; logs there: {', '.join(known) or 'none'}")
     ends: dict[str, int] = {}
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Users for the broker's server, one a role, each with what its services need to connect."""
+"""ACL users of the broker's server, one for each role, with the URL that its services need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SERVER = "server"
 
 
 def print_users(config: TidemillConfig, as_json: bool = False) -> None:
-    """ACL lines for the server on stdout, user names with new passwords on stderr; as JSON both on stdout."""
+    """Print ACL lines on stdout, and user names with new passwords on stderr; as JSON, both on stdout."""
     keys = Keys(config.broker.prefix, config.run.name)
     passwords = acl.new_passwords()
     lines = list(acl.acl_lines(keys, passwords))
@@ -35,10 +35,10 @@ def print_users(config: TidemillConfig, as_json: bool = False) -> None:
 
 
 def write_users(config: TidemillConfig, folder: Path, url: str, as_json: bool = False) -> None:
-    """Write a folder for each role with its URL, and one for the server with its users; ConfigError if that can't be.
+    """Write a folder for each role with its URL, and one for the server with its users. ConfigError if that fails.
 
-    url: of the server, without a user. Passwords that are in the folder already are kept. as_json: print the names of
-    the files.
+    url: of the server, without a user. Passwords that the folder already has are kept. as_json: print the names of the
+    files.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix") or "@" in parts.netloc:

@@ -158,7 +158,7 @@ def test_fresh_deletes_nothing_of_a_run_that_is_alive(
     beat(shared)
     before = files(tmp_path / "mine" / "run")
     line = refused(run_tidemill("up", str(file), "--fresh"))
-    assert "is alive, heard of trainer in the last 15 s" in line
+    assert "is alive, with heartbeats of trainer in the last 15 s" in line
     assert {name: body for name, body in files(tmp_path / "mine" / "run").items() if "up.lock" not in name} == before
     assert shared.owner.read() is not None
 
@@ -169,7 +169,7 @@ def test_a_run_that_is_alive_is_purged_by_force_only(make_broker: Callable[..., 
     beat(broker, "generator-3")
     purge = ("purge", broker.connection.keys.run, "--url", broker.connection.url, "--yes")
     line = refused(run_tidemill(*purge), code=5)
-    assert "is alive, heard of generator-3" in line
+    assert "is alive, with heartbeats of generator-3" in line
     assert broker.owner.read() is not None
     assert run_tidemill(*purge, "--force").returncode == 0
     assert broker.owner.read() is None

@@ -95,8 +95,8 @@ def test_an_order_for_a_run_that_is_over_or_unknown_says_so(tmp_path: Path) -> N
     _leave_a_run(tmp_path / "runs" / "old", "finished")
     over, unknown = (run_tidemill("pause", name, cwd=tmp_path) for name in ("old", "odl"))
     assert (over.returncode, unknown.returncode) == (1, 1)
-    assert "run 'old' is over, its state is finished: `tidemill show old`" in over.stderr
-    assert "no control plane of run 'odl' is known" in unknown.stderr
+    assert "run 'old' is finished: `tidemill show old`" in over.stderr
+    assert "run 'odl' has no control plane" in unknown.stderr
     assert "runs here: old;" in unknown.stderr
 
 
@@ -139,7 +139,7 @@ def test_runs_are_listed_with_their_memory_and_deleted_after_asking(make_broker:
     assert "nothing was deleted" in run_tidemill("purge", "big-run", "--url", url, answer="n\n").stdout
     assert (
         run_tidemill("purge", "big-run", "--url", url, "--json").stderr
-        == "tidemill: --json cannot ask: give --yes as well\n"
+        == "tidemill: --json cannot ask for confirmation: add --yes\n"
     )
     assert run_tidemill("purge", "big-run", "--url", url, answer="y\n").returncode == 0
     listed = {run["name"] for run in json.loads(run_tidemill("runs", "--url", url, "--json").stdout)}

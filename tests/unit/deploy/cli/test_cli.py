@@ -137,7 +137,7 @@ def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
 def test_a_warm_start_that_is_not_configured(config: str, tmp_path: Path) -> None:
     done = run_tidemill("sft", config, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "tidemill: the configuration has no warm_start section, there is no model to make\n"
+    assert done.stderr == "tidemill: the configuration has no warm_start section: add one to train a model\n"
 
 
 @pytest.mark.parametrize("command", ["agent", "eval"])

@@ -89,7 +89,7 @@ def test_logs_are_the_newest_lines(work: Path) -> None:
     assert (found["service"], json.loads(found["line"])["event"]) == ("trainer", "a tracker is given up")
     wrong = run_tidemill("logs", "first", "nobody", cwd=work)
     assert wrong.returncode == 2
-    assert "there are trainer" in wrong.stderr
+    assert "logs there: trainer" in wrong.stderr
 
 
 def test_config_prints_what_is_in_effect_without_secrets(work: Path) -> None:
