@@ -105,9 +105,9 @@ def tasks(config: TidemillConfig) -> Iterator[Task]:
     mixture = build_mixture(config.train, config.base, config.run.seed)
     task_id = 0
     while True:
-        place = mixture.at(task_id)
-        example = mixture.dataset(place)[place.index]
-        yield make_task(task_id, "train", example, config.sampling, mixture.parts[place.part].label)
+        prompt = mixture.at(task_id)
+        example = mixture.dataset(prompt)[prompt.index]
+        yield make_task(task_id, "train", example, config.sampling, mixture.parts[prompt.part].label)
         task_id += 1
 
 

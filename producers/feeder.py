@@ -14,7 +14,7 @@ from broker.queues.tasks import eval_task_id
 from producers.datasets.base import Dataset
 from producers.datasets.curriculum import Curriculum, PromptStatistic
 from producers.datasets.loading import build_dataset
-from producers.datasets.mixture import Mixture, Place, build_mixture
+from producers.datasets.mixture import Mixture, PromptRef, build_mixture
 from producers.images.settings import image_settings
 from producers.tasks import TaskLimits, make_task, prepare_images
 from schemas.codec import decode, encode
@@ -138,29 +138,29 @@ class Feeder:
         if not self._chooses:
             positions = range(self._cursor, self._cursor + count)
             return [self._task(position, self._train.at(position), images) for position in positions], {}
-        places = {position: self._train.at(position) for position in range(self._cursor, self._cursor + LOOK_AHEAD)}
-        known = self._broker.ledger.read_prompts([place.statistic for place in places.values()])
+        ahead = {position: self._train.at(position) for position in range(self._cursor, self._cursor + LOOK_AHEAD)}
+        known = self._broker.ledger.read_prompts([prompt.statistic for prompt in ahead.values()])
         tasks: list[Task | UnusableTask | SkippedTask] = []
         prompts: dict[int, int] = {}
         taken = 0
-        for (position, place), body in zip(places.items(), known, strict=True):
-            curriculum = self._curricula[place.part]
+        for (position, prompt), body in zip(ahead.items(), known, strict=True):
+            curriculum = self._curricula[prompt.part]
             again = self._again and position == self._cursor
             if again or curriculum.takes(position, PromptStatistic.unpack(body), self._step):
-                tasks.append(self._task(position, place, images))
+                tasks.append(self._task(position, prompt, images))
                 taken += 1
                 if curriculum.chooses:
-                    prompts[position] = place.statistic
+                    prompts[position] = prompt.statistic
             else:
                 tasks.append(SkippedTask(position))
             if taken == count:
                 break
         return tasks, prompts
 
-    def _task(self, position: int, place: Place, images: dict[str, bytes]) -> Task | UnusableTask:
-        part, limits = self._train.parts[place.part], self._limits(images)
-        dataset, level = self._train.dataset(place), place.level if len(part.levels) > 1 else -1
-        return task_of(dataset, part.label, place.index, position, "train", self._sampling, limits, level)
+    def _task(self, position: int, prompt: PromptRef, images: dict[str, bytes]) -> Task | UnusableTask:
+        part, limits = self._train.parts[prompt.part], self._limits(images)
+        dataset, level = self._train.dataset(prompt), prompt.level if len(part.levels) > 1 else -1
+        return task_of(dataset, part.label, prompt.index, position, "train", self._sampling, limits, level)
 
     def _limits(self, images: dict[str, bytes]) -> TaskLimits:
         return TaskLimits(self._config.broker.max_message_bytes, self._images, images)

@@ -24,7 +24,7 @@ from broker.connection.embedded import EmbeddedServer
 from broker.flow.progress import TakeoverRequest
 from broker.flow.trainer_session import TrainerSession
 from producers.datasets.base import Example
-from producers.datasets.mixture import Mixture, Part
+from producers.datasets.mixture import DatasetPart, Mixture
 from producers.feeder import Feeder
 from schemas.config import CurriculumConfig, TidemillConfig, parse_config
 from schemas.system.lifecycle import StopFlag
@@ -60,7 +60,7 @@ class Run:
         self.policy = torch.nn.Embedding(PROMPTS, ANSWERS)
         torch.nn.init.normal_(self.policy.weight, std=0.3)
         self.optimizer = torch.optim.SGD(self.policy.parameters(), lr=rate)
-        self.places = Mixture([Part("prompts", [Prompts()], curriculum=config.train[0].curriculum)], seed)
+        self.places = Mixture([DatasetPart("prompts", [Prompts()], curriculum=config.train[0].curriculum)], seed)
         self.broker, self.feeder = broker, Feeder(config, broker, self.places, [])
         self.training: TrainerSession = broker.trainer_session()
         self.training.take_over(TakeoverRequest(batch=BATCH, staleness=3, window=1, steps=10**9, max_uncommitted=10))

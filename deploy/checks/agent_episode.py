@@ -27,8 +27,8 @@ from producers.tasks import TaskLimits, make_task, prepare_images
 from producers.tokenizer import HfTokenizer
 from producers.workflows.base import (
     FailedSample,
-    Kept,
     RolloutContext,
+    SaveDone,
     WorkflowServices,
     find_workflow,
     running,
@@ -124,9 +124,9 @@ async def play_episode(config: TidemillConfig, position: int = 0) -> PlayedEpiso
     async def play(partials: list[Partial]) -> tuple[SampledCompletion | FailedSample, list[Partial]]:
         saved: list[Partial] = []
 
-        def save(partial: Partial) -> Kept:
+        def save(partial: Partial) -> SaveDone:
             saved.append(partial)
-            return Kept()
+            return SaveDone()
 
         asked = msgspec.structs.replace(task, partials=partials)
         samples = workflow.run(

@@ -170,14 +170,14 @@ def check_sandbox() -> Finding:
     """Check the sandbox for programs that the policy writes, and what it does not block."""
     try:
         sandbox = choose("auto")
-        kept = probe_sandbox(sandbox)
+        probed = probe_sandbox(sandbox)
     except (ConfigError, InfraError) as error:
         return Finding("sandbox", "warn", "none; it is needed only to run code that the policy writes", str(error))
-    text = f"{sandbox.name} blocks: {', '.join(kept.out)}"
-    if not kept.through:
+    text = f"{sandbox.name} blocks: {', '.join(probed.blocked)}"
+    if not probed.allowed:
         return Finding("sandbox", "ok", text)
     advice = "run services as an ordinary user with bubblewrap, or choose another sandbox: see docs/sandbox.md"
-    return Finding("sandbox", "warn", f"{text}; does not block: {', '.join(kept.through)}", advice)
+    return Finding("sandbox", "warn", f"{text}; does not block: {', '.join(probed.allowed)}", advice)
 
 
 def check_broker(configured: str | None) -> Finding:

@@ -1,6 +1,6 @@
 """Several datasets in one deterministic order: a position becomes a dataset and an example of it.
 
-Positions come in cycles. In each, every dataset has a number of places that stands to the others' as its weight does,
+Positions come in cycles. In each, every dataset has a number of positions in proportion to its weight,
 spread evenly, so that each batch has nearly the mixture of the whole; and each dataset goes through its own epochs.
 Only the position is state: it tells how far every dataset is, on every machine and after every restart.
 """
@@ -27,7 +27,7 @@ LONGEST_CYCLE = 10_000
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """A dataset of a mixture, with its label and its weight; or several, which are the levels of one."""
 
     label: str
@@ -43,7 +43,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Place:
+class PromptRef:
     """A position of the prompt order: example ``index`` of dataset ``part`` at ``level``, in its epoch ``epoch``.
 
     statistic: the number of the statistic that the outcome of its group counts in.
@@ -59,44 +59,46 @@ class Place:
 class Mixture:
     """Positions 0, 1, 2, … without end over the datasets of ``parts``::
 
-        mixture = Mixture([Part("gsm8k", [gsm8k], weight=3), Part("code", [code], weight=1)], seed=0)
-        place = mixture.at(10_000)
-        example = mixture.dataset(place)[place.index]
+        mixture = Mixture([DatasetPart("gsm8k", [gsm8k], weight=3), DatasetPart("code", [code], weight=1)], seed=0)
+        prompt = mixture.at(10_000)
+        example = mixture.dataset(prompt)[prompt.index]
 
     The levels of a part take turns. ConfigError when there are more prompts than a curriculum keeps statistics of.
     """
 
-    def __init__(self, parts: Sequence[Part], seed: int = 0) -> None:
+    def __init__(self, parts: Sequence[DatasetPart], seed: int = 0) -> None:
         self.parts = list(parts)
         self._orders = [[PromptOrder(len(level), seed, part.shuffle) for level in part.levels] for part in parts]
         self._first = [0, *itertools.accumulate(part.statistics for part in parts)]
         if any(part.curriculum.name != "uniform" for part in parts):
             check_size(self._first[-1])
         self._cycle = spread(whole_shares([part.weight for part in parts]))
-        self._places = [[at for at, part in enumerate(self._cycle) if part == number] for number in range(len(parts))]
+        self._positions = [
+            [at for at, part in enumerate(self._cycle) if part == number] for number in range(len(parts))
+        ]
 
-    def at(self, position: int) -> Place:
+    def at(self, position: int) -> PromptRef:
         """Return the example at ``position`` (0 or more)."""
         if position < 0:
             raise ValueError(f"position {position} must be 0 or more")
         cycle, at = divmod(position, len(self._cycle))
         part = self._cycle[at]
-        places = self._places[part]
-        own, level = divmod(cycle * len(places) + bisect.bisect_left(places, at), len(self._orders[part]))
+        positions = self._positions[part]
+        own, level = divmod(cycle * len(positions) + bisect.bisect_left(positions, at), len(self._orders[part]))
         epoch, index = self._orders[part][level].at(own)
         counted = index if len(self._orders[part]) == 1 else level
-        return Place(part, level, epoch, index, self._first[part] + counted)
+        return PromptRef(part, level, epoch, index, self._first[part] + counted)
 
-    def dataset(self, place: Place) -> Dataset:
-        """Return the dataset of a place."""
-        return self.parts[place.part].levels[place.level]
+    def dataset(self, prompt: PromptRef) -> Dataset:
+        """Return the dataset of a prompt."""
+        return self.parts[prompt.part].levels[prompt.level]
 
 
 def build_mixture(datasets: Sequence[TrainDataset], base: Path, seed: int) -> Mixture:
     """Build the mixture that the configuration names; ConfigError is one line."""
     return Mixture(
         [
-            Part(
+            DatasetPart(
                 one.label,
                 [build_dataset(level, base) for level in one.at_levels()],
                 one.weight,

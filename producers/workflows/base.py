@@ -29,7 +29,7 @@ from schemas.system.lifecycle import leaving_aside
 log = structlog.get_logger()
 
 
-class Kept:
+class SaveDone:
     """The result for a sample that is saved at once, or that can't be resumed."""
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -37,10 +37,10 @@ class Kept:
 
 
 def _keep_nothing(partial: Partial) -> Awaitable[None]:
-    return Kept()
+    return SaveDone()
 
 
-def _tell_nobody(name: str, text: str) -> None:
+def _report_nothing(name: str, text: str) -> None:
     """There is no run whose events it could be."""
 
 
@@ -70,7 +70,7 @@ class RolloutContext:
     task: Task
     indices: Sequence[int]
     save: Callable[[Partial], Awaitable[None]] = _keep_nothing
-    report: Callable[[str, str], None] = _tell_nobody
+    report: Callable[[str, str], None] = _report_nothing
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)
     placeholders: ImagePlaceholders | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class WorkflowServices:
     engine: Engine
     tokenizer: HfTokenizer
     config: TidemillConfig
-    report: Callable[[str, str], None] = _tell_nobody
+    report: Callable[[str, str], None] = _report_nothing
     clock: Callable[[], float] = time.monotonic
 
 

@@ -52,7 +52,7 @@ class RunSummary(Answer):
     summary: dict[str, Any]
 
 
-class RunConfig(Answer):
+class RunSettings(Answer):
     """Answer to GET /v1/runs/{run}/config. Secrets are masked."""
 
     settings: dict[str, Any] = Field(description="Settings in effect, by dotted name.")

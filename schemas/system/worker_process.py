@@ -49,7 +49,7 @@ class WorkerProcess(GuardedProcess):
             return super().kill()
 
 
-class Channel:
+class WorkerChannel:
     """A worker's end of the connection, for one thread."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -26,7 +26,7 @@ from consumers.reward.rewards.signatures import RewardInput
 from consumers.reward.rewards.terms import Term, TermResult, resolve
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, describe_error
-from schemas.system.worker_process import Channel, frame, read_message
+from schemas.system.worker_process import WorkerChannel, frame, read_message
 
 ALIVE_S = 1.0
 """Seconds after which a worker with many calls in flight says that it is alive, by a message without a body."""
@@ -79,7 +79,7 @@ def main() -> int:
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    channel = Channel(connection)
+    channel = WorkerChannel(connection)
     setup = channel.receive(msgspec.msgpack.Decoder(WorkerSetup))
     if setup is None:
         return 0
@@ -97,7 +97,7 @@ def main() -> int:
     return 0
 
 
-def _serve(channel: Channel, terms: dict[int, Term], batch: int, wait_s: float) -> None:
+def _serve(channel: WorkerChannel, terms: dict[int, Term], batch: int, wait_s: float) -> None:
     """Do one call after the other; of a function of lists, up to ``batch`` calls at once."""
     # For as long as the process lives, so that a client which an async function keeps stays usable.
     finish = asyncio.new_event_loop().run_until_complete
@@ -118,7 +118,7 @@ def _serve(channel: Channel, terms: dict[int, Term], batch: int, wait_s: float) 
             channel.send(WorkerReply(call.number, result))
 
 
-async def _serve_many(channel: Channel, term: Term, timeout_s: float) -> None:
+async def _serve_many(channel: WorkerChannel, term: Term, timeout_s: float) -> None:
     """Do calls as they come, all in this event loop."""
     own = os.getpid()
     reader, writer = await asyncio.open_connection(sock=channel.connection)

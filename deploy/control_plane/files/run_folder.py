@@ -16,7 +16,7 @@ from deploy.control_plane.files.groups import GroupFiles
 from deploy.control_plane.files.lines import GrowingFile
 from deploy.control_plane.files.resources import ResourceFile
 from deploy.control_plane.status.series import MetricsSeries
-from schemas.control_api.run_folders import CheckpointHead, Checkpoints, RunConfig, RunHead, RunMetrics
+from schemas.control_api.run_folders import CheckpointHead, Checkpoints, RunHead, RunMetrics, RunSettings
 from schemas.errors import ConfigError
 from schemas.metric_names import describe
 from schemas.run_folder import (
@@ -88,7 +88,7 @@ class RunFolder:
             live=address_of(self.path),
         )
 
-    def config(self) -> RunConfig:
+    def config(self) -> RunSettings:
         """Settings in effect, secrets masked, and what the trainer ran with."""
         # Imported here: it takes long, and whoever asks where a run stands needs no settings.
         from schemas.config import load_config
@@ -103,7 +103,7 @@ class RunFolder:
             # Of another version of Tidemill: as it is written.
             settings = _raw_settings(file)
         masked = {name: mask(name, value) for name, value in settings.items()}
-        return RunConfig(settings=masked, changed=changed, environment=read_object(self.path / ENVIRONMENT))
+        return RunSettings(settings=masked, changed=changed, environment=read_object(self.path / ENVIRONMENT))
 
     def metrics(self, cursor: int | None, limit: int, names: set[str] | None, newest: bool = False) -> RunMetrics:
         """Figures of a page of steps: after the step ``cursor``, or, from the newest back, before it."""

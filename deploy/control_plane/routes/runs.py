@@ -27,10 +27,10 @@ from schemas.control_api.run_folders import (
     LogPart,
     Logs,
     Resources,
-    RunConfig,
     RunEvaluations,
     RunMetrics,
     Runs,
+    RunSettings,
     RunSummary,
 )
 from schemas.errors import InfraError
@@ -76,7 +76,7 @@ def show_run(archive: InArchive, run: Name) -> RunSummary:
 
 
 @router.get("/{run}/config")
-def show_config(archive: InArchive, run: Name) -> RunConfig:
+def show_config(archive: InArchive, run: Name) -> RunSettings:
     """The configuration in effect, secrets masked; versions, machine and git commit."""
     with archive.open(run) as folder:
         return folder.config()

@@ -141,7 +141,7 @@ class EnvironmentLoop:
                 return
             messages += [message, {"role": "user", "content": observed}]
 
-    async def _play_turns(self, episode: Episode, environment: Any, turn: Turn, rewards: list[float]) -> None:
+    async def _play_turns(self, episode: Episode, environment: Any, turn: PlayerTurn, rewards: list[float]) -> None:
         """Play a game of several players, all of them the policy: each has its own conversation and rows."""
         told: dict[str, list[Message]] = {}
         calls: dict[str, int] = {}
@@ -215,7 +215,7 @@ def begin(messages: list[Message], observed: Any) -> list[Message]:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PlayerTurn:
     """Whose turn it is in a game of several players, what that player reads, and what has been earned.
 
     player: empty at the end. rewards: by player.
@@ -227,10 +227,10 @@ class Turn:
     done: bool = False
 
 
-def read_turn(result: Any, method: str) -> Turn:
+def read_turn(result: Any, method: str) -> PlayerTurn:
     """Read the turn that an environment of several players returned. DataError if it is not a turn."""
     try:
-        turn = msgspec.convert(result, Turn, strict=False)
+        turn = msgspec.convert(result, PlayerTurn, strict=False)
         named = turn.done or turn.player.isidentifier()
         content = content_of(turn.text)
         if named and content is not None and all(map(is_reward, turn.rewards.values())):

@@ -74,14 +74,14 @@ print(json.dumps({name: got_through(attempt) for name, attempt in tries.items()}
 
 
 @dataclass(frozen=True)
-class Kept:
+class SandboxProbe:
     """What a sandbox prevents and allows, in plain words."""
 
-    out: list[str]
-    through: list[str]
+    blocked: list[str]
+    allowed: list[str]
 
 
-def probe(sandbox: Sandbox) -> Kept:
+def probe(sandbox: Sandbox) -> SandboxProbe:
     """Have a program try a file, a socket, another process, a fork loop and an allocation. InfraError if it can't run.
 
     Nothing is harmed by what gets through.
@@ -120,7 +120,9 @@ def probe(sandbox: Sandbox) -> Kept:
     except ValueError:
         said = outcome.stderr.decode("utf-8", "replace").strip().splitlines()
         raise InfraError(f"the program that tries the sandbox failed: {said[-1] if said else outcome.end}") from None
-    return Kept([name for name, got in through.items() if not got], [name for name, got in through.items() if got])
+    return SandboxProbe(
+        [name for name, got in through.items() if not got], [name for name, got in through.items() if got]
+    )
 
 
 def _command_line() -> str:

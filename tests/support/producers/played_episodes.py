@@ -14,7 +14,7 @@ from producers.engines.base import Completion, Engine, EngineSettings, ProgressC
 from producers.engines.scripted import ScriptedEngine
 from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer
-from producers.workflows.base import FailedSample, Kept, RolloutContext, WorkflowServices, find_workflow, running
+from producers.workflows.base import FailedSample, RolloutContext, SaveDone, WorkflowServices, find_workflow, running
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import TidemillConfig, parse_config
 from schemas.messages import ChatMessage, Partial, Sampling, Span, Task
@@ -112,12 +112,12 @@ async def play(
     return sorted(samples, key=lambda sample: sample.index)
 
 
-def keep_in(saved: list[Partial]) -> Callable[[Partial], Kept]:
+def keep_in(saved: list[Partial]) -> Callable[[Partial], SaveDone]:
     """What keeps the states of growing samples in this list."""
 
-    def save(partial: Partial) -> Kept:
+    def save(partial: Partial) -> SaveDone:
         saved.append(partial)
-        return Kept()
+        return SaveDone()
 
     return save
 

@@ -23,7 +23,7 @@ from consumers.reward.service import RewardService
 from deploy.cli.app import app
 from deploy.services.finished_run import FinishedRunWatch
 from producers.datasets.arithmetic import Arithmetic
-from producers.datasets.mixture import Mixture, Part
+from producers.datasets.mixture import DatasetPart, Mixture
 from producers.engines.base import Engine
 from producers.feeder import Feeder
 from producers.generator.orders import OrderFollower
@@ -119,7 +119,7 @@ def test_a_feeder_of_another_runs_folder_admits_nothing(broker: Broker, tmp_path
     config = configuration_in(tmp_path)
     claim_folder(config)
     with pytest.raises(ConfigError, match="another run of this name"):
-        Feeder(config, broker, Mixture([Part("arithmetic", [Arithmetic()])]), []).run(StopFlag())
+        Feeder(config, broker, Mixture([DatasetPart("arithmetic", [Arithmetic()])]), []).run(StopFlag())
     assert broker.ledger.read_state().admitted == 0
 
 
@@ -249,7 +249,7 @@ def feed_once(broker: Broker, config: TidemillConfig) -> None:
         def __bool__(self) -> bool:
             return broker.ledger.read_state().admitted > 0
 
-    Feeder(config, broker, Mixture([Part("arithmetic", [Arithmetic()])]), []).run(Once())
+    Feeder(config, broker, Mixture([DatasetPart("arithmetic", [Arithmetic()])]), []).run(Once())
 
 
 async def follow_once(broker: Broker, folder: Path) -> None:

@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from broker.client import Broker
-from producers.datasets.mixture import Mixture, Part
+from producers.datasets.mixture import DatasetPart, Mixture
 from producers.feeder import Feeder
 from schemas.config import parse_config
 from schemas.images import ImageSettings, probe_image
@@ -190,7 +190,7 @@ def test_an_evaluation_is_ordered_of_the_present_version_and_of_one_to_come(api:
         }
     )
     results, ctl = api.broker.evals.read_results, api.broker.connection.keys.ctl
-    feeder = Feeder(config, api.broker, Mixture([Part("sums", [Numbers(4)], 1.0)]), [Numbers(3)])
+    feeder = Feeder(config, api.broker, Mixture([DatasetPart("sums", [Numbers(4)], 1.0)]), [Numbers(3)])
 
     def both() -> bool:
         if len(results()) == 1 and api.ask("POST", "/v1/evaluations", {"version": 9})[1]["changed"]:

@@ -12,7 +12,7 @@ from broker.flow.progress import Progress, TakeoverRequest
 from broker.flow.trainer_session import TrainerSession
 from broker.queues.dead_letters import UnusableTask
 from producers.datasets.curriculum import BYTES, PromptStatistic
-from producers.datasets.mixture import Mixture, Part
+from producers.datasets.mixture import DatasetPart, Mixture
 from producers.feeder import Feeder
 from schemas.config import CurriculumConfig, TidemillConfig, parse_config
 from schemas.messages import Score
@@ -42,7 +42,7 @@ def config(tmp_path: Path) -> TidemillConfig:
 
 
 def mixture() -> Mixture:
-    return Mixture([Part("numbers", [Numbers(PROMPTS)], curriculum=SETTINGS)])
+    return Mixture([DatasetPart("numbers", [Numbers(PROMPTS)], curriculum=SETTINGS)])
 
 
 class Run:

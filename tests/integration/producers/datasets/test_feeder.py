@@ -19,7 +19,7 @@ from broker.evaluations.results import EvalResult
 from broker.queues.tasks import eval_task_id
 from producers.datasets.base import Example
 from producers.datasets.loading import build_dataset
-from producers.datasets.mixture import Mixture, Part
+from producers.datasets.mixture import DatasetPart, Mixture
 from producers.feeder import Feeder
 from schemas.config import DatasetConfig, TidemillConfig, parse_config
 from schemas.errors import ConfigError, DataError, InfraError, RunFailed
@@ -57,7 +57,7 @@ def configured(folder: Path, **sections: Any) -> TidemillConfig:
 
 
 def mixture() -> Mixture:
-    return Mixture([Part("sums", [Numbers(6, "sum")], 3.0), Part("code", [Numbers(4, "code")], 1.0)])
+    return Mixture([DatasetPart("sums", [Numbers(6, "sum")], 3.0), DatasetPart("code", [Numbers(4, "code")], 1.0)])
 
 
 def texts(broker: Broker) -> list[tuple[int, str, str]]:
@@ -181,7 +181,7 @@ class Examples:
 
 
 def only(examples: Examples) -> Mixture:
-    return Mixture([Part("arithmetic", [examples], shuffle=False)])
+    return Mixture([DatasetPart("arithmetic", [examples], shuffle=False)])
 
 
 def refuse(error: BaseException) -> Callable[[], Any]:

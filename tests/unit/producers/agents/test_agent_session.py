@@ -18,7 +18,7 @@ from producers.conversation.conversation import Conversation
 from producers.conversation.images import EpisodeImages, ImageLimits
 from producers.conversation.parsing.factory import make_parser
 from producers.tokenizer import HfTokenizer
-from producers.workflows.base import Kept
+from producers.workflows.base import SaveDone
 from schemas.messages import Partial, Sampling
 from tests.support.models.pictures import PLACES, picture, user, vision_tokenizer
 from tests.support.producers.played_episodes import SpeakingEngine, chat_tokenizer
@@ -278,7 +278,7 @@ def test_each_call_is_digested_once_however_many_there_were_before(
 def test_a_session_that_nobody_saves_answers_all_the_same(tokenizer: HfTokenizer) -> None:
     async def scene() -> None:
         play = Scene(tokenizer, "one")
-        play.session._save = lambda _: Kept()
+        play.session._save = lambda _: SaveDone()
         assert (await play.ask("Say one"))[0].text == "one"
 
     run(scene)

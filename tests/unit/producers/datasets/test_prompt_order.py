@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from producers.datasets.curriculum import MOST_PROMPTS, Curriculum, PromptStatistic
-from producers.datasets.mixture import LONGEST_CYCLE, Mixture, Part, Place, spread, whole_shares
+from producers.datasets.mixture import LONGEST_CYCLE, DatasetPart, Mixture, PromptRef, spread, whole_shares
 from producers.datasets.prompt_order import PromptOrder
 from schemas.config import CurriculumConfig, parse_config
 from schemas.errors import ConfigError
@@ -63,14 +63,14 @@ def test_nonsense_is_refused(call):
 
 
 def mixture(*sizes_and_weights: tuple[int, float], seed: int = 0) -> Mixture:
-    parts = [Part(str(i), [Numbers(size)], weight) for i, (size, weight) in enumerate(sizes_and_weights)]
+    parts = [DatasetPart(str(i), [Numbers(size)], weight) for i, (size, weight) in enumerate(sizes_and_weights)]
     return Mixture(parts, seed)
 
 
 def test_one_dataset_has_the_order_that_it_has_alone() -> None:
     order = PromptOrder(10, 3)
     assert [mixture((10, 5.0), seed=3).at(p) for p in range(25)] == [
-        Place(0, 0, *order.at(p), order.at(p)[1]) for p in range(25)
+        PromptRef(0, 0, *order.at(p), order.at(p)[1]) for p in range(25)
     ]
 
 
@@ -121,7 +121,7 @@ def test_a_position_below_zero_is_refused() -> None:
 
 def test_levels_take_turns_and_each_has_one_statistic() -> None:
     levels = [Numbers(4), Numbers(2), Numbers(3)]
-    mixed = Mixture([Part("plain", [Numbers(5)], 1.0), Part("steps", levels, 3.0)])
+    mixed = Mixture([DatasetPart("plain", [Numbers(5)], 1.0), DatasetPart("steps", levels, 3.0)])
     places = [mixed.at(position) for position in range(24)]
     assert {place.statistic for place in places if place.part == 0} == set(range(5)), "one a prompt"
     steps = [place for place in places if place.part == 1]
@@ -200,9 +200,9 @@ def test_more_prompts_than_statistics_can_be_kept_of_are_refused() -> None:
         def __getitem__(self, index: int) -> Any:
             raise IndexError
 
-    Mixture([Part("endless", [Endless()])])
+    Mixture([DatasetPart("endless", [Endless()])])
     with pytest.raises(ConfigError, match=r"train has 16,777,217 prompts.* set train\.limit"):
-        Mixture([Part("endless", [Endless()], curriculum=CurriculumConfig(name="band"))])
+        Mixture([DatasetPart("endless", [Endless()], curriculum=CurriculumConfig(name="band"))])
 
 
 def test_a_level_has_the_arguments_of_the_dataset_and_its_own() -> None:
