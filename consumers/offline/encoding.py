@@ -36,11 +36,11 @@ class PolicyTokenizer(Protocol):
         ...
 
     def prompt_ids(self, task: Task) -> list[int]:
-        """Token ids of a task's prompt; messages go through the chat template."""
+        """Encode a task's prompt as token ids; messages go through the chat template."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of text, nothing added."""
+        """Encode a piece of text as token ids, with nothing added."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -53,7 +53,7 @@ LoadTokenizer: TypeAlias = Callable[[str], PolicyTokenizer]
 
 
 def encode_prompt(tokenizer: PolicyTokenizer, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt; DataError if it is empty."""
+    """Encode a prompt as token ids; DataError if it is empty."""
     if isinstance(prompt, str):
         task = Task(task_id=0, kind="train", n=1, sampling=Sampling(), text=prompt)
     else:
@@ -65,12 +65,12 @@ def encode_prompt(tokenizer: PolicyTokenizer, prompt: Prompt) -> list[int]:
 
 
 def encode_answer(tokenizer: PolicyTokenizer, answer: str) -> list[int]:
-    """Token ids of an answer, nothing added but the end of sequence."""
+    """Encode an answer as token ids, with nothing added but the end of sequence."""
     return [*tokenizer.encode(answer), tokenizer.eos_id]
 
 
 def check_length(prompt: Prompt, tokens: int, max_length: int) -> None:
-    """DataError if an example has more tokens than ``max_length``, prompt and answer together."""
+    """Raise DataError if an example has more tokens than ``max_length``, prompt and answer together."""
     if tokens > max_length:
         raise DataError(
             f"the example of prompt {prompt!r:.80} has {tokens} tokens, more than model.max_length {max_length}"

@@ -20,7 +20,7 @@ def greedy(
     all_ended: Callable[[bool], bool] = bool,
     predict: Callable[..., Any] | None = None,
 ) -> list[list[int]]:
-    """Most likely continuation of each prompt, at most ``max_tokens`` ids, without the end-of-sequence token.
+    """Decode the most likely continuation of each prompt, at most ``max_tokens`` ids, without the end token.
 
     all_ended: for a sharded model, a function that takes whether this rank has ended and returns whether all have. All
     ranks must have equally many prompts, since each takes part in every forward pass. predict: is called in place of
@@ -48,7 +48,7 @@ def _decode(
     all_ended: Callable[[bool], bool],
     predict: Callable[..., Any],
 ) -> list[list[int]]:
-    """Ids of the continuations, up to ``max_tokens`` each; those after an end of sequence mean nothing."""
+    """Decode up to ``max_tokens`` ids for each prompt; those after an end of sequence mean nothing."""
     device = next(model.parameters()).device
     longest = max(len(p) for p in prompts)
     tokens = torch.full((len(prompts), longest), eos, dtype=torch.int64)

@@ -61,7 +61,7 @@ class MicroBatches(Generic[Item]):
         self._most = limits.micro_batch_tokens * ranks.layout.context
 
     def of(self, batch: Sequence[Item]) -> list[list[Item]]:
-        """This rank's micro-batches; one may be empty."""
+        """Cut a batch into this rank's micro-batches; one may be empty."""
         lengths = [self._tokens(item) for item in batch]
         dealt = shares(lengths, lengths, self._ranks.dp_size, self._most, packed=self._packed)
         return [[batch[index] for index in indices] for indices in dealt[self._ranks.dp_rank]]
@@ -142,7 +142,7 @@ class OfflineLoop(Generic[Item]):
 
 
 def answer_logprobs(policy: Policy, rows: Sequence[Encoded]) -> Tensor:
-    """Log-probabilities of the answers, summed over their tokens: float32 [R]."""
+    """Return the log-probabilities of the answers, summed over their tokens: float32 [R]."""
     tokens, lengths = pad([prompt + answer for prompt, answer in rows], 0, policy.device)
     starts = torch.tensor([len(prompt) for prompt, _ in rows] or [2], device=policy.device)
     positions = torch.arange(1, tokens.shape[1], device=policy.device)

@@ -30,7 +30,7 @@ class Preference:
 
 
 def encode(tokenizer: PolicyTokenizer, pair: Preference, max_length: int) -> PairIds:
-    """Token ids of a pair, both answers with the end of sequence.
+    """Encode a pair as token ids, both answers with the end of sequence.
 
     DataError if the prompt is empty, or prompt and answer have more than ``max_length`` tokens.
     """

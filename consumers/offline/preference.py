@@ -211,25 +211,25 @@ class _PairwiseTraining:
 
 
 def _pair_logprobs(policy: Policy, batch: Sequence[PairIds]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the chosen and of the rejected answers, summed over their tokens: float32 [P] each."""
+    """Sum the log-probabilities of the chosen and of the rejected answers over their tokens: float32 [P] each."""
     sums = answer_logprobs(policy, [(prompt, answer) for prompt, *answers in batch for answer in answers]).view(-1, 2)
     return sums[:, 0], sums[:, 1]
 
 
 def _packed_tokens(pair: PairIds) -> int:
-    """Tokens of a pair's two rows."""
+    """Count the tokens of a pair's two rows."""
     prompt, chosen, rejected = pair
     return 2 * len(prompt) + len(chosen) + len(rejected)
 
 
 def _padded_tokens(pair: PairIds) -> int:
-    """Tokens of a pair's two rows when both are as long as the longer one."""
+    """Count the tokens of a pair's two rows, padded to the longer one."""
     prompt, chosen, rejected = pair
     return 2 * (len(prompt) + max(len(chosen), len(rejected)))
 
 
 def _scores(scorer: PreTrainedModel, rows: Sequence[list[int]]) -> Tensor:
-    """The score of each row of token ids, float32 [R]."""
+    """Return the score of each row of token ids, float32 [R]."""
     tokens, lengths = pad(rows, scorer.config.get_text_config().pad_token_id, scorer.device)
     attention = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     scores: Tensor = scorer(input_ids=tokens, attention_mask=attention.long(), use_cache=False).logits[:, 0].float()

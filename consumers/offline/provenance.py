@@ -15,7 +15,7 @@ DETAILS = "sft.json"
 
 
 def settings_digest(settings: WarmStartConfig, seed: int, dtype: str, base: Path | None = None) -> str:
-    """Hex digest of all that decides the outcome; a model is up to date if its sft.json has the same.
+    """Digest all that decides the outcome, in hex; a model is up to date if its sft.json has the same.
 
     base: folder of the files that the settings name as ``file.py:name``. These and the Python files beside them, which
     they may import, count with what is in them.
@@ -27,7 +27,7 @@ def settings_digest(settings: WarmStartConfig, seed: int, dtype: str, base: Path
 
 
 def _code_digest(settings: WarmStartConfig, base: Path) -> str:
-    """Digest of the user's own files, "" where the settings name none."""
+    """Return the digest of the user's own files, "" if the settings name none."""
     names = (settings.model, settings.dataset.name, settings.eval.name)
     named = [(base / name.rpartition(":")[0]).resolve() for name in names if ".py:" in name]
     files = sorted({file for path in named for file in path.parent.glob("*.py") if file.is_file()})

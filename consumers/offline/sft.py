@@ -141,7 +141,7 @@ def train_sft(
 
 
 def _encode(tokenizer: PolicyTokenizer, pair: Pair, max_length: int) -> Encoded:
-    """Prompt ids, and completion ids with the end of sequence; DataError if one is empty or both are too long."""
+    """Encode prompt and completion, with the end of sequence; DataError if one is empty or both are too long."""
     prompt, completion = encode_prompt(tokenizer, pair[0]), encode_answer(tokenizer, pair[1])
     if len(completion) < 2:
         raise DataError(f"example {pair!r} has an empty completion")
@@ -205,7 +205,7 @@ class _Training:
         return min(step + max(1, settings.eval_every // closeness), settings.max_steps)
 
     def _lr(self, step: int) -> float:
-        """Warm-up, then falling as the best accuracy so far nears its mark, so that it isn't overshot.
+        """Return the learning rate: a warm-up, then a fall as the best accuracy so far nears its mark.
 
         It does not rise again when the accuracy falls, which would make an unsteady training unsteadier.
         """
@@ -213,7 +213,7 @@ class _Training:
         return self.settings.lr * min(1.0, step / WARMUP_STEPS) * max(FINISH_FACTOR, min(1.0, 1.5 * left))
 
     def _accuracy(self) -> float:
-        """Accuracy on all held-out prompts, of which each rank answers its share."""
+        """Measure the accuracy on all held-out prompts, of which each rank answers its share."""
         longest = max(len(completion) for _, completion in self.heldout)
         own, weights = self.ranks.local_share(self.heldout)
         prompts = [prompt for prompt, _ in own]
@@ -232,7 +232,7 @@ class _Training:
         return self.ranks.all_reduce_sum([right])[0] / len(self.heldout)
 
     def _all(self, this: bool) -> bool:
-        """True if ``this`` is true on every rank."""
+        """Return whether ``this`` is true on every rank."""
         return not self.ranks.all_reduce_max([float(not this)])[0]
 
 

@@ -34,12 +34,12 @@ class GroupBuffer:
         return len(group) == outcome.group_size
 
     def is_complete(self, task_id: int) -> bool:
-        """True if every sample of the group has an outcome."""
+        """Return whether every sample of the group has an outcome."""
         group = self._groups.get(task_id)
         return group is not None and len(group) >= next(iter(group.values())).group_size
 
     def choose(self, active: Sequence[Slot]) -> Slot | None:
-        """The next group to take, given the slots held, in admission order; None to wait."""
+        """Return the next group to take, given the slots held, in admission order; None to wait."""
         for slot in active:
             if slot.sequence - active[0].sequence >= self._window:
                 return None
@@ -53,7 +53,7 @@ class GroupBuffer:
         return [group[sample] for sample in sorted(group)] + self._extra.pop(task_id, [])
 
     def waiting_ids(self) -> set[int]:
-        """Task ids of all groups that have an outcome and were not taken."""
+        """Return task ids of all groups that have an outcome and were not taken."""
         return set(self._groups)
 
     def describe_missing(self, active: Sequence[Slot]) -> str:

@@ -41,7 +41,7 @@ class ReplayPlan:
 
 
 def plan_replay(config: TidemillConfig, first: int, last: int | None) -> ReplayPlan:
-    """The plan of a replay; ConfigError when checkpoints or batches for it are missing or damaged.
+    """Plan a replay; ConfigError if its checkpoints or batches are missing or damaged.
 
     last: the step of the checkpoint to compare with, the newest by default.
     """

@@ -60,7 +60,7 @@ class BatchFiles:
             raise ConfigError(f"the batch of step {step} in {file} is damaged: {error}") from error
 
     def steps(self) -> set[int]:
-        """Numbers of the steps that are recorded."""
+        """Return the numbers of the steps that are recorded."""
         return set(self._newest())
 
     def remove_before(self, step: int) -> None:

@@ -47,7 +47,7 @@ def compare(train: TrainStep, path: Path) -> Comparison:
 
 
 def _room_for(tree: Any) -> Any:
-    """Tensors of the same names and shapes without values, and nothing else."""
+    """Return the tensors of the same names and shapes without values, and nothing else."""
     if isinstance(tree, Tensor):
         return torch.empty_like(tree)
     return {name: _room_for(inner) for name, inner in tree.items() if isinstance(inner, Tensor | dict)}
@@ -69,5 +69,5 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference."""
+    """Return the largest absolute difference."""
     return float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0

@@ -26,7 +26,7 @@ from consumers.trainer.step.train_step import TrainStep
 
 
 def tensors_of(train: TrainStep, critic: bool = True) -> dict[str, Any]:
-    """State dictionaries of models and optimizers by name: sources of a checkpoint, and targets when it is loaded.
+    """Return state dictionaries of models and optimizers by name, for a checkpoint to be written or read.
 
     critic: whether that of the critic counts, if there is one.
     """
@@ -70,7 +70,7 @@ def put_tensors(train: TrainStep, tensors: dict[str, Any]) -> None:
 
 
 def model_tensors(policy: Policy) -> dict[str, Any]:
-    """State dictionary of a policy without an optimizer: the part ``model`` of a checkpoint."""
+    """Return the state dictionary of a policy without an optimizer: the part ``model`` of a checkpoint."""
     return _trained(policy, get_model_state_dict(policy, options=_options(policy)))
 
 
@@ -94,7 +94,7 @@ def _options(policy: Policy) -> StateDictOptions:
 
 
 def random_states() -> dict[str, Any]:
-    """States of the random generators of Python, numpy and torch (all devices), as JSON."""
+    """Return the states of the random generators of Python, numpy and torch (all devices), as JSON."""
     kind, numbers, gauss = random.getstate()
     return {
         "python": [kind, list(numbers), gauss],

@@ -182,11 +182,11 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, damaged or not, in order."""
+        """Return the steps that have a checkpoint, damaged or not, in order."""
         return sorted({step_of(path) for path in self._all()})
 
     def oldest_step(self) -> int:
-        """The step of the oldest checkpoint that is kept; 0 while none was removed."""
+        """Return the step of the oldest checkpoint that is kept; 0 if none was removed yet."""
         steps = [step_of(path) for path in self._all()]
         return min(steps) if len(steps) >= self.keep else 0
 
@@ -219,7 +219,7 @@ class CheckpointStore:
         return Restored(state["step"], state["version"], state["extra"], difference)
 
     def _all(self) -> list[Path]:
-        """Finished folders, newest first; those being written have another name. ConfigError as refuse_older_names."""
+        """List finished folders, newest first; ConfigError as in ``refuse_older_names``."""
         if not self.folder.is_dir():
             return []
         refuse_older_names(self.folder)
@@ -267,12 +267,12 @@ def _critic_difference(name: str, had: bool, has: bool) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Number of steps in a finished checkpoint, by its name."""
+    """Return the number of steps in a finished checkpoint, by its name."""
     return int(path.name.split("-")[1])
 
 
 def leader_term_of(path: Path) -> int:
-    """The number of the leader term that wrote a finished checkpoint, by its name."""
+    """Return the number of the leader term that wrote a finished checkpoint, by its name."""
     return int(path.name.rpartition("-t")[2])
 
 

@@ -87,8 +87,10 @@ class MicroBatch:
 
 
 def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> MicroBatch:
-    """Tensors of one micro-batch. Without rows it is one short row without a loss token: a rank that has
-    nothing to do still takes part in the collectives of the others."""
+    """Make the tensors of one micro-batch.
+
+    Without rows it is one short row without a loss token: a rank without work still takes part in collectives.
+    """
     longest = max((len(row.cut.tokens) for row in rows), default=0)
     shape = (max(1, len(rows)), max(2, longest))
 

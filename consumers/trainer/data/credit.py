@@ -101,7 +101,7 @@ def _of_tokens(gamma: float, samples: Samples) -> Credit:
 
 
 def _placed(calls: Calls, rows: Sequence[CutRow], gamma: float) -> list[Floats]:
-    """Rewards at the tokens of each row of a sample, float64 [L]."""
+    """Return the rewards at the tokens of each row of a sample, float64 [L]."""
     own = [1 + np.flatnonzero(row.loss_mask.numpy()[1:]) for row in rows]
     call_of = [row.of_sample(calls.of_token)[places] for row, places in zip(rows, own, strict=True)]
     of_call = np.concatenate([np.zeros(0, np.int64), *call_of])
@@ -130,7 +130,7 @@ def _calls(samples: Samples) -> list[Calls]:
 
 
 def _means(samples: Samples, credit: Sequence[float | Array]) -> Floats:
-    """Mean over the loss tokens of each sample, 0 where it has none."""
+    """Return the mean over the loss tokens of each sample, 0 if it has none."""
     total, tokens = np.zeros(len(samples.rewards)), np.zeros(len(samples.rewards))
     for row, value in zip(samples.rows, credit, strict=True):
         tokens[row.sample] += row.loss_tokens
@@ -142,6 +142,6 @@ def _means(samples: Samples, credit: Sequence[float | Array]) -> Floats:
 
 
 def _numbered(keys: Sequence[tuple[object, ...]]) -> Ints:
-    """Equal numbers for equal keys."""
+    """Number keys, equal ones alike."""
     numbers: dict[tuple[object, ...], int] = {}
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)

@@ -1,10 +1,10 @@
 """Load balancing: rows are dealt to ranks and their micro-batches, by pure functions over lengths.
 
-Families of rows of one group that begin alike cost less in one micro-batch than apart: what they begin with, a prompt
-or a conversation so far, is computed once for all rows of a micro-batch (model/packing.py).
+Every rank gets as many micro-batches as the others, and those that run at the same time cost about the same: sharded
+ranks wait for each other at every layer. The same input gives the same plan, so a replay is exact.
 
-Every rank gets as many micro-batches as the others, and those that run at the same time cost about the same:
-sharded ranks wait for each other at every layer. The same input gives the same plan, so a replay is exact.
+Rows of one group that begin alike are a family, which costs less in one micro-batch: what they begin with, a prompt or
+a conversation so far, is computed once for all rows of a micro-batch (model/packing.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Cost:
     loss: float = 0.0
 
     def of(self, tokens: int, loss_tokens: int) -> float:
-        """Work in the unit of the coefficients: floating-point operations if they are a model's."""
+        """Return the work in the unit of the coefficients: floating-point operations if they are a model's."""
         return self.token * tokens + self.square * tokens * tokens + self.loss * loss_tokens
 
 
@@ -59,7 +59,7 @@ class RowFamily:
         return sum(self.common)
 
     def halves(self) -> list[RowFamily]:
-        """Two families with half of the rows each; itself if it has one row."""
+        """Split into two families with half of the rows each; itself if it has one row."""
         middle = len(self.rows) // 2
         if not middle:
             return [self]
@@ -72,7 +72,7 @@ class RowFamily:
 def shares(
     costs: Sequence[float], lengths: Sequence[int], dp_size: int, max_tokens: int, *, packed: bool = True
 ) -> Shares:
-    """Indices of the rows of each rank's micro-batches: ``[rank][micro-batch][...]``, as many for each rank.
+    """Return the indices of the rows of each rank's micro-batches: ``[rank][micro-batch][...]``, as many for each rank.
 
     lengths: tokens. max_tokens: most tokens of a micro-batch, padding included unless they are ``packed``; a longer
     row gets a micro-batch of its own. A micro-batch may be empty when there are few rows.
@@ -89,7 +89,7 @@ def shares(
     dealt: Shares = [[] for _ in range(dp_size)]
     load = [0.0] * dp_size
     for first in range(0, len(bins), dp_size):
-        # Neighbours in size run at the same time; the largest goes to who has had least.
+        # Neighbours in size run at the same time; the rank with the least work gets the largest.
         ranks = sorted(range(dp_size), key=lambda rank: (load[rank], rank))
         for rank, b in zip(ranks, order[first : first + dp_size], strict=True):
             dealt[rank].append(bins[b])
@@ -105,10 +105,10 @@ def shares_of_families(
     families: Sequence[RowFamily],
     token: float,
 ) -> Shares:
-    """The same for packed rows, with families or their halves in one micro-batch if all ranks are done earlier then.
+    """Deal packed rows as ``shares`` does, but keep families or their halves together if that is faster.
 
-    Rows of a family that are together save what they share, each token of which costs ``token``; families are larger
-    than rows, so that a few of them may not go evenly into many micro-batches.
+    Rows of a family that are together save what they share, each token of which costs ``token``. Families are larger
+    than rows, so a few of them may not spread evenly over many micro-batches.
     """
 
     def whole(parts: Sequence[RowFamily]) -> Shares:
@@ -134,7 +134,7 @@ def shares_of_families(
 def work(
     dealt: Shares, costs: Sequence[float], families: Sequence[RowFamily] = (), token: float = 0.0
 ) -> list[list[float]]:
-    """Work of each micro-batch of each rank, without the tokens that rows of a family share in one."""
+    """Return the work of each micro-batch of each rank, without the tokens that rows of a family share in one."""
     shared = iter(count_shared(families, [rows for micro_batches in dealt for rows in micro_batches]))
     return [
         [sum(costs[row] for row in rows) - token * next(shared) for rows in micro_batches] for micro_batches in dealt
@@ -142,7 +142,7 @@ def work(
 
 
 def _slowest(found: Sequence[Sequence[float]]) -> float:
-    """Work until all are done: sharded ranks wait for each other in every micro-batch."""
+    """Return the work until all ranks are done: sharded ranks wait for each other in every micro-batch."""
     return float(sum(max(each) for each in zip(*found, strict=True)))
 
 
@@ -170,7 +170,7 @@ def _padded(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
 
 
 def partition(costs: Sequence[float], lengths: Sequence[int], bins: int, max_tokens: int) -> list[list[int]] | None:
-    """Indices of ``costs`` in ``bins`` bins of about equal cost; None if they are too long for so few.
+    """Partition indices of ``costs`` into ``bins`` bins of about equal cost; None if they need more bins.
 
     lengths: tokens of each item; a bin takes at most ``max_tokens`` of them, or one item that is longer than that.
     Longest processing time first (Graham, SIAM J. Appl. Math. 17, 1969), then exchanges between the
@@ -269,7 +269,7 @@ def _family(rows: list[int], common: list[int], tokens: Sequence[npt.NDArray[np.
 
 
 def count_shared(families: Sequence[RowFamily], micro_batches: Sequence[Sequence[int]]) -> list[int]:
-    """Tokens that each micro-batch need not compute: of rows of one family, whether all of it are there or some.
+    """Count the tokens that each micro-batch need not compute, because its rows of one family share them.
 
     0 where they are less than WORTH_IT of those that it reads: the model then computes each for itself.
     """
@@ -284,7 +284,7 @@ def count_shared(families: Sequence[RowFamily], micro_batches: Sequence[Sequence
 
 
 def _common_prefix(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """Tokens that both begin with, of those that a model reads: the last one of a row predicts nothing."""
+    """Count the tokens that both begin with, without the last one of a row, which a model does not read."""
     end = min(len(one), len(other)) - 1
     differ = one[:end] != other[:end]
     return int(differ.argmax()) if differ.any() else max(0, end)

@@ -59,7 +59,7 @@ def find_calls(trajectory: Trajectory, reward: float) -> Calls:
 
 
 def _names(trajectory: Trajectory, places: list[int]) -> list[str]:
-    """Names of the segments in which places of the arrays lie."""
+    """Return the names of the segments in which places of the arrays lie."""
     if not trajectory.segments:
         return ["main"] * len(places)
     ends = [segment.end for segment in trajectory.segments]

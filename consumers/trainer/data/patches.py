@@ -1,7 +1,7 @@
 """Images of a micro-batch as tensors: patches for the vision tower, and where in the rows its tokens stand.
 
 Positions are those of multimodal rotary embeddings (Qwen2-VL, arXiv:2409.12191): text counts on in all three
-dimensions, the tokens of an image share the first and count down and across in the others, and what follows goes on
+dimensions, the tokens of an image share the first and count down and across in the others, and what follows continues
 behind the largest.
 """
 
@@ -48,7 +48,7 @@ class ImageFiles:
     files: Mapping[str, bytes]
 
     def batch(self, rows: Sequence[Sequence[PlacedImage]], length: int) -> ImageBatch | None:
-        """The images of rows that are padded to ``length``; None without any.
+        """Return the images of rows that are padded to ``length``; None without any.
 
         DataError when one is not there, or has other tokens than stand for it.
         """
@@ -75,7 +75,7 @@ class ImageFiles:
 
 
 def check_place(image: PlacedImage, grid: Grid, settings: ImageSettings) -> None:
-    """DataError unless as many tokens stand for an image as the model makes of it."""
+    """Raise DataError unless as many tokens stand for an image as the model makes of it."""
     tokens = grid[1] * grid[2] // settings.merge**2
     if image.end - image.start != tokens:
         raise DataError(f"{image.end - image.start} tokens stand for the image {image.digest}, which has {tokens}")
@@ -84,7 +84,7 @@ def check_place(image: PlacedImage, grid: Grid, settings: ImageSettings) -> None
 def positions_of(
     images: Sequence[PlacedImage], grids: Sequence[Grid], length: int, merge: int
 ) -> npt.NDArray[np.int64]:
-    """Positions of the tokens of a row, int64 [3, length]."""
+    """Return the positions of the tokens of a row, int64 [3, length]."""
     found = np.empty((3, length), dtype=np.int64)
     at, position = 0, 0
     for image, (_, down, across) in zip(images, grids, strict=True):
@@ -103,7 +103,7 @@ def positions_of(
 
 
 def probe_batch(settings: ImageSettings, length: int = 4, start: int = 0) -> ImageBatch:
-    """The fixed picture with which weights are checked, in one row of ``length`` tokens from ``start`` on."""
+    """Return the fixed picture with which weights are checked, in one row of ``length`` tokens from ``start`` on."""
     placed = PlacedImage("probe", start, start + 4)
     found = ImageFiles(settings, {"probe": probe_image(settings)}).batch([[placed]], length)
     if found is None:

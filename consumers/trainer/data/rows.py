@@ -152,7 +152,7 @@ def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
 
 
 def loss_tokens(rows: Sequence[CutRow], samples: int) -> npt.NDArray[np.int64]:
-    """Loss tokens of each of ``samples`` samples, over all its rows: int64 [S]."""
+    """Count the loss tokens of each of ``samples`` samples, over all its rows: int64 [S]."""
     total = np.zeros(samples, dtype=np.int64)
     for row in rows:
         total[row.sample] += row.loss_tokens
@@ -160,7 +160,7 @@ def loss_tokens(rows: Sequence[CutRow], samples: int) -> npt.NDArray[np.int64]:
 
 
 def _images(images: Sequence[PlacedImage], places: npt.NDArray[np.int64]) -> list[PlacedImage]:
-    """The images that stand in a row, by its own positions. places: where its tokens stand in the sample's arrays.
+    """Return the images in a row, by its own positions. places: where its tokens stand in the sample's arrays.
 
     DataError for one of which a row has a part.
     """

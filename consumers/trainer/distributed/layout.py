@@ -53,7 +53,7 @@ class Layout:
         return self.replicate * self.shard
 
     def dp_rank_of(self, rank: int) -> int:
-        """Index of the data part that a rank is in."""
+        """Return the index of the data part that a rank is in."""
         return rank // (self.context * self.tensor)
 
     @property
@@ -83,7 +83,7 @@ def check_model(path: str | Path, layout: Layout, trust_remote_code: bool = Fals
 
 
 def has_plain_attention(config: Any) -> bool:
-    """Whether each layer of a model attends to all that came before: no windows, no chunks, no running state."""
+    """Return whether each layer of a model attends to all tokens before: no windows, chunks or running state."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return set(kinds) <= _PLAIN_LAYERS
@@ -91,12 +91,12 @@ def has_plain_attention(config: Any) -> bool:
 
 
 def number_of_experts(config: Any) -> int:
-    """Experts in each layer of a mixture; 0 for another model."""
+    """Return the number of experts in each layer of a mixture; 0 for another model."""
     return next((int(getattr(config, name)) for name in _EXPERTS if getattr(config, name, None)), 0)
 
 
 def _heads(config: Any) -> tuple[int, int]:
-    """Query heads, and the heads of keys and values."""
+    """Return the numbers of query heads, and of heads of keys and values."""
     heads = int(config.num_attention_heads)
     return heads, int(getattr(config, "num_key_value_heads", None) or heads)
 

@@ -103,7 +103,7 @@ class Ranks:
         return mesh["replicate", "sharded"] if copies else flat
 
     def _part(self, name: str) -> Part | None:
-        """This rank's place in a dimension of the mesh; None where that is of one rank."""
+        """Return this rank's place in a dimension of the mesh; None if the dimension has one rank."""
         mesh = self.mesh[name]
         return Part(mesh.get_group(), mesh.get_local_rank(), mesh.size()) if mesh.size() > 1 else None
 
@@ -113,7 +113,7 @@ class Ranks:
         return self.rank == 0
 
     def watchdog(self) -> AbstractContextManager[object]:
-        """A context around all that ranks do together, so that none outlives another; empty in a single process."""
+        """Return a context for all that ranks do together, in which none outlives another; empty in one process."""
         if self.world == 1:
             return nullcontext()
         # Where the launcher says that rank 0 can be reached.
@@ -246,26 +246,26 @@ class Ranks:
         return norm
 
     def _copies(self, tensor: Tensor) -> int:
-        """How many ranks hold the same piece of a tensor as this one."""
+        """Count the ranks that hold the same piece of a tensor as this one."""
         if not isinstance(tensor, DTensor):
             return self.world
         cut = (tensor.device_mesh.size(dim) for dim, how in enumerate(tensor.placements) if not how.is_replicate())
         return self.world // math.prod(cut)
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sum over data parts, of which all ranks have the same values."""
+        """Sum element-wise over data parts; the ranks of a part hold the same values."""
         return self._all_reduce(values, dist.ReduceOp.SUM, data=True)
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sum over all ranks, also those that train the same samples."""
+        """Sum element-wise over all ranks, also those that train the same samples."""
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
-        """Element-wise maximum over ranks."""
+        """Take the element-wise maximum over ranks."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def any(self, this: bool) -> bool:
-        """Whether ``this`` is true on any rank."""
+        """Return whether ``this`` is true on any rank."""
         return bool(self.all_reduce_max([float(this)])[0])
 
     def _all_reduce(
@@ -303,7 +303,7 @@ def _own_settings() -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """The reason of an error in one line; a distributed checkpoint hides it under a failure per rank."""
+    """Return the reason of an error in one line; a distributed checkpoint has one for each rank."""
     if isinstance(error, CheckpointException):
         return "; ".join(dict.fromkeys(str(failure[0]) for failure in error.failures.values()))
     return str(error)

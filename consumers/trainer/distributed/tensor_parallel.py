@@ -45,7 +45,7 @@ def cut_layers(model: PreTrainedModel, mesh: DeviceMesh, experts_whole: bool = F
 
 
 def tensor_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
-    """The model's own plan, with embeddings and the output layer cut by rows of the vocabulary.
+    """Return the model's own plan, with embeddings and the output layer cut by rows of the vocabulary.
 
     A vocabulary that ``size`` does not divide stays whole, and so does an output layer of something else: a critic's.
     """

@@ -131,7 +131,7 @@ class StepMeter:
         self.staleness = Counter({age: int(tokens) for age, tokens in enumerate(counts) if tokens})
 
     def result(self) -> dict[str, float]:
-        """The token metrics of the step. Means are over its loss tokens; without any they are 0."""
+        """Return the token metrics of the step. Means are over its loss tokens; without any they are 0."""
         s, tokens = self.sums, max(self.sums["tokens"], 1.0)
         figures = {
             "loss": s["loss"],
@@ -176,7 +176,7 @@ class StepMeter:
         return figures
 
     def _ratio_quantile(self, share: float) -> float:
-        """The ratio below which this share of the tokens is, to about 5 % of its logarithm."""
+        """Return the ratio below which this share of the tokens is, to about 5 % of its logarithm."""
         wanted, seen = share * self.sums["tokens"], 0.0
         for place, count in enumerate(self.log_ratios):
             seen += count
@@ -186,12 +186,12 @@ class StepMeter:
 
 
 def _deviation(total: float, squares: float, count: float) -> float:
-    """Standard deviation of ``count`` values, by their sum and the sum of their squares."""
+    """Return the standard deviation of ``count`` values, by their sum and the sum of their squares."""
     return math.sqrt(max(0.0, squares / count - (total / count) ** 2))
 
 
 def sample_metrics(plan: StepPlan) -> dict[str, float]:
-    """Metrics of the step's samples over all ranks: rewards, lengths in loss tokens, rows, truncation, balance.
+    """Return the metrics of the step's samples over all ranks: rewards, loss tokens, rows, truncation, balance.
 
     ``row_tokens`` are those of all rows of a sample, context too, which the model reads. ``shared_tokens_fraction``
     is the part of them that is computed together with another row's. ``imbalance`` is the work of the rank that has
@@ -229,7 +229,7 @@ def sample_metrics(plan: StepPlan) -> dict[str, float]:
 
 
 def _against_their_group(samples: Samples) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Samples with a reward above the mean of their group, and those below it, bool [S] each."""
+    """Find samples with a reward above the mean of their group, and those below it, bool [S] each."""
     means = np.bincount(samples.groups, samples.rewards) / np.bincount(samples.groups)
     apart = samples.rewards - means[samples.groups]
     # Not what rounding makes of equal rewards.

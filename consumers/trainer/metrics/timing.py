@@ -46,7 +46,7 @@ class StepTimer:
             self._spent[name] -= seconds
 
     def lap(self) -> dict[str, float]:
-        """Seconds of each phase since the last lap, ``other`` for the time in none of them, and their sum ``total``."""
+        """Return seconds of each phase since the last lap, ``other`` for the rest, and their sum ``total``."""
         now = self._now()
         total, spent = now - self._began, dict(self._spent)
         self._began = now

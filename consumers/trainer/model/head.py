@@ -33,7 +33,7 @@ def score(
     entropy_gradient: bool = False,
     part: Part | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target token and entropy of its distribution, both float32 [M].
+    """Compute the log-probability of each target token and the entropy of its distribution, both float32 [M].
 
     features: [M, H], the last hidden states. weight: [V, H], bias: [V] of the output layer. targets: int64 [M]. Logits
     are computed in the type of the layer, everything after in float32. temperature: one for all, or float32 [M].
@@ -127,7 +127,7 @@ class _Score(torch.autograd.Function):
 
 
 def _own_rows(targets: Tensor, rows: int, part: Part) -> tuple[Tensor, Tensor]:
-    """Targets [M] as indices into this rank's rows, and whether they are there, bool [M]; 0 where they are not."""
+    """Return targets [M] as indices into this rank's rows, 0 if elsewhere, and whether they are there, bool [M]."""
     targets = targets - part.rank * rows
     own = (targets >= 0) & (targets < rows)
     return targets.masked_fill(~own, 0), own
@@ -136,7 +136,7 @@ def _own_rows(targets: Tensor, rows: int, part: Part) -> tuple[Tensor, Tensor]:
 def _over_ranks(
     logprobs: Tensor, own: Tensor, entropy: Tensor, total: Tensor, part: Part
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same three, [M], of the whole vocabulary, from those of each rank's rows as if there were no others.
+    """Combine the three values, [M], that each rank has from its rows of the vocabulary.
 
     With rank i's logarithm of summed exponentials L_i, L = log sum exp L_i and w_i = exp(L_i - L): a token's
     log-probability is that within its rank plus L_i - L, and the entropy is the sum of w_i (H_i - (L_i - L)).
@@ -151,7 +151,7 @@ def _over_ranks(
 
 
 def _of(temperature: float | Tensor, chunk: slice) -> float | Tensor:
-    """The temperature of a chunk of tokens: the same for all, or [K, 1]."""
+    """Return the temperature of a chunk of tokens: the same for all, or [K, 1]."""
     return temperature[chunk, None] if isinstance(temperature, Tensor) else temperature
 
 

@@ -106,7 +106,7 @@ def save_adapter(policy: Policy, folder: Path, dtype: str, path: str) -> None:
 
 @torch.no_grad()
 def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Log-probability of each token after the first at temperature 1, float32 [T-1], by the model's own forward.
+    """Compute the log-probability of each token after the first at temperature 1, float32 [T-1].
 
     The probe of a vision model begins with the fixed picture.
     """
@@ -121,7 +121,7 @@ def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.
 
 
 def wire_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Weights to publish: the adapter by peft's names where there is one, otherwise all of ``named_weights``.
+    """Yield the weights to publish: the adapter by peft's names if there is one, or all of ``named_weights``.
 
     A frozen vision tower stays where it is.
     """
@@ -137,7 +137,7 @@ def wire_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and saved floating-point buffers by Hugging Face name, without an adapter; a tied one appears once."""
+    """Yield parameters and saved floating-point buffers by Hugging Face name, without adapters; tied ones once."""
     saved = policy.state_dict().keys()
     for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]:
         if name in saved and tensor.is_floating_point() and not _ADAPTER.fullmatch(name):
@@ -145,7 +145,7 @@ def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """All weights; those with an adapter are whole and have it added, in float32."""
+    """Yield all weights; those with an adapter are whole and have it added, in float32."""
     if policy.adapter is None:
         yield from named_weights(policy)
         return
@@ -167,7 +167,7 @@ def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def header(specs: Sequence[TensorSpec]) -> bytes:
-    """Head of a safetensors file: the length of its JSON as uint64, then the JSON, padded to 8 bytes."""
+    """Make the head of a safetensors file: the length of its JSON as uint64, then the JSON, padded to 8 bytes."""
     entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:

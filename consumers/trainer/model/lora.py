@@ -27,7 +27,7 @@ NAME = "default"
 
 
 def make_policy(config: TidemillConfig, empty: bool = False) -> Policy:
-    """The policy of a run before its first step. ConfigError says what is wrong with model.path or trainer.lora.
+    """Make the policy of a run before its first step; ConfigError if model.path or trainer.lora is wrong.
 
     empty: without weights, for a rank that gets them from another.
     """
@@ -40,7 +40,7 @@ def make_policy(config: TidemillConfig, empty: bool = False) -> Policy:
 
 
 def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = False) -> Policy:
-    """A policy of the run's kind without an adapter, of the model at ``path``; ConfigError says what is wrong."""
+    """Load a policy of the run's kind, without an adapter, of the model at ``path``; ConfigError if that fails."""
     model = config.model
     causal_lm = load_model(path, dtype, model.trust_remote_code, vision=model.kind == "vision", empty=empty)
     if model.kind == "text":
@@ -70,7 +70,7 @@ def adapt(model: PreTrainedModel, settings: LoraConfig, base: str, seed: int) ->
 
 
 def targets(model: PreTrainedModel, wanted: list[str] | None) -> list[str]:
-    """Last names of the layers to adapt, sorted; ConfigError names what the model has where one matches nothing."""
+    """Return the last names of the layers to adapt, sorted; ConfigError if a wanted one matches no layer."""
     output = model.get_output_embeddings()
     linear = {
         name.rpartition(".")[2]
@@ -90,7 +90,7 @@ def targets(model: PreTrainedModel, wanted: list[str] | None) -> list[str]:
 
 
 def peft_config(adapter: Adapter, path: str | None = None) -> Any:
-    """Configuration of an adapter for peft; path: the model that the adapter belongs to."""
+    """Return the configuration of an adapter for peft; path: the model that the adapter belongs to."""
     from peft import LoraConfig as PeftConfig
 
     alpha = int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha

@@ -74,13 +74,13 @@ class SharedPrefixes(NamedTuple):
     first: Tensor
 
     def to_all(self, values: Tensor, dim: int, own: Tensor | None = None) -> Tensor:
-        """Values of the distinct tokens, M in dimension ``dim``, at all N or those that ``own``, bool [N], marks."""
+        """Spread values of the M distinct tokens in dimension ``dim`` to all N, or to those in ``own``, bool [N]."""
         index = self.spread if own is None else self.spread[own]
         # PyTorch gives apply no types.
         return cast(Tensor, _Repeat.apply(values, dim, index))  # type: ignore[no-untyped-call]
 
     def to_distinct(self, values: Tensor, dim: int) -> Tensor:
-        """Values of all N tokens in dimension ``dim``, at the M distinct ones."""
+        """Return the values of all N tokens in dimension ``dim``, at the M distinct ones."""
         return values.index_select(dim, self.first)
 
 
@@ -130,7 +130,7 @@ class Packed:
     shared: SharedPrefixes | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the model's forward, which hands them to every attention layer; the names are transformers'."""
+        """Return the arguments of the model's forward, which every attention layer gets, by transformers' names."""
         others: dict[str, Any] = {} if self.context is None else {"context": self.context}
         ids, positions = self._own(self.ids, 1), self._own(self.positions, 1)
         if self.shared is not None:
@@ -147,11 +147,11 @@ class Packed:
         }
 
     def states_of(self, hidden: Tensor, own: Tensor) -> Tensor:
-        """States [K, D] of the K tokens of this rank that ``own``, bool [N / C], marks; hidden: what the model gave."""
+        """Return states [K, D] of this rank's K tokens that ``own``, bool [N / C], marks. hidden: from the model."""
         return hidden[own] if self.shared is None else self.shared.to_all(hidden, 0, own)
 
     def part_of(self, values: Tensor) -> Tensor:
-        """Values [R, T, ...] at this rank's tokens: [N / C, ...], 0 or false in the sequence that fills up."""
+        """Return values [R, T, ...] at this rank's tokens: [N / C, ...], 0 or false in the filling sequence."""
         found = values[self.rows]
         return self._own(F.pad(found, (0, 0) * (found.ndim - 1) + (0, self.ids.shape[1] - len(found))))
 
@@ -245,7 +245,7 @@ def attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence, or within each padded row when there are no starts.
+    """Compute causal attention within each packed sequence, or within each padded row if there are no starts.
 
     query: [B, H, N, D]; key, value: [B, H or fewer, N, D]. Returns [B, N, H, D]. context: the ranks that have N / C
     tokens each of the sequences. shared: N is the number of distinct tokens of the sequences. ValueError if the model
@@ -302,7 +302,7 @@ def _installed(package: str) -> bool:
 
 
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
-    """The kernel of the package flash_attn, which takes grouped heads as they are (arXiv:2307.08691)."""
+    """Call the kernel of the package flash_attn, which takes grouped heads as they are (arXiv:2307.08691)."""
     from flash_attn import flash_attn_varlen_func
 
     out = flash_attn_varlen_func(
@@ -343,7 +343,7 @@ def _each(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: in
 
 
 def _flat(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three tensors as [N, H, D], or fewer heads."""
+    """Return the three tensors as [N, H, D], or fewer heads."""
     return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
 
 

@@ -110,7 +110,7 @@ class Policy(ParallelModule):
         images: ImageBatch | None = None,
         routed_experts: Tensor | None = None,
     ) -> TokenScores:
-        """Log-probability and entropy of ``targets`` where ``mask`` is set.
+        """Compute log-probability and entropy of ``targets`` where ``mask`` is set.
 
         tokens: int64 [R, T], right-padded. targets: int64 [R, T-1], token t+1 at position t. mask: bool [R, T-1].
         lengths: int64 [R], how many of a row's first T-1 tokens are read, the masked ones among them; all when None.
@@ -153,14 +153,14 @@ class Policy(ParallelModule):
         return TokenScores(*(_scatter(values, mask) for values in scores))
 
     def replay_routers(self) -> None:
-        """From now on give the routers of a mixture the choices that ``forward`` is given.
+        """Replay in the routers of a mixture, from now on, the choices that ``forward`` is given.
 
         Called before the policy is cut or sharded. ConfigError for a model whose routers can't be given any.
         """
         self.router_replay = RouterReplay(self.causal_lm)
 
     def _hidden(self, arguments: dict[str, Any], images: ImageBatch | None, rows: Tensor | None = None) -> Tensor:
-        """The last hidden states. arguments: of the model's base. rows: where packed tokens stand."""
+        """Compute the last hidden states. arguments: of the model's base. rows: where packed tokens stand."""
         base: Any = self.causal_lm.base_model
         if self.vision is not None:
             ids = arguments.pop("input_ids")
@@ -220,7 +220,7 @@ def read_model(
 def _score_logits(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """``score`` from logits [M, V], for models that scale or cap them: log-probabilities and entropies, float32 [M]."""
+    """Score logits [M, V] of models that scale or cap them: log-probabilities and entropies, float32 [M]."""
     if isinstance(temperature, Tensor):
         temperature = temperature[:, None]
     distribution = torch.log_softmax(logits.float() / temperature, dim=-1)
@@ -233,7 +233,7 @@ def _score_logits(
 
 
 def _scatter(values: Tensor, mask: Tensor) -> Tensor:
-    """Values [M] at the M positions that are set in ``mask`` [R, T-1], zero elsewhere."""
+    """Return values [M] at the M positions that are set in ``mask`` [R, T-1], zero elsewhere."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 

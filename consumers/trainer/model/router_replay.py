@@ -115,7 +115,7 @@ class RouterReplay:
         self._chosen = chosen
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
-        """The experts of each token in this layer, given the router's ``own`` choice: int64 [N, k]."""
+        """Return the experts of each token in this layer, given the router's ``own`` choice: int64 [N, k]."""
         self._heard.add(layer)
         if self._chosen is None:
             return own
@@ -128,7 +128,7 @@ class RouterReplay:
         return torch.where(known, given, own)
 
     def result(self, add: Callable[[list[float]], list[float]]) -> dict[str, float]:
-        """The metrics of passes with a gradient since the last time; ``add`` is a sum over all ranks.
+        """Return the metrics of passes with a gradient since the last call; ``add`` is a sum over all ranks.
 
         experts_changed: share of the replayed choices that the trainer's routers would not have made. Nothing where
         no choice was replayed.

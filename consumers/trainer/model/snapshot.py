@@ -162,7 +162,7 @@ class Snapshots:
         return Snapshot(layout, image, copies)
 
     def _buffer(self, specs: Sequence[TensorSpec]) -> Tensor:
-        """The buffer for a file, with the file's head in it: uint8 [bytes], pinned where weights are on a GPU."""
+        """Return the buffer for a file, with the file's head in it: uint8 [bytes], pinned for weights on a GPU."""
         head = header(specs)
         size = len(head) + sum(torch.Size(spec.shape).numel() * DTYPES[spec.dtype].itemsize for spec in specs)
         if self._image is None or len(self._image) != size:
@@ -171,7 +171,7 @@ class Snapshots:
         return self._image
 
     def _views(self, image: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
-        """Each tensor's place in the image."""
+        """Yield each tensor's place in the image."""
         start = len(header(specs))
         for spec in specs:
             dtype, shape = DTYPES[spec.dtype], torch.Size(spec.shape)

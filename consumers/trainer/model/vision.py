@@ -27,7 +27,7 @@ TOLERANCE = 1e-3
 
 
 def image_settings_of(model: ModelConfig) -> ImageSettings:
-    """How a vision model, a folder or a hub id, wants its images; ConfigError if it takes none."""
+    """Read how a vision model, a folder or a hub id, wants its images; ConfigError if it takes none."""
     return read_image_settings(resolve_folder(model.path, weights=False), model.max_pixels)
 
 
@@ -35,7 +35,7 @@ class VisionTower:
     """The vision part of a policy's model. frozen: it has no gradient. settings: how the model wants its images."""
 
     def __init__(self, model: PreTrainedModel, settings: ImageSettings, frozen: bool) -> None:
-        """ConfigError when the model is not built as we know it."""
+        """Find the parts of the model; ConfigError if it has others."""
         base, kind = model.base_model, model.config.model_type
         lacking = [name for name in _PARTS if not hasattr(base, name)]
         token = getattr(model.config, "image_token_id", None)
@@ -54,7 +54,7 @@ class VisionTower:
         self._check(model)
 
     def probe_tokens(self, model: PreTrainedModel) -> tuple[list[int], tuple[int, int]]:
-        """Tokens of the fixed picture with those that open and close it, and which of them stand for it."""
+        """Return the tokens of the fixed picture with those that open and close it, and the range of its own."""
         config = model.config
         around = (getattr(config, name, None) for name in ("vision_start_token_id", "vision_end_token_id"))
         opening, closing = ([token] if isinstance(token, int) else [] for token in around)
@@ -63,7 +63,7 @@ class VisionTower:
     def arguments(
         self, model: PreTrainedModel, ids: Tensor, rows: Tensor | None, images: ImageBatch | None
     ) -> dict[str, Any]:
-        """Embeddings, positions and further arguments of the language model.
+        """Return embeddings, positions and further arguments of the language model.
 
         ids: int64 [1, N] packed, or [R, T] where ``rows`` is None. rows: bool [R, T'], the places of the N tokens in
         the micro-batch.
@@ -89,7 +89,7 @@ class VisionTower:
         return {"inputs_embeds": embeddings, **found}
 
     def _features(self, base: Any, patches: Tensor, grids: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """What the tower makes of images, [tokens, H], and what further layers of the text get of it."""
+        """Run the tower on images: features [tokens, H], and those for further layers of the text."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             out = base.get_image_features(patches, grids, return_dict=True)
         deep = [torch.cat(list(part)) for part in getattr(out, "deepstack_features", None) or []]
@@ -97,7 +97,7 @@ class VisionTower:
 
     @torch.no_grad()
     def _check(self, model: PreTrainedModel) -> None:
-        """ConfigError unless the parts, called one by one, compute what the model does on a picture with text."""
+        """Raise ConfigError unless the parts, called one by one, compute what the model does on a picture."""
         if model.device.type == "meta":
             return
         base: Any = model.base_model

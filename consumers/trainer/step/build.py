@@ -28,7 +28,7 @@ def build_train_step(
     reference: Policy | None = None,
     critic: Critic | None = None,
 ) -> TrainStep:
-    """The training step that a configuration describes; every rank calls this.
+    """Build the training step that a configuration describes; every rank calls this.
 
     ranks: by default this process alone. policy, reference, critic: models that are there already, by default those of
     ``model``, ``trainer.kl`` and ``trainer.critic``; the reference on the device where it stays. Parameters and
@@ -132,7 +132,7 @@ def _check_models(config: TidemillConfig, ranks: Ranks) -> None:
 
 
 def build_critic(config: TidemillConfig, empty: bool = False) -> Critic | None:
-    """The critic of ``trainer.critic`` before its first step; None without one. empty: as in make_policy."""
+    """Load the critic of ``trainer.critic`` before its first step; None without one. empty: as in make_policy."""
     settings, model = config.trainer.critic, config.model
     if settings is None:
         return None
@@ -140,7 +140,7 @@ def build_critic(config: TidemillConfig, empty: bool = False) -> Critic | None:
 
 
 def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:
-    """A second model that ``trainer.kl`` compares with, frozen; None where none is needed.
+    """Load the second model that ``trainer.kl`` compares with, frozen; None if it needs none.
 
     Beside the policy it is sharded over the ranks like that; in main memory every rank has a whole one.
     """

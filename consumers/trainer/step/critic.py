@@ -38,9 +38,9 @@ class Critic(ParallelModule):
             use_packing(self.causal_lm)
 
     def forward(self, tokens: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-        """Values of states; tokens: int64 [R, T], padded; mask: bool [R, T-1]; lengths: int64 [R], see MicroBatch.
+        """Compute the values of states: float32 [R, T-1], 0 where the mask is not set.
 
-        Returns float32 [R, T-1], 0 where the mask is not set.
+        tokens: int64 [R, T], padded. mask: bool [R, T-1]. lengths: int64 [R], see MicroBatch.
         """
         head = self.causal_lm.get_output_embeddings()
         if self.packed:
@@ -80,7 +80,7 @@ class CriticStep:
 
     @torch.no_grad()
     def values(self, micro: MicroBatch) -> Tensor:
-        """Values of the states before each token, by the weights before the step: float32 [R, T-1]."""
+        """Return the values of the states before each token, by the weights before the step: float32 [R, T-1]."""
         found: Tensor = self.critic(micro.tokens, micro.mask, micro.lengths)
         return found
 

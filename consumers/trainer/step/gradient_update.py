@@ -200,7 +200,7 @@ class LocalAdamW(AdamW):
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerConfig) -> AdamW:
-    """AdamW over the parameters that want a gradient. Matrices decay, vectors (norms, biases) don't."""
+    """Build AdamW for the parameters that need a gradient. Matrices decay, vectors (norms, biases) don't."""
     trained = [p for p in parameters if p.requires_grad]
     optimizer = LocalAdamW(
         [
@@ -223,7 +223,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerConfi
 
 
 def lr_factor(step: int, settings: OptimizerConfig, steps: int) -> float:
-    """Fraction of the peak learning rate at ``step`` (0 is the first) of ``steps``.
+    """Return the fraction of the peak learning rate at ``step`` (0 is the first) of ``steps``.
 
     Linear warm-up over ``warmup_steps``, then constant, or a linear or cosine decay that would reach 0
     at ``steps``: the last step still moves.

@@ -98,7 +98,7 @@ class Preparation:
 
     @torch.no_grad()
     def _score(self, policy: Policy, micro: MicroBatch, replayed: bool = False) -> Tensor:
-        """Log-probabilities under a policy, at the temperatures of the samples: float32 [R, T-1].
+        """Return the log-probabilities under a policy, at the temperatures of the samples: float32 [R, T-1].
 
         replayed: with the experts of the rollout, as the policy itself is trained.
         """
