@@ -20,7 +20,7 @@ SIZES = [4, 1, 5, 2, 3]
 
 @dataclass(frozen=True)
 class Job:
-    """Steps ``first`` to ``last`` in the folder ``name``; source: the folder whose checkpoint they go on from."""
+    """Steps ``first`` to ``last`` in the folder ``name``; source: the folder whose checkpoint they resume."""
 
     name: str
     first: int

@@ -1,6 +1,6 @@
 """What tests run on every rank of a trainer: rank 0 leads some steps of uneven batches, the others follow.
 
-It goes on from the newest checkpoint of the run's folder, and saves one at the end.
+It resumes the newest checkpoint of the run's folder, and saves one at the end.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def in_thread(trainer: Trainer, stop: StopFlag) -> tuple[threading.Thread, list[
 def train_to_last_evaluation(
     trainer: Trainer, broker: Broker, stop: StopFlag
 ) -> tuple[threading.Thread, list[BaseException]]:
-    """Have all steps trained; the trainer waits for an evaluation then, which nobody has opened yet."""
+    """Have all steps trained; the trainer then waits for an evaluation, which is not open yet."""
     trainer.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
     with Pipeline(broker, publish_of_version):
         thread, errors = in_thread(trainer, stop)

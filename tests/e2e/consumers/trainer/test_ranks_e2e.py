@@ -97,7 +97,7 @@ def test_ranks_outlast_a_pause_and_any_may_be_killed_and_nothing_is_lost_or_trai
 
 
 def pause_longer_than_ranks_wait(run: UpRun) -> None:
-    """Nothing is trained in it, and the ranks that go on are those from before."""
+    """Nothing is trained during it, and the same ranks continue after it."""
     control = Client(str(address_of(run.folder)), None)
     assert control.send("POST", "/v1/pause", {"wait_s": 120}, 120)["done"]
     ranks = [rank(run, number) for number in (0, 1)]

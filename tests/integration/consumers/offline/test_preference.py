@@ -75,7 +75,7 @@ def test_dpo_prefers_the_chosen_answers(model: ModelConfig, tmp_path: Path, loss
 
 
 def test_ipo_stops_at_its_margin(model: ModelConfig, tmp_path: Path) -> None:
-    """1/(2 beta) = 1: with certain preferences DPO would go on without end."""
+    """1/(2 beta) = 1: with certain preferences DPO would never stop."""
     settings = DpoConfig.model_validate(section(tmp_path / "out", loss="ipo", beta=0.5, steps=120))
     assert train_dpo(model, PAIRS[:16], PAIRS[:16], settings, load_tokenizer=HfTokenizer).margin == pytest.approx(
         1.0, abs=0.2

@@ -1,4 +1,4 @@
-"""A trainer on the real server, made anew as often as a test wants one."""
+"""A trainer on the real server, made as often as a test asks for one."""
 
 from __future__ import annotations
 

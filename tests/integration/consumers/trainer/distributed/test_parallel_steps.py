@@ -30,12 +30,12 @@ BESIDE: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "adapter": ({"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1e-2}}, "shard 4", "replicate 2, context 2"),
 }
-"""What a checkpoint may hold beside a policy or in its place: settings, the layout that writes it, one that goes on."""
+"""What a checkpoint may hold beside a policy or in its place: settings, the layout that writes it, one that resumes."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of one rank and of four; their checkpoints go on under other layouts, and on one rank again."""
+    """Runs of one rank and of four; their checkpoints are resumed under other layouts, and on one rank."""
     folder = tmp_path_factory.mktemp("runs")
     model = make_divisible_model(folder / "model")
     run_jobs(model, folder, [Job("alone", 0, 2), Job("alone to alone", 2, 3, source="alone")])

@@ -142,7 +142,7 @@ LORA = {"lora": {"rank": 4, "alpha": 8.0}, "kl": {"coef": 0.1, "reference": "lor
 
 
 def test_an_adapter_is_sharded_and_trained_like_on_one_rank(model: Path, folders: Path) -> None:
-    """Its reference is the sharded policy with the adapter off; a checkpoint of two ranks goes on with one."""
+    """Its reference is the sharded policy with the adapter off; one rank resumes a checkpoint of two."""
     alone, both = (launch(world, model, folders / f"lora-{world}", 0, 2, **LORA) for world in (1, 2))
     same(both, alone)
     assert both["sharded"]

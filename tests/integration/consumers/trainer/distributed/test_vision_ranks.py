@@ -1,4 +1,4 @@
-"""Ranks that share a vision model: those without an image wait for nobody, and all compute what one process does."""
+"""Ranks that share a vision model: those without an image do not wait, and all compute what one process does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk without room: the trainer's loop waits with whatever it writes, says so, and goes on."""
+"""A disk without room: the trainer's loop waits with every write, reports it, and resumes."""
 
 from __future__ import annotations
 

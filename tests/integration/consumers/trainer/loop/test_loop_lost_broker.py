@@ -1,4 +1,4 @@
-"""A broker that forgets while the trainer goes on: no prompt is skipped or trained twice, and no version is reused."""
+"""A broker that loses data during training: no prompt is skipped or trained twice, and no version is reused."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_weights_that_vanish_while_all_wait_for_them_are_published_again(
     store, keys = broker.weights, broker.connection.keys
     thread, errors = in_thread(one, stop)
     until(lambda: store.newest() is not None, "the first version")
-    # Nobody generates: the trainer waits for the one group that is admitted.
+    # Without a generator the trainer waits for the one group that is admitted.
     broker.ledger.admit(Task(task_id=0, kind="train", n=2, sampling=Sampling(), text="?"))
     for _ in range(2):
         broker.connection.client.delete(*(getattr(keys, name) for name in lost))

@@ -1,4 +1,4 @@
-"""Weights that no generator can use end the run with the reason; a run with one that can use them goes on."""
+"""Weights that no generator can use end the run with the reason; a run with one that can use them continues."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_compiled_layers_train_the_same(
         make_step(model, compile=wanted, activation_checkpointing=checkpointing) for wanted in (False, True)
     )
     graphs = []
-    # Of the first batch rows share their prompts, of the second there are none that could.
+    # Rows of the first batch share their prompts, those of the second do not.
     for version, sizes in enumerate([[4, 1], [1, 1], [2, 5, 3], [6, 2]]):
         groups = make_groups(sizes, seed=version)
         wanted = plain.run(plain.planner.plan(groups).batch(), version).metrics
@@ -59,7 +59,7 @@ def test_compiled_layers_train_the_same(
             assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0, "something was compiled"
-    assert graphs[2:] == graphs[1:2] * 2, "other sizes compile nothing anew"
+    assert graphs[2:] == graphs[1:2] * 2, "other sizes are not compiled again"
     assert plain.policy.state_dict().keys() == compiled.policy.state_dict().keys()
 
 

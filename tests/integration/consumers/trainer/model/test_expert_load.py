@@ -58,4 +58,4 @@ def test_the_load_of_experts_is_what_the_routers_chose(build: Any) -> None:
     unused = sum(8 - len(counter) for counter in chosen.values()) / 16
     assert metrics["experts_unused"] == pytest.approx(unused)
     again = step.run(step.planner.plan(make_groups([4, 3])).batch(), 0).metrics
-    assert again["expert_load_max"] == pytest.approx(worst, rel=0.2), "each step counts anew"
+    assert again["expert_load_max"] == pytest.approx(worst, rel=0.2), "each step has its own counts"

@@ -210,7 +210,7 @@ def test_a_step_repeats_the_rollouts_choices_and_tells_how_many_it_would_not_hav
         assert micro.routed_experts is not None
         assert torch.equal(given, micro.routed_experts[places][:, 2].long())
     plain = step.run(step.planner.plan(make_groups([4, 3], vocabulary=96)).batch(), 1).metrics
-    assert "experts_changed" not in plain, "nobody noted any"
+    assert "experts_changed" not in plain, "none were reported"
 
 
 def test_choices_travel_to_other_ranks_with_their_rows() -> None:

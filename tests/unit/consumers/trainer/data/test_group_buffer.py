@@ -153,7 +153,7 @@ def test_a_run_in_which_nothing_fails_keeps_few_ends_in_mind() -> None:
         streak.succeeded(task_id)
         assert streak.find([]) is None
     assert len(streak) <= 24
-    # The newest are those that are kept: a streak that they end is none.
+    # The newest are kept: they end the streak.
     for task_id in (996, 998, 1000):
         streak.failed(task_id, "no reward")
     assert streak.find([]) is None

@@ -259,7 +259,7 @@ def test_each_token_of_a_row_comes_with_its_experts_those_it_shares_included(len
     for row, sequence in enumerate(micro.sequence.tolist()):
         found = micro.routed_experts[row]
         if sequence >= len(cut):
-            assert (found == -1).all(), "nobody noted them of this sample"
+            assert (found == -1).all(), "this sample came without any"
             continue
         own = cut[sequence].of_sample(np.arange(len(episode.tokens)))
         expected = np.where(own[:, None] == 0, -1, own[:, None] + np.array([[0, 100]]))

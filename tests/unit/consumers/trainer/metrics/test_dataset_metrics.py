@@ -26,7 +26,7 @@ def test_each_dataset_has_its_own_mean_reward_and_solve_rate() -> None:
             "data/code/solve_all": 0,
         }
     )
-    assert meter.take() == {}, "every step counts anew"
+    assert meter.take() == {}, "every step has its own counts"
 
 
 def test_a_level_has_figures_of_its_own() -> None:

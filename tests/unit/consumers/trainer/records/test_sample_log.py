@@ -1,4 +1,4 @@
-"""samples/ of a run's folder: whole groups for people, in bounded room, at no risk to the training."""
+"""samples/ of a run's folder: whole groups to be read, in bounded room, at no risk to training."""
 
 from __future__ import annotations
 
