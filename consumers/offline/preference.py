@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -159,25 +159,22 @@ def train_reward_model(
     return result
 
 
+@dataclass
 class _PairwiseTraining:
     """Training of a model on pairs, with evaluations on the held-out ones.
 
     margins: from pairs to float32 [P], positive where the chosen answer is ahead. losses: from margins to losses [P].
     """
 
-    def __init__(
-        self,
-        heldout: Sequence[PairIds],
-        settings: PreferenceConfig,
-        cut: MicroBatches[PairIds],
-        ranks: Ranks,
-        margins: Callable[[Sequence[PairIds]], Tensor],
-        losses: Callable[[Tensor], Tensor],
-        progress: Progress | None,
-    ) -> None:
-        self.heldout, self.settings, self.cut, self.ranks = heldout, settings, cut, ranks
-        self.margins, self.losses, self.progress = margins, losses, progress
-        self.started = time.perf_counter()
+    heldout: Sequence[PairIds]
+    settings: PreferenceConfig
+    cut: MicroBatches[PairIds]
+    ranks: Ranks
+    margins: Callable[[Sequence[PairIds]], Tensor]
+    losses: Callable[[Tensor], Tensor]
+    progress: Progress | None
+    started: float = field(default_factory=time.perf_counter)
+    last: PairwiseProgress = field(init=False)
 
     def run(self, model: nn.Module, pairs: Sequence[PairIds], dtype: torch.dtype, seed: int) -> PairwiseProgress:
         """Train, and return the last evaluation."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -157,22 +157,20 @@ class _Model(Policy):
         return self.causal_lm(**arguments)
 
 
+@dataclass
 class _Training:
     """Training with evaluations now and then, more often as the accuracy nears its mark."""
 
-    def __init__(
-        self,
-        model: _Model,
-        eos: int,
-        heldout: Sequence[Encoded],
-        settings: WarmStartConfig,
-        limits: MemoryLimits,
-        ranks: Ranks,
-        progress: Callable[[SftProgress], None] | None,
-    ) -> None:
-        self.model, self.eos, self.heldout = model, eos, heldout
-        self.settings, self.limits, self.ranks, self.progress = settings, limits, ranks, progress
-        self.started, self.best = time.perf_counter(), 0.0
+    model: _Model
+    eos: int
+    heldout: Sequence[Encoded]
+    settings: WarmStartConfig
+    limits: MemoryLimits
+    ranks: Ranks
+    progress: Callable[[SftProgress], None] | None
+    started: float = field(default_factory=time.perf_counter)
+    best: float = 0.0
+    last: SftProgress = field(init=False)
 
     def run(self, examples: Sequence[Encoded], dtype: torch.dtype, seed: int) -> SftProgress:
         """Train, and return the last evaluation."""

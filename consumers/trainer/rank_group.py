@@ -19,6 +19,7 @@ import structlog
 
 from consumers.trainer.checkpoint.compare import Comparison, compare
 from consumers.trainer.checkpoint.store import CheckpointStore, Restored
+from consumers.trainer.data.collate import collate
 from consumers.trainer.data.groups import Group
 from consumers.trainer.data.plan import StepBatch
 from consumers.trainer.data.rows import TrainRow
@@ -223,7 +224,8 @@ class RankGroup:
         if isinstance(command, Train):
             trace = Path(command.trace) if command.trace else None
             self.step.schedule.lr, self.step.schedule.steps = command.lr, command.steps
-            batch = StepBatch.of(command.micro_batches, images=self.step.planner.files(command.images))
+            images = self.step.planner.files(command.images)
+            batch = StepBatch([collate(rows, images) for rows in command.micro_batches])
             self._run_step(batch, command.version, trace)
         elif isinstance(command, Gather):
             self.gather(command.tokens)

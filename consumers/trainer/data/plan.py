@@ -114,7 +114,7 @@ class StepPlan:
 
     def batch(self, dp_rank: int = 0) -> StepBatch:
         """Make the tensors of a rank's micro-batches, with the plan that they are a part of."""
-        return StepBatch.of(self.share(dp_rank), self, self.images)
+        return StepBatch([collate(rows, self.images) for rows in self.share(dp_rank)], self)
 
 
 @dataclass(frozen=True)
@@ -123,16 +123,6 @@ class StepBatch:
 
     micro_batches: list[MicroBatch]
     plan: StepPlan | None = None
-
-    @classmethod
-    def of(
-        cls,
-        micro_batches: Sequence[Sequence[TrainRow]],
-        plan: StepPlan | None = None,
-        images: ImageFiles | None = None,
-    ) -> StepBatch:
-        """Make the tensors of a rank's rows, listed for each micro-batch."""
-        return cls([collate(rows, images) for rows in micro_batches], plan)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class Observer(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class TrainStep:
     """An optimizer step, from micro-batches to changed weights and metrics; ``build_train_step`` puts it together::
 
@@ -61,27 +62,15 @@ class TrainStep:
     planner: what makes batches of groups. policy: on its device, sharded over ``ranks`` if these are several.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        planner: StepPlanner,
-        objective: Objective,
-        update: GradientUpdate,
-        schedule: Schedule,
-        ranks: Ranks,
-        preparation: Preparation | None = None,
-        critic: CriticStep | None = None,
-        observers: Sequence[Observer] = (),
-    ) -> None:
-        self.policy = policy
-        self.planner = planner
-        self.preparation = preparation
-        self.objective = objective
-        self.update = update
-        self.schedule = schedule
-        self.ranks = ranks
-        self.critic = critic
-        self.observers = observers
+    policy: Policy
+    planner: StepPlanner
+    objective: Objective
+    update: GradientUpdate
+    schedule: Schedule
+    ranks: Ranks
+    preparation: Preparation | None = None
+    critic: CriticStep | None = None
+    observers: Sequence[Observer] = ()
 
     def run(self, batch: StepBatch, version: int) -> StepResult:
         """Update the weights once; ``version`` is that of the weights before the step."""
