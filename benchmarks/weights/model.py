@@ -18,8 +18,8 @@ import torch
 from safetensors import safe_open
 from transformers import Qwen2Config
 
-from consumers.trainer.model.hf_weights import reference_logprobs
 from consumers.trainer.model.policy import Policy
+from consumers.trainer.model.probe import reference_logprobs
 from consumers.trainer.model.snapshot import Snapshot, Snapshots
 from consumers.trainer.step.gradient_update import build_optimizer
 from deploy.offline.tiny_model import byte_tokenizer, random_model

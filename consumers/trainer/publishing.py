@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import structlog
-import torch
 
 from broker.flow.fencing import term_number
 from broker.heartbeat import FRESH_S
@@ -18,6 +17,7 @@ from broker.weights.publication import WeightPublication
 from broker.weights.transports import NcclOrigin, PeerOrigin, make_transport
 from consumers.trainer.context import TrainerContext, describe_broken
 from consumers.trainer.leadership import Leadership
+from consumers.trainer.model.probe import probe_tokens
 from schemas.codec import Array
 from schemas.errors import DiskError, InfraError, RunFailed
 from schemas.messages import Probe
@@ -44,16 +44,7 @@ class WeightPublisher:
         self._folder = (settings.folder or config.folder / "weights").resolve()
         self._publication: WeightPublication | None = None
         self._peers: PeerOrigin | None = None
-        vocabulary = context.rank_group.step.policy.causal_lm.config.get_text_config().vocab_size
-        generator = torch.Generator().manual_seed(config.run.seed)
-        length = min(settings.probe_tokens, config.model.max_length - 1)
-        self._probe = torch.randint(vocabulary, (length,), generator=generator).tolist()
-        self._picture: tuple[int, int] | None = None
-        policy = context.rank_group.step.policy
-        if policy.vision is not None:
-            opening, self._picture = policy.vision.probe_tokens(policy.causal_lm)
-            # Behind the picture: what stands for images elsewhere would be text here and there.
-            self._probe = [*opening, *(token for token in self._probe if token != policy.vision.token)]
+        self._probe, self._picture = probe_tokens(config, context.rank_group.step.policy)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._sending: Future[None] | None = None
         self._full = False

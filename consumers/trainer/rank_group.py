@@ -24,7 +24,8 @@ from consumers.trainer.data.groups import Group
 from consumers.trainer.data.plan import StepBatch
 from consumers.trainer.data.rows import TrainRow
 from consumers.trainer.metrics.timing import traced
-from consumers.trainer.model.hf_weights import reference_logprobs, save_model
+from consumers.trainer.model.hf_weights import save_model
+from consumers.trainer.model.probe import reference_logprobs
 from consumers.trainer.model.snapshot import Snapshot, Snapshots
 from consumers.trainer.step.train_step import StepResult, TrainStep
 from schemas.config import TidemillConfig

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from broker.client import Broker
@@ -22,12 +23,13 @@ from producers.engines.base import Engine, PromptImage
 from producers.generator.eval_versions import EvaluationState, next_version
 from producers.generator.orders import OrderFollower
 from producers.generator.trusted_weights import TrustedWeights
+from producers.generator.weight_probe import ProbeJudge
 from producers.images.settings import image_settings
 from schemas.config import TidemillConfig
 from schemas.digests import base_digest
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.images import probe_image
-from schemas.messages import Adapter, Event, FileSource, Manifest, Span, WeightSource
+from schemas.messages import Adapter, Event, FileSource, Manifest, Probe, Span, WeightSource
 from schemas.model_folder import resolve_folder
 from schemas.system.lifecycle import StopFlag, until_stopped
 
@@ -75,8 +77,6 @@ FETCH_DEADLINE_S = 300.0
 """The process ends if the newest version can't be fetched for this time."""
 REFUSED_DEADLINE_S = 15.0
 """The process ends if no newer version follows a refused one within this time."""
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
-"""Largest probe difference in nats, by dtype."""
 WIDER = {"float16": "bfloat16 or float32", "bfloat16": "float32"}
 """Dtypes to try if numbers get too large for the key."""
 
@@ -103,7 +103,7 @@ class WeightUpdater:
         self._keep_copy = config.trainer.publish.deltas or config.trainer.publish.from_peers
         self._drains = config.generator.update == "drain"
         self._orders = orders
-        self._tolerance = config.generator.probe_tolerance or TOLERANCE[config.model.dtype]
+        self._judge = ProbeJudge(config.model.dtype, config.generator.probe_tolerance)
         wider = WIDER.get(config.model.dtype, "")
         self._remedy = f"try model.dtype {wider}" if wider else "check generator.engine and generator.args"
         self._changed = asyncio.Condition()
@@ -269,6 +269,7 @@ class WeightUpdater:
 
     async def _load_and_probe(self, manifest: Manifest, source: WeightSource) -> None:
         try:
+            await self._calibrate(manifest)
             await self._load(manifest, source)
         except DataError as error:
             text = f"weights version {manifest.version} does not fit this model: {error}"
@@ -345,25 +346,27 @@ class WeightUpdater:
         """Return what is wrong with the weights in the engine, None if they match the manifest."""
         if manifest.probe is None:
             return None
-        tokens = manifest.probe.tokens.numpy().tolist()
-        if manifest.probe.image is None:
-            logprobs = await self._engine.logprobs(tokens)
-        else:
-            image = self._probe_image(*manifest.probe.image)
-            logprobs = await self._engine.logprobs(tokens, [image])
+        logprobs = await self._score(manifest.probe)
         if not np.isfinite(logprobs).all():
             return (
                 f"weights version {manifest.version} fails its probe: its log-probabilities are not finite here, but"
                 f" the trainer's are; {self._remedy}"
             )
-        difference = float(np.abs(logprobs - manifest.probe.logprobs.numpy()).max())
-        log.debug("probe", version=manifest.version, difference=difference)
-        if difference <= self._tolerance:
-            return None
-        return (
-            f"weights version {manifest.version} fails its probe: log-probabilities differ by"
-            f" {difference:.2g} nats from the trainer's, at most {self._tolerance:.2g} is allowed"
-        )
+        differences = np.abs(logprobs - manifest.probe.logprobs.numpy())
+        log.debug("probe", version=manifest.version, mean=float(differences.mean()), largest=float(differences.max()))
+        problem = self._judge.problem(differences)
+        return problem and f"weights version {manifest.version} fails its probe: {problem}"
+
+    async def _calibrate(self, manifest: Manifest) -> None:
+        """Measure what correct weights differ by: version 0 is the model that the engine has read itself."""
+        if manifest.version == 0 and self.version < 0 and manifest.probe is not None:
+            self._judge.calibrate(np.abs(await self._score(manifest.probe) - manifest.probe.logprobs.numpy()))
+
+    async def _score(self, probe: Probe) -> npt.NDArray[np.float32]:
+        tokens = probe.tokens.numpy().tolist()
+        if probe.image is None:
+            return await self._engine.logprobs(tokens)
+        return await self._engine.logprobs(tokens, [self._probe_image(*probe.image)])
 
     def _probe_image(self, start: int, end: int) -> PromptImage:
         if self._images is None:

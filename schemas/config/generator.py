@@ -127,7 +127,8 @@ class GeneratorConfig(Section):
     probe_tolerance: float | None = Field(
         None,
         gt=0,
-        description="Largest accepted probe difference, nats; by default 1e-3 in float32 and 0.1 in 16-bit types.",
+        description="Largest accepted mean difference of a probe's log-probabilities, nats. By default, one and a half"
+        " times what correct weights were found to differ by; 1e-3 in float32, and 0.1 in 16-bit types at first.",
     )
     update: Literal["keep", "recompute", "drain"] = Field(
         "keep",

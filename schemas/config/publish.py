@@ -81,7 +81,7 @@ class PublishConfig(Section):
     keep: int = Field(
         3, ge=2, description="Versions kept for late readers, in addition to the older ones that these build on."
     )
-    probe_tokens: int = Field(32, ge=2, description="Length of the probe that every generator checks after an update.")
+    probe_tokens: int = Field(256, ge=2, description="Length of the probe that every generator checks after an update.")
 
     @property
     def from_peers(self) -> bool:

@@ -15,15 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from consumers.trainer.data.patches import probe_batch
 from consumers.trainer.model.file_layout import Conversion, conversions, dtype_rule
 from consumers.trainer.model.lora import NAME, peft_config
 from consumers.trainer.model.policy import DTYPES, Policy
@@ -102,22 +99,6 @@ def save_adapter(policy: Policy, folder: Path, dtype: str, path: str) -> None:
     state = {name: whole(tensor, DTYPES[dtype]).cpu() for name, tensor in wire_weights(policy)}
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     peft_config(policy.adapter, path).save_pretrained(str(folder))
-
-
-@torch.no_grad()
-def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Compute the log-probability of each token after the first at temperature 1, float32 [T-1].
-
-    The probe of a vision model begins with the fixed picture.
-    """
-    ids = torch.tensor([list(tokens)], device=policy.device)
-    images = None
-    if policy.vision is not None:
-        _, (start, _) = policy.vision.probe_tokens(policy.causal_lm)
-        images = probe_batch(policy.vision.settings, len(tokens), start).to(policy.device)
-    scores = policy(ids, ids[:, 1:], torch.ones_like(ids[:, 1:], dtype=torch.bool), images=images)
-    found: npt.NDArray[np.float32] = scores.logprobs[0].float().cpu().numpy()
-    return found
 
 
 def wire_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:

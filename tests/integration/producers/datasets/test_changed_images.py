@@ -15,9 +15,9 @@ import torch
 from broker.client import Broker
 from broker.weights.transports import make_transport
 from consumers.trainer.data.patches import ImageFiles
-from consumers.trainer.model.hf_weights import reference_logprobs
 from consumers.trainer.model.lora import load_policy
 from consumers.trainer.model.policy import Policy
+from consumers.trainer.model.probe import reference_logprobs
 from deploy.offline.tiny_vision_model import write_tiny_vision_model
 from producers.engines.base import EngineSettings, PromptImage
 from producers.engines.scripted import ScriptedEngine

@@ -19,8 +19,8 @@ from broker.weights.delta_writer import DeltaWriter
 from broker.weights.transports import make_transport
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.leadership import Leadership
-from consumers.trainer.model.hf_weights import reference_logprobs
 from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.model.probe import reference_logprobs
 from consumers.trainer.publishing import WeightPublisher
 from consumers.trainer.records.evaluations import EvaluationLog
 from consumers.trainer.step.build import build_train_step

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from consumers.trainer.model.hf_weights import file_layout, reference_logprobs, save_model
+from consumers.trainer.model.hf_weights import file_layout, save_model
 from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.model.probe import reference_logprobs
 from producers.engines.weight_files import read_shapes
 from tests.support.models.families import FAMILIES, make_family
 from tests.support.models.tiny_model import make_tiny_model

@@ -18,9 +18,10 @@ from consumers.trainer.checkpoint.compare import compare
 from consumers.trainer.checkpoint.convert import export_checkpoint
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.distributed.ranks import Ranks
-from consumers.trainer.model.hf_weights import file_layout, reference_logprobs
+from consumers.trainer.model.hf_weights import file_layout
 from consumers.trainer.model.lora import make_policy
 from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.model.probe import reference_logprobs
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.build import build_train_step, reference_policy
 from consumers.trainer.step.train_step import TrainStep

@@ -1,0 +1,70 @@
+"""The judgement of loaded weights: do the engine's log-probabilities agree with the trainer's?
+
+Two correct programs differ in 16-bit types, by more the larger a model's logits are, because a logit of 16 to 32 is
+rounded to an eighth in bfloat16. The difference that correct weights have is therefore measured, and wrong weights are
+recognised by a larger one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+LIMITS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+"""Largest mean difference in nats, by dtype, until the difference of correct weights is known."""
+FLOORS = {"float32": 1e-3, "bfloat16": 0.01, "float16": 0.01}
+"""No mean difference up to this, in nats, is a fault."""
+RATIO = 1.5
+"""A mean difference may be this many times the usual one: simulated, correct weights stay below 1.25 times, and a layer
+of which each weight is off by a twentieth is above 1.6 times."""
+DIFFERENT = 0.5
+"""Mean difference in nats from which on two programs hold different weights."""
+TAIL = 0.95
+TAIL_RATIO = 5.0
+"""This quantile of the differences may be so many times the limit of the mean; it is about three times the mean."""
+WEIGHT = 0.2
+"""Weight of the newest version in the usual difference, which follows a model whose logits grow."""
+
+
+class ProbeJudge:
+    """Judges probes of one engine, and learns what correct weights differ by.
+
+    dtype: the engine's. tolerance: the user's limit of the mean difference in nats, which is then never another one.
+    """
+
+    def __init__(self, dtype: str, tolerance: float | None = None) -> None:
+        self._tolerance = tolerance
+        self._limit = LIMITS[dtype]
+        self._floor = FLOORS[dtype]
+        self._usual: float | None = None
+
+    @property
+    def limit(self) -> float:
+        """Largest mean difference, in nats, that passes now."""
+        if self._tolerance is not None:
+            return self._tolerance
+        return self._limit if self._usual is None else max(self._floor, RATIO * self._usual)
+
+    def calibrate(self, differences: npt.NDArray[np.float32]) -> None:
+        """Learn from weights that the engine read from the model's folder itself, before anything was loaded.
+
+        They are ignored if the trainer's version 0 is visibly something else, after a warm start for example.
+        """
+        if np.isfinite(differences).all() and (mean := float(differences.mean())) < DIFFERENT:
+            self._usual = mean
+
+    def problem(self, differences: npt.NDArray[np.float32]) -> str | None:
+        """Return what is wrong with weights of these differences, float32 [T-1] in nats; None if they pass."""
+        mean, tail = float(differences.mean()), float(np.quantile(differences, TAIL))
+        if mean > self.limit:
+            return (
+                f"log-probabilities differ by {mean:.2g} nats from the trainer's on average,"
+                f" at most {self.limit:.2g} is allowed"
+            )
+        if tail > TAIL_RATIO * self.limit:
+            return (
+                f"log-probabilities of one token in {round(1 / (1 - TAIL))} differ by {tail:.2g} nats or more from the"
+                f" trainer's, at most {TAIL_RATIO * self.limit:.2g} is allowed"
+            )
+        self._usual = mean if self._usual is None else (1 - WEIGHT) * self._usual + WEIGHT * mean
+        return None

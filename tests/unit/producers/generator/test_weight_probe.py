@@ -1,0 +1,145 @@
+"""The judgement of probes: correct engines pass in 16-bit types, a layer that is slightly wrong does not."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from producers.generator.weight_probe import DIFFERENT, FLOORS, LIMITS, RATIO, ProbeJudge
+
+TOKENS, VOCABULARY, WIDTH, LAYERS = 256, 1000, 128, 6
+LARGE = 4.0
+"""Standard deviation of the logits of a trained model, whose largest are above 16."""
+
+
+class SplitLinear(nn.Linear):
+    """A linear layer as another program computes it: in two halves, each of which is rounded."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        half = self.weight.shape[1] // 2
+        out = states[..., :half] @ self.weight[:, :half].T + states[..., half:] @ self.weight[:, half:].T
+        return out if self.bias is None else out + self.bias
+
+
+def make_model(std: float) -> PreTrainedModel:
+    """A random model in float32, the logits of which have this standard deviation."""
+    torch.manual_seed(1)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            intermediate_size=4 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=TOKENS,
+            initializer_range=0.05,
+            tie_word_embeddings=False,
+        )
+    ).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(0, 1)
+        model.lm_head.weight.mul_(std / model(torch.randint(VOCABULARY, (1, 64))).logits.std())
+    return model
+
+
+def engine(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in another program: another kernel for attention, sums in another order."""
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("eager")
+    for module in other.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = SplitLinear
+    return other
+
+
+@torch.no_grad()
+def logprobs(model: PreTrainedModel, ids: torch.Tensor) -> npt.NDArray[np.float32]:
+    distribution = torch.log_softmax(model(ids[None]).logits[0, :-1].float(), -1)
+    found: npt.NDArray[np.float32] = distribution.gather(1, ids[1:, None])[:, 0].numpy()
+    return found
+
+
+@torch.no_grad()
+def likely_tokens(model: PreTrainedModel) -> torch.Tensor:
+    ids = torch.randint(VOCABULARY, (TOKENS,))
+    for _ in range(6):
+        drawn = torch.distributions.Categorical(logits=model(ids[None]).logits[0, :-1]).sample()
+        ids = torch.cat([ids[:1], drawn])
+    return ids
+
+
+@torch.no_grad()
+def changed(model: PreTrainedModel, by: float, layers: range = range(LAYERS)) -> PreTrainedModel:
+    other = copy.deepcopy(model)
+    for layer in layers:
+        for parameter in other.model.layers[layer].parameters():
+            parameter.add_(by * torch.randn(parameter.shape).to(parameter.dtype))
+    return other
+
+
+@pytest.mark.parametrize("std", [1.0, LARGE])
+def test_a_correct_engine_passes_every_version_and_a_wrong_layer_fails(std: float) -> None:
+    policy = make_model(std)
+    ids = likely_tokens(policy)
+    judge = ProbeJudge("bfloat16")
+    trainer = copy.deepcopy(policy).to(torch.bfloat16)
+    judge.calibrate(np.abs(logprobs(trainer, ids) - logprobs(engine(trainer), ids)))
+    for _ in range(6):
+        policy = changed(policy, 2e-4)
+        trainer = copy.deepcopy(policy).to(torch.bfloat16)
+        reference, correct = logprobs(trainer, ids), engine(trainer)
+        assert judge.problem(np.abs(reference - logprobs(correct, ids))) is None
+        for layer in range(LAYERS):
+            wrong = changed(correct, 3e-3, range(layer, layer + 1))
+            assert judge.problem(np.abs(reference - logprobs(wrong, ids))) is not None, layer
+
+
+def test_the_largest_of_all_differences_says_nothing() -> None:
+    """The rounding of a large logit alone exceeds a tenth of a nat somewhere, in a correct engine."""
+    policy = make_model(LARGE).to(torch.bfloat16)
+    differences = np.abs(logprobs(policy, ids := likely_tokens(policy)) - logprobs(engine(policy), ids))
+    assert differences.max() > LIMITS["bfloat16"] > differences.mean()
+    assert ProbeJudge("bfloat16").problem(differences) is None
+
+
+@pytest.mark.parametrize("dtype", sorted(LIMITS))
+def test_a_users_limit_stands(dtype: str) -> None:
+    judge = ProbeJudge(dtype, 0.3)
+    judge.calibrate(np.full(8, 0.01, np.float32))
+    assert judge.limit == 0.3
+    assert judge.problem(np.full(8, 0.29, np.float32)) is None
+    assert judge.limit == 0.3
+
+
+def test_other_weights_in_the_folder_are_no_yardstick() -> None:
+    judge = ProbeJudge("bfloat16")
+    judge.calibrate(np.full(8, DIFFERENT, np.float32))
+    judge.calibrate(np.full(8, np.nan, np.float32))
+    assert judge.limit == LIMITS["bfloat16"]
+
+
+def test_a_few_wrong_tokens_are_found_although_the_mean_is_small() -> None:
+    differences = np.zeros(200, np.float32)
+    differences[:12] = 0.9
+    problem = ProbeJudge("bfloat16").problem(differences)
+    assert problem is not None
+    assert "one token in 20" in problem
+
+
+@given(st.lists(st.floats(0, 0.125, width=32), min_size=1, max_size=30), st.sampled_from(sorted(LIMITS)))
+def test_the_limit_follows_what_passed_and_is_never_below_the_floor(means: list[float], dtype: str) -> None:
+    judge = ProbeJudge(dtype)
+    largest = 0.0
+    for mean in means:
+        if judge.problem(np.full(4, mean, np.float32)) is None:
+            largest = max(largest, mean)
+            assert FLOORS[dtype] <= judge.limit <= max(FLOORS[dtype], RATIO * largest * (1 + 1e-6))
