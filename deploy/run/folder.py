@@ -138,7 +138,7 @@ def forget_run(config: TidemillConfig) -> None:
         if alive:
             raise ConfigError(
                 f"--fresh deletes nothing: run {config.run.name!r} at {hide_password(broker.connection.url)} is alive,"
-                f" heard of {', '.join(alive)} in the last {LIVE_S:.0f} s; stop it, or give this run another run.name"
+                f" with heartbeats of {', '.join(alive)} in the last {LIVE_S:.0f} s; stop it, or give this run another run.name"
             )
         broker.purge()
     elif _server_runs(config.folder / "broker"):
