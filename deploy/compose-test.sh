@@ -34,7 +34,7 @@ end() {
 }
 trap end EXIT
 
-# rest METHOD PATH [CURL OPTIONS...]: ask the control plane from this machine, as anybody would.
+# rest METHOD PATH [CURL OPTIONS...]: ask the control plane from this machine.
 rest() {
   local method=$1 path=$2
   shift 2
@@ -61,11 +61,11 @@ in_state() { [ "$(status "s['state']")" = "$1" ]; }
 beyond() { local now; now=$(step) && [ "$now" -gt "$1" ]; }
 alive() { [ "$(status "sum(x['role'] == '$1' and x['live'] and x['state'] not in ('starting', 'loading') for x in s['services'])")" = "$2" ]; }
 
-# The run goes on from where it is now, by more steps than the pipeline held samples for: everybody works.
-goes_on() {
+# The run trains more steps than the pipeline held samples for, so all services work.
+advances() {
   local from
   from=$(step) || from=$last
-  wait_for 300 "$1: the run went on from step $from" beyond "$((from + 8))"
+  wait_for 300 "$1: the run advanced from step $from" beyond "$((from + 8))"
   last=$(step)
 }
 
@@ -85,10 +85,10 @@ wait_for 300 "the first steps are trained, says REST" beyond 2
 compose up -d --scale generator=3 --scale reward=2 >"$SCRATCH/up.log" 2>&1
 wait_for 600 "scaled to 3 generators" alive generator 3
 wait_for 60 "and 2 reward services" alive reward 2
-goes_on "with 3 generators"
+advances "with 3 generators"
 compose up -d --scale generator=1 --scale reward=1 >"$SCRATCH/up.log" 2>&1
 wait_for 120 "scaled back to 1 generator" alive generator 1
-goes_on "with 1 generator"
+advances "with 1 generator"
 
 rest POST /v1/pause >"$SCRATCH/answer.json"
 wait_for 120 "paused by REST" in_state paused
@@ -97,24 +97,24 @@ sleep 5
 [ "$(step)" = "$before" ]
 say "5 s later the step is $before still"
 rest POST /v1/resume >"$SCRATCH/answer.json"
-goes_on "resumed by REST"
+advances "resumed by REST"
 
 for service in feeder reward control generator trainer; do
   compose kill -s SIGKILL "$service" >"$SCRATCH/up.log" 2>&1
   say "killed $service"
   compose up -d --no-deps "$service" >"$SCRATCH/up.log" 2>&1
-  goes_on "$service started again"
+  advances "$service started again"
 done
 for service in feeder reward control generator trainer redis; do
   compose restart "$service" >"$SCRATCH/up.log" 2>&1
   say "restarted $service"
-  goes_on "$service"
+  advances "$service"
 done
 
 # Killed from within, Docker's restart policy brings it back.
 compose exec -T generator sh -c 'kill -9 $(cat /proc/1/task/1/children)' >"$SCRATCH/up.log" 2>&1 || true
 say "killed the generator's process"
-goes_on "the generator came back by itself"
+advances "the generator came back by itself"
 
 compose stop --timeout 60 trainer >"$SCRATCH/up.log" 2>&1
 say "trainer stopped, with a checkpoint"

@@ -39,7 +39,7 @@ STEPS = 20
 
 
 def folder_of(run: str) -> RunFolder:
-    """Return a run's folder, by its name under runs/, its path, or its configuration; ConfigError if there is none."""
+    """Return a run's folder, by its name under runs/, its path, or its configuration; ConfigError if it has no run."""
     path = find_folder(run)
     found = RunFolder(path)
     if found.head() is None:

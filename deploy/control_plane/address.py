@@ -39,7 +39,7 @@ def address_of(folder: Path) -> str | None:
 
 
 def withdraw(folder: Path, url: str) -> None:
-    """Remove this control plane's address; another one's stays."""
+    """Remove this control plane's address; the address of another stays."""
     if address_of(folder) == url:
         (folder / ADDRESS).unlink(missing_ok=True)
 

@@ -102,12 +102,12 @@ def run_files(folder: Path, host: str, port: int, on_listen: Callable[[str], Non
 
 
 def reading_token(token: str | None) -> str | None:
-    """The token of those who only read; ConfigError when it is the other one, or there is no other one."""
+    """Return the token that only reads; ConfigError if it equals the other token, or there is no other token."""
     reading = read_token(None, os.environ, READ_TOKEN)
     if reading is not None and reading == token:
-        raise ConfigError(f"{READ_TOKEN} and {TOKEN} are the same: whoever may read could give orders")
+        raise ConfigError(f"{READ_TOKEN} and {TOKEN} are equal, so every reader could give orders: set different ones")
     if reading is not None and token is None:
-        raise ConfigError(f"{READ_TOKEN} needs {TOKEN} beside it: without a token everybody here may give orders")
+        raise ConfigError(f"{READ_TOKEN} needs {TOKEN} as well: without it, every user of this machine may give orders")
     return reading
 
 

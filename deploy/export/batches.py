@@ -1,4 +1,4 @@
-"""``tidemill batches``: what the recorded batches of a run hold, by step or by sample, for people or as JSON."""
+"""``tidemill batches``: the recorded batches of a run by step or by sample, as a table or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to start a run: on this machine, on engines that people already have, or their own."""
+"""Ways to start a run: on this machine, on Ray, on Slurm, or with a launcher of yours."""
 
 from schemas.plugins import Registry
 

@@ -19,9 +19,9 @@ class Launcher(Protocol):
     """A way to start a run. The parameters of its constructor are ``launcher.args``; ConfigError if they can't be."""
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        """Start the run or go on with it; returns the exit code when it is over, or is the engine's own business.
+        """Start or resume the run; return the exit code when it has ended, or when another scheduler has taken it over.
 
-        fresh: delete what an earlier run of this name left, first. ConfigError, InfraError.
+        fresh: first delete the earlier run of this name. ConfigError, InfraError.
         """
 
 

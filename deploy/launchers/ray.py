@@ -110,7 +110,7 @@ class Host:
 
 
 class RayCluster:
-    """A starter that attaches to the cluster at once; ConfigError if there is none or it can never have room."""
+    """Return a starter that is attached to the cluster; ConfigError without a cluster, or if it is too small."""
 
     def __init__(self, options: Ray, config: TidemillConfig, least: int, most: int) -> None:
         """least, most: generators."""
@@ -155,7 +155,7 @@ class RayCluster:
         return RayService(self._ray, actor)
 
     def tick(self, scaler: Scaler, status: RunStatus | None) -> None:
-        """Scale the generators while the run goes on."""
+        """Scale the generators of a running run."""
         if status is None or not status.leader_term or status.state not in GOING_ON:
             return
         replicas = scaler.replicas("generator")

@@ -1,7 +1,7 @@
 """A run as Slurm jobs: readable scripts that a user can edit and queue, from one configuration.
 
-Promises: every job can be preempted, requeued and run out of time, and the run goes on; generators are an array
-of which any part may run at any time; the run's end cancels what is left of it. Writes files and does nothing else.
+The run continues if a job is preempted, requeued or out of time. Generators are an array of which any part may run at
+any time; the run's end cancels the rest of it. This launcher only writes files.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Slurm:
         """
         if fresh:
             raise ConfigError(
-                f"Slurm jobs go on with what there is: for a new run, tidemill purge, and rm -r {config.folder}"
+                f"--fresh does not work with Slurm: for a new run, `tidemill purge` and rm -r {config.folder}"
             )
         check_record(config)
         self._check(config)

@@ -1,4 +1,4 @@
-"""A conversion of one system's settings: rules, the configuration that comes of them, and what people should know."""
+"""A conversion of another system's settings: rules, the resulting configuration, and notes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 class ConversionRule:
     """What becomes of one setting of the other system.
 
-    theirs: its key. ours: the setting it becomes, empty where there is none, several are parted by a comma.
+    theirs: its key. ours: the setting it becomes, empty without a counterpart, several separated by commas.
     note: how the value changes, or why there is no counterpart; the migration page shows it.
     convert: makes our value of theirs, None where the value is dealt with together with others.
     """
@@ -59,7 +59,7 @@ class Conversion:
                 self.set(rule.ours, rule.convert(value))
 
     def notes(self) -> list[str]:
-        """What people should know, a line each: what is left to do, then what was left out."""
+        """Return the notes, a line each: what is left to do, then what was left out."""
         lines = [f"To do: {text}" for text in self.to_do]
         lines += [f"Left out: {key}: {reason}" for key, reason in self.left_out]
         return lines + [f"Not known, left out: {keys}" for keys in _by_section(self.unknown)]

@@ -122,7 +122,9 @@ RULES = (
     ConversionRule("trainer.project_name", note="trackers are given the run's name"),
     ConversionRule("trainer.val_before_train", note="the first and the last version are always evaluated"),
     ConversionRule("trainer.critic_warmup", note="policy and critic are trained from the first step"),
-    ConversionRule("trainer.resume_mode", note="tidemill up goes on from the newest checkpoint; --fresh begins anew"),
+    ConversionRule(
+        "trainer.resume_mode", note="tidemill up resumes from the newest checkpoint; --fresh starts from the beginning"
+    ),
     ConversionRule("trainer.default_local_dir", note="files of a run are in runs/NAME; run.folder names another place"),
     ConversionRule(
         "data.filter_overlong_prompts", note="a prompt that leaves no room for an answer is failed and counted"

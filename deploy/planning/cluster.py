@@ -23,7 +23,7 @@ class LengthMix:
     longest: int = 32768
 
     def of_group(self, task_id: int, samples: int) -> npt.NDArray[np.int64]:
-        """Lengths of a prompt's samples, int64 [samples]: the same for the same task, whoever asks."""
+        """Lengths of a prompt's samples, int64 [samples]: always the same for the same task."""
         return _lengths(self, task_id, samples)
 
 

@@ -34,7 +34,7 @@ LOOK_S = 0.1
 def run_broker(config: TidemillConfig, host: str | None, port: int, url_file: Path | None) -> int:
     """Serve until SIGTERM or Ctrl-C. host: name of this machine for the others, its own by default.
 
-    url_file: where the URL goes once the server answers, ``redis_url`` in the run's folder by default. ConfigError if
+    url_file: gets the URL once the server answers, ``redis_url`` in the run's folder by default. ConfigError if
     the run's data is in use; InfraError if the server ends by itself.
     """
     stop = StopFlag().install()

@@ -1,7 +1,7 @@
 """The folder of a run before its services start: locked, known as this run's, and with the record of earlier attempts.
 
-Nothing that belongs to somebody else is written or deleted: another run's name or settings, a run that is alive, and a
-folder that is no run's are refused first, in one line each.
+Foreign data is neither written nor deleted: another run's name or settings, a run that is alive, and a folder that
+is not a run's are rejected first, in one line each.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def is_finished(folder: Path, steps: int) -> bool:
 
 
 def refuse_foreign(config: TidemillConfig, fresh: bool) -> None:
-    """ConfigError, before anything is written, where this run may not begin or go on in its folder.
+    """Raise ConfigError, before anything is written, if this run may not start or resume in its folder.
 
     fresh: whether what is in the folder is to be deleted first.
     """
@@ -138,7 +138,7 @@ def forget_run(config: TidemillConfig) -> None:
         if alive:
             raise ConfigError(
                 f"--fresh deletes nothing: run {config.run.name!r} at {hide_password(broker.connection.url)} is alive,"
-                f" with heartbeats of {', '.join(alive)} in the last {LIVE_S:.0f} s; stop it, or give this run another run.name"
+                f" with heartbeats of {', '.join(alive)} in the last {LIVE_S:.0f} s; stop it, or set another run.name"
             )
         broker.purge()
     elif _server_runs(config.folder / "broker"):

@@ -1,4 +1,4 @@
-"""The files of a new task, written by ``tidemill init``: a configuration, a reward of one's own, a few prompts."""
+"""The files of a new task, written by ``tidemill init``: a configuration, a reward function, a few prompts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The C library's allocator, for processes that move messages: memory that was freed is kept for the next message.
 
-By default glibc takes memory for every large block from the system and gives it back at once, so that each read of many
-samples has the system clear its pages anew: half of the processor time that such a process has.
+By default, glibc takes memory for every large block from the system and returns it at once, so the system clears pages
+for each read of many samples. That takes half of the processor time of such a process.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from schemas.run_record import read_record
 
 LOOK_S = 2.0
 SETTLED_S = 10.0
-"""How long a run must have been finished: one that is given more steps at once goes on with the same services."""
+"""Seconds for which a run must have been finished; a run that gets more steps within them keeps its services."""
 DEADLINE_S = 5.0
 
 log = structlog.get_logger()
@@ -34,8 +34,8 @@ log = structlog.get_logger()
 class FinishedRun:
     """Whether a run is over for a service: a pure state machine. steps: what the service's configuration asks for.
 
-    A run that was finished before the service came may be about to go on with more steps: it is over only when it has
-    all that this configuration asks for.
+    A run that had finished before the service started may resume with more steps: it is over only if it has taken all
+    steps of this configuration.
     """
 
     steps: int

@@ -1,8 +1,8 @@
-"""A service in this process, as the supervisor, compose, Kubernetes and Slurm start it; and whether one has come up.
+"""A service in this process, as the supervisor, Compose, Kubernetes and Slurm start it; and its health.
 
-Health checks of containers ask the second, by the service's heartbeat in the broker. A service that waits for a
+Containers' health checks read the service's heartbeat in the broker. A service that waits for a
 broker which went away has no fresh heartbeat and is well: use the answer to tell when a service has come up, not to
-restart it. Services end by themselves when they can't go on.
+restart it. A service that cannot continue exits by itself.
 """
 
 from __future__ import annotations

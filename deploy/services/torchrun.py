@@ -1,7 +1,7 @@
 """The trainer, and whatever else trains, as several processes of this machine, when the configuration asks for them.
 
 PyTorch's own launcher (torchrun), with exit codes that mean the same as those of one process. A rank that ends
-badly takes the others along (consumers/trainer/distributed/watchdog.py); whoever started this process starts all of
+badly takes the others along (consumers/trainer/distributed/watchdog.py); the parent of this process restarts all of
 them again.
 """
 

@@ -115,7 +115,7 @@ class OrphanReaper:
         self._sessions.add(guard_pid)
 
     def sweep(self, guards: set[int]) -> list[int]:
-        """Kill and collect orphans, but not ``guards``. Return those that are left; call it until there are none."""
+        """Kill and collect orphans, but not ``guards``. Return those that are left; call it until none is left."""
         if not self._sessions:
             return []
         parent_of = guard.parents()

@@ -70,7 +70,7 @@ class RunningService(Protocol):
 
     @property
     def guard_pid(self) -> int:
-        """Process id of the guardian on this machine, 0 if there is none."""
+        """Process id of the guardian on this machine; 0 without one."""
 
     @property
     def orphaned(self) -> bool:

@@ -1,1 +1,1 @@
-"""Watching a run: alerts, what goes into its folder for later, and notices to people."""
+"""Watching a run: alerts, records in its folder, and notices to users."""

@@ -1,6 +1,6 @@
 """Alerts of a run: rules over its status, as a state machine that gets the time as an argument.
 
-The same conditions as deploy/observability/alerts.yaml has them for Prometheus, for those who run none.
+The conditions are those of deploy/observability/alerts.yaml, for users without Prometheus.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROLES = ("feeder", "generator", "reward", "trainer")
 WORKING = ("starting", "running")
 OLD_WORK_S = 600.0
 WINDOW_S = 600.0
-"""Faults are counted over so long."""
+"""Seconds over which faults are counted."""
 MOST_LETTERS = 10
 MOST_LEASES = 100
 HOLD_S: Mapping[str, float] = {
@@ -33,7 +33,7 @@ HOLD_S: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Alert:
-    """A condition that holds now. level: error where the run does not go on by itself."""
+    """A condition that holds now. level: error if the run does not recover by itself."""
 
     name: str
     level: AlertLevel

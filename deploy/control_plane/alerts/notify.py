@@ -1,6 +1,6 @@
-"""Tells people that a run has finished, failed or stands still: an HTTP request, or a command of theirs.
+"""Notices that a run has finished, failed or stalled, by an HTTP request or a command.
 
-In threads of its own: whoever tells it never waits. What cannot be delivered is logged and told in the timeline.
+They are delivered in threads, so the caller never waits. A failed delivery is logged and added to the timeline.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Notice:
-    """What people are told, as JSON. text: all of it in a sentence, which chat systems show. time: Unix seconds."""
+    """The content of a notice. text: a sentence with all of it, which chat systems show. time: Unix seconds."""
 
     run: str
     event: Occasion

@@ -1,7 +1,7 @@
-"""Watches a run for those who look later: use of machines, queue lengths and alerts go into files of its folder.
+"""Records of a run in its folder: use of machines, queue lengths and alerts.
 
 The supervisor watches what it has started; a control plane that sees no supervisor watches itself. A folder that cannot
-be written is logged once: the run is worth more than what is told of it.
+be written is logged once and does not disturb the run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Tell = Callable[[str, Literal["info", "warning", "error"]], None]
 
 
 class RunWatch:
-    """Feed it the newest status now and then, by one thread.
+    """Watches the statuses that one thread passes to it.
 
     tell: adds a line to the timeline. ends: whether it tells that the run has ended from its status; the supervisor
     knows that better, and says so with ``ended``.
@@ -68,7 +68,7 @@ class RunWatch:
                 self._append(RESOURCES, resource_line(status, now))
 
     def ended(self, how: Occasion, cause: str, status: RunStatus | None = None) -> None:
-        """Tell people how the run ended."""
+        """Notify users how the run ended."""
         self._send(how, f"{how}: {cause}" if cause else how, status or self._last)
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ class Archive:
         self._lock = threading.Lock()
 
     def runs(self, page: Page) -> Runs:
-        """A page of all runs by name, which stays as it is while they go on."""
+        """Return a page of all runs by name, an order that does not change while they run."""
         with self._lock:
             heads = [head for folder in self._folders() if (head := folder.head()) is not None]
         shown, following = cut(heads, lambda head: (0, head.name), page)

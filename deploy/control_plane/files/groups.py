@@ -176,7 +176,7 @@ def _histogram(name: str, values: Sequence[float]) -> Histogram:
 
 
 def _read(raw: bytes) -> tuple[GroupHead, dict[str, array[float]]] | None:
-    """The head of a group's line, and the rewards of its samples with their terms; None if it is none."""
+    """The head of a group's line, and the rewards of its samples with their terms; None for another line."""
     line = parse_line(raw)
     if line is None:
         return None

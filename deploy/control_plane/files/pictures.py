@@ -1,7 +1,6 @@
-"""Pictures that the policy was shown, for people: those of a run's folder, and how they are handed out.
+"""Images that the policy was shown: those in a run's folder, and how they are served.
 
-They come from agents, tools and environments, so a browser is told that they are PNG files and nothing else, and gets
-none that does not begin as one.
+They come from agents, tools and environments, so they are served as PNG files only, and rejected if they are not.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def kept_picture(folder: Path, digest: str) -> bytes | None:
 
 
 def picture_answer(digest: str, body: bytes | None) -> Response:
-    """The answer with a picture. Refusal when there is none, or the bytes are none."""
+    """Return the response with an image. Refusal if there is no image, or the bytes are not an image."""
     if body is None:
         raise Refusal(404, f"the image {digest} is not in the pipeline, and not among those that are kept")
     try:

@@ -34,7 +34,7 @@ from schemas.run_folder import (
 from schemas.urls import hide_password
 
 LATELY_S = 120.0
-"""A run whose newest file is younger is taken to go on, where its process is not of this machine."""
+"""A run of another machine counts as running if its newest file is younger than this."""
 MASK = "***"
 _SECRET = re.compile(
     r"(^|[._-])(token|secret|password|passwd|(api|access)[._-]?key|credentials?|webhook)$",
@@ -90,7 +90,7 @@ class RunFolder:
 
     def config(self) -> RunSettings:
         """Settings in effect, secrets masked, and what the trainer ran with."""
-        # Imported here: it takes long, and whoever asks where a run stands needs no settings.
+        # Imported here: it takes long, and the state of a run needs no settings.
         from schemas.config import load_config
 
         file = self.path / CONFIG
@@ -150,11 +150,11 @@ def run_state(folder: Path, summary: dict[str, Any], updated: float) -> tuple[st
         return state, cause
     if not ours and time.time() - updated < LATELY_S:
         return "running", ""
-    return "unknown", "it has no summary.json: it was not ended in order, or runs elsewhere"
+    return "unknown", "it has no summary.json: it was killed, or runs on another machine"
 
 
 def mask(name: str, value: Any) -> Any:
-    """A setting's value as people may see it: no secret, no password in an address."""
+    """Return a setting's value without secrets and without passwords in URLs."""
     if _SECRET.search(name) and value is not None:
         return MASK
     if isinstance(value, str) and "://" in value:
@@ -167,7 +167,7 @@ def mask(name: str, value: Any) -> Any:
 
 
 def mask_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings in their sections as people may see them, each masked by its dotted name."""
+    """Return settings in their sections, each masked by its dotted name."""
     return {
         key: mask_tree(value, f"{prefix}{key}.") if isinstance(value, dict) else mask(f"{prefix}{key}", value)
         for key, value in tree.items()
@@ -186,7 +186,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def time_of(path: Path) -> float:
-    """When a file changed, Unix seconds; 0 if there is none."""
+    """Return when a file changed, Unix seconds; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -194,7 +194,7 @@ def time_of(path: Path) -> float:
 
 
 def _raw_settings(file: Path) -> dict[str, Any]:
-    """Settings as the file has them, by dotted name; {} if it is none."""
+    """Return settings as the file has them, by dotted name; {} if it cannot be read."""
     # Imported here: it takes long, and most who ask about a run need no settings.
     import yaml
 

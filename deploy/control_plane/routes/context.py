@@ -23,7 +23,7 @@ from schemas.messages import Event
 
 BY_HEADER = "x-tidemill-by"
 LOOK_S = 0.1
-"""While somebody waits for an order, the run is looked at this often."""
+"""Seconds between two readings of the status while a request waits for an order."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Routes that order something: all are idempotent, and the timeline says who asked."""
+"""Routes for orders: all are idempotent, and the timeline records who asked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from broker.flow.ledger import Setting
 from deploy.control_plane.routes.context import By, Context, InContext
-from deploy.control_plane.status.scaling import NOBODY, scale_command
+from deploy.control_plane.status.scaling import NO_SUPERVISOR, scale_command
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api import (
     Accepted,
@@ -29,22 +29,22 @@ SETTINGS: tuple[Setting, ...] = get_args(Setting)
 OVER = ("finished", "failed", "stopped")
 STOP_ELSEWHERE = {
     "kubernetes": "Kubernetes keeps these services running: drain the run, then `kubectl delete -k` what started it",
-    "nobody": "no supervisor of this run is alive (it was not started with `tidemill up`): drain the run, then stop its"
+    "nobody": "no supervisor of this run is running (`tidemill up` did not start it): drain the run, then stop its"
     " services where they were started",
 }
-"""Where the run is stopped when there is no supervisor here."""
+"""How to stop a run without a supervisor."""
 
 
 @router.post("/pause")
 async def pause(context: InContext, by: By, body: PauseRequest | None = None) -> Accepted:
-    """Pause. freeze: nothing is generated or trained from ``done`` on, requests are kept; drain: finish what runs."""
+    """Pause. freeze: once ``done``, nothing is generated or trained; drain: finish work in flight."""
     body = body or PauseRequest()
     return await _pause(context, by, body.mode, body.wait_s, "drain" if body.mode == "drain" else "pause")
 
 
 @router.post("/drain")
 async def drain(context: InContext, by: By, body: WaitRequest | None = None) -> Accepted:
-    """Admit nothing new and finish what runs, with a checkpoint at the end: then all can be switched off."""
+    """Stop admitting prompts, finish work in flight and save a checkpoint, so that services can be shut down."""
     return await _pause(context, by, "drain", (body or WaitRequest()).wait_s, "drain")
 
 
@@ -67,7 +67,7 @@ async def _pause(context: Context, by: str, mode: PauseMode, wait_s: float, orde
 
 @router.post("/resume")
 async def resume(context: InContext, by: By, body: WaitRequest | None = None) -> Accepted:
-    """Go on after a pause."""
+    """Resume a paused run."""
     changed = await asyncio.to_thread(context.broker.run_control.pause, "none", by)
     if changed:
         await asyncio.to_thread(context.record_event, "resumed", "resume ordered", by)
@@ -79,7 +79,7 @@ async def resume(context: InContext, by: By, body: WaitRequest | None = None) ->
         done=_resumed(status),
         waiting_for=waiting,
         state=status.state,
-        text="the run goes on" if not waiting else f"waiting for {', '.join(waiting)}",
+        text="the run has resumed" if not waiting else f"waiting for {', '.join(waiting)}",
     )
 
 
@@ -91,7 +91,7 @@ def _resumed(status: RunStatus) -> bool:
 
 @router.post("/checkpoint")
 async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None) -> Accepted:
-    """Write a checkpoint as soon as the present step is done."""
+    """Save a checkpoint after the current step."""
     number = await asyncio.to_thread(context.broker.run_control.checkpoint, by)
     await asyncio.to_thread(context.record_event, "checkpoint", "checkpoint ordered", by)
 
@@ -109,13 +109,13 @@ async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None
         done=done,
         waiting_for=[] if done else ["trainer"],
         state=status.state,
-        text="the checkpoint is written" if done else "the trainer writes it after its present step",
+        text="the checkpoint is saved" if done else "the trainer saves it after the current step",
     )
 
 
 @router.post("/evaluations")
 async def evaluate(context: InContext, by: By, body: EvaluationRequest | None = None) -> Accepted:
-    """Have the held-out prompts answered with the present weights, or with a version to come."""
+    """Evaluate the current weights, or a later version, on the held-out prompts."""
     body = body or EvaluationRequest()
     if not context.plan.held_out:
         raise Refusal(409, "the configuration has no eval section: there are no held-out prompts")
@@ -151,7 +151,7 @@ async def evaluate(context: InContext, by: By, body: EvaluationRequest | None = 
 
 @router.post("/stop")
 async def stop(context: InContext, by: By) -> Accepted:
-    """End the run in order, with a checkpoint; started again with the same name it goes on."""
+    """Stop the run cleanly, with a checkpoint. Start it again under the same name to resume."""
     by_whom = context.poller.latest.scaling.by
     if by_whom != "supervisor":
         raise Refusal(409, STOP_ELSEWHERE[by_whom])
@@ -163,13 +163,13 @@ async def stop(context: InContext, by: By) -> Accepted:
         done=False,
         waiting_for=["supervisor"],
         state="stopping",
-        text="the services are being stopped, this one too",
+        text="the services are being stopped, the control plane too",
     )
 
 
 @router.post("/scale")
 async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
-    """Have so many replicas of a role: from the supervisor of `tidemill up`, or on Kubernetes from its Deployment."""
+    """Set the number of replicas of a role, through the supervisor of `tidemill up` or a Deployment on Kubernetes."""
     if body.role == "reward" and body.replicas == 0:
         raise Refusal(409, "a run needs one reward service at least: pause it instead")
     changed = await asyncio.to_thread(_scale, context, body, by)
@@ -189,12 +189,12 @@ async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
 
 
 def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
-    """Hand the order to whoever can follow it; Refusal where nobody could."""
+    """Give the order to Kubernetes or to the supervisor; Refusal without either."""
     by_whom = context.poller.latest.scaling.by
     if by_whom == "kubernetes" and context.deployments is not None:
         return context.deployments.scale(body.role, body.replicas)
     if by_whom != "supervisor":
-        raise Refusal(409, NOBODY + scale_command(context.plan.scale_hint, body.role, str(body.replicas)))
+        raise Refusal(409, NO_SUPERVISOR + scale_command(context.plan.scale_hint, body.role, str(body.replicas)))
     return context.broker.run_control.scale(body.role, body.replicas, by)
 
 
@@ -218,7 +218,7 @@ def _change(context: Context, wanted: SettingsChange, by: str) -> None:
     except RefusedError as error:
         raise Refusal(409, str(error)) from error
     if not begun:
-        raise Refusal(409, "the run has no trainer yet that could follow; try again when it has begun")
+        raise Refusal(409, "the run has no trainer yet that could follow; try again when it has started")
     for name, value in values.items():
         text = f"{name} set to {value}" if value is not None else f"{name} set back to the configuration's"
         context.record_event("settings", text, by)

@@ -1,6 +1,6 @@
-"""The messages of an episode as people read them: each answer with the tools that it called and what these gave.
+"""The messages of an episode for display: each answer with the tools that it called and their results.
 
-They are what an agent's client sent and got, in OpenAI's form, of whatever shape: what can't be read is left out.
+They are what an agent's client sent and received in OpenAI's format; unreadable parts are left out.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def images_of(content: Any) -> list[str]:
 
 
 def text_of(content: Any) -> str:
-    """Return a message's content as text; a part that is none, such as an image, by its kind in brackets."""
+    """Return a message's content as text; another part, such as an image, is its kind in brackets."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -1,4 +1,4 @@
-"""The route that asks the present policy something, for people: on room that a generator has beside training."""
+"""The playground's route: questions to the current policy, which generators answer with spare capacity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAUSED = ("paused", "pausing", "stopping", "stopped", "finished", "failed", "unr
 
 @router.post("/generate")
 async def generate(context: InContext, body: GenerateRequest) -> Generated:
-    """Ask the present policy something. A generator answers when it has room beside training, or nobody does."""
+    """Ask the current policy a question. A generator answers if it has spare capacity."""
     if not context.plan.playground:
         raise Refusal(403, "the playground is off beyond this machine: set control.playground: true")
     if (body.prompt is None) == (body.messages is None):

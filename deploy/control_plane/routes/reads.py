@@ -55,13 +55,13 @@ class PageResponse(StreamingResponse):
 
 @router.get("/status", response_model=RunStatus)
 async def status(context: InContext) -> Response:
-    """The status of the whole run, not older than about a second."""
+    """Return the status of the whole run, at most about a second old."""
     return Response(context.poller.answer, media_type=JSON)
 
 
 @router.get("/services")
 async def services(context: InContext) -> Services:
-    """Every service, by its last heartbeat."""
+    """Return every service, by its last heartbeat."""
     latest = context.poller.latest
     return Services(time=latest.time, services=latest.services)
 
@@ -72,20 +72,20 @@ def metrics_history(
     page: Annotated[Page, page_of(1000, KEEP_LINES)],
     name: Annotated[list[str] | None, Query(description="Only these series; repeat it for more.")] = None,
 ) -> Response:
-    """The trainer's figures as columns, in which steps always rise. A cursor is the number of a step."""
+    """Return the trainer's metrics as columns, in rising steps. A cursor is the number of a step."""
     found = context.poller.history(page.number(), page.limit, page.newest, set(name) if name else None)
     return Response(found.model_dump_json(), media_type=JSON)
 
 
 @router.get("/throughput-history", response_model=ThroughputHistory)
 def throughput_history(context: InContext) -> Response:
-    """Tokens a second over the last quarter of an hour, as far as this control plane has looked."""
+    """Return tokens per second over the last 15 minutes, since this control plane started."""
     return Response(context.poller.throughput().model_dump_json(), media_type=JSON)
 
 
 @router.get("/timeline")
 def timeline(context: InContext, page: Some) -> Timeline:
-    """The events that are kept. A cursor is the id of an event."""
+    """Return the stored events. A cursor is the id of an event."""
     found, following = context.broker.events.page(page.limit, page.entry(), page.newest)
     return Timeline(events=[timeline_event(noted) for noted in found], next=following)
 
@@ -108,7 +108,7 @@ async def events(
     ] = None,
     since: Annotated[str | None, Query(pattern=EVENT_ID, description="As Last-Event-ID, which wins.")] = None,
 ) -> StreamingResponse:
-    """Live events of the run: server-sent events that resume where they broke off."""
+    """Stream live events of the run: server-sent events that resume after a lost connection."""
     page = context.hub.open()
     missed: list[StoredEvent] = []
     try:
@@ -123,7 +123,7 @@ async def events(
 
 @router.get("/weights")
 def weights(context: InContext, page: Few) -> Weights:
-    """The weight versions that are kept for generators; which of them has what, /v1/services says."""
+    """Return the weight versions that are stored for generators; /v1/services says which generator has which."""
     shown, following = cut(context.broker.weights.published(), lambda one: (one.version, ""), page)
     return Weights(
         next=following,
@@ -147,13 +147,13 @@ def weights(context: InContext, page: Few) -> Weights:
 
 @router.get("/images/{digest}", response_class=Response, responses=ANSWER)
 def image(context: InContext, digest: Digest) -> Response:
-    """A picture that the policy was shown, as the model reads it: of the pipeline, or kept in the run's folder."""
+    """Return an image that the policy was shown, as the model reads it, from the pipeline or the run's folder."""
     stored = context.broker.images.fetch([digest]).get(digest)
     return picture_answer(digest, stored or kept_picture(context.plan.folder, digest))
 
 
 @router.get("/evaluations")
 def evaluations(context: InContext, page: Few) -> Evaluations:
-    """Evaluations on held-out prompts, by version."""
+    """Return evaluations on held-out prompts, by version."""
     shown, following = cut(context.broker.evals.read_results(), lambda result: (result.version, ""), page)
     return Evaluations(evaluations=[evaluation(result) for result in shown], next=following)

@@ -1,1 +1,1 @@
-"""The status of a run: collected from the broker, summed up, and shown to people and to Prometheus."""
+"""The status of a run: collected from the broker, summed up, and shown to users and to Prometheus."""

@@ -1,7 +1,7 @@
 """The bottleneck of a run, in words, with the figures that show it: a pure function.
 
 The trainer's own clock decides first: a trainer that hardly ever waits is the limit itself. One that waits is short
-of scored groups, and the queues before it tell who keeps them back.
+of scored groups, and the queues before it tell which service delays them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ MUCH = 0.3
 
 ENDED = {
     "finished": "The run is finished: all steps are trained.",
-    "stopped": "The run was stopped. Started again under the same name, it goes on.",
+    "stopped": "The run was stopped. Start it again under the same name to resume.",
     "stopping": "The services are being stopped, in order.",
     "finishing": "All steps are trained; the last evaluation is under way.",
 }
 """Text for a run that is over, or nearly."""
-FAILED = (
-    "The run has failed. Mend the cause and start it again under the same name: it goes on from its last checkpoint."
-)
+FAILED = "The run has failed. Fix the cause and start it again under the same name to resume from its last checkpoint."
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Evidence:
 
 
 def find_bottleneck(seen: Evidence) -> Bottleneck:
-    """Return what limits the run most, with a sentence for people."""
+    """Return what limits the run most, with a sentence for users."""
     figures = {
         name: round(float(value), 4)
         for name, value in (

@@ -113,7 +113,7 @@ class Collector:
         self.ages: Counter[int] = Counter()
         """Loss tokens by age, of all steps that were read."""
         self.control: ControlState | None = None
-        """The orders that people gave, as last read; None before the first reading."""
+        """The users' orders, as last read; None before the first reading."""
         self.evaluations: list[EvalResult] = []
         """All evaluations, by version, as they were last read."""
 

@@ -1,6 +1,6 @@
 """Scaling on Kubernetes: sets the replicas of a run's Deployments through the API server, as the pod's service account.
 
-Plain HTTPS to the scale subresource, checked against the cluster's own CA; the token is read anew for each request,
+Plain HTTPS to the scale subresource, checked against the cluster's own CA; the token is read for each request,
 because Kubernetes replaces it. The Role in deploy/kubernetes/run/control.yaml is all that it needs.
 """
 

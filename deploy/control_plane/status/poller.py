@@ -57,7 +57,7 @@ class StatusPoller:
         self._latest: RunStatus | None = None
         self._answer = b""
         self.control: ControlState | None = None
-        """The orders that people gave; None before the first reading."""
+        """The users' orders; None before the first reading."""
         self.evaluations: list[EvaluationStatus] = []
         """All evaluations on held-out prompts, by version."""
         self.rewards: list[float] = []
@@ -182,7 +182,7 @@ class StatusPoller:
 
 
 class DirectStatus(StatusPoller):
-    """A poller without threads: each request reads the run anew."""
+    """A poller without threads: each request reads the status."""
 
     @property
     def latest(self) -> RunStatus:

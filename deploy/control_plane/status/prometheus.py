@@ -45,7 +45,7 @@ class StatusMetrics(Collector):
         s = self._status
         streams = s.streams
         yield _labelled(
-            "stream_lag_entries", "Entries nobody has read", "stream", ((x.name, x.waiting) for x in streams)
+            "stream_lag_entries", "Entries that no service has read", "stream", ((x.name, x.waiting) for x in streams)
         )
         yield _labelled(
             "stream_pending_entries", "Entries read and not done", "stream", ((x.name, x.pending) for x in streams)
@@ -136,7 +136,7 @@ class StatusMetrics(Collector):
         live = [service for service in self._status.services if service.live]
         roles = sorted({service.role for service in live} | {"feeder", "generator", "reward", "trainer"})
         counts = ((role, sum(service.role == role for service in live)) for role in roles)
-        yield _labelled("services_live", "Services heard of lately", "role", counts)
+        yield _labelled("services_live", "Services with a recent heartbeat", "role", counts)
         tokens = ((role, sum(x.tokens_per_s for x in live if x.role == role)) for role in ("generator", "trainer"))
         yield _labelled("tokens_per_second", "Tokens generated and trained a second", "role", tokens)
         yield InfoMetricFamily("tidemill_build", "This release", {"version": version("tidemill")})

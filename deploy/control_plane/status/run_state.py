@@ -21,7 +21,7 @@ UNDER_WAY = ("tasks", "eval_tasks", "trajectories")
 
 
 def is_live(beat: Heartbeat, now: float) -> bool:
-    """Return whether a service was heard of lately; ``now`` is the broker's clock, Unix seconds."""
+    """Return whether a service has a recent heartbeat; ``now`` is the broker's clock, Unix seconds."""
     return now - beat.time < LIVE_S
 
 
@@ -63,7 +63,7 @@ def run_state(ledger: LedgerState, pause: PauseStatus, beats: Sequence[Heartbeat
         waiting = ", ".join(pause.waiting_for)
         return ("draining" if pause.mode == "drain" else "pausing"), f"waiting for {waiting}"
     missing = [role for role in ("trainer", "generator", "reward", "feeder") if role not in live]
-    cause = f"no sign of life of any {' or '.join(missing)}" if missing else ""
+    cause = f"no heartbeat of any {' or '.join(missing)}" if missing else ""
     if not ledger.leader_term:
         return "starting", cause or "the trainer has not begun"
     if "trainer" in live and live["trainer"].state == "finishing":

@@ -11,14 +11,14 @@ from schemas.control_api import Scaling
 from schemas.messages import Heartbeat
 
 SCALABLE = ("generator", "reward")
-NOBODY = "no supervisor of this run is alive (it was not started with `tidemill up`), so nobody here takes the order; "
+NO_SUPERVISOR = "no supervisor of this run is running (`tidemill up` did not start it), so no service takes the order; "
 """The beginning of a refusal."""
 
 
 def scaling(orders: ControlState, beats: Sequence[Heartbeat], now: float, hint: str = "") -> Scaling:
     """Return whether an order can change the number of replicas, and how many there are to be."""
     possible = any(beat.role == "supervisor" and is_live(beat, now) for beat in beats)
-    refusal = NOBODY + scale_command(hint, "generator", "N")
+    refusal = NO_SUPERVISOR + scale_command(hint, "generator", "N")
     alive = Counter(beat.role for beat in beats if beat.role in SCALABLE and is_live(beat, now))
     replicas = {role: alive[role] for role in SCALABLE} | dict(orders.replicas)
     return Scaling(
@@ -30,7 +30,7 @@ def scaling(orders: ControlState, beats: Sequence[Heartbeat], now: float, hint: 
 
 
 def scale_command(hint: str, role: str, replicas: str) -> str:
-    """Return the command that changes replicas where nobody takes orders: the configured one, if there is one."""
+    """Return the command that changes replicas without a supervisor: the configured one, if there is one."""
     if hint:
         return f"run: {hint.replace('{role}', role).replace('{replicas}', replicas)}"
     return (

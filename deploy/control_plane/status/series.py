@@ -124,7 +124,7 @@ class Rates:
     def add(self, now: float, counts: Mapping[str, int]) -> None:
         """Add counts at ``now``, seconds of any clock."""
         if self._points and any(counts.get(name, 0) < value for name, value in self._points[-1][1].items()):
-            # The broker was rebuilt, and counts anew.
+            # The broker was rebuilt, and counts from 0.
             self._points.clear()
         self._points.append((now, counts))
         while len(self._points) > 2 and now - self._points[0][0] > self._window_s:
@@ -141,7 +141,7 @@ class Rates:
 POINTS_KEPT = 900
 """Points that are kept: a quarter of an hour."""
 APART_S = 0.9
-"""The run is looked at more often while somebody waits for an order."""
+"""The status is read more often while a request waits for an order."""
 
 
 class ThroughputSeries:

@@ -79,7 +79,7 @@ class Idempotency:
         try:
             await self._app(scope, receive, keep)
         finally:
-            # What nobody could do yet may be asked for again.
+            # A request that failed may be repeated with its key.
             if answer and answer[0].get("status", 503) < 500 and not answer[-1].get("more_body"):
                 kept.messages = answer
             else:

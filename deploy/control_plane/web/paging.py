@@ -37,7 +37,7 @@ class Page:
         return self.order == "newest"
 
     def number(self) -> int | None:
-        """The cursor as a whole number; Refusal when it is none."""
+        """Return the cursor as a whole number; Refusal if it is not one."""
         if self.cursor is None:
             return None
         if not self.cursor.isascii() or not self.cursor.isdigit() or len(self.cursor) > 16:
@@ -45,7 +45,7 @@ class Page:
         return int(self.cursor)
 
     def entry(self) -> str | None:
-        """The cursor as the id of a stream's entry; Refusal when it is none."""
+        """Return the cursor as the id of a stream's entry; Refusal if it is not one."""
         if self.cursor is not None and not _ENTRY.fullmatch(self.cursor):
             raise wrong(self.cursor)
         return self.cursor
@@ -53,7 +53,7 @@ class Page:
 
 def wrong(cursor: str) -> Refusal:
     """The refusal of a cursor that no page has given."""
-    return Refusal(422, f"cursor {cursor!r} is none of this list: take `next` of the page before")
+    return Refusal(422, f"cursor {cursor!r} is not one of this list: use `next` of the previous page")
 
 
 def cut(items: Sequence[Item], place: Callable[[Item], Place], page: Page) -> tuple[list[Item], str | None]:

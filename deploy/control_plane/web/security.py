@@ -1,9 +1,9 @@
 """Limits on who may ask and how often: a layer around the app that refuses before a request is read or decoded.
 
-- With a token everything but the probes and the empty page needs it; it is compared in constant time. A second token
-  may be given to those who only read.
-- Without one the server listens on loopback only, and answers only to its own names: a web page of somebody else
-  can neither send an order nor, by a name that points here, read an answer.
+- With a token, every request but those for probes and the empty page needs it. It is compared in constant time. A
+  second token only reads.
+- Without one, the server listens on loopback only and answers only to its own names: a foreign web page can neither
+  send an order nor, by a name that points here, read an answer.
 - Bodies, addresses and request rates are bounded for each client; there are no CORS headers.
 """
 
@@ -56,7 +56,7 @@ class Buckets:
         self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, client: str, now: float, cost: float = 1.0) -> float:
-        """0 if the client may go on, else the seconds to wait. A refused one is charged nothing."""
+        """Return 0 if the request is allowed, else the seconds to wait. A rejected request costs nothing."""
         level, then = self._levels.pop(client, (self._burst, now))
         level = min(self._burst, level + (now - then) * self._rate)
         missing = cost - level
@@ -74,7 +74,7 @@ class Buckets:
 class RequestGuard:
     """ASGI middleware. token: None only on loopback. hosts: names that requests without a token may use.
 
-    read_token: whoever has it may read, and order nothing.
+    read_token: allows reading, but no orders.
     """
 
     def __init__(

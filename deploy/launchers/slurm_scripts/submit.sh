@@ -1,7 +1,7 @@
 #!/bin/bash
 # Queues the run $run: what makes its model, if the configuration says how, then everything else at once.
 # More generators later: sbatch --array=N-M $folder/generators.sbatch. To stop: scancel --me --name with a job's name,
-# as squeue --me shows it. Queued again, the run goes on.
+# as squeue --me shows it. Submit it again to resume the run.
 set -euo pipefail
 [ "$own_broker" = no ] || rm -f $folder/redis_url
 $queue_prepare

@@ -168,7 +168,7 @@ def test_oldest_first_is_the_default(api: ControlPlane, route: str) -> None:
 def test_a_cursor_of_no_page_is_a_problem_that_says_so(api: ControlPlane, route: str, cursor: str) -> None:
     status, problem = api.ask("GET", address(route, cursor=cursor))
     assert status == 422
-    assert "take `next` of the page before" in problem["detail"]
+    assert "use `next` of the previous page" in problem["detail"]
 
 
 def test_what_comes_while_a_list_is_read_is_neither_shown_twice_nor_left_out(api: ControlPlane) -> None:

@@ -75,7 +75,7 @@ def test_the_bottleneck_names_what_limits_the_run(changes: dict[str, object], li
         ({"wait": None, "loading": ["generator-0"]}, "Starting: generator-0 loads."),
         ({"wait": None}, "The first step is being made: 20 of 20 prompt groups are under way."),
         ({"missing": ["trainer"]}, "No trainer is alive: the run stands still until there is one."),
-        ({"state": "failed", "missing": ["trainer"], "cause": "out of memory"}, "The run has failed. Mend the cause"),
+        ({"state": "failed", "missing": ["trainer"], "cause": "out of memory"}, "The run has failed. Fix the cause"),
         ({"state": "finished", "missing": ["trainer"]}, "The run is finished: all steps are trained."),
         ({"state": "pausing", "cause": "waiting for g0"}, "A pause was ordered; waiting for g0."),
         ({"wait": 0.05}, "Training: the trainer waits for only 5% of its time; more generators would not help."),

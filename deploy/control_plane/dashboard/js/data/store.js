@@ -74,7 +74,7 @@ export function addMetrics(more) {
   emit("metrics");
 }
 
-/** Everything anew, after a connection was lost. */
+/** Load everything again, after a connection was lost. */
 export function replaceMetrics(all) {
   store.metrics = { step: [], series: {}, staleness: [] };
   if (all.step.length) addMetrics(all);

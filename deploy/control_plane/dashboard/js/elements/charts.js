@@ -1,5 +1,5 @@
 // A line chart: uPlot with our axes and colours, a legend of its own that follows the pointer, and words for those
-// who can't see it. Colours come from the style sheet, so a chart is made anew when the theme changes.
+// who can't see it. Colours come from the style sheet, so a chart is redrawn when the theme changes.
 
 import { h, setAttribute, setText } from "./dom.js";
 import { duration, short, timeOfDay } from "./format.js";

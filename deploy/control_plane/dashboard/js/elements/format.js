@@ -1,4 +1,4 @@
-// Numbers, durations and names as people read them. null is always a dash: a figure that is not known is not zero.
+// Numbers, durations and names as text. null is always a dash: a figure that is not known is not zero.
 
 export const DASH = "–";
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
@@ -44,7 +44,7 @@ export function duration(seconds) {
   return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
-/** Seconds that ticks of an axis stand at, in steps of a time people know: 1:20, or 5 min, 2 h 5 min. */
+/** Seconds that ticks of an axis stand at, in familiar units: 1:20, or 5 min, 2 h 5 min. */
 export const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
 export const timeTicks = (ticks) => ticks.map((tick) => tick === 0 ? "0"
   : ticks.every((one) => one % 60 === 0) ? duration(tick).replace(/ 0 (s|min|h)$/, "")
@@ -66,7 +66,7 @@ export const plural = (number, one, many = `${one}s`) => `${count(number)} ${num
 /** Evaluation tasks are numbered (version + 1) * 2^32 + prompt. */
 const EVALUATIONS = 2 ** 32;
 
-/** What people call a task: its number, or which prompt of which evaluation. */
+/** The displayed name of a task: its number, or which prompt of which evaluation. */
 export const task = (id) => id < EVALUATIONS ? String(id)
   : `evaluation ${Math.floor(id / EVALUATIONS) - 1}, prompt ${id % EVALUATIONS}`;
 

@@ -54,7 +54,7 @@ export function facts(status) {
   };
   for (const [role, node] of Object.entries(nodes)) {
     if (live(role).length) continue;
-    // In its first seconds a run misses nobody yet.
+    // In its first seconds a run misses no service yet.
     const begun = status.leader_term > 0;
     node.missing = moving(status) && begun;
     node.awaited = moving(status) && !begun;

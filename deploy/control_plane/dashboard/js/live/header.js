@@ -18,7 +18,7 @@ function showLink() {
   showBanner(state, since);
 }
 
-/** One line when the page or the run needs somebody; empty when all is well. */
+/** A line if the page or the run needs attention; empty otherwise. */
 function trouble(link, since) {
   const { status } = store;
   if (link === "lost") {

@@ -29,7 +29,7 @@ function pause() {
 function resume() {
   confirm({
     title: "Resume the run", verb: "Resume",
-    body: h("p", null, "Generators go on with the requests they kept, and the trainer with its next batch."),
+    body: h("p", null, "Generators resume the requests they kept, and the trainer continues with its next batch."),
     act: async () => `Resume ordered: ${await post("resume")}`,
   });
 }
@@ -37,7 +37,7 @@ function resume() {
 function checkpoint() {
   confirm({
     title: "Write a checkpoint", verb: "Write it",
-    body: h("p", null, "The trainer writes it as soon as its present step is done, and goes on."),
+    body: h("p", null, "The trainer saves it after the current step, and continues."),
     act: async () => `Checkpoint ordered: ${await post("checkpoint")}`,
   });
 }
@@ -46,7 +46,7 @@ function stop() {
   confirm({
     title: "Stop the run", verb: "Stop the run", danger: true,
     body: h("p", null, "All services end in order, with a checkpoint, and this page with them. ",
-      "Started again under the same name, the run goes on."),
+      "Start it again under the same name to resume."),
     act: async () => `Stop ordered: ${await post("stop")}`,
   });
 }

@@ -28,7 +28,7 @@ const order = (name) => {
 };
 const compare = (a, b) => order(a)[0] - order(b)[0] || (a < b ? -1 : 1);
 
-/** Seconds of training at each step: a trainer that took over may count anew. */
+/** Seconds of training at each step: a trainer that took over may count from 0. */
 function running(values) {
   let before = 0;
   let last = 0;

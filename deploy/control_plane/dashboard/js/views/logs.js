@@ -65,9 +65,9 @@ async function load(again) {
   try {
     const found = await read(of(run, `logs/${encodeURIComponent(service)}?most=262144${again && end !== null ? `&after=${end}` : ""}`));
     if (number !== asked) return;
-    const anew = !again || found.start !== end;
-    if (!anew && !found.lines.length) return;
-    lines = (anew ? [] : lines).concat(found.lines.map(parse)).slice(-KEPT);
+    const restart = !again || found.start !== end;
+    if (!restart && !found.lines.length) return;
+    lines = (restart ? [] : lines).concat(found.lines.map(parse)).slice(-KEPT);
     [end, size] = [found.end, found.bytes];
     draw();
     if (!again) byId("log-lines").scrollTop = byId("log-lines").scrollHeight;

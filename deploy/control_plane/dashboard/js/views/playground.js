@@ -1,4 +1,4 @@
-// Talk to the present policy: a conversation or a text to go on with, its tokens coloured by how likely each was.
+// Talk to the current policy: a conversation or a text to continue, its tokens coloured by how likely each was.
 
 import { ask, Refused } from "../data/api.js";
 import { byId, h, setAttribute, setText } from "../elements/dom.js";
