@@ -42,7 +42,7 @@ class MemoryLimits:
     share_prefixes: bool = True
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Have the model keep fewer activations until backward, as is wanted; before it is sharded."""
+        """Have the model keep fewer activations until backward, as configured; call it before sharding."""
         save_activations(model, self.activation_checkpointing, self.activation_offload)
 
 

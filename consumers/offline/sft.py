@@ -50,7 +50,7 @@ Pair: TypeAlias = tuple[Prompt, str]
 Source: TypeAlias = str | Path | Callable[[Path, int], None]
 WARMUP_STEPS = 20
 FINISH_FACTOR = 0.1
-"""Share of the learning rate that is left when the accuracy is about to reach its mark."""
+"""Share of the learning rate that is left as the accuracy reaches its mark."""
 
 
 @dataclass(frozen=True)
@@ -198,14 +198,14 @@ class _Training:
         mark = settings.stop_accuracy
         if accuracy >= mark or step >= settings.max_steps:
             return None
-        # Accuracy can jump by tenths within a few steps: look often when it is near.
+        # Accuracy can jump by tenths within a few steps: evaluate often near the mark.
         closeness = 10 if accuracy >= mark / 2 else 4 if accuracy >= mark / 4 else 1
         return min(step + max(1, settings.eval_every // closeness), settings.max_steps)
 
     def _lr(self, step: int) -> float:
         """Return the learning rate: a warm-up, then a fall as the best accuracy so far nears its mark.
 
-        It does not rise again when the accuracy falls, which would make an unsteady training unsteadier.
+        It does not rise again if the accuracy falls, which would make an unstable training less stable.
         """
         left = max(0.0, 1.0 - self.best / self.settings.stop_accuracy)
         return self.settings.lr * min(1.0, step / WARMUP_STEPS) * max(FINISH_FACTOR, min(1.0, 1.5 * left))

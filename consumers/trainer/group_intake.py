@@ -281,7 +281,7 @@ class GroupIntake:
 
 
 def solve_rate(outcomes: Sequence[ScoredSample]) -> float | None:
-    """Return the share of correct samples among those that were scored, None where none was."""
+    """Return the share of correct samples among those that were scored, None if none was."""
     correct = [outcome.score.correct for outcome in outcomes if outcome.trajectory_id]
     return sum(correct) / len(correct) if correct else None
 

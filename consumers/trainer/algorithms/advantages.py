@@ -31,7 +31,7 @@ Advantage: TypeAlias = Callable[[Floats, Groups], Floats]
 
 
 def has_signal(rewards: Sequence[float], least_std: float = 0.0) -> bool:
-    """False when all rewards of a group are equal: every group-relative advantage is then zero.
+    """Return False if all rewards of a group are equal: every group-relative advantage is then zero.
 
     Rewards whose standard deviation (of the group itself, over n) is not above ``least_std`` have no signal either.
     """
@@ -39,7 +39,7 @@ def has_signal(rewards: Sequence[float], least_std: float = 0.0) -> bool:
 
 
 def within(rewards: Sequence[float], bounds: tuple[float, float] | None) -> bool:
-    """True if a group's mean reward is above the first and below the second bound (DAPO, arXiv:2503.14476)."""
+    """Return whether a group's mean reward is above the first and below the second bound (DAPO, arXiv:2503.14476)."""
     return bounds is None or bounds[0] < float(np.mean(rewards)) < bounds[1]
 
 

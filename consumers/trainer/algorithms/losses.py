@@ -34,7 +34,7 @@ class LossInputs:
 
     logprobs: of the policy in training, with gradient. rollout_logprobs: of the policy that sampled.
     mask: bool, true at loss tokens. versions: int64, weight version of each token, -1 for none.
-    proximal_logprobs, reference_logprobs: of further policies, when the run has them, without gradient.
+    proximal_logprobs, reference_logprobs: of other policies, if the run has them, without gradient.
     sequence: int64, id of the sequence that a token belongs to; without it each row is one sequence.
     kept: bool, the tokens of the step that the loss's own ``select_tokens`` chose; without it all.
     """
@@ -86,13 +86,13 @@ class LossFunction(Protocol):
     """
 
     def __call__(self, inputs: LossInputs, /) -> LossOutput:
-        """The loss of each token of a micro-batch, [R, T]."""
+        """Compute the loss of each token of a micro-batch, [R, T]."""
         ...
 
 
 @dataclass
 class BoundLoss:
-    """The loss that a configuration names, as a LossFunction whatever it was written as."""
+    """The loss that a configuration names, as a LossFunction, written as a function or a class."""
 
     function: Callable[[LossInputs], LossOutput]
     needs_proximal: bool = False
@@ -254,7 +254,7 @@ class DecoupledPpo:
             raise ConfigError(f"decoupled_ppo: weight_action {self.weight_action!r} must be mask or clamp")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """The loss of one micro-batch; ConfigError without proximal log-probabilities."""
+        """Compute the loss of one micro-batch; ConfigError without proximal log-probabilities."""
         if inputs.proximal_logprobs is None:
             raise ConfigError("decoupled_ppo needs proximal log-probabilities, and the caller gave none")
         proximal = inputs.proximal_logprobs.detach()
@@ -309,14 +309,14 @@ class M2po:
         self.clip = (clip_low, clip_high, dual_clip)
 
     def select_tokens(self, batch: Sequence[LossInputs], all_reduce_sum: AllReduceSum) -> list[Tensor]:
-        """The tokens to keep in each micro-batch, bool [R, T]."""
+        """Choose the tokens to keep in each micro-batch, bool [R, T]."""
         moments = [_squares(inputs) for inputs in batch]
         kept = [moment[inputs.mask] for moment, inputs in zip(moments, batch, strict=True)]
         limit = largest_kept(torch.cat(kept) if kept else torch.zeros(0), self.second_moment, all_reduce_sum)
         return [inputs.mask & (moment.double() <= limit) for moment, inputs in zip(moments, batch, strict=True)]
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """The loss of one micro-batch, zero at the tokens that ``select_tokens`` left out."""
+        """Compute the loss of one micro-batch, zero at the tokens that ``select_tokens`` left out."""
         if inputs.kept is None:
             raise ConfigError("m2po has to see the whole step before, and its select_tokens was not called")
         loss, marks = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, *self.clip)

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face model with its tokenizer, in one process, whatever number of ranks wrote it.
+"""A checkpoint as a Hugging Face model with its tokenizer, made in one process, however many ranks wrote it.
 
 Only the policy's weights are read: neither the optimizer nor a critic takes memory.
 """

@@ -107,7 +107,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(state: dict[str, Any]) -> None:
-    """Restore states from ``random_states``; those of the GPUs only where there are as many as there were."""
+    """Restore states from ``random_states``; those of the GPUs only if their number is the same."""
     kind, numbers, gauss = state["python"]
     random.setstate((kind, tuple(numbers), gauss))
     np.random.set_state(state["numpy"])

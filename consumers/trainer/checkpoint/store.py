@@ -1,12 +1,12 @@
 """Durable checkpoints: a folder ``step-00000100-t0003`` appears whole, and is checked before it is trusted.
 
-The newest checkpoint is that of the highest leader term, then of the highest step: what a trainer still writes after it
-was replaced never wins.
+The newest checkpoint is that of the highest leader term, then of the highest step: what a replaced trainer still writes
+never wins.
 
 A checkpoint is written aside, from a copy of the state during training, flushed, completed by a marker with the
 size and digest of every file, and then renamed. Model and optimizer go through torch.distributed.checkpoint, sharded or
 not; the rest is JSON. Every rank writes its part, so all of them need the same folder. Loading ends in the same state
-bit for bit: the next step equals that of ranks which never stopped.
+bit for bit: the next step is that of ranks which never stopped.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class CheckpointStore:
     def at(self, step: int | None = None) -> Path:
         """Find the checkpoint of a step, the newest whole one by default; ConfigError says what there is instead.
 
-        A step may have one of several terms: the last of them counts, and when it is damaged no other one.
+        A step may have one of several terms: only the last of them counts, even if it is damaged.
         """
         if step is None:
             newest = self.newest()
@@ -244,7 +244,7 @@ def read_state(path: Path) -> dict[str, Any]:
 def load_tensors(path: Path, into: dict[str, Any]) -> None:
     """Fill these tensors, a part of what ``tensors_of`` names, from a whole checkpoint of any number of ranks.
 
-    ConfigError when it lacks one, or has one of another shape: it is another model's. InfraError if it can't be read.
+    ConfigError if it lacks one, or has one of another shape: it is another model's. InfraError if it can't be read.
     """
     try:
         with _quiet():

@@ -5,7 +5,7 @@ that of its call. For one of tokens, the ranks compute advantages from rewards a
 
 What a call earned stands at its last loss token. Time runs over a sample's loss tokens in the order of their calls. A
 reward that comes after tokens of another row stands there too, at the last of them before it, times gamma for each loss
-token between; so rows that follow one another have the returns of one long row. Where calls of two rows take turns, a
+token between; so rows that follow one another have the returns of one long row. If calls of two rows take turns, a
 row's own time does not count the other's tokens, like what a tool says: with gamma below 1 its earlier tokens see
 a reward of the other row less discounted than in the sample's time. A KL penalty counts in its own row alone.
 """
@@ -108,7 +108,7 @@ def _placed(calls: Calls, rows: Sequence[CutRow], gamma: float) -> list[Floats]:
     order = np.argsort(of_call, kind="stable")
     time = np.empty_like(order)
     time[order] = np.arange(len(order))
-    # The last loss token of each call, or the one before it where it has none.
+    # The last loss token of each call, or the one before it if it has none.
     moments = np.maximum(np.searchsorted(of_call[order], np.arange(len(calls.rewards)), side="right") - 1, 0)
     found, begin = [], 0
     for row, places in zip(rows, own, strict=True):

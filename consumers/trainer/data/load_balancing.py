@@ -55,7 +55,7 @@ class RowFamily:
 
     @property
     def shared(self) -> int:
-        """Tokens that need not be computed when all rows are in one micro-batch."""
+        """Tokens that need not be computed if all rows are in one micro-batch."""
         return sum(self.common)
 
     def halves(self) -> list[RowFamily]:
@@ -75,7 +75,7 @@ def shares(
     """Return the indices of the rows of each rank's micro-batches: ``[rank][micro-batch][...]``, as many for each rank.
 
     lengths: tokens. max_tokens: most tokens of a micro-batch, padding included unless they are ``packed``; a longer
-    row gets a micro-batch of its own. A micro-batch may be empty when there are few rows.
+    row gets a micro-batch of its own. A micro-batch may be empty if there are few rows.
     """
     bins = (
         _packed(costs, lengths, dp_size, max_tokens)
@@ -271,7 +271,7 @@ def _family(rows: list[int], common: list[int], tokens: Sequence[npt.NDArray[np.
 def count_shared(families: Sequence[RowFamily], micro_batches: Sequence[Sequence[int]]) -> list[int]:
     """Count the tokens that each micro-batch need not compute, because its rows of one family share them.
 
-    0 where they are less than WORTH_IT of those that it reads: the model then computes each for itself.
+    0 if they are less than WORTH_IT of those that it reads: the model then computes each row by itself.
     """
     places = {row: (f, place) for f, family in enumerate(families) for place, row in enumerate(family.rows)}
     found = []

@@ -1,6 +1,6 @@
 """The model calls of a sample: what each of them earned, and which tokens are whose.
 
-The sample's reward is the sum of what its calls earned. Where a turn says what it earned, that is its call's; the rest
+The sample's reward is the sum of what its calls earned. If a turn says what it earned, that is its call's; the rest
 is the last call's, so that without such turns the last call has it all.
 """
 

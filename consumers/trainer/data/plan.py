@@ -47,7 +47,7 @@ class Weights:
 
 
 def weigh(samples: Samples, aggregation: Aggregation, max_tokens: int, mask_truncated: bool = False) -> Weights:
-    """Weigh the samples by their loss tokens, in whatever rows; DataError if a weight is not a finite number."""
+    """Weigh the samples by their loss tokens in all rows; DataError if a weight is not a finite number."""
     masked = samples.truncated & mask_truncated
     counted = np.where(masked, 0, samples.lengths)
     totals = Totals.of(counted, samples.groups, max_tokens)
@@ -135,7 +135,7 @@ class StepPlanner:
     max_tokens: longest completion that sampling allows. micro_batch_tokens: most tokens of a micro-batch, with padding
     unless ``packed``; a longer row gets one of its own. cost: work of a row, which ranks share evenly. by_name: see
     credit.py. mask_truncated: samples that ended at a limit have weight 0 and count in no mean of the loss; their
-    rewards are compared with the others' all the same. share_prefixes: whether the policy computes once what rows of a
+    rewards are still compared with the others'. share_prefixes: whether the policy computes once what rows of a
     micro-batch begin with. images: how the model wants images, None for a model of text.
     """
 

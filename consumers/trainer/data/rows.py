@@ -59,7 +59,7 @@ class CutRow(msgspec.Struct, frozen=True, gc=False):
 class TrainRow(msgspec.Struct, frozen=True, gc=False):
     """A row with its part in the step, as it goes to the rank that trains it.
 
-    advantage: of each of its loss tokens, or float32 [L] where they differ; see MicroBatch. weight: of each of its loss
+    advantage: of each of its loss tokens, or float32 [L] if they differ; see MicroBatch. weight: of each of its loss
     tokens in the step's loss. sequence, group: its index, and that of its group, in the step. temperature: with which
     its tokens were sampled.
     """

@@ -24,7 +24,7 @@ class Channel:
         self.group = dist.new_group(backend="gloo", timeout=FOREVER)
 
     def send(self, rank: int, data: bytes) -> None:
-        """Send a message to a rank; returns when it is on its way."""
+        """Send a message to a rank; returns when it is sent."""
         dist.send(torch.tensor([len(data)]), rank, group=self.group)
         if data:
             dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=self.group)

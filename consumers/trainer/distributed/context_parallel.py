@@ -20,7 +20,7 @@ from consumers.trainer.distributed.parts import Part
 def exchange_to_heads(tensor: Tensor, part: Part) -> Tensor:
     """Exchange tokens for heads: [1, H, N / C, D] to [1, H / C, N, D], for C ranks.
 
-    Where there are fewer heads than ranks, as of grouped keys and values, each goes to several: [1, 1, N, D].
+    If there are fewer heads than ranks, as of grouped keys and values, each goes to several: [1, 1, N, D].
     """
     if tensor.shape[1] % part.size:
         tensor = tensor.repeat_interleave(part.size // tensor.shape[1], dim=1)

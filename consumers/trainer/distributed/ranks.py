@@ -116,7 +116,7 @@ class Ranks:
         """Return a context for all that ranks do together, in which none outlives another; empty in one process."""
         if self.world == 1:
             return nullcontext()
-        # Where the launcher says that rank 0 can be reached.
+        # The address of rank 0 that the launcher gives.
         return RankWatchdog(self.rank, self.world, self.channel, os.environ.get("MASTER_ADDR", "localhost"))
 
     @cached_property
@@ -178,8 +178,8 @@ class Ranks:
         """Move a model to its device, cut and sharded layer by layer over the ranks, computing in ``dtype``.
 
         The weights are those of rank 0; on the others it may have none (``load_model`` with ``empty``). Its parameters
-        stay in the type they have; gradients are reduced in float32. A single rank shards over itself when it computes
-        in another type, so that it computes what several do. ConfigError when the model cannot be cut as
+        stay in the type they have; gradients are reduced in float32. A single rank shards over itself if it computes
+        in another type, so that it computes what several do. ConfigError if the model cannot be cut as
         trainer.parallel says.
         """
         if self.world == 1 and dtype == torch.float32:
@@ -188,7 +188,7 @@ class Ranks:
             backend = "nccl" if self.accelerator.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         # PyTorch's own call and not accelerate's: that takes the optimizer too, and on the CPU it picks
-        # plain data parallelism whatever plugin it is given.
+        # plain data parallelism with any plugin.
         weights = self._take_weights(model) if self.world > 1 else None
         self._cut(model)
         mesh = self._sharding_mesh

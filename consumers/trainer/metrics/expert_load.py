@@ -55,7 +55,7 @@ class ExpertLoad:
     def result(self, add: Callable[[list[float]], list[float]]) -> dict[str, float]:
         """Return the metrics since the last call; ``add`` is a sum over all ranks.
 
-        expert_load_max: tokens of the fullest expert over the mean of its layer, in the worst layer, 1 when all are
+        expert_load_max: tokens of the fullest expert over the mean of its layer, in the worst layer, 1 if all are
         even. experts_unused: share of the experts that got none.
         """
         if not self._counts:

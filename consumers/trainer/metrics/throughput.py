@@ -35,7 +35,7 @@ def compute_metrics(flops: float, seconds: Mapping[str, float], ranks: int, devi
     """Return ``perf/tflops_per_device`` and, if the device's peak is known, ``perf/mfu``.
 
     flops: of one forward pass over the step, on all ranks; a step has three times as many (PaLM, arXiv:2204.02311, B),
-    whatever is computed again. seconds: of the step's phases.
+    not counting what is computed again. seconds: of the step's phases.
     """
     spent = sum(seconds.get(name, 0.0) for name in COMPUTING)
     if not spent:

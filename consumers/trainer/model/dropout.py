@@ -26,7 +26,7 @@ _RANDOM = re.compile(r"drop|jitter")
 def train_without_dropout(model: Model, path: str) -> Model:
     """Put a model into training mode with nothing random in its forward pass; returns it.
 
-    ConfigError, which names model.path, if two forward passes differ all the same.
+    ConfigError, which names model.path, if two forward passes still differ.
     """
     for module in model.modules():
         if isinstance(module, _DropoutNd):
@@ -46,7 +46,7 @@ def train_without_dropout(model: Model, path: str) -> Model:
 
 @torch.no_grad()
 def _is_deterministic(model: PreTrainedModel) -> bool:
-    """Try whether two passes in the present mode give the same logits; True where there are no weights yet."""
+    """Try whether two passes in the present mode give the same logits; True if there are no weights yet."""
     if model.device.type == "meta":
         return True
     config = model.config.get_text_config()

@@ -3,7 +3,7 @@
 Logits are float32 and divided by the temperature as in generation. They are computed a chunk of tokens at a time, and
 again in backward: a full float32 [tokens, vocabulary] never exists, and nothing is approximated. On a CPU a chunk is
 small enough that what follows the matrix product finds it in the cache, which pays for the second product in large
-part. Where the vocabulary is cut over ranks, each computes the logits of its own rows, and the softmax needs three
+part. If the vocabulary is cut over ranks, each computes the logits of its own rows, and the softmax needs three
 numbers of each token from the others.
 """
 

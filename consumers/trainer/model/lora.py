@@ -126,7 +126,7 @@ def describe(adapter: Adapter | None) -> dict[str, Any] | None:
 
 
 def check_same(checkpoint: str, saved: dict[str, Any] | None, adapter: Adapter | None) -> None:
-    """Check that a checkpoint is of this adapter, or of a whole model where that is None; ConfigError if not.
+    """Check that a checkpoint is of this adapter, or of a whole model if that is None; ConfigError if not.
 
     checkpoint: its name. saved: the description of its adapter.
     """

@@ -280,7 +280,7 @@ def attend(
 
 
 def make_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
-    """Make the mask where there is padding or a cache, as for generating; training has neither and gets None."""
+    """Make the mask for padding or a cache, as in generation; training has neither and gets None."""
     if attention_mask is None and q_length == kv_length:
         return None
     mask: Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **others)

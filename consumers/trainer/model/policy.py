@@ -1,8 +1,8 @@
 """The policy in training: log-probabilities of given tokens from any Hugging Face causal language model.
 
 Sequences are packed where the model allows it (packing.py), and the output layer is computed in chunks of loss tokens
-(head.py). Over several ranks a policy may compute a part of each layer or of the tokens; what it returns is of whole
-rows all the same.
+(head.py). Over several ranks a policy may compute a part of each layer or of the tokens; it always returns
+whole rows.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Policy(ParallelModule):
     def __init__(
         self, causal_lm: PreTrainedModel, adapter: Adapter | None = None, vision: VisionTower | None = None
     ) -> None:
-        """Wrap a loaded model. adapter: the part of it that is trained (lora.py); None when all of it is.
+        """Wrap a loaded model. adapter: the part of it that is trained (lora.py); None if all of it is.
 
-        vision: of a model that reads images.
+        vision: the tower of a model that reads images.
         """
         super().__init__()
         self.vision = vision
@@ -209,7 +209,7 @@ def read_model(
         )
         return model
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **settings)
-    # Buffers, which a model computes when it is made, are there.
+    # Buffers exist, because the model computes them in its constructor.
     with init_empty_weights(include_buffers=False):
         model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     # Each tied weight was made by itself.

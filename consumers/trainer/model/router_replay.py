@@ -1,6 +1,6 @@
 """Router replay: a mixture's routers send tokens to the experts that they were sent to at rollout.
 
-Where engine and trainer round differently, a router may choose another expert, and the log-probability of the token and
+If engine and trainer round differently, a router may choose another expert, and the log-probability of the token and
 of all after it changes by much more than rounding. Replay takes the choice from the rollout, and the weights of the
 chosen experts from the trainer's own router, so that its gradient stays (rollout routing replay, arXiv:2510.11370).
 """
@@ -130,7 +130,7 @@ class RouterReplay:
     def result(self, add: Callable[[list[float]], list[float]]) -> dict[str, float]:
         """Return the metrics of passes with a gradient since the last call; ``add`` is a sum over all ranks.
 
-        experts_changed: share of the replayed choices that the trainer's routers would not have made. Nothing where
+        experts_changed: share of the replayed choices that the trainer's routers would not have made; left out if
         no choice was replayed.
         """
         changed, known = add([0.0, 0.0] if self._counts is None else self._counts.tolist())

@@ -72,7 +72,7 @@ class Snapshot:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copy the weights that are not copied yet; ``wait`` returns then, also when the copy fails."""
+        """Copy the weights that are not copied yet; then ``wait`` returns, also if the copy fails."""
         try:
             if self._ready is None:
                 self._copy()

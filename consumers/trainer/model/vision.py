@@ -48,7 +48,7 @@ class VisionTower:
         self.frozen = frozen
         self.token = token
         self.always = False
-        """Whether the tower runs also where there are no images: ranks that share it must run it equally often."""
+        """Whether the tower also runs without images: ranks that share it must run it equally often."""
         if frozen:
             base.visual.requires_grad_(False)
         self._check(model)

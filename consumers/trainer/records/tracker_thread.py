@@ -37,7 +37,7 @@ class TrackerThread:
         self._since = 0.0
         """When the current call began, or the one before it ended."""
         self._late = ""
-        # Not waited for when the process ends.
+        # A daemon: the process does not wait for it at its end.
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 

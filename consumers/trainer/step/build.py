@@ -30,16 +30,16 @@ def build_train_step(
 ) -> TrainStep:
     """Build the training step that a configuration describes; every rank calls this.
 
-    ranks: by default this process alone. policy, reference, critic: models that are there already, by default those of
-    ``model``, ``trainer.kl`` and ``trainer.critic``; the reference on the device where it stays. Parameters and
-    optimizer keep the type of ``policy``, which is float32 in a run; computed is in ``model.dtype``. ConfigError says
-    what is wrong with the configuration.
+    ranks: by default this process alone. policy, reference, critic: loaded models, by default those of ``model``,
+    ``trainer.kl`` and ``trainer.critic``; the reference on its device. Parameters and optimizer keep the type of
+    ``policy``, which is float32 in a run; the model computes in ``model.dtype``. ConfigError says what is wrong with
+    the configuration.
     """
     ranks = ranks or Ranks(parallel=config.trainer.parallel)
     trainer = config.trainer
     if policy is None:
         _check_models(config, ranks)
-    # Of several ranks, one reads a model and hands it out; and one model after the other.
+    # Rank 0 reads each model and sends it to the others, one model after the other.
     policy = policy or make_policy(config, empty=not ranks.is_main)
     dtype = DTYPES[config.model.dtype]
 
@@ -111,7 +111,7 @@ def build_train_step(
 
 
 def _before_sharding(model: Policy | Critic, config: TidemillConfig, ranks: Ranks) -> None:
-    """Have a model share prefixes, keep fewer activations and be compiled, as is wanted."""
+    """Have a model share prefixes, keep fewer activations and be compiled, as configured."""
     trainer = config.trainer
     model.share_prefixes = trainer.share_prefixes
     save_activations(model.causal_lm, trainer.activation_checkpointing, trainer.activation_offload)

@@ -132,7 +132,7 @@ class CriticStep:
 def _explained_variance(
     count: float, error_sum: float, error_squares: float, return_sum: float, return_squares: float
 ) -> dict[str, float]:
-    """1 - Var(returns - values) / Var(returns), by their sums; nothing where the returns do not vary."""
+    """1 - Var(returns - values) / Var(returns), by their sums; nothing if the returns do not vary."""
     if not count:
         return {}
     errors = error_squares / count - (error_sum / count) ** 2

@@ -1,7 +1,7 @@
 """Preparation of a step's data before the first gradient: passes without a gradient.
 
 The reference policy's log-probabilities, advantages of single tokens, and what a loss chooses among the tokens of the
-whole step. Nothing of it costs a forward pass unless the configuration asks for it.
+whole step. None of them costs a forward pass unless the configuration asks for it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Preparation:
                 replace(micro, advantages=found.advantages, returns=found.returns)
                 for micro, found in zip(batch, self.token_advantage(rewards, all_reduce_sum), strict=True)
             ]
-        # The samples' advantages are there already; the penalty only adds its own, without a baseline.
+        # The samples have their advantages; the penalty only adds its own, without a baseline.
         return [
             replace(micro, advantages=micro.advantages + discounted(reward.rewards, reward.sequences, 1.0))
             for micro, reward in zip(batch, rewards, strict=True)
@@ -89,7 +89,7 @@ class Preparation:
 
     def _rewards(self, micro: MicroBatch) -> TokenRewards:
         sequences = Sequences(micro.sequence_ids, micro.mask)
-        # With an advantage of tokens there are the rewards at their tokens so far.
+        # For an advantage of tokens, ``advantages`` still holds the rewards.
         rewards = torch.zeros_like(micro.advantages) if self.token_advantage is None else micro.advantages
         if self.kl_in_reward and micro.reference_logprobs is not None:
             penalty = kl_reward(self.objective.estimator, micro.rollout_logprobs, micro.reference_logprobs, micro.mask)

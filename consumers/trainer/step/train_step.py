@@ -2,7 +2,7 @@
 
 The step knows neither the broker nor which algorithm it runs. Gradients are sums of weighted token
 losses, so they don't depend on how the batch was cut. A step whose loss or gradient is not finite
-changes no weight and says so.
+changes no weight, and its result says so.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class StepResult:
     """The outcome of a step. metrics: for logs. staleness: loss tokens by age in versions. skipped: no weight changed.
 
     seconds: of each phase, ``total`` and what is in none of them, ``other``. advantages: of each sample, on the rank
-    that made the plan; empty where tokens have their own.
+    that made the plan; empty if tokens have advantages of their own.
 
-    A skipped step is a step all the same: it makes a version of its own, with the weights of the one before.
+    A skipped step counts, and makes a version with the weights of the one before.
     """
 
     metrics: dict[str, float]
