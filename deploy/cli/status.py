@@ -50,14 +50,14 @@ def _print_finished(target: Target) -> bool:
 
     from deploy.client import find
 
-    left = find.left_run(target.run)
-    head = left.head() if left is not None else None
-    if left is None or head is None:
+    folder = find.finished_run(target.run)
+    head = folder.head() if folder is not None else None
+    if folder is None or head is None:
         return False
     if target.as_json:
-        print_json({**head.model_dump(), "summary": left.summary})
+        print_json({**head.model_dump(), "summary": folder.summary})
     else:
-        _print_rows([(name, escape(value)) for name, value in find.left_rows(head, left.summary)])
+        _print_rows([(name, escape(value)) for name, value in find.head_rows(head, folder.summary)])
     return True
 
 

@@ -83,14 +83,14 @@ def connect(run: str, url: str | None) -> Client:
 
 def _why_not(run: str, folder: Path) -> str:
     """Explain why a run takes no orders: it has finished, does not exist, or has no control plane."""
-    left = find.left_run(run)
+    left = find.finished_run(run)
     head = left.head() if left is not None else None
     if head is not None and head.state in OVER:
         return (
             f"run {run!r} is {head.state}: `tidemill show {run}` prints a report, `tidemill up` with its configuration"
             " resumes it"
         )
-    known = "" if head is not None else f"; runs here: {', '.join(one.name for one in find.left_heads()) or 'none'}"
+    known = "" if head is not None else f"; runs here: {', '.join(one.name for one in find.list_heads()) or 'none'}"
     return (
         f"run {run!r} has no control plane: there is no address in {folder}{os.sep}{known}; give"
         f" --control, set {URL}, or start one with `tidemill control CONFIG`"

@@ -85,14 +85,14 @@ def _connect(
     return broker
 
 
-def left_run(run: str) -> RunFolder | None:
+def finished_run(run: str) -> RunFolder | None:
     """Return a run's folder, by its name or its configuration file; None if it does not exist."""
     config = named_config(run)
     found = RunFolder(config.folder, config.run.name) if config else RunFolder(RUNS / run)
     return found if found.head() is not None else None
 
 
-def left_rows(head: RunHead, summary: dict[str, Any]) -> list[tuple[str, str]]:
+def head_rows(head: RunHead, summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the names and values that describe a run from its folder. summary: the content of its summary.json."""
     lines = [
         ("state", f"{head.state}: {head.cause}" if head.cause else head.state),
@@ -108,7 +108,7 @@ def left_rows(head: RunHead, summary: dict[str, Any]) -> list[tuple[str, str]]:
     return [*lines, ("last change", date(head.updated)), ("folder", head.folder)]
 
 
-def left_heads() -> Iterator[RunHead]:
+def list_heads() -> Iterator[RunHead]:
     """Yield the runs in runs/, by name."""
     for folder in sorted(RUNS.glob("*")) if RUNS.is_dir() else ():
         head = RunFolder(folder).head() if folder.is_dir() else None
@@ -176,7 +176,7 @@ def show_runs(url: str | None, as_json: bool) -> None:
     """Print the runs of one server; without ``url``, of each embedded server and each folder under runs/."""
     infos = _runs_on_brokers(url)
     # Folders here may belong to other runs than those of the same name on a server that was named.
-    folders = {} if url else {run.name: run for run in left_heads()}
+    folders = {} if url else {run.name: run for run in list_heads()}
     rows: list[dict[str, Any]] = []
     for info in infos:
         left = folders.pop(info.name, None)

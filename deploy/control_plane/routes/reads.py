@@ -17,8 +17,7 @@ from deploy.control_plane.routes.context import InContext
 from deploy.control_plane.routes.paging import page_of
 from deploy.control_plane.status.collector import evaluation
 from deploy.control_plane.web.paging import Page, cut
-from deploy.control_plane.web.sse import Hub, timeline_event
-from deploy.control_plane.web.sse import Page as OpenPage
+from deploy.control_plane.web.sse import EventStream, Hub, timeline_event
 from schemas.control_api import (
     Evaluations,
     MetricsHistory,
@@ -38,10 +37,10 @@ Few = Annotated[Page, page_of(1000, 1000)]
 Some = Annotated[Page, page_of(100, 1000)]
 
 
-class PageResponse(StreamingResponse):
-    """A page's stream, which has left the hub when it ends, also where not even its first byte could be sent."""
+class EventResponse(StreamingResponse):
+    """A stream of events, which leaves the hub when it ends, even if its first byte could not be sent."""
 
-    def __init__(self, hub: Hub, page: OpenPage, missed: Sequence[StoredEvent], headers: Mapping[str, str]) -> None:
+    def __init__(self, hub: Hub, page: EventStream, missed: Sequence[StoredEvent], headers: Mapping[str, str]) -> None:
         super().__init__(hub.stream(page, missed), headers=headers, media_type="text/event-stream")
         self._hub = hub
         self._page = page
@@ -118,7 +117,7 @@ async def events(
         context.hub.leave(page)
         raise
     headers = {"X-Accel-Buffering": "no", "Cache-Control": "no-store"}
-    return PageResponse(context.hub, page, missed, headers)
+    return EventResponse(context.hub, page, missed, headers)
 
 
 @router.get("/weights")

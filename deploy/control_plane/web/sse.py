@@ -46,7 +46,7 @@ def order(id: str) -> tuple[int, int]:
     return int(ms), int(number or 0)
 
 
-class Page:
+class EventStream:
     """An open connection of a page, with the events that it has not sent yet."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Hub:
     """Sends what the status poller finds to every open page. All methods but ``bind`` run in the event loop."""
 
     def __init__(self) -> None:
-        self._pages: set[Page] = set()
+        self._pages: set[EventStream] = set()
         self._status = b""
         self._status_number = 0
         self._closed = False
@@ -117,18 +117,18 @@ class Hub:
                 page.frames.append((id, data))
             page.wake.set()
 
-    def open(self) -> Page:
+    def open(self) -> EventStream:
         """Register a page before what it missed is read; Refusal when there are too many."""
         if len(self._pages) >= MAX_PAGES:
             raise Refusal(503, f"{MAX_PAGES} pages are open already: close some")
-        page = Page()
+        page = EventStream()
         self._pages.add(page)
         return page
 
-    def leave(self, page: Page) -> None:
+    def leave(self, page: EventStream) -> None:
         self._pages.discard(page)
 
-    async def stream(self, page: Page, missed: Sequence[StoredEvent]) -> AsyncIterator[bytes]:
+    async def stream(self, page: EventStream, missed: Sequence[StoredEvent]) -> AsyncIterator[bytes]:
         """Yield the bytes for a page; ``missed`` are the events since its Last-Event-ID."""
         yield f"retry: {RETRY_MS}\n\n".encode()
         last = (0, 0)

@@ -106,7 +106,7 @@ def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue
     assert [line["step"] for line in kept] == list(range(STEPS))
     assert max(uses.values()) == 1
     assert (run / "model" / "model.safetensors").is_file()
-    # Everybody left in order: nobody missed the broker, or was killed for waiting.
+    # All services ended cleanly: none missed the broker or was killed while it waited.
     for log in (scripts / "logs").glob("*.log"):
         assert "waiting for the broker" not in log.read_text(), log.name
     assert (scripts / "redis_url").stat().st_mode & 0o077 == 0

@@ -70,7 +70,7 @@ def marked(token: str) -> list[int]:
 
 
 def zombies() -> list[int]:
-    """Dead children of this process that nobody has collected."""
+    """Dead children of this process that are not collected yet."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -312,8 +312,8 @@ def test_a_killed_guardian_takes_its_service_along(tmp_path: Path, token: str) -
         os.kill(guardian, signal.SIGKILL)
         rig.run_until("the next life", lambda: rig.log("reward").count("ready") == 2)
         rig.run_until("the end of the former one", lambda: not first & set(marked(token)))
-        # Other tests' children are none of ours.
-        rig.run_until("the former one's collection", lambda: not ({guardian} | first) & set(zombies()))
+        # Other tests' children do not count.
+        rig.run_until("the collection of the former guardian", lambda: not ({guardian} | first) & set(zombies()))
 
 
 def test_a_guardian_does_not_look_like_its_service(tmp_path: Path, token: str) -> None:

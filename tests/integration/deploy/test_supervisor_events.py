@@ -131,7 +131,7 @@ def test_while_the_broker_is_down_the_last_look_is_shown_as_such_and_nothing_wai
         return "" if status is None else plain_line(status, History(watch.rewards, watch.evaluations))
 
     try:
-        broker.run_control.scale("generator", 2, "somebody")
+        broker.run_control.scale("generator", 2, "ann")
         with RunObserver(live_config(tmp_path / "run")).polling(broker) as watch:
             wait("the first look", lambda: shown(watch) != "")
             assert shown(watch).endswith("starting")
@@ -168,6 +168,6 @@ def test_a_replica_that_failed_for_good_is_started_anew_when_the_same_number_is_
         commands.follow(broker.run_control.read())
         assert states() == [State.RUNNING, State.FAILED]
         life.touch()
-        broker.run_control.scale("generator", 2, "somebody")
+        broker.run_control.scale("generator", 2, "ann")
         commands.follow(broker.run_control.read())
         assert states() == [State.RUNNING, State.RUNNING]

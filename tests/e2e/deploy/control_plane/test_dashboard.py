@@ -1,4 +1,4 @@
-"""The dashboard in a real browser, against a running system: what people see and do there."""
+"""The dashboard in a real browser, against a running system: what users see and do there."""
 
 from __future__ import annotations
 

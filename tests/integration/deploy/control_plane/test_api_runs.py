@@ -81,7 +81,14 @@ def test_every_resource_of_a_run_is_read_without_a_broker(ui: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["nobody", "nobody/metrics", "first/groups/1/999", "first/evaluations/7", "first/logs/nobody", "..%2Ffirst/logs"],
+    [
+        "unknown",
+        "unknown/metrics",
+        "first/groups/1/999",
+        "first/evaluations/7",
+        "first/logs/unknown",
+        "..%2Ffirst/logs",
+    ],
 )
 def test_what_is_not_there_is_a_problem_that_says_so(ui: str, path: str) -> None:
     status, problem = ask(ui, f"v1/runs/{path}")

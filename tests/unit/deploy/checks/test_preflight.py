@@ -108,7 +108,7 @@ def test_slurm_is_not_refused_for_what_only_the_nodes_of_its_jobs_have(folder: P
 
 
 def broken_folders(folder: Path) -> dict[str, str]:
-    """Model folders that are none, and what is said of them."""
+    """Folders that are not model folders, and the errors about them."""
     made = {
         name: write_model_files(folder / name) for name in ("empty", "text", "no-type", "no-weights", "no-tokenizer")
     }

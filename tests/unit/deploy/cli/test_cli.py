@@ -223,7 +223,7 @@ def test_a_run_in_which_everything_fails_ends_with_one_line_and_a_code_of_its_ow
 
 
 def test_a_command_on_a_run_loads_no_broker_and_no_web_server_before_it_knows_what_to_ask(tmp_path: Path) -> None:
-    """Each of these takes as long as Python itself needs to start, or longer. So do types that nobody asks for."""
+    """Each of these takes as long as Python itself needs to start, or longer. So do types that are not used."""
     heavy = {"redis", "numpy", "fastapi", "torch", "vllm", "transformers", "pandas", "matplotlib", "yaml"}
     heavy |= {"schemas.config", "structlog", "rich.progress"}
     environment = {"PYTHONPATH": str(Path(__file__).parents[4]), "PATH": "/usr/bin:/bin"}

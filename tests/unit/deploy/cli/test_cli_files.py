@@ -36,7 +36,7 @@ import json, subprocess, sys
 
 class Mine:
     def launch(self, config, fresh=False):
-        print("a line for people")
+        print("a line for users")
         subprocess.run([sys.executable, "-c", "print('a line of a service')"], check=True)
         config.folder.mkdir(parents=True)
         (config.folder / "summary.json").write_text(json.dumps({"exit_reason": "failed: trainer", "steps": 2}))
@@ -162,7 +162,7 @@ def test_up_prints_one_object_and_nothing_else_on_stdout(tmp_path: Path) -> None
     environment = {"PYTHONPATH": str(Path(__file__).parents[4]), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 6, done.stderr
-    assert done.stderr.splitlines() == ["a line for people", "a line of a service"]
+    assert done.stderr.splitlines() == ["a line for users", "a line of a service"]
     assert json.loads(done.stdout) == {
         "run": "mine",
         "folder": str(tmp_path / "runs" / "mine"),
@@ -170,8 +170,8 @@ def test_up_prints_one_object_and_nothing_else_on_stdout(tmp_path: Path) -> None
         "summary": {"exit_reason": "failed: trainer", "steps": 2},
         "metrics": {"step": 1, "reward/mean": 0.25},
     }
-    people = run_tidemill("up", str(tmp_path / "config.yaml"), "run.name=other", cwd=tmp_path)
-    assert (people.returncode, people.stdout) == (6, "a line for people\n")
+    plain = run_tidemill("up", str(tmp_path / "config.yaml"), "run.name=other", cwd=tmp_path)
+    assert (plain.returncode, plain.stdout) == (6, "a line for users\n")
 
 
 @pytest.mark.parametrize("command", ["up", "sft", "dpo", "reward-model", "show", "status", "logs", "convert"])

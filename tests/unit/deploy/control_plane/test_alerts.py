@@ -122,7 +122,7 @@ def test_use_and_alerts_are_in_the_runs_folder(tmp_path: Path) -> None:
     assert (alert.name, alert.level, alert.over) == ("run_failed", "error", None)
     assert "no memory" in alert.text
     assert told == ["alert run_failed: the run has failed: no memory"]
-    # Whoever watches next knows what has fired, and that it is over.
+    # The next watcher knows which alert has fired, and that it is over.
     RunWatch(config(tmp_path), lambda text, level: told.append(text)).observe(status())
     assert read_alerts(tmp_path).alerts[0].over is not None
     assert told[-1] == "alert run_failed is over"

@@ -224,7 +224,7 @@ def test_time_to_go_is_the_pace_of_the_last_steps() -> None:
     assert remaining([{"step": 5, "wall_s": 3.0}, {"step": 4, "wall_s": 4.0}]) is None
 
     away = [line | {"wall_s": line["wall_s"] + 86_400.0} for line in lines[40:]]
-    assert remaining(lines[:40] + away) == 20.0, "the run was stopped for a day, and went on"
+    assert remaining(lines[:40] + away) == 20.0, "the run was stopped for a day, and resumed"
     paused = [line | {"wall_s": line["wall_s"] + 9.0} for line in lines[40:]]
     paused[0]["time/paused_s"] = 9.0
     assert remaining(lines[:40] + paused) == 20.0

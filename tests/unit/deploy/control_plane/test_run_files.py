@@ -1,4 +1,4 @@
-"""Runs read from their folders: running, ended, damaged, and of whoever may not see secrets."""
+"""Runs read from their folders: running, ended, damaged, and without secrets."""
 
 from __future__ import annotations
 
@@ -276,10 +276,10 @@ def test_a_log_is_followed_from_its_end(tmp_path: Path) -> None:
     more = read_log(folder, "trainer", end.end, 1024)
     assert more is not None
     assert more.lines == ["one more"]
-    (folder / "logs" / "trainer.log").write_text("anew\n")
-    anew = read_log(folder, "trainer", more.end, 1024)
-    assert anew is not None
-    assert anew.lines == ["anew"]
+    (folder / "logs" / "trainer.log").write_text("again\n")
+    replaced = read_log(folder, "trainer", more.end, 1024)
+    assert replaced is not None
+    assert replaced.lines == ["again"]
 
 
 @pytest.mark.parametrize("service", ["nobody", "../config", "..", "trainer.log"])

@@ -246,9 +246,9 @@ def test_what_a_server_lacks_is_told(server: FaultyServer) -> None:
     short = look(url=server.url)
     assert short.level == "fail"
     assert "must be started with --max-model-len 2048, as model.max_length, or more" in short.text
-    nobody = look(url="http://127.0.0.1:9", start_s=30)
-    assert nobody.level == "warn"
-    assert nobody.advice == "a generator waits 30 s for it (generator.http.start_s)"
+    absent = look(url="http://127.0.0.1:9", start_s=30)
+    assert absent.level == "warn"
+    assert absent.advice == "a generator waits 30 s for it (generator.http.start_s)"
 
 
 def test_how_a_server_is_launched_is_told() -> None:

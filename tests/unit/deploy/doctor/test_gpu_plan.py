@@ -1,4 +1,4 @@
-"""How GPUs are dealt out when nobody says how, with an imitation of the programs that know which there are."""
+"""How GPUs are assigned without settings, with an imitation of the programs that list them."""
 
 from __future__ import annotations
 

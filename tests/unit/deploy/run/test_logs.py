@@ -67,7 +67,7 @@ def test_human_lines_are_short() -> None:
 
 
 def test_a_log_that_can_not_be_written_ends_nothing() -> None:
-    code = CODE.replace('raise ValueError("no such column")', 'print("went on")')
+    code = CODE.replace('raise ValueError("no such column")', 'print("still running")')
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-c", code, "json"],
@@ -77,7 +77,7 @@ def test_a_log_that_can_not_be_written_ends_nothing() -> None:
             timeout=60,
             check=False,
         )
-    assert (done.returncode, done.stdout) == (0, "went on\n")
+    assert (done.returncode, done.stdout) == (0, "still running\n")
 
 
 def trained(step: int, *samples: tuple[int, int], **more: Any) -> dict[str, Any]:
