@@ -8,7 +8,7 @@ import json
 import socket
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,15 +21,11 @@ from schemas.config.agents import AgentsConfig
 from schemas.errors import ConfigError, InfraError
 from tests.support.producers.agent_sessions import TOKEN, ScriptedSession, ScriptedSessions, says, serving
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(30)]
 
 ANSWER = says(ParsedAnswer("hi"))
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "?"}]}
 DEADLINE_S = 10.0
-
-
-def run(scenario: Awaitable[None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))  # type: ignore[arg-type]
 
 
 class Connection:
@@ -80,223 +76,181 @@ def said(answer: tuple[int, str]) -> str:
 
 
 @pytest.mark.parametrize("retry", [0, 1])
-def test_a_request_repeated_after_its_connection_broke_joins_the_call_under_way(retry: int) -> None:
-    async def scenario() -> None:
-        session = ScriptedSession(ANSWER)
-        session.gate.clear()
-        async with serving(session) as url:
-            for attempt in range(2):  # broken twice
-                first = await Connection(url, retry=retry and attempt).ask()
-                await session.begun.wait()
-                first.drop()
-                await asyncio.sleep(0.05)
-            third = await Connection(url, retry=retry * 2).ask()
-            session.gate.set()
-            assert said(await third.whole()) == "hi"
-            assert (len(session.requests), len(session.record), session.cancelled) == (1, 1, 0)
-
-    run(scenario())
-
-
-def test_a_retry_while_the_first_request_still_seems_to_wait_joins_it() -> None:
-    async def scenario() -> None:
-        session = ScriptedSession(ANSWER)
-        session.gate.clear()
-        async with serving(session) as url:
-            first = await Connection(url).ask()
-            await session.begun.wait()
-            second = await Connection(url, retry=1).ask()
-            await asyncio.sleep(0.05)
-            session.gate.set()
-            assert said(await first.whole()) == said(await second.whole()) == "hi"
-            assert len(session.requests) == 1
-
-    run(scenario())
-
-
-def test_a_retry_after_the_answer_was_written_gets_the_recorded_answer() -> None:
-    async def scenario() -> None:
-        session = ScriptedSession(says(ParsedAnswer("first"), ParsedAnswer("second")))
-        async with serving(session) as url:
-            first = await (await Connection(url).ask()).whole()
-            assert await (await Connection(url, retry=1).ask()).whole() == first
-            assert len(session.requests) == 1
-
-    run(scenario())
-
-
-def test_the_same_question_without_signs_of_a_retry_is_a_new_sample() -> None:
-    async def scenario() -> None:
-        session = ScriptedSession(says(ParsedAnswer("first"), ParsedAnswer("second")))
-        async with serving(session) as url:
-            both = [said(await (await Connection(url).ask()).whole()) for _ in range(2)]
-            assert both == ["first", "second"]
-            assert len(session.record) == 2
-
-    run(scenario())
-
-
-def test_an_answer_that_nobody_received_or_asked_for_again_leaves_the_record() -> None:
-    async def scenario() -> None:
-        session = ScriptedSession(ANSWER)
-        session.gate.clear()
-        async with serving(session, patience_s=1.0) as url:
-            first = await Connection(url).ask()
+async def test_a_request_repeated_after_its_connection_broke_joins_the_call_under_way(retry: int) -> None:
+    session = ScriptedSession(ANSWER)
+    session.gate.clear()
+    async with serving(session) as url:
+        for attempt in range(2):  # broken twice
+            first = await Connection(url, retry=retry and attempt).ask()
             await session.begun.wait()
             first.drop()
             await asyncio.sleep(0.05)
-            session.gate.set()
-            await until(lambda: session.forgotten == 1)
-            assert (session.record, session.cancelled) == ({}, 0)
+        third = await Connection(url, retry=retry * 2).ask()
+        session.gate.set()
+        assert said(await third.whole()) == "hi"
+        assert (len(session.requests), len(session.record), session.cancelled) == (1, 1, 0)
 
-    run(scenario())
+
+async def test_a_retry_while_the_first_request_still_seems_to_wait_joins_it() -> None:
+    session = ScriptedSession(ANSWER)
+    session.gate.clear()
+    async with serving(session) as url:
+        first = await Connection(url).ask()
+        await session.begun.wait()
+        second = await Connection(url, retry=1).ask()
+        await asyncio.sleep(0.05)
+        session.gate.set()
+        assert said(await first.whole()) == said(await second.whole()) == "hi"
+        assert len(session.requests) == 1
 
 
-def test_the_call_of_a_client_that_vanished_is_cancelled_unless_asked_for_again() -> None:
-    async def scenario() -> None:
-        session = ScriptedSession(ANSWER)
-        session.gate.clear()
-        async with serving(session, patience_s=0.1) as url:
-            first = await Connection(url).ask()
-            await session.begun.wait()
-            first.drop()
-            await until(lambda: session.cancelled == 1)
-            session.gate.set()
-            assert said(await (await Connection(url, retry=1).ask()).whole()) == "hi"
-            assert (len(session.requests), len(session.record)) == (2, 1)
+async def test_a_retry_after_the_answer_was_written_gets_the_recorded_answer() -> None:
+    session = ScriptedSession(says(ParsedAnswer("first"), ParsedAnswer("second")))
+    async with serving(session) as url:
+        first = await (await Connection(url).ask()).whole()
+        assert await (await Connection(url, retry=1).ask()).whole() == first
+        assert len(session.requests) == 1
 
-    run(scenario())
+
+async def test_the_same_question_without_signs_of_a_retry_is_a_new_sample() -> None:
+    session = ScriptedSession(says(ParsedAnswer("first"), ParsedAnswer("second")))
+    async with serving(session) as url:
+        both = [said(await (await Connection(url).ask()).whole()) for _ in range(2)]
+        assert both == ["first", "second"]
+        assert len(session.record) == 2
+
+
+async def test_an_answer_that_nobody_received_or_asked_for_again_leaves_the_record() -> None:
+    session = ScriptedSession(ANSWER)
+    session.gate.clear()
+    async with serving(session, patience_s=1.0) as url:
+        first = await Connection(url).ask()
+        await session.begun.wait()
+        first.drop()
+        await asyncio.sleep(0.05)
+        session.gate.set()
+        await until(lambda: session.forgotten == 1)
+        assert (session.record, session.cancelled) == ({}, 0)
+
+
+async def test_the_call_of_a_client_that_vanished_is_cancelled_unless_asked_for_again() -> None:
+    session = ScriptedSession(ANSWER)
+    session.gate.clear()
+    async with serving(session, patience_s=0.1) as url:
+        first = await Connection(url).ask()
+        await session.begun.wait()
+        first.drop()
+        await until(lambda: session.cancelled == 1)
+        session.gate.set()
+        assert said(await (await Connection(url, retry=1).ask()).whole()) == "hi"
+        assert (len(session.requests), len(session.record)) == (2, 1)
 
 
 @pytest.mark.parametrize("size", [1, 300_000])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_was_received_stays_however_fast_its_client_leaves(stream: bool, size: int) -> None:
-    async def scenario() -> None:
-        session = ScriptedSession(says(ParsedAnswer("x" * size)))
-        async with serving(session, patience_s=0.01) as url:
-            for _ in range(20):
-                client = await Connection(url, BODY | {"stream": stream}).ask()
-                if stream:
-                    await client.reader.readuntil(b'"finish_reason":"stop"')
-                else:
-                    head = await client.reader.readuntil(b"\r\n\r\n")
-                    length = int(head.lower().partition(b"content-length: ")[2].split()[0])
-                    await client.reader.readexactly(length)
-                client.drop()
-            await asyncio.sleep(0.1)
-            assert len(session.record) == 20
-
-    run(scenario())
+async def test_an_answer_that_was_received_stays_however_fast_its_client_leaves(stream: bool, size: int) -> None:
+    session = ScriptedSession(says(ParsedAnswer("x" * size)))
+    async with serving(session, patience_s=0.01) as url:
+        for _ in range(20):
+            client = await Connection(url, BODY | {"stream": stream}).ask()
+            if stream:
+                await client.reader.readuntil(b'"finish_reason":"stop"')
+            else:
+                head = await client.reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+                await client.reader.readexactly(length)
+            client.drop()
+        await asyncio.sleep(0.1)
+        assert len(session.record) == 20
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_broke_half_way_is_not_taken_for_received(stream: bool) -> None:
-    async def scenario() -> None:
-        session = ScriptedSession(says(ParsedAnswer("x" * 8_000_000)))
-        body = BODY | {"stream": stream}
-        async with serving(session, patience_s=0.3) as url:
-            first = await Connection(url, body).ask()
-            await first.reader.readexactly(100_000)
-            first.drop()
-            again = await Connection(url, body).ask()
-            status, text = await again.whole()
-            assert (status, len(text) > 8_000_000) == (200, True)
-            assert len(session.requests) == 1
-            third = await Connection(url, body).ask()
-            await third.reader.readexactly(100_000)
-            third.drop()
-            await until(lambda: len(session.requests) == 2 and len(session.record) == 1)
-
-    run(scenario())
+async def test_an_answer_that_broke_half_way_is_not_taken_for_received(stream: bool) -> None:
+    session = ScriptedSession(says(ParsedAnswer("x" * 8_000_000)))
+    body = BODY | {"stream": stream}
+    async with serving(session, patience_s=0.3) as url:
+        first = await Connection(url, body).ask()
+        await first.reader.readexactly(100_000)
+        first.drop()
+        again = await Connection(url, body).ask()
+        status, text = await again.whole()
+        assert (status, len(text) > 8_000_000) == (200, True)
+        assert len(session.requests) == 1
+        third = await Connection(url, body).ask()
+        await third.reader.readexactly(100_000)
+        third.drop()
+        await until(lambda: len(session.requests) == 2 and len(session.record) == 1)
 
 
-def test_a_waiting_client_gets_signs_of_life_and_then_an_answer_that_reads_as_ever() -> None:
-    async def scenario() -> None:
-        session = ScriptedSession(ANSWER)
-        async with serving(session, keep_alive_s=0.05) as url:
-            session.gate.clear()
-            waiting = await Connection(url).ask()
-            # A sign is a chunk of one byte.
-            head = await waiting.until(b"1\r\n \r\n", times=3)
-            session.gate.set()
-            answer = await waiting.whole(head)
-            assert answer[1].startswith("   ")
-            assert said(answer) == "hi"
-            session.gate.clear()
-            waiting = await Connection(url, BODY | {"stream": True}).ask()
-            head = await waiting.until(b": waiting\n\n", times=2)
-            session.gate.set()
-            _, text = await waiting.whole(head)
-            assert text.startswith(": waiting\n\n: waiting\n\n")
-            assert text.endswith("data: [DONE]\n\n")
-
-    run(scenario())
-
-
-def test_a_call_that_fails_after_signs_of_life_breaks_the_connection_and_its_retry_gets_the_true_status() -> None:
-    async def scenario() -> None:
-        session = ScriptedSession(says(SessionError(400, "context_length_exceeded", "no room")), delay=0.2)
-        async with serving(session, keep_alive_s=0.05) as url:
-            with pytest.raises(asyncio.IncompleteReadError):
-                await (await Connection(url).ask()).whole()
-            session.delay = 0
-            status, text = await (await Connection(url, retry=1).ask()).whole()
-            assert (status, json.loads(text)["error"]["code"]) == (400, "context_length_exceeded")
-
-    run(scenario())
-
-
-def test_a_stream_that_fails_after_signs_of_life_says_why() -> None:
-    async def scenario() -> None:
-        session = ScriptedSession(says(SessionError(410, "session_ended", "over")), delay=0.2)
-        async with serving(session, keep_alive_s=0.05) as url:
-            status, text = await (await Connection(url, BODY | {"stream": True}).ask()).whole()
-            error = json.loads(text.rpartition("data: ")[2])["error"]
-            assert (status, error["code"]) == (200, "session_ended")
-
-    run(scenario())
-
-
-def test_an_engine_that_failed_is_503_which_clients_ask_again() -> None:
-    async def scenario() -> None:
-        def fail(request: object) -> ParsedAnswer:
-            raise InfraError("the engine died")
-
-        async with serving(ScriptedSession(fail)) as url:
-            status, text = await (await Connection(url).ask()).whole()
-            assert (status, json.loads(text)["error"]["type"]) == (503, "server_error")
-
-    run(scenario())
-
-
-def test_the_server_closes_though_requests_wait() -> None:
-    async def scenario() -> None:
-        session = ScriptedSession(ANSWER)
+async def test_a_waiting_client_gets_signs_of_life_and_then_an_answer_that_reads_as_ever() -> None:
+    session = ScriptedSession(ANSWER)
+    async with serving(session, keep_alive_s=0.05) as url:
         session.gate.clear()
-        sessions = ScriptedSessions(tok_1=session)
-        server = EndpointServer(sessions, AgentsConfig())
-        waiting = await Connection(await server.start()).ask()
-        await session.begun.wait()
-        await server.close()
-        assert session.cancelled == 1
-        waiting.drop()
+        waiting = await Connection(url).ask()
+        # A sign is a chunk of one byte.
+        head = await waiting.until(b"1\r\n \r\n", times=3)
+        session.gate.set()
+        answer = await waiting.whole(head)
+        assert answer[1].startswith("   ")
+        assert said(answer) == "hi"
+        session.gate.clear()
+        waiting = await Connection(url, BODY | {"stream": True}).ask()
+        head = await waiting.until(b": waiting\n\n", times=2)
+        session.gate.set()
+        _, text = await waiting.whole(head)
+        assert text.startswith(": waiting\n\n: waiting\n\n")
+        assert text.endswith("data: [DONE]\n\n")
 
-    run(scenario())
+
+async def test_a_call_that_fails_after_signs_of_life_breaks_the_connection_and_its_retry_gets_the_true_status() -> None:
+    session = ScriptedSession(says(SessionError(400, "context_length_exceeded", "no room")), delay=0.2)
+    async with serving(session, keep_alive_s=0.05) as url:
+        with pytest.raises(asyncio.IncompleteReadError):
+            await (await Connection(url).ask()).whole()
+        session.delay = 0
+        status, text = await (await Connection(url, retry=1).ask()).whole()
+        assert (status, json.loads(text)["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_an_answer_does_not_wait_for_the_acknowledgement_of_its_head() -> None:
-    async def scenario() -> None:
-        listener = listen("127.0.0.1:0")
-        listener.listen()
-        listener.setblocking(False)
-        loop = asyncio.get_running_loop()
-        client = await asyncio.open_connection(*listener.getsockname())
-        accepted, _ = await loop.sock_accept(listener)
-        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        for end in (accepted, listener, client[1]):
-            end.close()
+async def test_a_stream_that_fails_after_signs_of_life_says_why() -> None:
+    session = ScriptedSession(says(SessionError(410, "session_ended", "over")), delay=0.2)
+    async with serving(session, keep_alive_s=0.05) as url:
+        status, text = await (await Connection(url, BODY | {"stream": True}).ask()).whole()
+        error = json.loads(text.rpartition("data: ")[2])["error"]
+        assert (status, error["code"]) == (200, "session_ended")
 
-    run(scenario())
+
+async def test_an_engine_that_failed_is_503_which_clients_ask_again() -> None:
+    def fail(request: object) -> ParsedAnswer:
+        raise InfraError("the engine died")
+
+    async with serving(ScriptedSession(fail)) as url:
+        status, text = await (await Connection(url).ask()).whole()
+        assert (status, json.loads(text)["error"]["type"]) == (503, "server_error")
+
+
+async def test_the_server_closes_though_requests_wait() -> None:
+    session = ScriptedSession(ANSWER)
+    session.gate.clear()
+    sessions = ScriptedSessions(tok_1=session)
+    server = EndpointServer(sessions, AgentsConfig())
+    waiting = await Connection(await server.start()).ask()
+    await session.begun.wait()
+    await server.close()
+    assert session.cancelled == 1
+    waiting.drop()
+
+
+async def test_an_answer_does_not_wait_for_the_acknowledgement_of_its_head() -> None:
+    listener = listen("127.0.0.1:0")
+    listener.listen()
+    listener.setblocking(False)
+    loop = asyncio.get_running_loop()
+    client = await asyncio.open_connection(*listener.getsockname())
+    accepted, _ = await loop.sock_accept(listener)
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    for end in (accepted, listener, client[1]):
+        end.close()
 
 
 def test_an_address_that_cannot_be_had_is_named() -> None:
@@ -305,19 +259,16 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
             listen(address)
 
 
-def test_nothing_keeps_a_session_alive_after_its_episode() -> None:
-    async def scenario() -> None:
-        sessions = ScriptedSessions(tok_1=ScriptedSession(ANSWER))
-        gone = weakref.ref(sessions.sessions["tok_1"])
-        server = EndpointServer(sessions, AgentsConfig())
-        await (await Connection(await server.start()).ask()).whole()
-        sessions.sessions.clear()
-        await asyncio.sleep(0)
-        gc.collect()
-        assert gone() is None
-        await server.close()
-
-    run(scenario())
+async def test_nothing_keeps_a_session_alive_after_its_episode() -> None:
+    sessions = ScriptedSessions(tok_1=ScriptedSession(ANSWER))
+    gone = weakref.ref(sessions.sessions["tok_1"])
+    server = EndpointServer(sessions, AgentsConfig())
+    await (await Connection(await server.start()).ask()).whole()
+    sessions.sessions.clear()
+    await asyncio.sleep(0)
+    gc.collect()
+    assert gone() is None
+    await server.close()
 
 
 @asynccontextmanager
@@ -353,15 +304,12 @@ async def breaking_proxy(url: str, breaks: list[int | None]) -> AsyncIterator[st
 
 
 @pytest.mark.parametrize("breaks", [[0], [1], [200], [0, 200]], ids=str)
-def test_an_unmodified_client_whose_connection_breaks_makes_one_call(breaks: list[int | None]) -> None:
+async def test_an_unmodified_client_whose_connection_breaks_makes_one_call(breaks: list[int | None]) -> None:
     openai = pytest.importorskip("openai")
 
-    async def scenario() -> None:
-        session = ScriptedSession(says(ParsedAnswer("first"), ParsedAnswer("second")), delay=0.05)
-        async with serving(session) as url, breaking_proxy(url, list(breaks)) as proxy:
-            async with openai.AsyncOpenAI(base_url=f"{proxy}/s/{TOKEN}/v1", api_key="x", timeout=10) as client:
-                got = await client.chat.completions.create(**BODY)
-            assert got.choices[0].message.content == "first"
-            assert (len(session.requests), len(session.record)) == (1, 1)
-
-    run(scenario())
+    session = ScriptedSession(says(ParsedAnswer("first"), ParsedAnswer("second")), delay=0.05)
+    async with serving(session) as url, breaking_proxy(url, list(breaks)) as proxy:
+        async with openai.AsyncOpenAI(base_url=f"{proxy}/s/{TOKEN}/v1", api_key="x", timeout=10) as client:
+            got = await client.chat.completions.create(**BODY)
+        assert got.choices[0].message.content == "first"
+        assert (len(session.requests), len(session.record)) == (1, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from producers.workflows.base import SaveDone
 from schemas.messages import Partial, Sampling
 from tests.support.models.pictures import PLACES, picture, user, vision_tokenizer
 from tests.support.producers.played_episodes import SpeakingEngine, chat_tokenizer
+
+pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +73,6 @@ class Scene:
         return asyncio.create_task(self.session.complete(CallRequest(messages=messages, n=n)))
 
 
-def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 20))
-
-
 async def turns() -> None:
     """Let all tasks and threads that are ready run."""
     for _ in range(20):
@@ -82,229 +80,192 @@ async def turns() -> None:
 
 
 @pytest.mark.parametrize("name", ["self", "messages", "tokenize"])
-def test_an_argument_that_no_template_can_have_is_named(tokenizer: HfTokenizer, name: str) -> None:
-    async def scene() -> None:
-        messages = [{"role": "user", "content": "?"}]
-        with pytest.raises(SessionError, match=f"a chat template has no argument {name}") as caught:
-            await Scene(tokenizer).session.complete(CallRequest(messages=messages, template_args={name: 1}))
-        assert caught.value.status == 400
-
-    run(scene)
+async def test_an_argument_that_no_template_can_have_is_named(tokenizer: HfTokenizer, name: str) -> None:
+    messages = [{"role": "user", "content": "?"}]
+    with pytest.raises(SessionError, match=f"a chat template has no argument {name}") as caught:
+        await Scene(tokenizer).session.complete(CallRequest(messages=messages, template_args={name: 1}))
+    assert caught.value.status == 400
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(
     tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene() -> None:
-        play = Scene(tokenizer)
-        monkeypatch.setattr(tokenizer, "encode", lambda text: pytest.fail("it was"))
-        with pytest.raises(SessionError, match="4096 tokens, the prompt has at least 10000") as caught:
-            await play.ask("x" * 10_000 * tokenizer.longest_token)
-        assert (caught.value.code, play.session.limit) == ("context_length_exceeded", "length")
-        messages = [{"role": "user", "content": "x" * 10_000 * tokenizer.longest_token}]
-        assert await play.session.count_tokens(CallRequest(messages=messages)) == 10_000
-
-    run(scene)
+    play = Scene(tokenizer)
+    monkeypatch.setattr(tokenizer, "encode", lambda text: pytest.fail("it was"))
+    with pytest.raises(SessionError, match="4096 tokens, the prompt has at least 10000") as caught:
+        await play.ask("x" * 10_000 * tokenizer.longest_token)
+    assert (caught.value.code, play.session.limit) == ("context_length_exceeded", "length")
+    messages = [{"role": "user", "content": "x" * 10_000 * tokenizer.longest_token}]
+    assert await play.session.count_tokens(CallRequest(messages=messages)) == 10_000
 
 
-def test_an_answer_leaves_when_it_is_saved_and_not_before(tokenizer: HfTokenizer) -> None:
-    async def scene() -> None:
-        play = Scene(tokenizer, "one")
-        play.may_save.clear()
-        asked = play.ask("Say one")
-        await turns()
-        assert not asked.done()
-        play.may_save.set()
-        (answer,) = await asked
-        assert [call.tokens.numpy().tolist() for call in play.states[-1].calls] == [answer.ids]
-
-    run(scene)
+async def test_an_answer_leaves_when_it_is_saved_and_not_before(tokenizer: HfTokenizer) -> None:
+    play = Scene(tokenizer, "one")
+    play.may_save.clear()
+    asked = play.ask("Say one")
+    await turns()
+    assert not asked.done()
+    play.may_save.set()
+    (answer,) = await asked
+    assert [call.tokens.numpy().tolist() for call in play.states[-1].calls] == [answer.ids]
 
 
-def test_answers_of_one_agent_are_saved_at_the_same_time(tokenizer: HfTokenizer) -> None:
-    async def scene() -> None:
-        play = Scene(tokenizer, "one", "two")
-        play.may_save.clear()
-        asked = [play.ask("Say one"), play.ask("Say two")]
-        await turns()
-        assert play.session.conversation.calls == 2
-        play.may_save.set()
-        await asyncio.gather(*asked)
-
-    run(scene)
+async def test_answers_of_one_agent_are_saved_at_the_same_time(tokenizer: HfTokenizer) -> None:
+    play = Scene(tokenizer, "one", "two")
+    play.may_save.clear()
+    asked = [play.ask("Say one"), play.ask("Say two")]
+    await turns()
+    assert play.session.conversation.calls == 2
+    play.may_save.set()
+    await asyncio.gather(*asked)
 
 
 @pytest.mark.parametrize("while_it", ["is sampled", "is saved"])
-def test_a_call_that_nobody_waits_for_any_more_is_no_call(tokenizer: HfTokenizer, while_it: str) -> None:
-    async def scene() -> None:
-        play = Scene(tokenizer, "..." if while_it == "is sampled" else "one", "two")
-        play.may_save.clear()
-        asked = play.ask("Say something")
-        await turns()
-        asked.cancel()
-        await asyncio.wait({asked})
-        assert (play.session.counts.requests, play.session.conversation.calls) == (0, 0)
-        play.may_save.set()
-        (answer,) = await play.ask("Say something")
-        (call,) = play.states[-1].calls
-        assert call.tokens.numpy().tolist() == answer.ids
-        again = Scene(tokenizer, saved=play.states[-1])
-        assert (await again.ask("Say something"))[0].ids == answer.ids
-        assert again.session.counts.replayed == 1
-
-    run(scene)
+async def test_a_call_that_nobody_waits_for_any_more_is_no_call(tokenizer: HfTokenizer, while_it: str) -> None:
+    play = Scene(tokenizer, "..." if while_it == "is sampled" else "one", "two")
+    play.may_save.clear()
+    asked = play.ask("Say something")
+    await turns()
+    asked.cancel()
+    await asyncio.wait({asked})
+    assert (play.session.counts.requests, play.session.conversation.calls) == (0, 0)
+    play.may_save.set()
+    (answer,) = await play.ask("Say something")
+    (call,) = play.states[-1].calls
+    assert call.tokens.numpy().tolist() == answer.ids
+    again = Scene(tokenizer, saved=play.states[-1])
+    assert (await again.ask("Say something"))[0].ids == answer.ids
+    assert again.session.counts.replayed == 1
 
 
-def test_a_cancelled_call_gives_its_places_in_the_engine_back(tokenizer: HfTokenizer) -> None:
-    async def scene() -> None:
-        play = Scene(tokenizer, *["..."] * 8, "nine")
-        asked = [play.ask(f"Wait {at}") for at in range(8)]
-        await turns()
-        ninth = play.ask("Say nine")
-        await turns()
-        assert not ninth.done()
-        asked[0].cancel()
-        assert (await ninth)[0].text == "nine"
-        for other in asked:
-            other.cancel()
-        await asyncio.wait(asked)
-
-    run(scene)
+async def test_a_cancelled_call_gives_its_places_in_the_engine_back(tokenizer: HfTokenizer) -> None:
+    play = Scene(tokenizer, *["..."] * 8, "nine")
+    asked = [play.ask(f"Wait {at}") for at in range(8)]
+    await turns()
+    ninth = play.ask("Say nine")
+    await turns()
+    assert not ninth.done()
+    asked[0].cancel()
+    assert (await ninth)[0].text == "nine"
+    for other in asked:
+        other.cancel()
+    await asyncio.wait(asked)
 
 
-def test_a_session_that_ends_answers_410_and_records_nothing_more(tokenizer: HfTokenizer) -> None:
-    async def scene() -> None:
-        play = Scene(tokenizer, "one", "...")
-        await play.ask("Say one")
-        asked = play.ask("Wait")
-        await turns()
-        play.session.end()
-        await asyncio.wait({asked})
-        assert asked.cancelled()
-        assert play.session.conversation.calls == 1
-        with pytest.raises(SessionError) as error:
-            await play.ask("Say two")
-        assert error.value.status == 410
-
-    run(scene)
+async def test_a_session_that_ends_answers_410_and_records_nothing_more(tokenizer: HfTokenizer) -> None:
+    play = Scene(tokenizer, "one", "...")
+    await play.ask("Say one")
+    asked = play.ask("Wait")
+    await turns()
+    play.session.end()
+    await asyncio.wait({asked})
+    assert asked.cancelled()
+    assert play.session.conversation.calls == 1
+    with pytest.raises(SessionError) as error:
+        await play.ask("Say two")
+    assert error.value.status == 410
 
 
-def test_an_aborted_call_is_handed_over_as_far_as_it_is_and_its_agent_is_told_nothing(tokenizer: HfTokenizer) -> None:
-    async def scene() -> None:
-        play = Scene(tokenizer, "one", "...abcdefgh", cut=5)
-        await play.ask("Say one")
-        asked = play.ask("Say one", "one", "Go on")
-        await turns()
-        await play.engine.abort_all()
-        await play.session.interrupted.wait()
-        await play.session.settle(5)
-        assert not asked.done()
-        handed = play.session.partial()
-        assert [(call.finish, len(call.tokens)) for call in handed.calls] == [("stop", 4), ("abort", 5)]
-        play.session.end()
-        await asyncio.wait({asked})
+async def test_an_aborted_call_is_handed_over_as_far_as_it_is_and_its_agent_is_told_nothing(
+    tokenizer: HfTokenizer,
+) -> None:
+    play = Scene(tokenizer, "one", "...abcdefgh", cut=5)
+    await play.ask("Say one")
+    asked = play.ask("Say one", "one", "Go on")
+    await turns()
+    await play.engine.abort_all()
+    await play.session.interrupted.wait()
+    await play.session.settle(5)
+    assert not asked.done()
+    handed = play.session.partial()
+    assert [(call.finish, len(call.tokens)) for call in handed.calls] == [("stop", 4), ("abort", 5)]
+    play.session.end()
+    await asyncio.wait({asked})
 
-        successor = Scene(tokenizer, "abcdefgh", saved=handed)
-        (first,) = await successor.ask("Say one")
-        (second,) = await successor.ask("Say one", "one", "Go on")
-        assert (first.text, second.text) == ("one", "abcdefgh")
-        assert successor.engine.prefixes == [handed.calls[1].tokens.numpy().tolist()]
-        assert successor.session.counts.replayed == 1
-
-    run(scene)
+    successor = Scene(tokenizer, "abcdefgh", saved=handed)
+    (first,) = await successor.ask("Say one")
+    (second,) = await successor.ask("Say one", "one", "Go on")
+    assert (first.text, second.text) == ("one", "abcdefgh")
+    assert successor.engine.prefixes == [handed.calls[1].tokens.numpy().tolist()]
+    assert successor.session.counts.replayed == 1
 
 
-def test_what_was_sampled_when_the_episode_is_handed_over_is_waited_for(
+async def test_what_was_sampled_when_the_episode_is_handed_over_is_waited_for(
     tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene() -> None:
-        play = Scene(tokenizer, "one")
-        reading = asyncio.Event()
-        to_thread = asyncio.to_thread
+    play = Scene(tokenizer, "one")
+    reading = asyncio.Event()
+    to_thread = asyncio.to_thread
 
-        async def slowly(function: Any, *given: Any) -> Any:
-            found = await to_thread(function, *given)
-            if function == play.session._parse:
-                reading.set()
-                await asyncio.sleep(0.1)
-            return found
+    async def slowly(function: Any, *given: Any) -> Any:
+        found = await to_thread(function, *given)
+        if function == play.session._parse:
+            reading.set()
+            await asyncio.sleep(0.1)
+        return found
 
-        monkeypatch.setattr(asyncio, "to_thread", slowly)
-        asked = play.ask("Say one")
-        await reading.wait()
-        await play.session.settle(5)
-        assert len(play.session.partial().calls) == 1
-        await asked
-
-    run(scene)
+    monkeypatch.setattr(asyncio, "to_thread", slowly)
+    asked = play.ask("Say one")
+    await reading.wait()
+    await play.session.settle(5)
+    assert len(play.session.partial().calls) == 1
+    await asked
 
 
-def test_notes_are_kept_when_they_are_saved_and_only_so_many(tokenizer: HfTokenizer) -> None:
-    async def scene() -> None:
-        play = Scene(tokenizer)
-        play.may_save.clear()
-        keeping = asyncio.ensure_future(play.session.notes.keep("order", '"A1"'))
-        await turns()
-        assert not keeping.done()
-        play.may_save.set()
-        await keeping
-        assert play.states[-1].notes == {"order": '"A1"'}
-        with pytest.raises(Exception, match="1048576"):
-            await play.session.notes.keep("page", "x" * (1 << 20))
-        assert list(play.session.notes) == ["order"]
-
-    run(scene)
+async def test_notes_are_kept_when_they_are_saved_and_only_so_many(tokenizer: HfTokenizer) -> None:
+    play = Scene(tokenizer)
+    play.may_save.clear()
+    keeping = asyncio.ensure_future(play.session.notes.keep("order", '"A1"'))
+    await turns()
+    assert not keeping.done()
+    play.may_save.set()
+    await keeping
+    assert play.states[-1].notes == {"order": '"A1"'}
+    with pytest.raises(Exception, match="1048576"):
+        await play.session.notes.keep("page", "x" * (1 << 20))
+    assert list(play.session.notes) == ["order"]
 
 
-def test_each_call_is_digested_once_however_many_there_were_before(
+async def test_each_call_is_digested_once_however_many_there_were_before(
     tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[bytes] = []
     real = conversation.digest_key
     monkeypatch.setattr(conversation, "digest_key", lambda digest, n: made.append(digest) or real(digest, n))
 
-    async def scene() -> None:
-        play = Scene(tokenizer, *["one"] * 20)
-        said = ["Say one"]
-        for _ in range(20):
-            await play.ask(*said)
-            said += ["one", "Again"]
-        assert len(play.states[-1].calls) == 20
-
-    run(scene)
+    play = Scene(tokenizer, *["one"] * 20)
+    said = ["Say one"]
+    for _ in range(20):
+        await play.ask(*said)
+        said += ["one", "Again"]
+    assert len(play.states[-1].calls) == 20
     assert len(made) == 20
 
 
-def test_a_session_that_nobody_saves_answers_all_the_same(tokenizer: HfTokenizer) -> None:
-    async def scene() -> None:
-        play = Scene(tokenizer, "one")
-        play.session._save = lambda _: SaveDone()
-        assert (await play.ask("Say one"))[0].text == "one"
-
-    run(scene)
+async def test_a_session_that_nobody_saves_answers_all_the_same(tokenizer: HfTokenizer) -> None:
+    play = Scene(tokenizer, "one")
+    play.session._save = lambda _: SaveDone()
+    assert (await play.ask("Say one"))[0].text == "one"
 
 
-def test_a_call_is_answered_from_the_record_if_it_shows_the_same_images(tmp_path: Path) -> None:
+async def test_a_call_is_answered_from_the_record_if_it_shows_the_same_images(tmp_path: Path) -> None:
     tokenizer = vision_tokenizer(tmp_path)
 
     def scene_with(*answers: str, saved: Partial | None = None) -> Scene:
         limits = ImageLimits(count=2, file_bytes=1 << 20, stored_bytes=1 << 20)
         return Scene(tokenizer, *answers, saved=saved, images=EpisodeImages(PLACES, limits))
 
-    async def scene() -> None:
-        red, blue = (CallRequest(messages=[user("?", picture(color))]) for color in ("red", "blue"))
-        first = scene_with("It is red")
-        (answer,) = await first.session.complete(red)
-        assert len(first.engine.images[0]) == 1
-        again = scene_with("It is blue", saved=first.states[-1])
-        (same,) = await again.session.complete(red)
-        (other,) = await again.session.complete(blue)
-        assert (same.ids, same.prompt_ids) == (answer.ids, other.prompt_ids)
-        assert (other.text, again.session.counts.replayed, len(again.engine.images)) == ("It is blue", 1, 1)
-        assert await again.session.count_tokens(red) == len(answer.prompt_ids)
-        wrong = CallRequest(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "http://x"}]}])
-        with pytest.raises(SessionError, match=r"messages\[0\]: the image http://x is not fetched") as caught:
-            await again.session.complete(wrong)
-        assert caught.value.status == 400
-
-    run(scene)
+    red, blue = (CallRequest(messages=[user("?", picture(color))]) for color in ("red", "blue"))
+    first = scene_with("It is red")
+    (answer,) = await first.session.complete(red)
+    assert len(first.engine.images[0]) == 1
+    again = scene_with("It is blue", saved=first.states[-1])
+    (same,) = await again.session.complete(red)
+    (other,) = await again.session.complete(blue)
+    assert (same.ids, same.prompt_ids) == (answer.ids, other.prompt_ids)
+    assert (other.text, again.session.counts.replayed, len(again.engine.images)) == ("It is blue", 1, 1)
+    assert await again.session.count_tokens(red) == len(answer.prompt_ids)
+    wrong = CallRequest(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "http://x"}]}])
+    with pytest.raises(SessionError, match=r"messages\[0\]: the image http://x is not fetched") as caught:
+        await again.session.complete(wrong)
+    assert caught.value.status == 400
