@@ -1,4 +1,4 @@
-"""The trainer's pause: why it pauses, what it acknowledges, and what it remembers without the broker."""
+"""The trainer's pause, and what an older version has written: refused in one line."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from broker.flow.progress import Progress
 from broker.flow.run_control import ControlState
 from consumers.trainer import context as context_module
 from consumers.trainer import pause as pause_module
+from consumers.trainer.checkpoint.batch_files import BatchFiles
+from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.context import DiskRetry, TrainerContext
 from consumers.trainer.pause import PauseFollower
+from schemas.errors import ConfigError
 from schemas.system.files import atomic_write
 
 
@@ -87,3 +90,27 @@ def test_a_pause_that_finds_no_room_on_the_disk_waits_for_it(tmp_path: Path, mon
     assert pause.acknowledged == {"pause": 7}
     assert ["No space" in text for text in pause.told] == [True, True]
     assert (tmp_path / "PAUSE").exists()
+
+
+@pytest.mark.parametrize("name", ["step-00000100-e0003", "EPOCH"])
+def test_checkpoints_of_an_older_version_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    checkpoints = CheckpointStore(tmp_path)
+    for look in (checkpoints.newest, checkpoints.at, checkpoints.steps):
+        with pytest.raises(ConfigError, match=f"{tmp_path} holds {name}.*move the folder away") as error:
+            look()
+        assert "\n" not in str(error.value)
+
+
+def test_batches_of_an_older_version_are_refused(tmp_path: Path) -> None:
+    folder = BatchFiles(tmp_path).folder
+    folder.mkdir()
+    (folder / "step-00000002-e0001.msgpack.zst").touch()
+    with pytest.raises(ConfigError, match=f"{folder} holds step-00000002-e0001"):
+        BatchFiles(tmp_path)
+
+
+def test_names_of_today_are_read(tmp_path: Path) -> None:
+    (tmp_path / "step-00000100-t0003").mkdir()
+    (tmp_path / "LEADER_TERM").touch()
+    assert CheckpointStore(tmp_path).steps() == [100]

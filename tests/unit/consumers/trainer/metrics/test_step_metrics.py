@@ -1,4 +1,4 @@
-"""Figures of a step's tokens and samples against NumPy, over micro-batches and ranks."""
+"""Figures of a step: of its tokens and samples against NumPy, of datasets and workflows, and of its phases in time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 from consumers.trainer.algorithms.losses import LossOutput, clipped_surrogate
 from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.data.groups import Group
+from consumers.trainer.metrics.dataset_metrics import DatasetMeter, curriculum_figures
+from consumers.trainer.metrics.group_metrics import LONGEST_NAME, NAMES, GroupMeter, episode_metrics
 from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
 from consumers.trainer.metrics.throughput import CountRate, compute_metrics, memory_metrics, peak_flops
+from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.policy import TokenScores
 from tests.support.trainer.trajectories import make_trajectory
 from tests.unit.consumers.trainer.data.test_rows import planned
@@ -99,3 +102,132 @@ def test_utilization_is_told_only_of_devices_whose_peak_is_known() -> None:
 def test_a_rate_begins_anew_with_a_count_that_does() -> None:
     rate = CountRate()
     assert [rate.of(count, now) for count, now in ((5, 1.0), (25, 3.0), (3, 4.0), (4, 5.0))] == [None, 10.0, None, 1.0]
+
+
+def test_each_dataset_has_its_own_mean_reward_and_solve_rate() -> None:
+    meter = DatasetMeter()
+    meter.add("sums", [1.0, 1.0], [True, True])
+    meter.add("sums", [1.0, 0.2], [True, False])
+    meter.add("code", [0.0, 0.5], [False, False])
+    assert meter.take() == pytest.approx(
+        {
+            "data/sums/groups": 2,
+            "data/sums/reward_mean": 0.8,
+            "data/sums/solve_rate": 0.75,
+            "data/sums/solve_none": 0,
+            "data/sums/solve_all": 1,
+            "data/code/groups": 1,
+            "data/code/reward_mean": 0.25,
+            "data/code/solve_rate": 0.0,
+            "data/code/solve_none": 1,
+            "data/code/solve_all": 0,
+        }
+    )
+    assert meter.take() == {}, "every step has its own counts"
+
+
+def test_a_level_has_figures_of_its_own() -> None:
+    meter = DatasetMeter()
+    meter.add("sums", [1.0], [True], level=0)
+    meter.add("sums", [0.0], [False], level=2)
+    figures = meter.take()
+    assert figures["data/sums/solve_rate"] == 0.5
+    assert (figures["data/sums/level_0/solve_rate"], figures["data/sums/level_2/solve_rate"]) == (1.0, 0.0)
+
+
+def test_a_curriculum_is_shown_by_what_it_skips_and_how_prompts_are_solved() -> None:
+    statistics = bytes([255, 1, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 128, 2, 0, 0])
+    assert curriculum_figures({"skipped": 30, "admitted": 10}, statistics) == {
+        "data/skipped_fraction": 0.75,
+        "data/prompts_seen": 3,
+        "data/prompts_unsolved": 1,
+        "data/prompts_solved": 1,
+    }
+    assert curriculum_figures({"admitted": 10}, b"") == {}
+
+
+def test_a_mean_is_over_the_samples_that_have_it() -> None:
+    assert episode_metrics([{"calls": 2.0, "cut": 1.0}, {"calls": 4.0}, {}]) == {
+        "episode/calls": 3.0,
+        "episode/cut": 1.0,
+    }
+    assert episode_metrics([]) == {}
+
+
+def test_a_workflow_that_makes_up_names_does_not_flood_trackers() -> None:
+    made_up = [{f"prompt {number}/{k}": 1.0 for k in range(10)} | {"zz": 1.0} for number in range(50)]
+    found = episode_metrics(made_up)
+    assert len(found) == NAMES
+    assert "episode/zz" in found, "what most samples have comes first"
+
+
+def test_a_name_that_is_no_name_and_a_mean_that_is_no_number_are_left_out() -> None:
+    assert episode_metrics([{"": 1.0, "a\nb": 1.0, "x" * (LONGEST_NAME + 1): 1.0}]) == {}
+    assert episode_metrics([{"large": 1e308}, {"large": 1e308}]) == {"episode/large": 1e308}
+
+
+def test_prompts_that_are_too_hard_or_too_easy_and_lost_samples_are_counted() -> None:
+    meter = GroupMeter()
+    meter.add([0.0, 0.0], False)
+    meter.add([1.0, 1.0], False)
+    meter.add([0.3, 1.3], True, [0.0, 1.0])
+    meter.add([0.2, 0.1], True, [0.0, 0.0])
+    meter.drop("zero_variance")
+    meter.drop("stale")
+    meter.lose(["raised", "died"], 1)
+    meter.lose(["raised"], 0)
+    found = meter.take()
+    assert (found["groups/solve_none_fraction"], found["groups/solve_all_fraction"]) == (0.5, 0.25)
+    assert found["groups/filtered_fraction"] == 0.25
+    assert (found["samples/failed"], found["samples/unscored"]) == (3.0, 1.0)
+    assert (found["samples/failed_raised"], found["samples/failed_died"]) == (2.0, 1.0)
+    assert found["reward/unfiltered_mean"] == pytest.approx(3.9 / 8)
+    assert meter.take()["samples/failed"] == 0.0
+
+
+def test_groups_that_teach_nothing_are_counted_until_one_teaches_something_or_a_step_is_taken() -> None:
+    meter = GroupMeter()
+    for reason in ("zero_variance", "stale", "mean_reward"):
+        meter.drop(reason)
+    assert (meter.in_vain, meter.filtered) == (2, 2), "an old one taught nothing for another reason"
+    meter.keep()
+    meter.drop("zero_variance")
+    assert (meter.in_vain, meter.filtered) == (1, 3)
+    meter.take()
+    assert (meter.in_vain, meter.filtered) == (0, 0)
+
+
+def test_phases_and_the_rest_add_up_to_what_passed() -> None:
+    now = 10.0
+    clock = StepTimer(lambda: now)
+    with clock.phase("wait"):
+        now += 2.0
+    now += 0.5
+    for _ in range(2):
+        with clock.phase("train"):
+            now += 3.0
+    clock.split("train", {"forward": 1.0, "backward": 4.0})
+    assert clock.lap() == {"wait": 2.0, "train": 1.0, "forward": 1.0, "backward": 4.0, "other": 0.5, "total": 8.5}
+
+
+def test_the_time_of_a_phase_inside_another_counts_once() -> None:
+    now = 0.0
+    clock = StepTimer(lambda: now)
+    with clock.phase("optimizer"):
+        now += 1.0
+        for _ in range(2):
+            with clock.phase("forward"):
+                now += 2.0
+        now += 0.5
+    with clock.phase("critic"):
+        now += 3.0
+    assert clock.lap() == {"optimizer": 1.5, "forward": 4.0, "critic": 3.0, "other": 0.0, "total": 8.5}
+
+
+def test_a_lap_begins_where_the_last_one_ended() -> None:
+    now = 0.0
+    clock = StepTimer(lambda: now)
+    now += 1.0
+    assert clock.lap() == {"other": 1.0, "total": 1.0}
+    now += 2.0
+    assert clock.lap() == {"other": 2.0, "total": 2.0}

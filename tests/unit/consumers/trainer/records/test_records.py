@@ -1,4 +1,4 @@
-"""samples/ of a run's folder: whole groups to be read, in bounded room, at no risk to training."""
+"""What a run's folder keeps: samples of steps and of evaluations, and one line for each evaluated version."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import os
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from consumers.trainer.data.groups import Group
+from consumers.trainer.records import evaluation_samples as eval_sample_log
 from consumers.trainer.records import samples as sample_log
+from consumers.trainer.records.evaluation_samples import EvalSampleLog
+from consumers.trainer.records.evaluations import EvaluationLog, read_evaluations
 from consumers.trainer.records.machine import write_environment
 from consumers.trainer.records.samples import SampleLog, choose_groups, common_beginning
 from schemas.messages import PlacedImage
@@ -139,3 +143,94 @@ def test_the_environment_of_earlier_trainers_is_kept(tmp_path: Path) -> None:
     assert (found["ranks"], [one["ranks"] for one in found["before"]]) == (2, [1])
     assert {"torch", "numpy", "redis"} <= set(found["packages"])
     assert found["before"][0]["git"] is None
+
+
+class Stream:
+    """Entries as the broker gives them; written: up to which the log said that it needs none."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, dict[str, Any]]] = []
+        self.written = ""
+
+    def add(self, version: int, index: int, sample: int) -> None:
+        line = {"version": version, "index": index, "prompt": f"p{index}", "data": {}}
+        self.entries.append((f"{len(self.entries) + 1}-0", {**line, "sample": {"sample": sample, "reward": 1.0}}))
+
+    def take(self, after: str, written: str) -> list[tuple[str, dict[str, Any]]]:
+        self.written = written or self.written
+        return [entry for entry in self.entries if int(entry[0][:-2]) > int(after[:-2])][:2]
+
+
+def numbers(folder: Path, version: int) -> list[tuple[int, list[int]]]:
+    lines = (folder / "samples" / f"eval-{version:08d}.jsonl").read_text().splitlines()
+    return [(line["index"], [one["sample"] for one in line["samples"]]) for line in map(json.loads, lines)]
+
+
+def test_a_file_is_written_when_its_evaluation_is_complete(tmp_path: Path) -> None:
+    stream = Stream()
+    log = EvalSampleLog(tmp_path, stream.take)
+    for sample in (1, 0, 1):
+        stream.add(0, 5, sample)
+    stream.add(4, 1, 0)
+    log.write([])
+    assert not (tmp_path / "samples").exists()
+    stream.add(0, 2, 0)
+    log.write([0])
+    assert numbers(tmp_path, 0) == [(2, [0]), (5, [0, 1])]
+    log.write([0])
+    assert stream.written == "", "version 4 is not complete, and would be lost with this trainer"
+    log.write([0, 4])
+    log.write([0, 4])
+    assert stream.written == "5-0"
+
+
+def test_a_trainer_that_starts_again_writes_what_the_one_before_did_not(tmp_path: Path) -> None:
+    stream = Stream()
+    stream.add(0, 0, 0)
+    EvalSampleLog(tmp_path, stream.take).write([0])
+    stream.add(0, 1, 0)
+    stream.add(3, 0, 0)
+    EvalSampleLog(tmp_path, stream.take).write([0, 3])
+    assert (numbers(tmp_path, 0), numbers(tmp_path, 3)) == ([(0, [0])], [(0, [0])])
+
+
+def test_the_first_and_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eval_sample_log, "KEEP", 3)
+    stream = Stream()
+    log = EvalSampleLog(tmp_path, stream.take)
+    for version in range(6):
+        stream.add(version, 0, 0)
+        log.write(range(6))
+    kept = sorted(int(file.stem[5:]) for file in (tmp_path / "samples").glob("*"))
+    assert kept == [0, 4, 5]
+
+
+def line(version: int, mean: float | None = 0.5) -> dict[str, Any]:
+    return {"version": version, "n": 2, "scored": 2, "failed": 0, "off_version": 0, "mean": mean, "time": 7.0}
+
+
+def test_a_version_has_one_line_for_ever_also_after_a_restart(tmp_path: Path) -> None:
+    first = EvaluationLog(tmp_path)
+    first.add(line(0))
+    first.add(line(0, 0.9))
+    second = EvaluationLog(tmp_path)
+    second.add(line(0, 0.9))
+    second.add(line(8, None))
+    assert read_evaluations(second.file) == {0: line(0), 8: line(8, None)} == second.lines
+    assert len(second.file.read_text().splitlines()) == 2
+
+
+def test_a_line_that_a_crash_cut_off_swallows_none_and_is_written_again(tmp_path: Path) -> None:
+    log = EvaluationLog(tmp_path)
+    log.add(line(0))
+    log.add(line(4))
+    log.file.write_bytes(log.file.read_bytes()[:-20])
+    again = EvaluationLog(tmp_path)
+    assert list(again.lines) == [0]
+    again.add(line(4))
+    again.add(line(8))
+    assert read_evaluations(log.file) == {0: line(0), 4: line(4), 8: line(8)}
+
+
+def test_a_run_without_the_file_has_no_evaluations(tmp_path: Path) -> None:
+    assert read_evaluations(tmp_path / "evaluations.jsonl") == {}
