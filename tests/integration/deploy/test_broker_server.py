@@ -15,6 +15,7 @@ import pytest
 import redis
 
 from broker.connection.embedded import EmbeddedServer
+from tests.support.runs.programs import free_port
 
 pytestmark = pytest.mark.integration
 DEADLINE_S = 60.0
@@ -25,9 +26,7 @@ Serve = Callable[[], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

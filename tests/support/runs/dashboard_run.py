@@ -15,6 +15,7 @@ from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from schemas.codec import decode, encode
 from schemas.messages import DeadLetter, Heartbeat
+from tests.support.runs.programs import free_port
 from tests.support.runs.light_service import start_service
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.up_runs import UpRun
@@ -28,12 +29,6 @@ def even(prompt, completion, prompt_ids, completion_ids, **data):
         raise ValueError("this one cannot be scored")
     return sum(token % 2 == 0 for token in completion_ids) / max(len(completion_ids), 1)
 '''
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class System:

@@ -1,13 +1,21 @@
-"""Programs that tests drive and pip does not bring. `make system` installs them."""
+"""Programs that tests drive and pip does not bring (`make system` installs them), and ports for them."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def find_program(*names: str) -> str:

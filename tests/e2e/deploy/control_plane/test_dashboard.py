@@ -10,18 +10,12 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 
-from tests.support.runs.browser import PATIENCE_MS, PHONE, WatchedPage, open_browser
+from tests.support.runs.browser import PATIENCE_MS, PHONE, WatchedPage
 from tests.support.runs.dashboard_run import START_S, System
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
 TOKEN = "a-token-of-the-tests-1234"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with open_browser() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.prompt_groups import make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.tiny_model import make_tiny_model
-from tests.support.runs.browser import PHONE, WatchedPage, open_browser
+from tests.support.runs.browser import PHONE, WatchedPage
 
 pytestmark = pytest.mark.e2e
 
@@ -37,12 +36,6 @@ MESSAGES = [
 ]
 PARTS = ["37*84=", "37*84", "=3108+", "3108", "12-3=", "9"]
 """Two rows: question, call, result and answer; a helper that was asked after the question."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with open_browser() as browser:
-        yield browser
 
 
 def episode(model: Path) -> Trajectory:

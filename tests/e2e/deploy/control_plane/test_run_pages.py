@@ -15,19 +15,13 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Route, expect
 
-from tests.support.runs.browser import PATIENCE_MS, PHONE, WatchedPage, open_browser
+from tests.support.runs.browser import PATIENCE_MS, PHONE, WatchedPage
 from tests.support.runs.run_folders import make_run
 
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[4]
 VIEWS = ("metrics", "groups", "groups/7/71", "evaluations", "machine", "logs", "setup", "runs")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with open_browser() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from schemas.messages import Heartbeat
 from tests.support.broker.one_group import move_one_group
 from tests.support.broker.prompt_groups import make_task
 from tests.support.broker.trainer_sessions import take_over
+from tests.support.runs.programs import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -207,12 +207,6 @@ class Node(EmbeddedServer):
         """One command to this node alone."""
         client: Any = open_client(self.url)
         return client.execute_command(*words)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def until(what: str, condition: Callable[[], bool]) -> None:

@@ -24,37 +24,9 @@ from schemas.config.publish import PeerConfig
 from schemas.errors import ConfigError
 from tests.support.broker.one_group import fetch_weights, move_one_group, publish_weights
 from tests.support.broker.trainer_sessions import take_over
-from tests.support.runs.programs import find_program, skip_or_fail
+from tests.support.runs.programs import free_port, skip_or_fail
 
 pytestmark = pytest.mark.integration
-
-NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
-
-
-def openssl(folder: Path, words: str) -> None:
-    subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True, timeout=30)
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.crt, and server.crt of 127.0.0.1 signed by it; other.crt is a CA that signed nothing."""
-    find_program("openssl")
-    folder = tmp_path_factory.mktemp("certificates")
-    for name in ("ca", "other"):
-        openssl(folder, f"req -x509 {NEW_KEY} -keyout {name}.key -out {name}.crt -days 2 -subj /CN={name}")
-    openssl(folder, f"req {NEW_KEY} -keyout server.key -out server.csr -subj /CN=broker")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    openssl(
-        folder,
-        "x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 -extfile names -out server.crt",
-    )
-    return folder
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class TlsServer(EmbeddedServer):

@@ -15,18 +15,16 @@ from tests.support.trainer.trainer_loop import make_trainer
 
 
 @pytest.fixture(scope="session")
-def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model of one layer, which no test changes."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=1)
 
 
 @pytest.fixture
-def new_trainer(
-    policy_folder: Path, tmp_path: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Trainer]:
+def new_trainer(model: Path, tmp_path: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
     """``make_trainer`` for this test's run, whose folder is ``run`` in the present one."""
     monkeypatch.chdir(tmp_path)
-    return partial(make_trainer, broker, policy_folder, tmp_path)
+    return partial(make_trainer, broker, model, tmp_path)
 
 
 @pytest.fixture

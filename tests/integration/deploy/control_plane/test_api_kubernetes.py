@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,26 +19,6 @@ from tests.support.broker.fake_kubernetes import NAMESPACE, FakeKubernetes
 
 pytestmark = pytest.mark.integration
 NAMES = {"generator": "generator", "reward": "reward"}
-KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
-
-
-def openssl(folder: Path, words: str) -> None:
-    subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True, timeout=30)
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.crt, server.crt of 127.0.0.1 signed by it, and other.crt of a CA that signed nothing."""
-    if not shutil.which("openssl"):
-        pytest.skip("no openssl command to make certificates with")
-    folder = tmp_path_factory.mktemp("certificates")
-    for name in ("ca", "other"):
-        openssl(folder, f"req -x509 {KEY} -keyout {name}.key -out {name}.crt -days 2 -subj /CN={name}")
-    openssl(folder, f"req {KEY} -keyout server.key -out server.csr -subj /CN=kubernetes")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    sign = "-CA ca.crt -CAkey ca.key -CAcreateserial -days 2 -extfile names"
-    openssl(folder, f"x509 -req -in server.csr {sign} -out server.crt")
-    return folder
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
 from producers.engines.base import EngineSettings
 from tests.support.broker.trainer_sessions import take_over
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers.generator_service import (
     Engine,
     make_config,
@@ -82,11 +81,6 @@ class HoldsLast(Engine):
         if prompt.count(2) == 2:
             running.until = 900
         return running
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("end", ["asked to end", "killed"])

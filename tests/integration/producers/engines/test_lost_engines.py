@@ -63,11 +63,6 @@ class Loads(ScriptedEngine):
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def config(model: Path, folder: Path, **http: Any) -> TidemillConfig:
     return parse_config(
         {

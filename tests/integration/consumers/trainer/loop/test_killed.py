@@ -23,16 +23,10 @@ from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import BrokerConfig, parse_config
 from schemas.run_folder import read_lines, surviving_lines
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.deterministic_run import STEPS, Pipeline, make_config
 from tests.support.trainer.killed_trainers import POINTS, run_trainer_to_its_end
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,6 @@ from schemas.errors import InfraError, RunFailed
 from schemas.messages import Heartbeat
 from schemas.system.lifecycle import StopFlag
 from tests.support.broker.trainer_sessions import take_over
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers.generator_service import Engine, make_engine, make_task
 
 pytestmark = pytest.mark.integration
@@ -40,11 +39,6 @@ class Overflowing(Engine):
 
     async def logprobs(self, token_ids: Sequence[int]) -> Any:
         return np.full(len(token_ids) - 1, np.nan, dtype=np.float32)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=1)
 
 
 @pytest.fixture

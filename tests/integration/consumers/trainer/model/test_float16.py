@@ -15,18 +15,12 @@ from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.gradient_update import GradientUpdate, LossScale
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import parse_config
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.trajectories import make_groups
 
 pytestmark = pytest.mark.integration
 
 HUGE = 1 << 16
 """Longest completion, by which the aggregation ``constant`` divides: gradients are as small as in a large step."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=1)
 
 
 def make_step(model: Path, dtype: str, **trainer: Any) -> TrainStep:

@@ -18,7 +18,6 @@ from consumers.trainer.step.build import build_train_step
 from schemas.config import parse_config
 from schemas.digests import chunk_digests
 from schemas.errors import InfraError
-from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.trajectories import make_groups
 
 pytestmark = pytest.mark.integration
@@ -26,11 +25,6 @@ pytestmark = pytest.mark.integration
 PROBE = [5, 6, 7]
 WAIT_S = 60.0
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=1)
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
