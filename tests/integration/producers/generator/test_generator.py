@@ -1,8 +1,9 @@
-"""One generator service on a real server: what it publishes, keeps and hands back, whatever happens to it."""
+"""The generator service on a real server, with the scripted engine: weights, evaluations, kills, and a fair share."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from schemas.errors import InfraError
 from schemas.messages import Sampling, Task
 from tests.support.broker.prompt_groups import make_trajectory
 from tests.support.broker.trainer_sessions import take_over
+from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers.generator_service import (
     begin_run,
     make_config,
@@ -34,6 +36,8 @@ from tests.support.producers.generator_service import (
 from tests.support.runs.light_service import start_service
 
 pytestmark = pytest.mark.integration
+
+TASKS = 60
 
 
 async def test_a_finished_sample_leaves_before_a_slower_one_of_its_group(
@@ -288,3 +292,23 @@ def test_evaluation_tasks_are_left_to_who_has_their_version(broker: Broker) -> N
     late = ahead.take_evaluations(7, 10, late=True)
     assert (late.pending, [item.version for item in late.taken]) == (-1, [6])
     assert right.take_evaluations(6, 10).pending == -1
+
+
+async def test_a_slow_and_a_fast_generator_share_the_tasks_by_their_speed(broker: Broker, tmp_path: Path) -> None:
+    begin_run(broker, tmp_path, staleness=TASKS)
+    broker.ledger.admit_all([make_task(task_id) for task_id in range(TASKS)])
+    config = make_config(make_tiny_model(tmp_path / "model"), tmp_path, max_samples=4)
+    made: Counter[str] = Counter()
+    done = asyncio.Event()
+
+    async def count() -> None:
+        made.update(item.generator for item in await read_published(broker, 2 * TASKS))
+        done.set()
+
+    fast = make_engine(config, min_length=20, max_length=20, token_s=0.002)
+    slow = make_engine(config, min_length=20, max_length=20, token_s=0.02)
+    await asyncio.gather(
+        run_generator_while(config, broker, fast, count, "fast"),
+        run_generator_while(config, broker, slow, done.wait, "slow"),
+    )
+    assert made["fast"] > 2 * made["slow"] > 0

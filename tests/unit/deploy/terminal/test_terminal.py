@@ -1,4 +1,4 @@
-"""The live view is a pure function of what REST answers, and says the same without a terminal."""
+"""The views of a run in the terminal are pure functions of what REST answers."""
 
 from __future__ import annotations
 
@@ -194,3 +194,70 @@ def test_a_sparkline_spans_its_values() -> None:
 
 def test_clock() -> None:
     assert [clock(s) for s in (0, 59.9, 61, 3661)] == ["0:00", "0:59", "1:01", "1:01:01"]
+
+
+def page_service(name: str, role: str, state: str = "running", live: bool = True) -> ServiceStatus:
+    return ServiceStatus(
+        name=name,
+        role=role,
+        host="node",
+        pid=1,
+        state=state,
+        version=3,
+        silent_s=0.0 if live else 90.0,
+        live=live,
+        paused=False,
+        tokens_per_s=10.0,
+        load=0.5,
+        acknowledged={},
+        figures={},
+    )
+
+
+CROWD = [
+    page_service("feeder", "feeder", "full"),
+    *(page_service(f"generator-{index}", "generator") for index in range(40)),
+    page_service("generator-40", "generator", "lost", live=False),
+    page_service("generator-41", "generator", "loading"),
+    page_service("trainer", "trainer"),
+]
+EVENTS = [
+    TimelineEvent(id=f"{index}-0", time=float(index), name="e", service="s", level="info", text=f"[e{index}]", data={})
+    for index in range(6)
+]
+
+
+def drawn_page(s: RunStatus, height: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=80, height=height, color_system=None)
+    console.print(page(s, History(events=EVENTS), height))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_many_services_fit_a_terminal_and_what_is_amiss_stays() -> None:
+    lines = drawn_page(make_status().model_copy(update={"services": CROWD}), 40)
+    assert len(lines) <= 40
+    text = "\n".join(lines)
+    for part in (
+        "feeder",
+        "trainer",
+        "generator-40  node  lost, silent for 1:30",
+        "generator-41",
+        "generator-0",
+        "more",
+    ):
+        assert part in text, part
+    assert "[e5]" in text
+
+
+def test_few_services_are_all_there() -> None:
+    text = "\n".join(drawn_page(make_status().model_copy(update={"services": CROWD[:4]}), 30))
+    assert "generator-2" in text
+    assert "more" not in text.replace("More", "")
+
+
+def test_why_a_run_failed_is_said_besides_the_bottleneck() -> None:
+    failed = make_status().model_copy(update={"state": "failed", "cause": "trainer: exit code 1: out of memory"})
+    text = "\n".join(drawn_page(failed, 30))
+    assert "trainer: exit code 1: out of memory" in text
+    assert failed.bottleneck.text[:30] in text
