@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from schemas.errors import DataError, InfraError
 from schemas.messages import FileSource, Sampling, Span
 from tests.support.models.tiny_model import EOS, make_tiny_model
 from tests.support.producers.engine_contract import MAX_LENGTH, Subject
-from tests.support.producers.vllm_checks import EVERY, Run, reference_logprobs
+from tests.support.producers.vllm_checks import EVERY, reference_logprobs
 from tests.support.runs.command_line import run_tidemill
 from tests.support.runs.programs import sglang_command
 
@@ -63,12 +63,15 @@ def settings(kind: str, folders: dict[int, Path]) -> EngineSettings:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def subject(request: pytest.FixtureRequest, folders: dict[int, Path], run: Run) -> Iterator[Subject]:
+async def subject(
+    request: pytest.FixtureRequest, folders: dict[int, Path], anyio_backend: str
+) -> AsyncIterator[Subject]:
+    """An engine, in the event loop of its module's tests."""
     kind: str = request.param
     engine = make_engine(kind.partition("-")[0], settings(kind, folders), Path())
-    run(engine.start())
-    yield Subject(kind, engine, folders, run)
-    run(engine.close())
+    await engine.start()
+    yield Subject(kind, engine, folders)
+    await engine.close()
 
 
 def test_an_engine_names_what_it_lacks(subject: Subject) -> None:
@@ -76,9 +79,9 @@ def test_an_engine_names_what_it_lacks(subject: Subject) -> None:
     assert all(subject.engine.lacks.values())
 
 
-def test_n_samples_each_with_the_log_probabilities_of_what_was_sampled(subject: Subject) -> None:
+async def test_n_samples_each_with_the_log_probabilities_of_what_was_sampled(subject: Subject) -> None:
     assert subject.engine.version == 3
-    completions = subject.run(subject.engine.generate(PROMPT, Sampling(max_tokens=12, temperature=0.7), n=4))
+    completions = await subject.engine.generate(PROMPT, Sampling(max_tokens=12, temperature=0.7), n=4)
     assert len(completions) == 4
     assert len({tuple(completion.tokens) for completion in completions}) > 1
     for completion in completions:
@@ -89,59 +92,57 @@ def test_n_samples_each_with_the_log_probabilities_of_what_was_sampled(subject: 
         subject.assert_sampled(PROMPT, completion, temperature=0.7)
 
 
-def test_at_temperature_zero_the_likeliest_token_comes_with_its_log_probability_at_one(subject: Subject) -> None:
+async def test_at_temperature_zero_the_likeliest_token_comes_with_its_log_probability_at_one(subject: Subject) -> None:
     subject.needs("weights")
     greedy = Sampling(max_tokens=12, temperature=0)
-    (first,), (again,) = (subject.run(subject.engine.generate(PROMPT, greedy)) for _ in range(2))
+    (first,), (again,) = [await subject.engine.generate(PROMPT, greedy) for _ in range(2)]
     assert first.tokens == again.tokens
     subject.assert_sampled(PROMPT, first)
 
 
-def test_the_probe_is_what_the_model_says_and_sees_each_new_version(subject: Subject) -> None:
+async def test_the_probe_is_what_the_model_says_and_sees_each_new_version(subject: Subject) -> None:
     """Also of the vocabulary's last token, which SGLang tells as another."""
     subject.needs("weights")
     last = json.loads((subject.folders[0] / "config.json").read_text())["vocab_size"] - 1
     probe = [*PROMPT, last, 40]
     for seed in (8, 7, 0):
-        subject.run(subject.load(seed))
-        found = subject.run(subject.engine.logprobs(probe))
+        await subject.load(seed)
+        found = await subject.engine.logprobs(probe)
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, reference_logprobs(subject.folders[seed], probe), atol=1e-5)
 
 
-def test_a_prefix_is_gone_on_from_and_counts_as_generated(subject: Subject) -> None:
+async def test_a_prefix_is_gone_on_from_and_counts_as_generated(subject: Subject) -> None:
     prefix = [40, 41, 42, 43]
-    (rest,) = subject.run(subject.engine.generate(PROMPT, Sampling(max_tokens=9), prefix=prefix))
+    (rest,) = await subject.engine.generate(PROMPT, Sampling(max_tokens=9), prefix=prefix)
     assert 0 < len(rest.tokens) <= 5
     subject.assert_sampled(PROMPT + prefix, rest)
-    (nothing,) = subject.run(subject.engine.generate(PROMPT, Sampling(max_tokens=4), prefix=prefix))
+    (nothing,) = await subject.engine.generate(PROMPT, Sampling(max_tokens=4), prefix=prefix)
     assert (nothing.tokens, nothing.spans, nothing.finish) == ([], [], "length")
 
 
-def test_what_does_not_fit_is_refused_and_what_fits_just_so_is_not(subject: Subject) -> None:
+async def test_what_does_not_fit_is_refused_and_what_fits_just_so_is_not(subject: Subject) -> None:
     with pytest.raises(DataError, match="no room"):
-        subject.run(subject.engine.generate([5] * 600, Sampling(max_tokens=4)))
+        await subject.engine.generate([5] * 600, Sampling(max_tokens=4))
     with pytest.raises(DataError, match="no room"):
-        subject.run(subject.engine.generate([5] * MAX_LENGTH, Sampling(max_tokens=4)))
-    (last,) = subject.run(subject.engine.generate([5] * (MAX_LENGTH - 1), Sampling(max_tokens=4)))
+        await subject.engine.generate([5] * MAX_LENGTH, Sampling(max_tokens=4))
+    (last,) = await subject.engine.generate([5] * (MAX_LENGTH - 1), Sampling(max_tokens=4))
     assert len(last.tokens) == 1
     with pytest.raises(DataError, match="a probe of 1 tokens"):
-        subject.run(subject.engine.logprobs([5]))
+        await subject.engine.logprobs([5])
 
 
-def test_an_id_that_the_model_does_not_have_harms_nobody_else(subject: Subject) -> None:
+async def test_an_id_that_the_model_does_not_have_harms_nobody_else(subject: Subject) -> None:
     subject.needs("weights")
     with pytest.raises(DataError, match="vocabulary"):
-        subject.run(subject.engine.generate([5, 100_000], Sampling(max_tokens=4)))
-    (fine,) = subject.run(subject.engine.generate(PROMPT, Sampling(max_tokens=4)))
+        await subject.engine.generate([5, 100_000], Sampling(max_tokens=4))
+    (fine,) = await subject.engine.generate(PROMPT, Sampling(max_tokens=4))
     subject.assert_sampled(PROMPT, fine)
 
 
-def test_progress_tells_of_growing_and_of_finished_samples(subject: Subject) -> None:
+async def test_progress_tells_of_growing_and_of_finished_samples(subject: Subject) -> None:
     told: list[tuple[int, Completion]] = []
-    completions = subject.run(
-        subject.engine.generate(PROMPT, LONG, n=4, progress=lambda k, sample: told.append((k, sample)))
-    )
+    completions = await subject.engine.generate(PROMPT, LONG, n=4, progress=lambda k, sample: told.append((k, sample)))
     for k, completion in enumerate(completions):
         *growing, last = [heard for index, heard in told if index == k]
         assert (last.tokens, last.finish) == (completion.tokens, completion.finish)
@@ -154,18 +155,15 @@ def test_progress_tells_of_growing_and_of_finished_samples(subject: Subject) -> 
             assert heard.spans == [Span(subject.engine.version, 0, length)]
 
 
-def test_after_an_update_progress_is_never_wrong_about_versions(subject: Subject) -> None:
+async def test_after_an_update_progress_is_never_wrong_about_versions(subject: Subject) -> None:
     told: list[tuple[int, Completion]] = []
 
-    async def scenario() -> list[Completion]:
-        running = asyncio.create_task(
-            subject.engine.generate(PROMPT, LONG, n=8, progress=lambda k, sample: told.append((k, sample)))
-        )
-        await subject.under_way()
-        await subject.load(0)
-        return await running
-
-    completions = subject.run(scenario())
+    running = asyncio.create_task(
+        subject.engine.generate(PROMPT, LONG, n=8, progress=lambda k, sample: told.append((k, sample)))
+    )
+    await subject.under_way()
+    await subject.load(0)
+    completions = await running
     for k, completion in enumerate(completions):
         for heard in [heard for index, heard in told if index == k]:
             length = len(heard.tokens)
@@ -178,17 +176,15 @@ def test_after_an_update_progress_is_never_wrong_about_versions(subject: Subject
     assert any(len(heard.spans) == 2 and heard.finish == "abort" for _, heard in told)
 
 
-def test_an_update_goes_under_requests_in_flight_and_shows_in_their_spans(subject: Subject) -> None:
-    subject.run(subject.load(0))
+async def test_an_update_goes_under_requests_in_flight_and_shows_in_their_spans(subject: Subject) -> None:
+    await subject.load(0)
     old = subject.engine.version
 
-    async def scenario() -> tuple[list[Completion], list[Completion]]:
-        running = asyncio.create_task(subject.engine.generate(PROMPT, LONG, n=8))
-        await subject.under_way()
-        await subject.load(7)
-        return await running, await subject.engine.generate(PROMPT, Sampling(max_tokens=12), n=2)
-
-    running, fresh = subject.run(scenario())
+    sampling = asyncio.create_task(subject.engine.generate(PROMPT, LONG, n=8))
+    await subject.under_way()
+    await subject.load(7)
+    running = await sampling
+    fresh = await subject.engine.generate(PROMPT, Sampling(max_tokens=12), n=2)
     assert subject.engine.version == old + 1
     assert [old, old + 1] in [[span.version for span in completion.spans] for completion in running]
     for completion in running:
@@ -202,27 +198,23 @@ def test_an_update_goes_under_requests_in_flight_and_shows_in_their_spans(subjec
         subject.assert_sampled(PROMPT, completion)
 
 
-def test_twenty_updates_under_load_leave_no_token_without_its_version(subject: Subject) -> None:
+async def test_twenty_updates_under_load_leave_no_token_without_its_version(subject: Subject) -> None:
     first = subject.engine.version
 
-    async def scenario() -> list[Completion]:
-        done: list[Completion] = []
-        over = asyncio.Event()
+    completions: list[Completion] = []
+    over = asyncio.Event()
 
-        async def client(k: int) -> None:
-            while not over.is_set():
-                done.extend(await subject.engine.generate([*PROMPT, 10 + k], Sampling(max_tokens=60), n=2))
+    async def client(k: int) -> None:
+        while not over.is_set():
+            completions.extend(await subject.engine.generate([*PROMPT, 10 + k], Sampling(max_tokens=60), n=2))
 
-        async with asyncio.timeout(200), asyncio.TaskGroup() as group:
-            for k in range(4):
-                group.create_task(client(k))
-            for k in range(20):
-                await subject.under_way()
-                await subject.load((0, 7)[k % 2])
-            over.set()
-        return done
-
-    completions = subject.run(scenario())
+    async with asyncio.timeout(200), asyncio.TaskGroup() as group:
+        for k in range(4):
+            group.create_task(client(k))
+        for k in range(20):
+            await subject.under_way()
+            await subject.load((0, 7)[k % 2])
+        over.set()
     assert subject.engine.version == first + 20
     for completion in completions:
         subject.assert_whole(completion)
@@ -230,55 +222,49 @@ def test_twenty_updates_under_load_leave_no_token_without_its_version(subject: S
     assert len(seen) > 15
     assert seen <= set(range(first, first + 21))
     if subject.has_weights:
-        found = subject.run(subject.engine.logprobs(PROMPT))
+        found = await subject.engine.logprobs(PROMPT)
         np.testing.assert_allclose(found, reference_logprobs(subject.folders[subject.seed], PROMPT), atol=1e-5)
 
 
-def test_nothing_of_old_weights_is_in_the_prefix_cache(subject: Subject) -> None:
+async def test_nothing_of_old_weights_is_in_the_prefix_cache(subject: Subject) -> None:
     for seed in (0, 7):
-        subject.run(subject.load(seed))
+        await subject.load(seed)
         for _ in range(2):  # the second time from this version's own cache
-            (completion,) = subject.run(subject.engine.generate(SHARED, Sampling(max_tokens=4)))
+            (completion,) = await subject.engine.generate(SHARED, Sampling(max_tokens=4))
             subject.assert_sampled(SHARED, completion)
 
 
-def test_a_request_that_came_while_weights_changed_uses_nothing_of_the_old_ones(subject: Subject) -> None:
-    subject.run(subject.load(0))
+async def test_a_request_that_came_while_weights_changed_uses_nothing_of_the_old_ones(subject: Subject) -> None:
+    await subject.load(0)
 
-    async def scenario() -> Completion:
-        await subject.engine.generate(SHARED, Sampling(max_tokens=2))  # its prompt is in the prefix cache
-        await subject.engine.pause()
-        waiting = asyncio.create_task(subject.engine.generate(SHARED, Sampling(max_tokens=4)))
-        await asyncio.sleep(0)
-        await subject.load(7)
-        await subject.engine.resume()
-        (completion,) = await waiting
-        return completion
-
-    completion = subject.run(scenario())
+    await subject.engine.generate(SHARED, Sampling(max_tokens=2))  # its prompt is in the prefix cache
+    await subject.engine.pause()
+    waiting = asyncio.create_task(subject.engine.generate(SHARED, Sampling(max_tokens=4)))
+    await asyncio.sleep(0)
+    await subject.load(7)
+    await subject.engine.resume()
+    (completion,) = await waiting
+    completion = completion
     assert [span.version for span in completion.spans] == [subject.engine.version]
     subject.assert_sampled(SHARED, completion)
 
 
-def test_after_recompute_tokens_are_as_if_the_new_weights_had_read_all_before_them(
+async def test_after_recompute_tokens_are_as_if_the_new_weights_had_read_all_before_them(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject.needs("recompute")
-    subject.run(subject.load(0))
+    await subject.load(0)
     old = subject.engine.version
     recomputing = replace(subject.engine._settings, recompute=True)  # type: ignore[attr-defined]
     monkeypatch.setattr(subject.engine, "_settings", recomputing)
 
-    async def scenario() -> list[Completion]:
-        running = asyncio.create_task(subject.engine.generate(PROMPT, Sampling(max_tokens=400), n=8))
-        await subject.under_way()
-        loading = asyncio.create_task(subject.load(7))
-        await subject.changing(old)
-        late = asyncio.create_task(subject.engine.generate(PROMPT, Sampling(max_tokens=4)))
-        await loading
-        return [*await running, *await late]
-
-    *running, late = subject.run(scenario())
+    sampling = asyncio.create_task(subject.engine.generate(PROMPT, Sampling(max_tokens=400), n=8))
+    await subject.under_way()
+    loading = asyncio.create_task(subject.load(7))
+    await subject.changing(old)
+    waiting = asyncio.create_task(subject.engine.generate(PROMPT, Sampling(max_tokens=4)))
+    await loading
+    running, (late,) = await sampling, await waiting
     assert (old, old + 1) in {tuple(span.version for span in completion.spans) for completion in running}
     assert [span.version for span in late.spans] == [old + 1]
     for completion in [*running, late]:
@@ -290,80 +276,72 @@ def test_after_recompute_tokens_are_as_if_the_new_weights_had_read_all_before_th
             np.testing.assert_allclose(completion.logprobs[inside], expected[inside], atol=1e-5)
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(subject: Subject, tmp_path: Path) -> None:
+async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(subject: Subject, tmp_path: Path) -> None:
     subject.needs("weights")
-    version = subject.run(subject.load(8))
+    version = await subject.load(8)
     other = make_tiny_model(tmp_path / "other", layers=1, tied=True)
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes((subject.folders[0] / "model.safetensors").read_bytes()[:-100])
     for file, reason in ((other / "model.safetensors", "don't fit"), (cut, "cut short")):
         with pytest.raises(DataError, match=reason):
-            subject.run(subject.engine.load(FileSource(file), version + 1))
+            await subject.engine.load(FileSource(file), version + 1)
     assert subject.engine.version == version
-    (completion,) = subject.run(subject.engine.generate(PROMPT, Sampling(max_tokens=6)))
+    (completion,) = await subject.engine.generate(PROMPT, Sampling(max_tokens=6))
     assert [span.version for span in completion.spans] == [version]
     subject.assert_sampled(PROMPT, completion)
 
 
-def test_a_pause_lets_no_token_out_and_an_update_in_it_leaves_it_paused(subject: Subject) -> None:
-    subject.run(subject.load(0))
+async def test_a_pause_lets_no_token_out_and_an_update_in_it_leaves_it_paused(subject: Subject) -> None:
+    await subject.load(0)
     old = subject.engine.version
     told: dict[int, int] = {}
 
-    async def scenario() -> list[Completion]:
-        running = asyncio.create_task(
-            subject.engine.generate(PROMPT, LONG, n=4, progress=lambda k, heard: told.update({k: len(heard.tokens)}))
-        )
-        await subject.under_way()
-        await subject.engine.pause()
-        known = dict(told)
-        waiting = asyncio.create_task(subject.engine.generate(PROMPT, Sampling(max_tokens=4)))
-        done, _ = await asyncio.wait({running, waiting}, timeout=0.5)
-        assert not done
-        assert subject.engine.growth() is None
-        await subject.load(0)
-        done, _ = await asyncio.wait({running, waiting}, timeout=0.2)
-        assert not done
-        await subject.engine.resume()
-        completions = await running
-        (fresh,) = await waiting
-        assert [span.version for span in fresh.spans] == [old + 1]
-        for k, completion in enumerate(completions):
-            sampled = sum(span.end - span.start for span in completion.spans if span.version == old)
-            assert sampled <= known.get(k, 0) + 3 * EVERY, "tokens that were sampled in the pause"
-        return completions
-
-    completions = subject.run(scenario())
+    running = asyncio.create_task(
+        subject.engine.generate(PROMPT, LONG, n=4, progress=lambda k, heard: told.update({k: len(heard.tokens)}))
+    )
+    await subject.under_way()
+    await subject.engine.pause()
+    known = dict(told)
+    waiting = asyncio.create_task(subject.engine.generate(PROMPT, Sampling(max_tokens=4)))
+    done, _ = await asyncio.wait({running, waiting}, timeout=0.5)
+    assert not done
+    assert subject.engine.growth() is None
+    await subject.load(0)
+    done, _ = await asyncio.wait({running, waiting}, timeout=0.2)
+    assert not done
+    await subject.engine.resume()
+    completions = await running
+    (fresh,) = await waiting
+    assert [span.version for span in fresh.spans] == [old + 1]
+    for k, completion in enumerate(completions):
+        sampled = sum(span.end - span.start for span in completion.spans if span.version == old)
+        assert sampled <= known.get(k, 0) + 3 * EVERY, "tokens that were sampled in the pause"
     assert any(len(completion.spans) == 2 for completion in completions)
     for completion in completions:
         subject.assert_whole(completion)
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_an_abort_returns_what_there_is_to_go_on_from(subject: Subject, paused: bool) -> None:
-    subject.run(subject.load(0))
+async def test_an_abort_returns_what_there_is_to_go_on_from(subject: Subject, paused: bool) -> None:
+    await subject.load(0)
     version = subject.engine.version
 
-    async def scenario() -> tuple[list[Completion], list[Completion], Completion, Completion]:
-        running = asyncio.create_task(subject.engine.generate(PROMPT, LONG, n=8))
-        await subject.under_way()
-        waiting = None
-        if paused:
-            await subject.engine.pause()
-            waiting = asyncio.create_task(subject.engine.generate(PROMPT, Sampling(max_tokens=4)))
-            await asyncio.sleep(0)
-        await subject.engine.abort_all()
-        async with asyncio.timeout(30):
-            parts = await running
-            untouched = [] if waiting is None else await waiting
-        if paused:
-            await subject.engine.resume()
-        part = next(part for part in parts if part.finish == "abort")
-        limit = len(part.tokens) + 5
-        (rest,) = await subject.engine.generate(PROMPT, Sampling(max_tokens=limit), prefix=part.tokens)
-        return parts, untouched, part, rest
-
-    parts, untouched, part, rest = subject.run(scenario())
+    running = asyncio.create_task(subject.engine.generate(PROMPT, LONG, n=8))
+    await subject.under_way()
+    waiting = None
+    if paused:
+        await subject.engine.pause()
+        waiting = asyncio.create_task(subject.engine.generate(PROMPT, Sampling(max_tokens=4)))
+        await asyncio.sleep(0)
+    await subject.engine.abort_all()
+    async with asyncio.timeout(30):
+        parts = await running
+        untouched = [] if waiting is None else await waiting
+    if paused:
+        await subject.engine.resume()
+    part = next(part for part in parts if part.finish == "abort")
+    limit = len(part.tokens) + 5
+    (rest,) = await subject.engine.generate(PROMPT, Sampling(max_tokens=limit), prefix=part.tokens)
     assert [(one.tokens, one.finish) for one in untouched] == [([], "abort")] * paused
     assert part.tokens
     assert len(rest.tokens) <= 5
@@ -373,40 +351,34 @@ def test_an_abort_returns_what_there_is_to_go_on_from(subject: Subject, paused: 
         subject.assert_sampled(PROMPT, completion)
 
 
-def test_a_caller_who_goes_away_leaves_nothing_running(subject: Subject) -> None:
-    async def scenario() -> None:
-        running = asyncio.create_task(subject.engine.generate(PROMPT, LONG, n=4))
-        await subject.under_way()
-        running.cancel()
-        await asyncio.wait({running})
-        assert running.cancelled()
-        async with asyncio.timeout(30):
-            while subject.engine.growth() is not None:  # noqa: ASYNC110 - there is no event for it
-                await asyncio.sleep(0.01)
-
-    subject.run(scenario())
+async def test_a_caller_who_goes_away_leaves_nothing_running(subject: Subject) -> None:
+    running = asyncio.create_task(subject.engine.generate(PROMPT, LONG, n=4))
+    await subject.under_way()
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled()
+    async with asyncio.timeout(30):
+        while subject.engine.growth() is not None:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
 
 
-def test_growth_shows_running_requests_and_nothing_else(subject: Subject) -> None:
-    async def scenario() -> None:
-        assert subject.engine.growth() is None
-        running = asyncio.create_task(subject.engine.generate(PROMPT, LONG, n=4))
-        await subject.under_way()
-        await subject.engine.pause()
-        assert not running.done()
-        assert subject.engine.growth() is None
-        await subject.engine.resume()
-        await subject.engine.abort_all()
-        await running
-        assert subject.engine.growth() is None
-
-    subject.run(scenario())
+async def test_growth_shows_running_requests_and_nothing_else(subject: Subject) -> None:
+    assert subject.engine.growth() is None
+    running = asyncio.create_task(subject.engine.generate(PROMPT, LONG, n=4))
+    await subject.under_way()
+    await subject.engine.pause()
+    assert not running.done()
+    assert subject.engine.growth() is None
+    await subject.engine.resume()
+    await subject.engine.abort_all()
+    await running
+    assert subject.engine.growth() is None
 
 
-def test_a_stop_string_ends_a_completion_and_is_in_its_ids(subject: Subject) -> None:
+async def test_a_stop_string_ends_a_completion_and_is_in_its_ids(subject: Subject) -> None:
     subject.needs("stop")
     letters = list("abcdefghijklmnopqrstuvwxyz")
-    completions = subject.run(subject.engine.generate(PROMPT, Sampling(max_tokens=200, stop=letters), n=8))
+    completions = await subject.engine.generate(PROMPT, Sampling(max_tokens=200, stop=letters), n=8)
     tokenizer = HfTokenizer(str(subject.folders[0]))
     ends = [tokenizer.decode(completion.tokens[-1:]) for completion in completions if completion.finish == "stop"]
     assert any(end in letters for end in ends)
@@ -415,36 +387,30 @@ def test_a_stop_string_ends_a_completion_and_is_in_its_ids(subject: Subject) -> 
         subject.assert_sampled(PROMPT, completion)
 
 
-def test_a_seed_makes_samples_repeat_whatever_runs_beside_them(subject: Subject) -> None:
+async def test_a_seed_makes_samples_repeat_whatever_runs_beside_them(subject: Subject) -> None:
     subject.needs("seeds")
 
-    async def scenario() -> None:
-        sampling = Sampling(max_tokens=6, seed=3)
-        first = await subject.engine.generate(PROMPT, sampling, n=2)
-        others = (subject.engine.generate(PROMPT[:k], Sampling(max_tokens=9)) for k in (2, 3, 4))
-        again, *_ = await asyncio.gather(subject.engine.generate(PROMPT, sampling, n=2), *others)
-        assert [completion.tokens for completion in again] == [completion.tokens for completion in first]
-        assert first[0].tokens != first[1].tokens
-
-    subject.run(scenario())
+    sampling = Sampling(max_tokens=6, seed=3)
+    first = await subject.engine.generate(PROMPT, sampling, n=2)
+    others = (subject.engine.generate(PROMPT[:k], Sampling(max_tokens=9)) for k in (2, 3, 4))
+    again, *_ = await asyncio.gather(subject.engine.generate(PROMPT, sampling, n=2), *others)
+    assert [completion.tokens for completion in again] == [completion.tokens for completion in first]
+    assert first[0].tokens != first[1].tokens
 
 
-def test_the_fill_of_the_cache_is_told_or_it_is_said_that_it_is_not(subject: Subject) -> None:
-    async def scenario() -> None:
-        assert (subject.engine.cache_usage() is None) == ("cache_usage" in subject.engine.lacks)
-        subject.needs("cache_usage")
-        running = asyncio.create_task(subject.engine.generate(PROMPT, LONG, n=4))
-        await subject.under_way()
-        usage = subject.engine.cache_usage()
-        assert usage is not None
-        assert 0 < usage.used < usage.tokens
-        await subject.engine.abort_all()
-        await running
-
-    subject.run(scenario())
+async def test_the_fill_of_the_cache_is_told_or_it_is_said_that_it_is_not(subject: Subject) -> None:
+    assert (subject.engine.cache_usage() is None) == ("cache_usage" in subject.engine.lacks)
+    subject.needs("cache_usage")
+    running = asyncio.create_task(subject.engine.generate(PROMPT, LONG, n=4))
+    await subject.under_way()
+    usage = subject.engine.cache_usage()
+    assert usage is not None
+    assert 0 < usage.used < usage.tokens
+    await subject.engine.abort_all()
+    await running
 
 
-def test_the_openai_protocol_of_the_same_server_answers_evaluations(subject: Subject) -> None:
+async def test_the_openai_protocol_of_the_same_server_answers_evaluations(subject: Subject) -> None:
     if not isinstance(subject.engine, HttpEngine):
         pytest.skip("there is no server")
     http = HttpEngineConfig.model_validate({"dialect": "openai", "url": subject.engine.client.url})
@@ -452,16 +418,13 @@ def test_the_openai_protocol_of_the_same_server_answers_evaluations(subject: Sub
     greedy = Sampling(max_tokens=8, temperature=0)
     tokenizer = HfTokenizer(str(subject.folders[0]))
 
-    async def scenario() -> None:
-        await plain.start()
-        (found,), (ours,) = await plain.generate(PROMPT, greedy), await subject.engine.generate(PROMPT, greedy)
-        # Of ids at random some make no character, and servers differ in what they write for these.
-        texts = [tokenizer.decode(completion.tokens).replace("\ufffd", "") for completion in (found, ours)]
-        assert texts[0] == texts[1] != ""
-        assert found.finish == ours.finish
-        await plain.close()
-
-    subject.run(scenario())
+    await plain.start()
+    (found,), (ours,) = await plain.generate(PROMPT, greedy), await subject.engine.generate(PROMPT, greedy)
+    # Of ids at random some make no character, and servers differ in what they write for these.
+    texts = [tokenizer.decode(completion.tokens).replace("\ufffd", "") for completion in (found, ours)]
+    assert texts[0] == texts[1] != ""
+    assert found.finish == ours.finish
+    await plain.close()
 
 
 def test_tidemill_eval_asks_the_same_server_over_the_openai_protocol(subject: Subject, tmp_path: Path) -> None:
@@ -488,34 +451,30 @@ generator: {{engine: http, http: {{dialect: openai, url: "{subject.engine.client
     assert "held-out reward 1.0000 on 6 samples, 0 failed (http" in done.stdout
 
 
-def test_a_server_that_is_there_is_trained_with_and_who_had_it_before_trusts_it_no_more(subject: Subject) -> None:
+async def test_a_server_that_is_there_is_trained_with_and_who_had_it_before_trusts_it_no_more(subject: Subject) -> None:
     if not isinstance(subject.engine, HttpEngine):
         pytest.skip("there is no server")
     found = settings(subject.kind, subject.folders)
     http = HttpEngineConfig.model_validate(
         {"dialect": subject.kind.removeprefix("http-"), "url": subject.engine.client.url}
     )
-    subject.run(subject.load(7))
+    await subject.load(7)
     engine = HttpEngine(replace(found, version=1000, http=http))
-    there = Subject(subject.kind, engine, subject.folders, subject.run)
-
-    async def scenario() -> None:
-        await engine.start()
-        (first,) = await engine.generate(PROMPT, Sampling(max_tokens=6))
-        there.assert_sampled(PROMPT, first)
-        assert await there.load(8) == 1001
-        (second,) = await engine.generate(PROMPT, Sampling(max_tokens=6))
-        there.assert_sampled(PROMPT, second)
-        assert [[span.version for span in one.spans] for one in (first, second)] == [[1000], [1001]]
-        await engine.close()
-        with pytest.raises(InfraError, match=r"weights versions \[1001\] made a sample"):
-            await subject.engine.generate(PROMPT, Sampling(max_tokens=6))
-
-    subject.run(scenario())
+    there = Subject(subject.kind, engine, subject.folders)
+    await engine.start()
+    (first,) = await engine.generate(PROMPT, Sampling(max_tokens=6))
+    there.assert_sampled(PROMPT, first)
+    assert await there.load(8) == 1001
+    (second,) = await engine.generate(PROMPT, Sampling(max_tokens=6))
+    there.assert_sampled(PROMPT, second)
+    assert [[span.version for span in one.spans] for one in (first, second)] == [[1000], [1001]]
+    await engine.close()
+    with pytest.raises(InfraError, match=r"weights versions \[1001\] made a sample"):
+        await subject.engine.generate(PROMPT, Sampling(max_tokens=6))
 
 
-def test_a_closed_engine_says_so(subject: Subject) -> None:
+async def test_a_closed_engine_says_so(subject: Subject) -> None:
     """Last of those that share the engine."""
-    subject.run(subject.engine.close())
+    await subject.engine.close()
     with pytest.raises(InfraError, match="closed"):
-        subject.run(subject.engine.generate(PROMPT, Sampling()))
+        await subject.engine.generate(PROMPT, Sampling())

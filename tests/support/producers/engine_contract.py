@@ -11,7 +11,7 @@ import pytest
 
 from producers.engines.base import ABILITIES, Ability, Completion, Engine
 from schemas.messages import FileSource
-from tests.support.producers.vllm_checks import Run, reference_logprobs
+from tests.support.producers.vllm_checks import reference_logprobs
 
 MAX_LENGTH = 512
 
@@ -23,7 +23,6 @@ class Subject:
     kind: str
     engine: Engine
     folders: dict[int, Path]
-    run: Run
     seed: int = 0
 
     def needs(self, ability: Ability) -> None:
