@@ -76,7 +76,7 @@ class TrainStep:
         """Update the weights once; ``version`` is that of the weights before the step."""
         timer = StepTimer()
         with timer.phase("prepare"):
-            micro_batches = [micro.to(self.policy.device) for micro in batch.micro_batches]
+            micro_batches: Sequence[MicroBatch] = [micro.to(self.policy.device) for micro in batch.micro_batches]
             if self.preparation is not None:
                 micro_batches = self.preparation.run(self.policy, micro_batches, version, self.ranks.all_reduce_sum)
         lr = self.schedule.at(self.schedule.done + 1)
