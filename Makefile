@@ -82,16 +82,17 @@ chaos: $(DEV) ## Break a running system in every way for MINUTES (default 3), wi
 soak: $(DEV) ## Train without an end for MINUTES, 60 are fair (default 3), and name whatever grows
 	$(BIN)/python -m tools.soak --minutes $(MINUTES) $(ARGS)
 
-lint: $(DEV) types ## Check style, types and the direction of imports
+lint: $(DEV) types ## Check style, words, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/codespell
 
 types: $(DEV) ## Check types
 	$(BIN)/mypy
 
 docs: $(DEV) ## Build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 pins: $(DEV) ## Write down the versions of .venv, which images are built with
 	$(BIN)/python -m scripts.pins >deploy/constraints.txt.new && mv deploy/constraints.txt.new deploy/constraints.txt

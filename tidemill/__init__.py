@@ -68,7 +68,7 @@ _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def run(config: TidemillConfig | Path | str, overrides: Sequence[str] = (), *, fresh: bool = False) -> int:
-    """Run everything until the training is done, as ``tidemill up`` does; goes on with a stopped run.
+    """Run everything until the training is done, as ``tidemill up`` does; resumes a stopped run.
 
     config: a configuration, or its YAML file, for which alone overrides such as ``trainer.steps=50`` count.
     fresh: delete what an earlier run left.

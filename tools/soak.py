@@ -50,9 +50,9 @@ SERIES_BYTES = 9.0
 STEP_BYTES = 600.0
 """What else a step takes there: its number, and the dict of how old its tokens were."""
 EVALUATION_BYTES = 4500.0
-"""What an evaluation takes there and in the supervisor, twice: each look reads all of them anew."""
+"""What an evaluation takes there and in the supervisor, twice: each look reads all of them again."""
 ALL_MEMORY = "server/all_memory_mb"
-"""Goes up and down with the pipeline, and grows with what is kept for people: noted, and not judged."""
+"""Goes up and down with the pipeline, and grows with what is kept for users: reported, not judged."""
 BOUNDED = ("groups", "journal", "samples", "trajectories", "bodies", "scored", "metrics", "events", "evals")
 """Keys whose length has a bound."""
 Look = dict[str, float]
@@ -113,7 +113,7 @@ def _parts(key: str) -> list[str]:
 def length_bounds(live_bound: int, samples: int, uncommitted: int, eval_fields: int = 0) -> dict[str, float]:
     """Most entries of the keys that hold the pipeline, by name, for so many live groups of so many samples each.
 
-    Also of what is kept for people: eval_fields are those of one evaluation.
+    The same holds for what is kept for users: eval_fields are those of one evaluation.
     """
     group_fields = 4
     of_samples = dict.fromkeys(("samples", "trajectories", "bodies", "scored"), float(samples * live_bound))

@@ -1,7 +1,7 @@
 """Lag of a run's streams: how many entries wait, how long, and how many came in; one round trip, without bodies.
 
 A server that was restored from its append-only file has lost some read positions and reports too many waiting entries
-from then on. The surplus is measured whenever no entry follows the last delivered one, and subtracted.
+afterwards. The surplus is measured whenever no entry follows the last delivered one, and subtracted.
 """
 
 from __future__ import annotations

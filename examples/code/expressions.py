@@ -14,7 +14,7 @@ from deploy.offline.tiny_model import byte_tokenizer, write_tiny_model
 from tidemill import Example
 
 TASKS = list(itertools.product(range(1, 4), range(4), itertools.combinations(range(10), 3)))
-"""All 1,440 of them: factor, constant, three inputs. Nobody trains on the last HELDOUT."""
+"""All 1,440 of them: factor, constant, three inputs. The last HELDOUT are never trained on."""
 random.Random(0).shuffle(TASKS)
 HELDOUT = 240
 

@@ -225,7 +225,7 @@ def endpoint(name: str) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody has and that the system gives to nobody who asks for any."""
+    """A free port that the system gives to no process that asks for any port."""
     while True:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(15_000, 32_000))) as end:
             return int(end.getsockname()[1])

@@ -53,7 +53,7 @@ class Proxy:
         return int(server.sockets[0].getsockname()[1])
 
     async def connect(self, name: str, protocol: asyncio.Protocol) -> asyncio.Transport:
-        """Connect to what a name is forwarded to; OSError if nobody listens there."""
+        """Connect to what a name is forwarded to; OSError if no process listens there."""
         transport: asyncio.Transport
         if name in self._targets:
             transport, _ = await self._loop.create_connection(lambda: protocol, "127.0.0.1", self._targets[name])

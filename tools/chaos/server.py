@@ -83,7 +83,7 @@ class Server:
             os.kill(self._process.pid, number)
 
     def died(self) -> bool:
-        """Whether it ended although nobody asked."""
+        """Whether it ended without being asked to."""
         return self.up and self._process is not None and self._process.poll() is not None
 
     def sample(self) -> None:

@@ -91,7 +91,7 @@ def _once(evidence: EvidenceWriter, owner: Any, name: str, kind: str) -> None:
 
 
 def _watch_ends(evidence: EvidenceWriter) -> None:
-    """Every way in which a group ends without being trained goes through these scripts, whoever calls them."""
+    """Every way in which a group ends without being trained goes through these scripts."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def script(self: Connection, name: str, *args: Any) -> Any:
@@ -175,7 +175,7 @@ def _generator(evidence: EvidenceWriter, folder: Path) -> None:
 
 
 def _watch_agents(sampled: EvidenceWriter, folder: Path) -> None:
-    """Write what is sampled for agents, and let the tasks that are none of theirs be completed as texts."""
+    """Write what is sampled for agents, and let all other tasks be completed as texts."""
     from producers.engines.scripted import ScriptedEngine
 
     workload = os.environ["CHAOS_WORKLOAD"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class Targets:
     """What programs go for on this machine. folder: all may write there; secret: a file in it, with a text.
 
-    port: where somebody listens on 127.0.0.1; socket: name of an abstract unix socket. victim: process id of one that
+    port: where a server listens on 127.0.0.1; socket: name of an abstract unix socket. victim: process id of one that
     runs as the same user. word: stands in the command lines of all that a program starts.
     """
 

@@ -94,7 +94,7 @@ class Bait:
                 server.accept()
             except BlockingIOError:
                 continue
-            yield f"somebody connected to {server.getsockname()}"
+            yield f"a program connected to {server.getsockname()}"
         if self.victim.poll() is not None or psutil.Process(self.victim.pid).status() == psutil.STATUS_STOPPED:
             yield "the other process was hit by a signal"
         if Path("/proc/mounts").read_text(encoding="utf-8") != self._mounts:

@@ -34,7 +34,7 @@ class CallRefused(Exception):
 
 
 async def run(task: dict[str, Any], base_url: str, episode: Any, *, folder: str) -> Any:
-    """Play an episode. What is asked follows from its id alone, so that a second attempt finds its first one's calls.
+    """Play an episode. What is asked follows from its id alone, so that a second attempt finds the calls of the first.
 
     chat: a conversation that grows. once: with a tool whose result is drawn, once. rewritten: each call has a history
     of its own. helper: every second call is a sub-agent's. ids: prompts are token ids.
@@ -173,7 +173,7 @@ def leave_daemon() -> None:
 
 
 async def ignore_end(until: float) -> None:
-    """Sleep, whoever cancels it."""
+    """Sleep, even if it is cancelled."""
     while time.monotonic() < until:
         try:
             await asyncio.sleep(1)

@@ -5,7 +5,7 @@ Each process writes a file in the folder ``calls``, because these lines are many
   sampled: c, x=[tokens and log-probabilities of each choice, packed]
   trained: t, s, finish, reward (the agent's own), untold (loss tokens outside of any call), x=[c, packed] by call
 
-An answer may be of several pieces, since a generator that ends hands it over, and another goes on after any token of
+An answer may be of several pieces, since a generator that ends hands it over, and another continues after any token of
 it. So it is walked through: from each place that was reached, whatever was sampled there, as far as it is the same.
 """
 

@@ -12,8 +12,8 @@ import redis
 from tools.chaos.world import Fault, Strike, World, kind
 
 HOUR_MS = 3_600_000
-NOBODY = 1
-"""A port that nobody serves."""
+CLOSED = 1
+"""A port that no process serves."""
 
 
 @kind
@@ -44,8 +44,8 @@ class StopServer(Fault):
 
 @kind
 class Demote(Fault):
-    """A failover away from this server: it becomes a replica (of nobody, so it loses nothing), refuses writes, and is
-    the primary again a little later."""
+    """A failover: the server becomes a replica (of a closed port, so it loses nothing), refuses writes, and is the
+    primary again a little later."""
 
     kind, weight = "primary becomes replica", 3.0
 
@@ -54,7 +54,7 @@ class Demote(Fault):
             return _command(world, "redis", lambda client: client.replicaof("NO", "ONE")) is not None
 
         def demote(client: redis.Redis) -> bool:
-            return bool(client.replicaof("127.0.0.1", NOBODY))
+            return bool(client.replicaof("127.0.0.1", CLOSED))
 
         return _command(world, "redis", demote, promote, rng.uniform(0.5, 5.0))
 
@@ -147,7 +147,7 @@ PARTS = (
     "journal",
     "readmit",
 )
-"""Keys without which a run can't go on as it was."""
+"""Keys without which a run can't continue as it was."""
 BESIDE = ("weights", "chunks", "dead", "evals", "services", "refusals", "peers", "roll", "roll_answers", "roll_changes")
 """Keys whose loss may cost no sample."""
 

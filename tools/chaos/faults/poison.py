@@ -1,4 +1,4 @@
-"""Entries that nobody of the run wrote, in each of the three streams, as a bug or a stray client would leave them.
+"""Entries that no service of the run wrote, in each of the three streams, as a bug or a stray client would leave them.
 
 An entry that pretends to be the outcome of a sample in progress is not among the scored ones: who may write
 there can say about a sample whatever he likes.

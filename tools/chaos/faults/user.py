@@ -1,4 +1,4 @@
-"""Faults of people and of their code: bad examples, samples and rewards, a failing tracker, wrong clicks.
+"""Faults of users and of their code: bad examples, samples and rewards, a failing tracker, wrong clicks.
 
 What user code can do is in user_code.py. A click is one that the product takes or refuses; it may never stop the run.
 """

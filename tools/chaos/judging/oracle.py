@@ -235,7 +235,7 @@ def _zombies(trainers: Sequence[Log], judgement: Judgement) -> None:
         late = [line for line in log.lines if line.at > newer + SLACK_S and _changes(line)]
         if len(late) > 1:
             judgement.broken(
-                "zombie", f"{log.process} went on after a newer trainer began: {late[1].kind} {late[1].data}"
+                "zombie", f"{log.process} continued after a newer trainer began: {late[1].kind} {late[1].data}"
             )
 
 

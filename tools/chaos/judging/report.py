@@ -1,4 +1,4 @@
-"""What came out: one dictionary for machines, one table for people."""
+"""The results: one dictionary for machines, one table for users."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PATIENCE_S = 0.05
 POISON_ENTRIES = 3
 """Entries that one poison fault adds at most."""
 POISON_LIFE_S = 60.0
-"""Within this time every entry that is none of the run's has been recognised and removed."""
+"""Within this time every entry that is not the run's has been recognised and removed."""
 
 
 @dataclass(frozen=True)
