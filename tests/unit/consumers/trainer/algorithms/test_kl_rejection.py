@@ -159,7 +159,7 @@ def test_several_rules_multiply() -> None:
 @pytest.mark.parametrize(
     ("rule", "text"),
     [
-        ({}, "needs lower or upper"),
+        ({}, "must have lower or upper"),
         ({"lower": 2.0, "upper": 1.0}, "above upper"),
         ({"measure": "k3", "action": "clamp", "upper": 1.0}, "use action mask"),
         ({"action": "clamp", "upper": 0.0}, "above 0"),

@@ -59,7 +59,7 @@ def test_ranks_that_make_up_no_mesh_are_refused() -> None:
             "trainer.compile with trainer.parallel.tensor 2",
         ),
         ({"router_replay": True, "compile": True}, "trainer.router_replay with trainer.compile"),
-        ({"activation_offload": True}, "trainer.activation_offload keeps what trainer.activation_checkpointing leaves"),
+        ({"activation_offload": True}, "trainer.activation_offload requires trainer.activation_checkpointing"),
         ({"parallel": {"tensor": 0}}, "trainer.parallel.tensor"),
         ({"parallel": {"tensor": 2, "expert": 4}}, "trainer.parallel.expert 4 must be 1 or that of tensor, 2"),
     ],
