@@ -24,7 +24,6 @@ from tests.support.runs.up_runs import make_decoys
 pytestmark = [
     pytest.mark.matrix("a launcher; make test runs the local one"),
     pytest.mark.e2e,
-    pytest.mark.matrix("a launcher; make test runs the local one"),
 ]
 pytest.importorskip("ray")
 STEPS = 12

@@ -21,7 +21,6 @@ from tests.support.runs.slurm_cluster import list_jobs, run_slurm_cluster
 pytestmark = [
     pytest.mark.matrix("a launcher; make test runs the local one"),
     pytest.mark.e2e,
-    pytest.mark.matrix("a launcher; make test runs the local one"),
 ]
 STEPS = 16
 

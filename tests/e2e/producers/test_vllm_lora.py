@@ -183,7 +183,7 @@ def even(prompt, completion, prompt_ids, completion_ids, **data):
 '''
 
 
-@pytest.mark.matrix("LoRA in a whole run; test_lora_engine loads and probes an adapter")
+@pytest.mark.matrix("LoRA in a whole run; test_published_weights loads and probes an adapter")
 @pytest.mark.timeout(400)
 def test_a_run_with_lora_trains_and_ends_with_a_merged_model(model: Path, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARD)

@@ -13,7 +13,6 @@ import pytest
 pytestmark = [
     pytest.mark.matrix("three minutes of faults; the integration tests break each hop by itself"),
     pytest.mark.e2e,
-    pytest.mark.matrix("three minutes of faults; the integration tests break each hop by itself"),
 ]
 
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "3"))

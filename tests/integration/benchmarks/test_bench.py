@@ -32,7 +32,6 @@ from schemas.errors import ConfigError, InfraError
 pytestmark = [
     pytest.mark.matrix("benchmarks are tools of development"),
     pytest.mark.integration,
-    pytest.mark.matrix("benchmarks are tools of development"),
 ]
 
 SMALL = PipelineShape(samples=2, batch=2, commit_every=2)

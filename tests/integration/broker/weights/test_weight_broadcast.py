@@ -125,7 +125,7 @@ POINTS: list[tuple[Point, bool | None]] = [
 """Where one is struck, and whether the others have that version by broadcast; None: some may."""
 
 
-@pytest.mark.matrix("every moment by every fault; test_weight_roll and test_weight_broadcast_faults hold the protocol")
+@pytest.mark.matrix("every moment by every fault; test_weight_roll and the tests below hold the protocol")
 @pytest.mark.parametrize("fault", ["stopped", "killed"])
 @pytest.mark.parametrize(("point", "by_broadcast"), POINTS, ids=[point for point, _ in POINTS])
 def test_a_generator_that_is_struck_costs_the_others_no_version_and_the_next_is_broadcast(
@@ -146,7 +146,7 @@ def test_a_generator_that_is_struck_costs_the_others_no_version_and_the_next_is_
         run.struck.hear()
 
 
-@pytest.mark.matrix("every moment by every fault; test_weight_roll and test_weight_broadcast_faults hold the protocol")
+@pytest.mark.matrix("every moment by every fault; test_weight_roll and the tests below hold the protocol")
 @pytest.mark.parametrize("fault", ["stopped", "killed"])
 @pytest.mark.parametrize("point", ["in the roll", "in the broadcast"])
 def test_a_trainer_that_is_struck_costs_no_version_and_the_next_is_broadcast(

@@ -16,9 +16,8 @@ from tests.support.trainer.parallel_steps import make_divisible_model
 from tests.support.trainer.sharded_algorithms import run_algorithms_in_parts
 
 pytestmark = [
-    pytest.mark.matrix("each algorithm under each layout; test_shards and test_parallel_steps hold both by themselves"),
+    pytest.mark.matrix("each algorithm under each layout; test_parallel_steps holds both by themselves"),
     pytest.mark.integration,
-    pytest.mark.matrix("each algorithm under each layout; test_shards and test_parallel_steps hold both by themselves"),
 ]
 
 

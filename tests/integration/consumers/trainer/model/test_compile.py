@@ -22,7 +22,6 @@ from tests.support.trainer.trajectories import make_groups
 pytestmark = [
     pytest.mark.matrix("compiling takes half a minute, and changes speed alone"),
     pytest.mark.integration,
-    pytest.mark.matrix("compiling takes half a minute, and changes speed alone"),
 ]
 
 

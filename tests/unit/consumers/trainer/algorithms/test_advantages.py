@@ -19,7 +19,7 @@ from schemas.errors import ConfigError
 
 RAGGED = ([1.0, 0.0, 1.0, 0.5, 0.25, 0.0, 1.0, 0.7], [0, 0, 0, 1, 2, 2, 2, 2])
 GROUP_RELATIVE = ["centered", "grpo", "rloo", "lite_ppo", "max_rl"]
-BY_SAMPLE = [*GROUP_RELATIVE, "raw"]  # those by token are in test_returns.py
+BY_SAMPLE = [*GROUP_RELATIVE, "raw"]  # those by token are below
 Rows = list[list[tuple[float, float]]]  # reward and value of each loss token
 row_lists = st.lists(
     st.lists(st.tuples(st.floats(-3, 3, width=16), st.floats(-3, 3, width=16)), max_size=5), min_size=1, max_size=6
