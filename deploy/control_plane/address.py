@@ -68,7 +68,7 @@ def read_token(file: Path | None, environment: Mapping[str, str], variable: str 
 
 
 def listen(host: str, port: int, token: str | None) -> socket.socket:
-    """A listening socket; ConfigError when the address can't be used, or is not safe without a token.
+    """Return a listening socket; ConfigError when the address can't be used, or is not safe without a token.
 
     On loopback a port that is taken is replaced by a free one.
     """
@@ -99,7 +99,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Return whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

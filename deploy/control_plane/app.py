@@ -39,7 +39,7 @@ DESCRIPTION = "Status of a Tidemill run, and orders to it. Errors are RFC 9457 p
 def make_app(
     context: Context, token: str | None = None, hosts: frozenset[str] = LOOPBACK_NAMES, read_token: str | None = None
 ) -> Any:
-    """The ASGI application. token: required of every request but probes and the page; None only on loopback.
+    """Return the ASGI application. token: required of every request but probes and the page; None only on loopback.
 
     read_token: a second one, which may read and order nothing.
     """
@@ -79,7 +79,7 @@ def make_app(
 def make_files_app(
     folder: Path, token: str | None = None, hosts: frozenset[str] = LOOPBACK_NAMES, read_token: str | None = None
 ) -> Any:
-    """The ASGI application of the same page without a broker, over the runs in ``folder``. It takes no orders."""
+    """Return the ASGI application without a broker, over the runs in ``folder``. It takes no orders."""
     app = FastAPI(
         title="Tidemill runs",
         version=version("tidemill"),
@@ -98,7 +98,7 @@ def make_files_app(
 
 
 def operation_id(route: APIRoute) -> str:
-    """The name that generated clients give to a route: that of its function."""
+    """Return the name that generated clients give to a route: that of its function."""
     return route.name
 
 
@@ -136,13 +136,13 @@ probes = APIRouter(tags=["probes"])
 
 @probes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 def metrics(context: InContext) -> Response:
-    """Metrics of the run in Prometheus' text format."""
+    """Return the run's metrics in Prometheus' text format."""
     return Response(context.poller.metrics(), media_type=CONTENT_TYPE)
 
 
 @probes.get("/livez")
 async def livez(context: InContext) -> Health:
-    """Whether the process does its work: only its own loop counts."""
+    """Return whether the process does its work: only its own loop counts."""
     silent = time.monotonic() - context.poller.ticked
     if silent > LOOP_S:
         raise Refusal(503, f"the reading thread has been stuck for {silent:.0f} s")
@@ -151,7 +151,7 @@ async def livez(context: InContext) -> Health:
 
 @probes.get("/readyz")
 async def readyz(context: InContext) -> Health:
-    """Whether the broker answers."""
+    """Return whether the broker answers."""
     if context.poller.error:
         raise Refusal(503, f"not ready: {context.poller.error}")
     return Health(ok=True, text="ready")
@@ -159,14 +159,14 @@ async def readyz(context: InContext) -> Health:
 
 @probes.get("/startupz")
 async def startupz(context: InContext) -> Health:
-    """Whether the broker has answered once."""
+    """Return whether the broker has answered once."""
     if not context.poller.started:
         raise Refusal(503, f"starting: {context.poller.error}")
     return Health(ok=True, text="started")
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, with problems as they are really answered."""
+    """Return the OpenAPI document, with problems as they are really answered."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         parts = schema.setdefault("components", {})

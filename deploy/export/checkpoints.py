@@ -64,7 +64,7 @@ def export_model(
 
 
 def replay_steps(config: TidemillConfig, run: str, first: int, last: int | None, as_json: bool = False) -> int:
-    """Replay and print one line, or JSON; the exit code: 0 when all is equal to the bit, 1 when not.
+    """Replay, print a line or JSON, and return the exit code: 0 if the weights are bit-identical, else 1.
 
     run: as it was given, for the ranks that are started when the run had several.
     """

@@ -24,7 +24,7 @@ def write_card(config: TidemillConfig, folder: Path, checkpoint: str, adapter: b
 
 
 def make_card(config: TidemillConfig, checkpoint: str, adapter: bool) -> str:
-    """The card: what the model was made of and how, and what was measured; nothing that the run's folder has not."""
+    """Return the model card: base model, data, settings and results, as the run's folder has them."""
     run = RunFolder(config.folder, config.run.name)
     step = int(checkpoint.split("-")[1])
     datasets = [str(one.args.get("path") or one.name) for one in config.train]

@@ -26,7 +26,7 @@ class Launcher(Protocol):
 
 
 def build_launcher(config: TidemillConfig) -> Launcher:
-    """The launcher that ``config.launcher`` names; files are looked up beside the configuration. ConfigError."""
+    """Return the launcher that ``config.launcher`` names; files are looked up beside the configuration. ConfigError."""
     wanted = config.launcher
     make = LAUNCHERS.get(wanted.name, config.base)
     if not callable(make) or not callable(getattr(make, "launch", None)):

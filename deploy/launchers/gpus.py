@@ -72,7 +72,7 @@ def check_count(name: str, value: object, whole: bool = True) -> None:
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs that this process may use, as the driver's own program and CUDA_VISIBLE_DEVICES tell them."""
+    """Return the GPUs that this process may use, as the driver's own program and CUDA_VISIBLE_DEVICES tell them."""
     listed: dict[str, float | None] = {}
     numbers: list[str] = []
     query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
@@ -101,7 +101,7 @@ def ask(command: Sequence[str]) -> str:
 
 
 def engine_width(config: TidemillConfig) -> int:
-    """GPUs over which one generator's engine spreads its model; ConfigError when its arguments make no number."""
+    """Return the GPUs of one generator's engine; ConfigError if its arguments give no number."""
     width = 1
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         size = config.generator.args.get(name, 1)
@@ -112,7 +112,7 @@ def engine_width(config: TidemillConfig) -> int:
 
 
 def shared_utilization(config: TidemillConfig, replicas: int) -> float | None:
-    """The share of a GPU's memory for each generator that has it together with the trainer; None if it is set."""
+    """Return the share of a GPU's memory for each generator that shares it with the trainer; None if it is set."""
     is_set = engine_name(config.generator.engine) != "vllm" or UTILIZATION in config.generator.args
     return None if is_set or not replicas else round(SHARED / replicas, 3)
 
@@ -120,7 +120,7 @@ def shared_utilization(config: TidemillConfig, replicas: int) -> float | None:
 def plan_gpus(
     config: TidemillConfig, gpus: Sequence[Gpu], trainer: int | Auto = "auto", generator: int | Auto = "auto"
 ) -> GpuPlan:
-    """Deal out this machine's GPUs; ConfigError when trainer and generators can't have what they need.
+    """Assign this machine's GPUs; ConfigError if there are too few for the trainer and the generators.
 
     trainer, generator: GPUs of the trainer and of one generator, where they are given.
     """

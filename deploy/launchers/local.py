@@ -49,7 +49,7 @@ class Local(Processes):
         return super().start(argv, name, role, log, environment, mark)
 
     def _gpus(self, role: str, name: str) -> list[str]:
-        """Names of the service's devices; ConfigError when this process sees too few."""
+        """Return names of the service's devices; ConfigError when this process sees too few."""
         if role == "trainer":
             wanted = range(self._trainer_gpus)
         elif role == "generator":

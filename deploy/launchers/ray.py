@@ -56,7 +56,7 @@ class Autoscaler:
     _idle_since: float | None = None
 
     def wanted(self, now: float, replicas: int, loading: int, waiting: int) -> int:
-        """Replicas to have now. loading: those of ``replicas`` that can't work yet. waiting: tasks unread."""
+        """Return the replicas to run now. loading: those of ``replicas`` that can't work yet. waiting: unread tasks."""
         bounded = min(max(replicas, self.least), self.most)
         if bounded != replicas or loading:
             # What was asked for is not there yet: nothing can be told from the queue.
@@ -91,11 +91,11 @@ class Host:
         self._process = Process([sys.executable, *argv], name, Path(log) if log else None, environment, Path(folder))
 
     def ready(self) -> bool:
-        """Answered once the service has been started."""
+        """Return once the service has been started."""
         return True
 
     def wait(self) -> int:
-        """Exit code of the service, negative for a signal, once nothing of it is left."""
+        """Return the service's exit code, negative for a signal, once it has no process left."""
         while (ended := self._process.poll()) is None:
             time.sleep(LOOK_S)
         return ended.code
@@ -207,7 +207,7 @@ class RayService:
         self._exit: Exit | None = None
 
     def poll(self) -> Exit | None:
-        """Exit of the service, None while it runs; one that was lost with its node counts as killed."""
+        """Return the service's exit code, None while it runs; a service lost with its node counts as killed."""
         if self._exit is None and self._is_done(self._ended):
             try:
                 self._exit = Exit(self._ray.get(self._ended))

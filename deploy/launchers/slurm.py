@@ -159,7 +159,7 @@ class Slurm:
         return "\n".join([*lines, *(f"#SBATCH {option}" for option in self.sbatch)])
 
     def _trainer(self, config: str) -> str:
-        """Command of the trainer: a single process needs no torchrun; ranks meet at the first node of the job."""
+        """Return the trainer's command: a single process needs no torchrun; ranks meet at the job's first node."""
         ranks = max(1, _number(self.trainer_gpus))
         if self.trainer_nodes * ranks == 1:
             return f"keep forward {self._command('trainer')} trainer {config}"
@@ -186,6 +186,6 @@ def _gpus(gpus: int | Auto) -> str:
 
 
 def _activate() -> str:
-    """The line that makes `tidemill` known: the virtual environment of this very process."""
+    """Return the line that makes `tidemill` known: the virtual environment of this very process."""
     script = Path(sys.prefix) / "bin" / "activate"
     return f". {shlex.quote(str(script))}" if script.is_file() else ":"

@@ -23,7 +23,7 @@ class ConversionRule:
 
 
 def same(value: Any) -> Any:
-    """The value as it is."""
+    """Return the value as it is."""
     return value
 
 
@@ -66,7 +66,7 @@ class Conversion:
 
 
 def _by_section(keys: list[str]) -> list[str]:
-    """The keys, those of one section in one line."""
+    """Return the keys, those of one section in one line."""
     sections: dict[str, list[str]] = {}
     for key in keys:
         section, _, name = key.rpartition(".")
@@ -75,7 +75,7 @@ def _by_section(keys: list[str]) -> list[str]:
 
 
 def schedule(name: Any) -> str | None:
-    """The schedule of the learning rate by its name in transformers and verl; None where there is no such one."""
+    """Return the learning-rate schedule by its name in transformers and verl; None without a counterpart."""
     for ours in ("constant", "cosine", "linear"):
         if str(name).startswith(ours):
             return ours

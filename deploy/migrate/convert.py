@@ -38,7 +38,7 @@ def convert_file(file: Path, system: str | None = None, processes: int = 1) -> t
 
 
 def _read(file: Path, text: str) -> tuple[dict[str, Any], str]:
-    """The settings by key, and the system that they look like."""
+    """Return the settings by key, and the system that they look like."""
     try:
         if file.suffix == ".py":
             found = trl.read_script(file, text)
@@ -61,7 +61,7 @@ def _read(file: Path, text: str) -> tuple[dict[str, Any], str]:
 
 
 def render(file: Path, system: str, done: Conversion) -> str:
-    """The configuration as YAML, headed by what is left to do and what was left out."""
+    """Return the configuration as YAML, headed by what is left to do and what was left out."""
     lines = [f"# Converted from {file.name} of {system}. Try it with: tidemill doctor"]
     lines += [f"# {note}" for note in done.notes()]
     order = ("run", "model", "train", "eval", "sampling", "reward", "flow", "generator", "trainer")

@@ -128,7 +128,7 @@ REWARDS: dict[str, list[dict[str, Any]]] = {
 
 
 def read_script(file: Path, text: str) -> dict[str, Any] | None:
-    """The settings in a Python file that calls GRPOConfig, None if it does not; SyntaxError.
+    """Return the settings in a Python file that calls GRPOConfig, None if it does not; SyntaxError.
 
     Only what is written out can be read: the file is not run.
     """
@@ -166,7 +166,7 @@ def read_script(file: Path, text: str) -> dict[str, Any] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of an expression that is written out, else its source, which is then named as left out."""
+    """Return the value of an expression that is written out, else its source, which is then named as left out."""
     try:
         return ast.literal_eval(node)
     except ValueError:
@@ -178,13 +178,13 @@ class Unread(str):
 
 
 def _imported(text: str) -> dict[str, str]:
-    """Modules by the names that a script imports from them."""
+    """Return modules by the names that a script imports from them."""
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and not node.level]
     return {alias.asname or alias.name: node.module or "" for node in nodes for alias in node.names}
 
 
 def _function(node: ast.expr, file: Path, imported: Mapping[str, str]) -> str:
-    """A reward function by its name: TRL's own, one of a file beside the script, or the one in the script."""
+    """Return a reward function by its name: TRL's own, one of a file beside the script, or the one in the script."""
     name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
     if isinstance(node, ast.Constant) or name in REWARDS:
         return str(_literal(node)) if isinstance(node, ast.Constant) else name

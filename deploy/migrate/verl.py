@@ -148,7 +148,7 @@ OVERRIDE = re.compile(r"^\+{0,2}([a-z_]+(?:\.[a-z_]+)+)=(.*)$", re.DOTALL)
 
 
 def read_script(text: str) -> dict[str, Any]:
-    """The Hydra overrides in a shell script, such as ``data.train_batch_size=1024``, by their key; ValueError.
+    """Return the Hydra overrides in a shell script, such as ``data.train_batch_size=1024``, by their key; ValueError.
 
     Variables that the script sets are put in, and defaults such as ``${1:-vllm}``; others stay as they are written.
     """
@@ -171,7 +171,7 @@ def read_script(text: str) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings of nested sections by their dotted key, without Hydra's own and those that refer to others."""
+    """Yield the settings of nested sections by their dotted key, without Hydra's own and those that refer to others."""
     for name, value in tree.items():
         key = f"{path}.{name}".lstrip(".")
         if isinstance(value, Mapping):
@@ -206,7 +206,7 @@ def convert(found: Mapping[str, Any], processes: int = 1) -> Conversion:
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-6 as text."""
+    """Return a number that YAML 1.1 reads as text, such as 1e-6, as a number."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         return float(value)
     return value

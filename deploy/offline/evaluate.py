@@ -83,7 +83,7 @@ def _rates(held_out: HeldOut, result: DatasetResult) -> str:
 
 
 def open_datasets(config: TidemillConfig, evaluation: EvalConfig) -> list[HeldOut]:
-    """The tasks of every dataset of the evaluation, numbered through."""
+    """Return the tasks of every dataset of the evaluation, numbered through."""
     found: list[HeldOut] = []
     for one in evaluation.dataset:
         dataset, sampling = build_dataset(one, config.base), evaluation.sampling_of(one)
@@ -139,12 +139,12 @@ async def _evaluate(config: TidemillConfig, held_out: list[HeldOut], path: str) 
 
 
 def _known(sample: SampledCompletion, engine: Engine) -> SampledCompletion:
-    """The sample without the log-probabilities that its engine does not tell; no score needs them."""
+    """Return the sample without the log-probabilities that its engine does not tell; no score needs them."""
     return replace(sample, logprobs=[0.0] * len(sample.logprobs)) if "training" in engine.lacks else sample
 
 
 async def _score(config: TidemillConfig, held_out: HeldOut, groups: list[list[Trajectory]]) -> DatasetResult:
-    """The result of a dataset whose prompts were answered with these samples."""
+    """Return the result of a dataset whose prompts were answered with these samples."""
     reward = config.reward
     correct = (reward.correct_from, reward.correct_term)
     trajectories = [trajectory for group in groups for trajectory in group]

@@ -60,7 +60,7 @@ def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardMo
 
 
 def preferences(dataset: DatasetConfig, base: Path) -> list[Preference]:
-    """Every example as a pair; ConfigError when one has no prompt, or not both answers."""
+    """Return every example as a pair; ConfigError when one has no prompt, or not both answers."""
     from consumers.offline.pairs import Preference
 
     examples = build_dataset(dataset, base)

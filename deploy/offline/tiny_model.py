@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 
 def byte_tokenizer(specials: Sequence[str], characters: str | None = None, **settings: Any) -> PreTrainedTokenizerFast:
-    """One token for each special token, then one for each of ``characters`` (ASCII), by default for each byte.
+    """Return one token for each special token, then one for each of ``characters`` (ASCII), by default for each byte.
 
     settings: of PreTrainedTokenizerFast, such as pad_token, eos_token, chat_template. Byte-level BPE without merges,
     since transformers loads the tokenizer of every qwen2 folder as byte-level BPE, whatever its own files say.
@@ -32,7 +32,7 @@ def byte_tokenizer(specials: Sequence[str], characters: str | None = None, **set
 def random_model(
     vocabulary: int, seed: int, *, hidden: int, intermediate: int, layers: int, heads: int, max_length: int, **more: Any
 ) -> Qwen2ForCausalLM:
-    """A random float32 Qwen2; the same seed gives the same weights. Embeddings are untied unless ``more`` says so.
+    """Return a random float32 Qwen2; equal seeds give equal weights. Embeddings are untied unless ``more`` says so.
 
     more: other settings of Qwen2Config. By default no token is special.
     """

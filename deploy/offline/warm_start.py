@@ -57,7 +57,7 @@ def make_model(config: TidemillConfig, settings: WarmStartConfig) -> dict[str, A
 
 
 def up_to_date(config: TidemillConfig, settings: WarmStartConfig) -> bool:
-    """Whether there is nothing to make, which is said. Loads no model library."""
+    """Return whether there is nothing to make, which is said. Loads no model library."""
     current = is_current(config, settings)
     if current:
         print(f"model {config.model.path}: up to date", file=sys.stderr)
@@ -110,7 +110,7 @@ def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> S
 
 
 def is_current(config: TidemillConfig, settings: WarmStartConfig) -> bool:
-    """Whether model.path holds a complete model made with these settings."""
+    """Return whether model.path holds a complete model made with these settings."""
     folder = Path(config.model.path)
     details = _details(folder)
     digest = settings_digest(settings, config.run.seed, config.model.dtype, config.base)
@@ -118,7 +118,7 @@ def is_current(config: TidemillConfig, settings: WarmStartConfig) -> bool:
 
 
 def pairs(dataset: DatasetConfig, base: Path) -> list[tuple[Prompt, str]]:
-    """Prompt and answer of every example; ConfigError when an example has no prompt or no answer."""
+    """Return prompt and answer of every example; ConfigError if an example has no prompt or no answer."""
     examples = build_dataset(dataset, base)
     found: list[tuple[Prompt, str]] = []
     for index in range(len(examples)):

@@ -23,7 +23,7 @@ class LengthMix:
     longest: int = 32768
 
     def of_group(self, task_id: int, samples: int) -> npt.NDArray[np.int64]:
-        """Lengths of a prompt's samples, int64 [samples]: always the same for the same task."""
+        """Return the lengths of a prompt's samples, int64 [samples]: always the same for the same task."""
         return _lengths(self, task_id, samples)
 
 
@@ -102,7 +102,7 @@ def colocated_step_s(layout: ClusterLayout, rates: ClusterRates, mix: LengthMix,
 
 
 def _alone_s(lengths: npt.NDArray[np.int64], rates: ClusterRates) -> float:
-    """Seconds in which one engine samples so many tokens each: ``most`` at once, a free place is taken at once."""
+    """Return the seconds in which an engine samples these lengths, ``most`` at a time."""
     clock = seconds = 0.0
     running: list[float] = []
     waiting = [float(length) for length in lengths[::-1]]

@@ -103,7 +103,7 @@ def make(config: TidemillConfig, gpus: int, staleness: int, known: Known) -> Pla
 
 
 def choose(plans: list[Plan]) -> Plan:
-    """Choose the least staleness with nearly the best throughput: older data is no good in itself."""
+    """Choose the least staleness with nearly the best throughput."""
     most = max(plan.outcome.tokens_per_s for plan in plans)
     return next(plan for plan in plans if plan.outcome.tokens_per_s >= NEARLY * most)
 
@@ -124,7 +124,7 @@ def describe(plan: Plan) -> dict[str, Any]:
 
 
 def settings(plan: Plan) -> dict[str, int]:
-    """Name the settings that a plan stands for."""
+    """Return the settings of a plan."""
     return {
         "trainer.processes": plan.layout.trainers,
         "generator.replicas": plan.layout.generators,

@@ -28,7 +28,7 @@ class Known:
 
 
 def stated(max_tokens: int, max_samples: int) -> Known:
-    """Figures without a run: those of ClusterRates, and answers whose mean is a fifth of the longest."""
+    """Return rates without a run: those of ClusterRates, and answers whose mean is a fifth of the longest."""
     mix = LengthMix(mean=max_tokens / 5, longest=max_tokens)
     source = {
         "trained": "stated, a dense model of 7 billion parameters on an H100",
@@ -65,13 +65,13 @@ def of_run(file: Path, before: Known, ranks: int, generators: int) -> Known:
 
 
 def sampling_at(rates: ClusterRates, tokens_per_s: float) -> ClusterRates:
-    """Rates of a generator that samples so many tokens a second when it is full, of which both parts scale alike."""
+    """Return rates of a generator that samples so many tokens per second when it is full."""
     factor = rates.sampled_tokens_per_s() / tokens_per_s
     return replace(rates, step_s=rates.step_s * factor, row_s=rates.row_s * factor)
 
 
 def _lengths(lines: Sequence[Mapping[str, Any]], longest: int) -> LengthMix:
-    """The log-normal with the run's mean, and its 95th percentile beside its median."""
+    """Return the log-normal with the run's mean, and its 95th percentile beside its median."""
     mean = fmean(line["train/length_mean"] for line in lines)
     middle = median(line["train/length_median"] for line in lines)
     high = median(line["train/length_p95"] for line in lines)

@@ -78,7 +78,7 @@ def best(
 
 
 def windows(batch: int, staleness: int) -> Iterator[int]:
-    """Windows that are tried: strict order, half a batch and a batch, as far as slots allow."""
+    """Return the windows to try: strict order, half a batch and a batch, as far as slots allow."""
     return iter(sorted({1, max(1, batch // 2), batch} if staleness else {1}))
 
 

@@ -65,7 +65,7 @@ class Ending:
 
 
 def finish(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, float]) -> Ending:
-    """Sum the run up. The services have stopped, the broker still answers; without it the logs must do."""
+    """Summarise and plot the run after its services have stopped; without the broker, from the logs alone."""
     reason = _reason(outcome)
     try:
         settings = config.broker.model_copy(update={"deadline_s": BROKER_DEADLINE_S})
@@ -104,7 +104,7 @@ def _counts(config: TidemillConfig, broker: Broker, reason: str, phases: Mapping
 
 
 def _evaluations(folder: Path, results: Sequence[EvalResult] = (), started: float = 0.0) -> list[Evaluation]:
-    """Those in the run's file, and what the broker has that no trainer wrote any more."""
+    """Return those in the run's file, and what the broker has that no trainer wrote any more."""
     found = {
         result.version: Evaluation(result.version, result.mean, max(0.0, result.time - started))
         for result in results

@@ -52,7 +52,7 @@ def sole_user(folder: Path) -> Iterator[None]:
 
 
 def is_finished(folder: Path, steps: int) -> bool:
-    """Whether the run has ended with all these optimizer steps behind it."""
+    """Return whether the run has ended with all these optimizer steps behind it."""
     summary = read_object(folder / SUMMARY)
     return bool(summary.get("exit_reason") == "finished" and summary.get("steps", 0) >= steps)
 
@@ -113,7 +113,7 @@ def keep_aside(file: Path) -> None:
 
 
 def changed_settings(old: Path, new: Path) -> list[str]:
-    """The settings in which two configurations differ; none if the old one is no configuration of today."""
+    """Return the settings in which two configurations differ; none if the old one is no configuration of today."""
     try:
         before, after = (flatten(load_config(file, environment={}).model_dump(mode="json")) for file in (old, new))
     except ConfigError:
@@ -157,7 +157,7 @@ def forget_run(config: TidemillConfig) -> None:
 
 
 def _server_runs(folder: Path) -> bool:
-    """Whether a server that was started by itself has its data here."""
+    """Return whether a server that was started by itself has its data here."""
     if not (folder / "lock").is_file():
         return False
     with (folder / "lock").open("a") as lock:

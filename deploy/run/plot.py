@@ -40,7 +40,7 @@ def plot_run(metrics: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Centred running mean over at most ``window`` values, fewer at both ends."""
+    """Return the centred running mean over at most ``window`` values, fewer at both ends."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
     before, after = (window - 1) // 2, window // 2
     index = np.arange(len(values))

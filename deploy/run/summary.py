@@ -47,13 +47,13 @@ class Final:
 
 
 def figure(line: Mapping[str, Any], name: str) -> float | None:
-    """A step's figure, which may be filed under ``train/``; None when it is not there."""
+    """Return a step's figure, which may be filed under ``train/``; None when it is not there."""
     value = line.get(name, line.get(f"train/{name}"))
     return None if value is None else float(value)
 
 
 def summarise(metrics: Sequence[dict[str, Any]], trained: Sequence[dict[str, Any]], final: Final) -> dict[str, Any]:
-    """The summary, from all lines of both logs."""
+    """Return the summary, from all lines of both logs."""
     steps, batches = surviving_lines(metrics), surviving_lines(trained)
     uses = Counter((task, sample) for line in batches for task, sample in line["samples"])
     excluded = sum(int(line.get("excluded", 0)) for line in batches)
@@ -94,7 +94,7 @@ def write_summary(folder: Path, final: Final) -> dict[str, Any]:
 
 
 def _mean(lines: Sequence[dict[str, Any]], name: str, weight: str) -> float | None:
-    """Mean over tokens, not over steps; None when no step has the figure."""
+    """Return the mean over tokens, not over steps; None if no step has the figure."""
     total = weights = 0.0
     for line in lines:
         value, tokens = figure(line, name), figure(line, weight)
@@ -105,7 +105,7 @@ def _mean(lines: Sequence[dict[str, Any]], name: str, weight: str) -> float | No
 
 
 def _phases(metrics: Sequence[dict[str, Any]], final: Final) -> dict[str, float]:
-    """The caller's phases, and under ``trainer/`` how the trainer's steps spent theirs, replayed ones included."""
+    """Return seconds by phase: the caller's, and the trainer's steps under ``trainer/``, with replayed steps."""
     phases = dict(final.phases_s)
     for line in metrics:
         for name, value in line.items():

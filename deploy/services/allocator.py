@@ -19,7 +19,7 @@ SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees, up to KEPT_BYTES; False where its C library can't be told, or a user did."""
+    """Let this process keep freed memory, up to KEPT_BYTES; False if its C library can't, or a user has set it."""
     if any(name in os.environ for name in SETTINGS):
         return False
     try:

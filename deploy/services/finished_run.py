@@ -52,7 +52,7 @@ class FinishedRun:
         return self.is_over_unheard(now, first=now)
 
     def is_over_unheard(self, now: float, first: float | None = None) -> bool:
-        """The same while the broker does not answer: it may have ended with the run."""
+        """Return the same while the broker does not answer: it may have ended with the run."""
         self._since = first if self._since is None else self._since
         return self._since is not None and now - self._since >= SETTLED_S
 
@@ -66,7 +66,7 @@ class FinishedRunWatch:
         self._run = FinishedRun(config.trainer.steps)
 
     def finished_before(self) -> bool:
-        """Whether the run has had all its steps already, so that there is nothing to start for; False if unknown."""
+        """Return whether the run has taken all its steps, so that no service needs to start; False if unknown."""
         try:
             finished = self._look()
         except (TidemillError, redis.RedisError):
@@ -102,6 +102,6 @@ class FinishedRunWatch:
         return None if steps is None or self._is_another(self._run_control.read_run()[0]) else steps
 
     def _is_another(self, run_id: str) -> bool:
-        """Whether the run that has the name is another one than that in this service's folder."""
+        """Return whether the run that has the name is another one than that in this service's folder."""
         record = read_record(self._config.folder)
         return record is not None and run_id not in ("", record.id)

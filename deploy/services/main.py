@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 
 def problem(config: TidemillConfig, name: str) -> str | None:
-    """The trouble with the service called ``name``, in a few words; None when it is ready. InfraError: no broker."""
+    """Return the problem of the service called ``name``; None if it is ready. InfraError: no broker."""
     settings = config.broker.model_copy(update={"deadline_s": DEADLINE_S})
     heartbeats = Broker.connect(config.model_copy(update={"broker": settings})).heartbeats
     age_s = heartbeats.read_age_s(name)
@@ -54,7 +54,7 @@ SINGLE = frozenset({"control", "feeder", "trainer"})
 
 
 def command(*arguments: str) -> list[str]:
-    """The command line of ``tidemill ARGUMENTS`` with this very Python.
+    """Return the command line of ``tidemill ARGUMENTS`` with this very Python.
 
     -P: the working folder is a user's, and a folder ``schemas`` or ``deploy`` there is not the package of that name.
     """
@@ -83,7 +83,7 @@ def run_role(role: str, config: TidemillConfig, name: str | None, stay: bool = T
 
 
 def service_name(role: str, name: str | None = None) -> str:
-    """The name of this machine's service of a role: stable over restarts, different on each machine.
+    """Return the name of this machine's service of a role: stable over restarts, different on each machine.
 
     ConfigError for an unknown role.
     """

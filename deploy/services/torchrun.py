@@ -16,7 +16,7 @@ from schemas.errors import ERROR_EXIT, HOPELESS, OK_EXIT
 
 
 def is_rank() -> bool:
-    """Whether a launcher, this one or any other, has started this process as one of several."""
+    """Return whether a launcher, this one or any other, has started this process as one of several."""
     return "LOCAL_RANK" in os.environ
 
 

@@ -78,7 +78,7 @@ class Process:
         return self._process.program_pid
 
     def poll(self) -> Exit | None:
-        """Exit of the child, or None while anything of it runs."""
+        """Return the child's exit code, or None while any of its processes runs."""
         if self._exit is None and (code := self._process.poll()) is not None:
             told = self._process.exit_code
             # Without a last word the guardian itself was killed, and its child with it.
@@ -95,7 +95,7 @@ class Process:
 
 
 def become_subreaper() -> bool:
-    """Let orphans of killed guardians come to this process instead of init; False where the system can't."""
+    """Make this process the parent of killed guardians' orphans instead of init; False if the system can't."""
     return guard.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -61,7 +61,7 @@ class AlertRules:
         self.active: dict[str, Alert] = dict(active or {})
 
     def observe(self, status: RunStatus, now: float) -> list[AlertChange]:
-        """Alerts that fire or end with this status. now: Unix seconds."""
+        """Return the alerts that fire or end with this status. now: Unix seconds."""
         holding = {alert.name: alert for alert in self._conditions(status, now)}
         changes = []
         for name, alert in holding.items():

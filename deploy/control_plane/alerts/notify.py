@@ -83,7 +83,7 @@ class Notifier:
         self._on_failure(f"a notice was not delivered: {problem}")
 
     def _post(self, body: bytes) -> str | None:
-        """Why it was not taken; None when it was. The address may hold a secret and is not told."""
+        """Return why delivery failed, or None. The address may hold a secret and is left out."""
         request = Request(str(self._settings.webhook), body, {"Content-Type": "application/json"}, method="POST")
         try:
             with urlopen(request, timeout=SEND_S):

@@ -48,7 +48,7 @@ class Archive:
             yield found
 
     def head(self, name: str) -> RunHead:
-        """Where a run stands; Refusal when there is no such run."""
+        """Return where a run stands; Refusal when there is no such run."""
         with self.open(name) as folder:
             head = folder.head()
         if head is None:

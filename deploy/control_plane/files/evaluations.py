@@ -17,12 +17,12 @@ PromptSort = Literal["worst", "best", "index", "longest"]
 
 
 def samples_file(folder: Path, version: int) -> Path:
-    """The file with the samples of a version's evaluation."""
+    """Return the file with the samples of a version's evaluation."""
     return folder / SAMPLES / f"eval-{version:08d}.jsonl"
 
 
 def read_evaluations(folder: Path) -> list[RunEvaluation]:
-    """The complete evaluations of a run, by version; of a version the first line counts."""
+    """Return the complete evaluations of a run, by version; of a version the first line counts."""
     found: dict[int, RunEvaluation] = {}
     for line in read_lines(folder / EVALUATIONS):
         known: dict[str, Any] = {name: line.get(name) for name in _KNOWN}
@@ -41,7 +41,7 @@ def read_evaluations(folder: Path) -> list[RunEvaluation]:
 def read_prompts(
     folder: Path, version: int, sort: PromptSort, text: str | None, page: Page
 ) -> EvaluationPrompts | None:
-    """The prompts of an evaluation with their samples; None when they are not kept."""
+    """Return the prompts of an evaluation with their samples; None when they are not kept."""
     file = samples_file(folder, version)
     if not file.is_file():
         return None

@@ -58,7 +58,7 @@ class Wanted:
     text: str | None = None
 
     def fits(self, head: GroupHead) -> bool:
-        """Whether a group fits, its texts aside."""
+        """Return whether a group fits, its texts aside."""
         if self.mean_from is not None and (head.mean is None or head.mean < self.mean_from):
             return False
         if self.mean_to is not None and (head.mean is None or head.mean > self.mean_to):
@@ -80,7 +80,7 @@ class GroupFiles:
         """By step and task. A step that is trained again replaces its groups."""
 
     def list(self, wanted: Wanted, sort: Sort, page: Page) -> Groups:
-        """Groups that are wanted, in this order."""
+        """Return the matching groups, in this order."""
         self._follow()
         found = [kept for kept in self._kept.values() if wanted.fits(kept.head)]
         if wanted.text:
@@ -95,7 +95,7 @@ class GroupFiles:
         )
 
     def get(self, step: int, task_id: int) -> GroupDetail | None:
-        """A group with its samples; None if it is not kept, or not any more."""
+        """Return a group with its samples; None if it is not kept, or not any more."""
         self._follow()
         kept = self._kept.get((step, task_id))
         line = parse_line(self._line(kept)) if kept else None
@@ -153,7 +153,7 @@ def _texts(line: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _histograms(found: Sequence[Kept]) -> list[Histogram]:
-    """Mean rewards of groups, rewards of their samples, and the terms of these, in the order of their labels."""
+    """Return mean rewards of groups, rewards of their samples, and the terms of these, in the order of their labels."""
     values: dict[str, list[float]] = defaultdict(list)
     for kept in found:
         for name, of_samples in kept.values.items():
@@ -176,7 +176,7 @@ def _histogram(name: str, values: Sequence[float]) -> Histogram:
 
 
 def _read(raw: bytes) -> tuple[GroupHead, dict[str, array[float]]] | None:
-    """The head of a group's line, and the rewards of its samples with their terms; None for another line."""
+    """Return the head of a group's line, and the rewards of its samples with their terms; None for another line."""
     line = parse_line(raw)
     if line is None:
         return None

@@ -21,7 +21,7 @@ class GrowingFile:
         self._identity: tuple[int, int] | None = None
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """New whole lines, each with the byte at which it begins. Nothing of a file that is gone.
+        """Yield new whole lines, each with the byte at which it begins; nothing of a missing file.
 
         A file that was replaced or cut is read from its begin, after ``(-1, b"")``.
         """

@@ -13,7 +13,7 @@ PART = 256 * 1024
 
 
 def list_logs(folder: Path) -> Logs:
-    """The logs of a run, by name."""
+    """Return the logs of a run, by name."""
     heads = []
     for file in sorted((folder / LOGS).glob("*.log")):
         try:
@@ -25,7 +25,7 @@ def list_logs(folder: Path) -> Logs:
 
 
 def read_log(folder: Path, service: str, after: int | None, most: int = PART) -> LogPart | None:
-    """Whole lines of a service's log after the byte ``after``, or its last ones; None if there is no such log.
+    """Return whole lines of a service's log after the byte ``after``, or its last ones; None if there is no such log.
 
     A log that is shorter than ``after`` was replaced, and is read from its begin.
     """

@@ -25,7 +25,7 @@ Digest = Annotated[str, InPath(pattern=f"^{DIGEST}$", description="Of the pictur
 
 
 def kept_picture(folder: Path, digest: str) -> bytes | None:
-    """The picture that a trainer has kept in its run's folder; None if it has not, or has it no more."""
+    """Return the picture that a trainer has kept in its run's folder; None if it has not, or has it no more."""
     try:
         return (folder / FOLDER / f"{digest}.png").read_bytes()
     except OSError:

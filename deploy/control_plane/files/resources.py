@@ -46,7 +46,7 @@ class ResourceFile:
 
 
 def read_alerts(folder: Path) -> Alerts:
-    """The alerts that fired, the newest first."""
+    """Return the alerts that fired, the newest first."""
     found: list[AlertRecord] = []
     for line in read_lines(folder / ALERTS):
         name, time = line.get("name"), line.get("time")
@@ -65,7 +65,7 @@ def read_alerts(folder: Path) -> Alerts:
 
 
 def open_alerts(folder: Path) -> Iterator[tuple[str, Any, str]]:
-    """Name, level and text of the alerts that have fired and are not over."""
+    """Return name, level and text of the alerts that have fired and are not over."""
     for record in read_alerts(folder).alerts:
         if record.over is None:
             yield record.name, record.level, record.text
@@ -77,7 +77,7 @@ def _part(line: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _only(columns: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
-    """Those that have a value at all."""
+    """Return those that have a value at all."""
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}
 
 

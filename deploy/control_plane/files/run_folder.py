@@ -62,7 +62,7 @@ class RunFolder:
         return read_object(self.path / SUMMARY)
 
     def head(self) -> RunHead | None:
-        """Where the run stands; None when no run has been here."""
+        """Return where the run stands; None when no run has been here."""
         updated = [time_of(self.path / name) for name in (SUMMARY, METRICS, CONFIG, EVALUATIONS)]
         if not any(updated[:3]):
             return None
@@ -89,7 +89,7 @@ class RunFolder:
         )
 
     def config(self) -> RunSettings:
-        """Settings in effect, secrets masked, and what the trainer ran with."""
+        """Return the settings in effect, secrets masked, and what the trainer ran with."""
         # Imported here: it takes long, and the state of a run needs no settings.
         from schemas.config import load_config
 
@@ -106,7 +106,7 @@ class RunFolder:
         return RunSettings(settings=masked, changed=changed, environment=read_object(self.path / ENVIRONMENT))
 
     def metrics(self, cursor: int | None, limit: int, names: set[str] | None, newest: bool = False) -> RunMetrics:
-        """Figures of a page of steps: after the step ``cursor``, or, from the newest back, before it."""
+        """Return metrics of a page of steps: after the step ``cursor``, or, from the newest back, before it."""
         self._follow()
         found = self._series.history(cursor, limit, newest, names)
         return RunMetrics(
@@ -118,7 +118,7 @@ class RunFolder:
         )
 
     def checkpoints(self) -> Checkpoints:
-        """The checkpoints, oldest first; whether one is whole is looked at when it is loaded."""
+        """Return the checkpoints, oldest first; whether one is whole is looked at when it is loaded."""
         found = []
         for path in (self.path / CHECKPOINTS).glob("step-*"):
             named = _CHECKPOINT.fullmatch(path.name)
@@ -140,7 +140,7 @@ class RunFolder:
 
 
 def run_state(folder: Path, summary: dict[str, Any], updated: float) -> tuple[str, str]:
-    """State of a run and why it has it, by its files. updated: when the newest of them changed, Unix seconds."""
+    """Return the state of a run and its cause, by its files. updated: when the newest of them changed, Unix seconds."""
     holder = _HOLDER.match(_text(folder / LOCK))
     ours = holder is not None and holder[2] == socket.gethostname()
     if not summary and holder is not None and ours and _lives(int(holder[1])):
@@ -175,7 +175,7 @@ def mask_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name; an empty section is a setting of its own."""
+    """Return settings by dotted name; an empty section is a setting of its own."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:

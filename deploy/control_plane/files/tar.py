@@ -12,7 +12,7 @@ END = b"\0" * (2 * BLOCK)
 
 
 def tar_members(folder: Path) -> list[tarfile.TarInfo]:
-    """The files of a folder, each with its size as it is now; below a folder of its name."""
+    """Return the files of a folder, each with its size as it is now; below a folder of its name."""
     found = []
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not path.is_symlink():
@@ -24,12 +24,12 @@ def tar_members(folder: Path) -> list[tarfile.TarInfo]:
 
 
 def tar_size(members: Sequence[tarfile.TarInfo]) -> int:
-    """Bytes of the archive of these files."""
+    """Return bytes of the archive of these files."""
     return sum(len(_head(member)) + -(-member.size // BLOCK) * BLOCK for member in members) + len(END)
 
 
 def tar_stream(folder: Path, members: Sequence[tarfile.TarInfo]) -> Iterator[bytes]:
-    """The archive, part by part; OSError when a file is gone or has become shorter."""
+    """Yield the archive, part by part; OSError when a file is gone or has become shorter."""
     for member in members:
         yield _head(member)
         left = member.size

@@ -39,7 +39,7 @@ class Context:
     decoders: list[Decode | None] = field(default_factory=list)
 
     def decoder(self) -> Decode | None:
-        """Decoder of the model's tokenizer, loaded at its first use."""
+        """Return the decoder of the model's tokenizer, loaded at its first use."""
         if not self.decoders:
             self.decoders.append(load_decoder(self.plan.model) if self.plan.model else None)
         return self.decoders[0]
@@ -60,7 +60,7 @@ class Context:
 
 
 def context_of(request: Request) -> Context:
-    """The control plane that this request is for."""
+    """Return the control plane that this request is for."""
     context = request.app.state.context
     if not isinstance(context, Context):
         raise InfraError("the control plane is starting")

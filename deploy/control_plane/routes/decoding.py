@@ -37,7 +37,7 @@ def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
 
 
 def load_decoder(model_path: str) -> Decode | None:
-    """Decoder of the model's folder; None where there is no tokenizer.json or no ``tokenizers`` package."""
+    """Return the decoder of a model folder; None without tokenizer.json or the ``tokenizers`` package."""
     file = Path(model_path) / "tokenizer.json"
     if not file.is_file():
         return None

@@ -10,7 +10,7 @@ from deploy.control_plane.web.paging import Order, Page
 
 
 def page_of(default: int, most: int) -> Any:
-    """The parameters of a list with its own ``limit``, as a type for routes."""
+    """Return the parameters of a list with its own ``limit``, as a type for routes."""
 
     def read(
         cursor: Annotated[

@@ -40,7 +40,7 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 
 def archive_of(request: Request) -> Archive:
-    """The runs that this server shows."""
+    """Return the runs that this server shows."""
     archive = request.app.state.archive
     if not isinstance(archive, Archive):
         raise InfraError("the server is starting")
@@ -61,7 +61,7 @@ Finite = Annotated[float | None, Query(allow_inf_nan=False)]
 
 @router.get("")
 def list_runs(archive: InArchive, request: Request, page: Few) -> Runs:
-    """The runs that this server shows, running and finished, by name."""
+    """Return the runs that this server shows, running and finished, by name."""
     found = archive.runs(page)
     context = getattr(request.app.state, "context", None)
     return found.model_copy(update={"playground": isinstance(context, Context) and context.plan.playground})
@@ -69,7 +69,7 @@ def list_runs(archive: InArchive, request: Request, page: Few) -> Runs:
 
 @router.get("/{run}")
 def show_run(archive: InArchive, run: Name) -> RunSummary:
-    """Where a run stands, and the summary of one that has ended."""
+    """Return where a run stands, and the summary of one that has ended."""
     head = archive.head(run)
     with archive.open(run) as folder:
         return RunSummary(run=head, summary=folder.summary)
@@ -77,7 +77,7 @@ def show_run(archive: InArchive, run: Name) -> RunSummary:
 
 @router.get("/{run}/config")
 def show_config(archive: InArchive, run: Name) -> RunSettings:
-    """The configuration in effect, secrets masked; versions, machine and git commit."""
+    """Return the configuration in effect, secrets masked; versions, machine and git commit."""
     with archive.open(run) as folder:
         return folder.config()
 
@@ -89,7 +89,7 @@ def read_metrics(
     page: Annotated[Page, page_of(1000, 10_000)],
     name: Annotated[list[str] | None, Query(description="Only these series; repeat it for more.")] = None,
 ) -> RunMetrics:
-    """The figures of a run's steps as columns, in which steps always rise, with what each is.
+    """Return the figures of a run's steps as columns, in which steps always rise, with what each is.
 
     A cursor is the number of a step.
     """
@@ -111,7 +111,7 @@ def list_groups(
     cursor: Cursor = None,
     limit: Limit = 50,
 ) -> Groups:
-    """The prompt groups that are kept of a run's steps: search them, and sort by reward, spread or length."""
+    """Return the prompt groups that are kept of a run's steps: search them, and sort by reward, spread or length."""
     wanted = Wanted(step_from, step_to, task_id, mean_from, mean_to, text)
     with archive.open(run) as folder:
         return folder.groups.list(wanted, sort, Page(limit, cursor))
@@ -119,7 +119,7 @@ def list_groups(
 
 @router.get("/{run}/groups/{step}/{task_id}")
 def show_group(archive: InArchive, run: Name, step: Number, task_id: Number) -> GroupDetail:
-    """A prompt group with all of its samples: texts, rewards by term, advantages."""
+    """Return a prompt group with all of its samples: texts, rewards by term, advantages."""
     with archive.open(run) as folder:
         found = folder.groups.get(step, task_id)
     if found is None:
@@ -129,14 +129,14 @@ def show_group(archive: InArchive, run: Name, step: Number, task_id: Number) -> 
 
 @router.get("/{run}/images/{digest}", response_class=Response, responses=ANSWER)
 def show_image(archive: InArchive, run: Name, digest: Digest) -> Response:
-    """A picture that the policy was shown in a sample that is kept, as the model reads it."""
+    """Return a picture that the policy was shown in a sample that is kept, as the model reads it."""
     with archive.open(run) as folder:
         return picture_answer(digest, kept_picture(folder.path, digest))
 
 
 @router.get("/{run}/evaluations")
 def list_evaluations(archive: InArchive, run: Name, page: Few) -> RunEvaluations:
-    """The complete evaluations of a run on held-out prompts, by version."""
+    """Return the complete evaluations of a run on held-out prompts, by version."""
     with archive.open(run) as folder:
         shown, following = cut(read_evaluations(folder.path), lambda one: (one.version, ""), page)
     return RunEvaluations(evaluations=shown, next=following)
@@ -152,7 +152,7 @@ def show_evaluation(
     cursor: Cursor = None,
     limit: Limit = 50,
 ) -> EvaluationPrompts:
-    """The prompts of an evaluation with their samples, the worst first."""
+    """Return the prompts of an evaluation with their samples, the worst first."""
     with archive.open(run) as folder:
         found = read_prompts(folder.path, version, sort, text, Page(limit, cursor))
     if found is None:
@@ -162,7 +162,7 @@ def show_evaluation(
 
 @router.get("/{run}/logs")
 def list_service_logs(archive: InArchive, run: Name, page: Few) -> Logs:
-    """The logs of a run's services on this machine, by name."""
+    """Return the logs of a run's services on this machine, by name."""
     with archive.open(run) as folder:
         shown, following = cut(list_logs(folder.path).logs, lambda one: (0, one.service), page)
     return Logs(logs=shown, next=following)
@@ -176,7 +176,7 @@ def read_service_log(
     after: Annotated[int | None, Query(ge=0, le=MOST, description="Only what follows this byte; else the end.")] = None,
     most: Annotated[int, Query(ge=1024, le=PART, description="At most so many bytes.")] = 65536,
 ) -> LogPart:
-    """Lines of a service's log: the last ones, or those that follow, to watch it grow."""
+    """Return lines of a service's log: the last ones, or those that follow, to watch it grow."""
     with archive.open(run) as folder:
         found = read_log(folder.path, service, after, most)
     if found is None:
@@ -186,7 +186,7 @@ def read_service_log(
 
 @router.get("/{run}/checkpoints")
 def list_checkpoints(archive: InArchive, run: Name, page: Few) -> Checkpoints:
-    """The checkpoints in the run's folder, by step."""
+    """Return the checkpoints in the run's folder, by step."""
     with archive.open(run) as folder:
         shown, following = cut(folder.checkpoints().checkpoints, lambda one: (one.step, one.name), page)
     return Checkpoints(checkpoints=shown, next=following)
@@ -200,7 +200,7 @@ def list_checkpoints(archive: InArchive, run: Name, page: Few) -> Checkpoints:
 def download_checkpoint(
     archive: InArchive, run: Name, checkpoint: Annotated[str, Path(pattern=r"^step-[0-9]{8,}-t[0-9]{4,}$")]
 ) -> StreamingResponse:
-    """A checkpoint whole, as a tar archive."""
+    """Return a checkpoint whole, as a tar archive."""
     with archive.open(run) as folder:
         known = {one.name for one in folder.checkpoints().checkpoints}
         path = folder.path / "checkpoints" / checkpoint
@@ -225,14 +225,14 @@ def read_resources(
     after: Annotated[float, Query(ge=0, allow_inf_nan=False, description="Only later than this Unix time.")] = 0,
     points: Annotated[int, Query(ge=2, le=5000, description="At most so many moments; of more, one in so many.")] = 500,
 ) -> Resources:
-    """Processors, memory and GPU memory by service, and the length of the queues, over time."""
+    """Return use of processors, memory and GPU memory by service, and the length of the queues, over time."""
     with archive.open(run) as folder:
         return folder.resources.read(after, points)
 
 
 @router.get("/{run}/alerts")
 def list_alerts(archive: InArchive, run: Name, page: Few) -> Alerts:
-    """The alerts that fired, by when they did."""
+    """Return the alerts that fired, by when they did."""
     with archive.open(run) as folder:
         shown, following = cut(read_alerts(folder.path).alerts, lambda one: (one.fired, one.name), page)
     return Alerts(alerts=shown, next=following)

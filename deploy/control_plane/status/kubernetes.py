@@ -148,7 +148,7 @@ class Deployments:
 
 
 def _count(scale: Any) -> int:
-    """Replicas in a Scale object; none that is written means none."""
+    """Return the replicas in a Scale object; a missing field means zero."""
     try:
         return int(scale["spec"].get("replicas", 0))
     except (AttributeError, KeyError, TypeError, ValueError) as error:

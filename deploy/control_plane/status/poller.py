@@ -125,17 +125,17 @@ class StatusPoller:
         return status
 
     def history(self, cursor: int | None, limit: int, newest: bool, names: set[str] | None) -> MetricsHistory:
-        """A page of step metrics as columns."""
+        """Return a page of step metrics as columns."""
         with self._lock:
             return self._collector.history.history(cursor, limit, newest, names)
 
     def throughput(self) -> ThroughputHistory:
-        """Tokens a second of the last minutes."""
+        """Return tokens per second over the last minutes."""
         with self._lock:
             return self._pace.history()
 
     def metrics(self) -> bytes:
-        """The run for Prometheus; InfraError before the first look."""
+        """Return the run for Prometheus; InfraError before the first look."""
         with self._lock:
             history = self._collector.history
             names = ("wait", "publish", "total")
@@ -194,6 +194,6 @@ class DirectStatus(StatusPoller):
 
 
 def unreachable(status: RunStatus, cause: str) -> RunStatus:
-    """The last look at a run whose broker does not answer, marked as such."""
+    """Return the last look at a run whose broker does not answer, marked as such."""
     said = Bottleneck(limit="broker", text="The broker does not answer: what follows is the last look.", figures={})
     return status.model_copy(update={"state": "unreachable", "cause": cause, "bottleneck": said})

@@ -36,7 +36,7 @@ class StatusMetrics(Collector):
         self._times = times
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all families."""
         yield from self._flow()
         yield from self._ends()
         yield from self._services()
@@ -143,7 +143,7 @@ class StatusMetrics(Collector):
 
 
 def render(status: RunStatus, answers: bool, ages: dict[int, int], times: dict[str, float]) -> bytes:
-    """The page that Prometheus reads."""
+    """Return the page that Prometheus reads."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusMetrics(status, answers, ages, times))
     return generate_latest(registry)

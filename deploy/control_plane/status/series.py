@@ -66,7 +66,7 @@ class MetricsSeries:
         return [value for value in column[-count:] if math.isfinite(value)] if column else []
 
     def since(self, after: int, limit: int, names: set[str] | None = None) -> MetricsHistory:
-        """The newest ``limit`` steps after step ``after``; all series, or those of ``names``."""
+        """Return the newest ``limit`` steps after step ``after``; all series, or those of ``names``."""
         first = max(bisect_right(self.steps, after), len(self.steps) - limit)
         return MetricsHistory(
             step=self.steps[first:],
@@ -76,7 +76,7 @@ class MetricsSeries:
         )
 
     def history(self, cursor: int | None, limit: int, newest: bool, names: set[str] | None) -> MetricsHistory:
-        """A page of steps: ``limit`` after the step ``cursor``, or, from the newest back, before it."""
+        """Return a page of steps: ``limit`` after the step ``cursor``, or, from the newest back, before it."""
         if newest:
             end = len(self.steps) if cursor is None else bisect_left(self.steps, cursor)
             first = max(0, end - limit)
@@ -103,7 +103,7 @@ class MetricsSeries:
 
 
 def _figures(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a line by name; those of a figure with several parts under NAME/PART."""
+    """Yield the numbers of a line by name; those of a figure with several parts under NAME/PART."""
     for name, value in line.items():
         if isinstance(value, int | float) and name != "step":
             yield name, float(value)

@@ -92,7 +92,7 @@ class Idempotency:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """The whole body; None when the client has gone."""
+    """Return the whole body; None when the client has gone."""
     body = b""
     while True:
         message = await receive()

@@ -52,7 +52,7 @@ class Page:
 
 
 def wrong(cursor: str) -> Refusal:
-    """The refusal of a cursor that no page has given."""
+    """Return the refusal of a cursor that no page has given."""
     return Refusal(422, f"cursor {cursor!r} is not one of this list: use `next` of the previous page")
 
 

@@ -34,7 +34,7 @@ KINDS: dict[int, str] = {
 
 
 def problem(status: int, detail: str, instance: str, headers: dict[str, str] | None = None) -> Response:
-    """The answer for one problem."""
+    """Return the answer for one problem."""
     body = Problem(
         type=f"urn:tidemill:problem:{KINDS.get(status, 'error')}",
         title=HTTPStatus(status).phrase,

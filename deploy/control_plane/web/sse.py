@@ -67,7 +67,7 @@ class Hub:
         self._changed = asyncio.Event()
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> tuple[Callable[..., None], ...]:
-        """Callbacks for the poller's threads: for a status, for metrics, for events."""
+        """Return callbacks for the poller's threads: for a status, for metrics, for events."""
 
         def hand(method: Callable[[Any], None]) -> Callable[[Any], None]:
             def call(value: Any) -> None:
@@ -118,7 +118,7 @@ class Hub:
             page.wake.set()
 
     def open(self) -> EventStream:
-        """Register a page before what it missed is read; Refusal when there are too many."""
+        """Register a stream, before the events that it missed are read; Refusal if there are too many."""
         if len(self._pages) >= MAX_PAGES:
             raise Refusal(503, f"{MAX_PAGES} pages are open already: close some")
         page = EventStream()
