@@ -19,6 +19,7 @@ from deploy.client.transport import NoControlPlane, Transport, over_http
 from deploy.control_plane.address import address_of, read_token
 from schemas.errors import InfraError, RefusedError, TidemillError
 from schemas.run_folder import RUNS, named_config
+from schemas.system.lifecycle import importing
 
 URL = "TIDEMILL_CONTROL_URL"
 OVER = ("finished", "failed", "stopped")
@@ -107,10 +108,11 @@ def open_client(run: str, control: str | None, url: str | None, prefix: str) -> 
         except NoControlPlane:
             if control is not None:
                 raise
-    broker = find.find(run, url, prefix)
     # Imported here: with a control plane that answers, a command loads neither a web server nor the broker's client.
-    from deploy.client.in_process import in_process
-    from deploy.control_plane.status.collector import PlannedRun
+    with importing():
+        broker = find.find(run, url, prefix)
+        from deploy.client.in_process import in_process
+        from deploy.control_plane.status.collector import PlannedRun
 
     config = named_config(run)
     plan = PlannedRun.of(config) if config else PlannedRun(run, folder=RUNS / run)
