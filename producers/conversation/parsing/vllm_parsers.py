@@ -7,7 +7,6 @@ for checks that must be quick.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import logging
 import threading
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from producers.engines.vllm.arguments import parse_source, vllm_file
 from schemas.errors import ConfigError, describe_error
 
 log = logging.getLogger(__name__)
@@ -29,24 +29,16 @@ def vllm_names(setting: str) -> list[str] | None:
 
     If vLLM is not installed, or another release keeps them elsewhere, vLLM itself reports a wrong name at its start.
     """
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return read_parser_names(Path(spec.submodule_search_locations[0]) / _FOLDERS[setting] / "__init__.py")
+    return read_parser_names(vllm_file(_FOLDERS[setting], "__init__.py"))
 
 
-def read_parser_names(source: Path) -> list[str] | None:
+def read_parser_names(file: Path | None) -> list[str] | None:
     """Return the keys of the registry that this file of vLLM declares; None if it declares none."""
-    try:
-        tree = ast.parse(source.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError):
-        return None
-    for node in tree.body:
+    for node in parse_source(file):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             target = node.targets[0]
             if isinstance(target, ast.Name) and target.id.endswith("_PARSERS_TO_REGISTER"):
-                keys = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
-                return sorted(str(key) for key in keys)
+                return sorted(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
     return None
 
 

@@ -29,22 +29,29 @@ _OURS = {
 
 def check_names_of_arguments(args: dict[str, Any]) -> None:
     """Raise ConfigError for an argument that the installed vLLM does not know, or that users can't set."""
-    spec = importlib.util.find_spec("vllm") if args else None
-    if spec is None or not spec.submodule_search_locations:
-        return
-    known = read_names(Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py")
     # If another release keeps them elsewhere, vLLM itself reports a wrong name at its start.
-    if known:
-        checked_args(args, known)
+    if args and (names := read_names(vllm_file("engine", "arg_utils.py"))):
+        checked_args(args, names)
 
 
-def read_names(source: Path) -> list[str]:
-    """Return the fields of AsyncEngineArgs from the source of its module; empty if it does not declare them."""
+def vllm_file(*path: str) -> Path | None:
+    """Return the path of a file of the installed vLLM without importing it; None if vLLM is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    folders = spec.submodule_search_locations if spec is not None else None
+    return Path(folders[0], *path) if folders else None
+
+
+def parse_source(file: Path | None) -> list[ast.stmt]:
+    """Return the statements of a Python file; empty if it can't be read."""
     try:
-        tree = ast.parse(source.read_text(encoding="utf-8"))
+        return ast.parse(file.read_text(encoding="utf-8")).body if file is not None else []
     except (OSError, SyntaxError):
         return []
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def read_names(file: Path | None) -> list[str]:
+    """Return the fields of AsyncEngineArgs from the source of its module; empty if it does not declare them."""
+    classes = {node.name: node for node in parse_source(file) if isinstance(node, ast.ClassDef)}
     return [
         statement.target.id
         for name in ("EngineArgs", "AsyncEngineArgs")
