@@ -251,7 +251,8 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         return f"{self._session}-{self._loads}"
 
     async def probe(self, ids: list[int], images: None) -> npt.NDArray[np.float32]:
-        asked = self._checked(lambda: self._dialect.logprobs(self._alive(), ids, self._salt()))
+        client, salt = self._alive(), self._salt()
+        asked = self._checked(lambda: self._dialect.logprobs(client, ids, salt))
         return np.asarray(await self._first(asyncio.create_task(asked)), dtype=np.float32)
 
     async def pause_core(self, clear_cache: bool) -> None:
