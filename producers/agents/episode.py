@@ -82,10 +82,10 @@ class AgentEpisode:
                 self._services.sessions.end(session)
             if result is None:
                 return await asyncio.to_thread(self._unfinished, session)
-            found = judge(result, session.limit, settings)
-            if isinstance(found, EpisodeFailure) and found.again:
+            verdict = judge(result, session.limit, settings)
+            if isinstance(verdict, EpisodeFailure) and verdict.again:
                 partial = session.partial()
-                if found.kind == "neighbour":
+                if verdict.kind == "neighbour":
                     # The fault of another episode costs this one neither an attempt nor time.
                     self._began = time.monotonic()
                     self._deadline = self._services.clock() + settings.deadline_s
@@ -93,7 +93,7 @@ class AgentEpisode:
                     attempt += 1
                 if attempt < settings.attempts:
                     continue
-            return await self._end(session, result, found)
+            return await self._end(session, result, verdict)
 
     def _conversation(self) -> Conversation:
         services = self._services
@@ -130,20 +130,20 @@ class AgentEpisode:
 
     def _unfinished(self, session: Session) -> SampledCompletion:
         if session.conversation.calls:
-            found = session.conversation.sample(self._index, "abort")
+            sample = session.conversation.sample(self._index, "abort")
         else:
-            found = SampledCompletion(self._index, [], [], [], [], [], "abort", "", "")
-        found.notes = dict(session.notes)
-        return found
+            sample = SampledCompletion(self._index, [], [], [], [], [], "abort", "", "")
+        sample.notes = dict(session.notes)
+        return sample
 
     async def _end(
-        self, session: Session, result: AgentResult, found: EpisodeOutcome | EpisodeFailure
+        self, session: Session, result: AgentResult, verdict: EpisodeOutcome | EpisodeFailure
     ) -> SampledCompletion | FailedSample:
-        alarm = self._services.alarm.add(found)
+        alarm = self._services.alarm.add(verdict)
         if alarm is not None:
             self._rollout.report("agents_failing", alarm)
-        if isinstance(found, EpisodeFailure):
-            return FailedSample(self._index, f"agent: {found.reason}", found.kind)
+        if isinstance(verdict, EpisodeFailure):
+            return FailedSample(self._index, f"agent: {verdict.reason}", verdict.kind)
         for completion_id, value in result.turn_rewards.items():
             try:
                 session.set_reward(value, completion_id)
@@ -151,36 +151,36 @@ class AgentEpisode:
                 return FailedSample(self._index, f"agent: {error.message}", "raised")
         if not session.conversation.calls:
             return FailedSample(self._index, "agent: it ended without an answered model call", "no_call")
-        reward = found.reward if found.reward is not None else session.reward
+        reward = verdict.reward if verdict.reward is not None else session.reward
         if reward is None and result.turn_rewards:
             reward = sum(result.turn_rewards.values())
-        if reward is None and found.finish is not None:
+        if reward is None and verdict.finish is not None:
             # The policy reached a limit, so its agent could not set a reward.
             reward = 0.0
         # In a thread: decoding and joining long conversations would delay the requests of all other episodes.
-        return await asyncio.to_thread(self._sample, session, result, found, reward)
+        return await asyncio.to_thread(self._sample, session, result, verdict, reward)
 
     def _sample(
-        self, session: Session, result: AgentResult, found: EpisodeOutcome, reward: float | None
+        self, session: Session, result: AgentResult, outcome: EpisodeOutcome, reward: float | None
     ) -> SampledCompletion:
         settings = self._services.settings
         sample = session.conversation.sample(
             self._index,
-            found.finish or session.finish_of_last,
+            outcome.finish or session.finish_of_last,
             reward=reward,
             data={**result.data, **_shortened(session.conversation.messages(), settings.keep_messages)},
             train=settings.train,
         )
-        sample.metrics = self._metrics(session, result, found, sample)
+        sample.metrics = self._metrics(session, result, outcome, sample)
         return sample
 
     def _metrics(
-        self, session: Session, result: AgentResult, found: EpisodeOutcome, sample: SampledCompletion
+        self, session: Session, result: AgentResult, outcome: EpisodeOutcome, sample: SampledCompletion
     ) -> dict[str, float]:
         """Return metrics of the episode. Counts of rare events are always present, because their mean is reported."""
         counts, seconds = session.counts, time.monotonic() - self._began
         return {
-            **{f"outcome_{kind}": float(kind == found.kind) for kind in OUTCOMES},
+            **{f"outcome_{kind}": float(kind == outcome.kind) for kind in OUTCOMES},
             **{f"segments_{why.replace(' ', '_')}": float(counts.begun[why]) for why in BEGINNINGS},
             "calls": float(counts.requests),
             **size_metrics(sample),
@@ -218,11 +218,11 @@ def _shortened(messages: list[dict[str, Any]], limit: int) -> dict[str, Any]:
     sizes = [len(json.dumps(message).encode()) for message in messages]
     if sum(sizes) <= limit:
         return {"messages": messages} if limit else {}
-    kept, left = list[dict[str, Any]](), limit - sizes[0]
+    newest, left = list[dict[str, Any]](), limit - sizes[0]
     for message, size in zip(reversed(messages[1:]), reversed(sizes[1:]), strict=True):
         if size > left:
             break
-        kept.insert(0, message)
+        newest.insert(0, message)
         left -= size
     first = messages[:1] if left >= 0 else []
-    return {"messages": [*first, *kept], "messages_left_out": len(messages) - len(first) - len(kept)}
+    return {"messages": [*first, *newest], "messages_left_out": len(messages) - len(first) - len(newest)}

@@ -67,17 +67,17 @@ class FailureAlarm:
         self._last: deque[str] = deque(maxlen=WINDOW)
         self._raised = False
 
-    def add(self, found: EpisodeOutcome | EpisodeFailure) -> str | None:
+    def add(self, verdict: EpisodeOutcome | EpisodeFailure) -> str | None:
         """Count an episode; returns the text of an alarm that starts with it."""
-        kind = found.kind if isinstance(found, EpisodeFailure) else ""
+        kind = verdict.kind if isinstance(verdict, EpisodeFailure) else ""
         self._last.append(kind)
         failed = Counter(word for word in self._last if word)
         share = sum(failed.values()) / WINDOW
         if share <= self._share:
             self._raised = self._raised and share > self._share / 2
             return None
-        if self._raised or not isinstance(found, EpisodeFailure):
+        if self._raised or not isinstance(verdict, EpisodeFailure):
             return None
         self._raised = True
         kinds = ", ".join(f"{count} {word}" for word, count in failed.most_common())
-        return f"{sum(failed.values())} of the last {len(self._last)} episodes failed ({kinds}), last: {found.reason}"
+        return f"{sum(failed.values())} of the last {len(self._last)} episodes failed ({kinds}), last: {verdict.reason}"

@@ -115,8 +115,8 @@ class Session:
 
     def partial(self) -> Partial:
         """Return the state of the episode, for the generator that resumes it."""
-        found = self.conversation.partial(self._sample)
-        return msgspec.structs.replace(found, notes=dict(self.notes))
+        partial = self.conversation.partial(self._sample)
+        return msgspec.structs.replace(partial, notes=dict(self.notes))
 
     def end(self) -> None:
         """Reject every further request, and cancel those under way without recording them."""
@@ -281,11 +281,11 @@ class Session:
         sampling = msgspec.structs.replace(
             self._sampling, max_tokens=limit, stop=[*self._sampling.stop, *request.stop], seed=self._seed()
         )
-        found = {k: self._saved[key] for k, key in enumerate(keys) if key in self._saved}
-        fresh = [k for k in range(request.n) if k not in found]
-        growing = [k for k, call in found.items() if call.finish == "abort"]
+        recorded = {k: self._saved[key] for k, key in enumerate(keys) if key in self._saved}
+        fresh = [k for k in range(request.n) if k not in recorded]
+        growing = [k for k, call in recorded.items() if call.finish == "abort"]
         waited = time.monotonic()
-        answers = {k: recorded_completion(call) for k, call in found.items() if call.finish != "abort"}
+        answers = {k: recorded_completion(call) for k, call in recorded.items() if call.finish != "abort"}
         self.counts.replayed += len(answers)
         if fresh or growing:
             async with self._policy.capacity.take(len(fresh) + len(growing)):
@@ -299,11 +299,11 @@ class Session:
                     **self.conversation.images.for_engine(prompt.images),
                 )
                 jobs = [generate(n=len(fresh))] if fresh else []
-                jobs += [generate(prefix=found[k].tokens.numpy().tolist()) for k in growing]
+                jobs += [generate(prefix=recorded[k].tokens.numpy().tolist()) for k in growing]
                 results = [completion for part in await asyncio.gather(*jobs) for completion in part]
                 self.counts.engine_s += time.monotonic() - begun
             for k, completion in zip([*fresh, *growing], results, strict=True):
-                answers[k] = continued_completion(found[k], completion) if k in found else completion
+                answers[k] = continued_completion(recorded[k], completion) if k in recorded else completion
         return [answers[k] for k in range(request.n)]
 
     async def _keep_aborted(self, prompt: NextPrompt, completions: Sequence[Completion]) -> None:

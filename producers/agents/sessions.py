@@ -34,9 +34,9 @@ class Sessions:
 
     def find(self, token: str) -> Session:
         """Return the running session; SessionError 410 for an ended one, 401 for any other token."""
-        found = self._running.get(token)
-        if found is not None:
-            return found
+        session = self._running.get(token)
+        if session is not None:
+            return session
         if token in self._ended:
             raise SessionError(410, "session_ended", ENDED)
         raise SessionError(401, "invalid_api_key", "unknown session: use the address or key that the agent was given")

@@ -81,11 +81,11 @@ def choose_calls(calls: Collection[AnsweredCall]) -> list[AnsweredCall]:
     choices: dict[int, list[AnsweredCall]] = {}
     for call in calls:
         choices.setdefault(id(call.asked), []).append(call)
-    kept = []
+    chosen = []
     for group in choices.values():
         used = [call for call in group if call.used or call.reward is not None]
-        kept += used or group[:1]
-    return sorted(kept, key=lambda call: call.number)
+        chosen += used or group[:1]
+    return sorted(chosen, key=lambda call: call.number)
 
 
 def join_rows(every: dict[int, AnsweredCall], kept: Sequence[AnsweredCall], numbers: dict[int, int]) -> Arrays:
@@ -133,8 +133,8 @@ def _add_row(
         if k:
             arrays.read(str(call.new[-1].get("role", "user")) if call.new else "user", call.suffix)
         arrays.sampled(call, numbers[call.number])
-    found = experts.whole(len(whole.ids))
-    arrays.experts.append(len(arrays.tokens) - start if found is None else found[shared:])
+    known_experts = experts.whole(len(whole.ids))
+    arrays.experts.append(len(arrays.tokens) - start if known_experts is None else known_experts[shared:])
     arrays.segments.append(Segment(start, len(arrays.tokens), parent, shared, first.name))
     begin = start - shared
     arrays.images += [

@@ -119,8 +119,8 @@ def _place_of_new(template: ChatTemplate, tail: str, new: Sequence[Message]) -> 
     content = new[0].get("content") if new else None
     parts = content if isinstance(content, list) else [content]
     text = next((text.strip() for text in map(part_text, parts) if text and text.strip()), None)
-    found = tail.rfind(template.shield(text)) if text else -1
-    return found if found >= 0 else None
+    position = tail.rfind(template.shield(text)) if text else -1
+    return position if position >= 0 else None
 
 
 def _replaced_closing(template: ChatTemplate, turn: NewTurn, head: str) -> int:

@@ -63,14 +63,14 @@ class ChatTemplate:
         text, because a tokenizer may treat the text after a special token differently.
         """
         if after is not None:
-            found = self._encode(self.token_text(after) + text)
-            if found[:1] == [after]:
-                return found[1:]
+            encoded = self._encode(self.token_text(after) + text)
+            if encoded[:1] == [after]:
+                return encoded[1:]
         return self._encode(text)
 
     def shield(self, text: str) -> str:
         """Return the text in a form in which no special token is encoded as one."""
-        return self._special.sub(lambda found: f"{found[0][0]}{BREAK}{found[0][1:]}", text) if self._special else text
+        return self._special.sub(lambda match: f"{match[0][0]}{BREAK}{match[0][1:]}", text) if self._special else text
 
     def _encode(self, text: str) -> list[int]:
         return [token for part in text.split(BREAK) for token in self._tokenizer.encode(part)]
@@ -101,8 +101,8 @@ class ChatTemplate:
     @cached_property
     def _special(self) -> re.Pattern[str] | None:
         """Return a pattern for special tokens in text; None if no special token can occur in text."""
-        found = [re.escape(text) for text in self.special_texts if len(text) > 1]
-        return re.compile("|".join(found)) if found else None
+        patterns = [re.escape(text) for text in self.special_texts if len(text) > 1]
+        return re.compile("|".join(patterns)) if patterns else None
 
     @cached_property
     def _wants_parts(self) -> bool:

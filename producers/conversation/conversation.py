@@ -108,9 +108,9 @@ class Conversation:
         name: of the agent that asks. args: of the chat template. DataError if the template rejects the messages.
         """
         settings = settings_key(tools, args)
-        found, chain, repeated = self._match(messages, name, settings)
+        matches, chain, repeated = self._match(messages, name, settings)
         system = _system_key(messages)
-        if not found:
+        if not matches:
             asked = any(message.get("role") == "assistant" for message in messages)
             why: Why = "history rewritten" if asked and self._calls else "first"
             ids, images = self._encode(messages, tools, args)
@@ -118,9 +118,9 @@ class Conversation:
                 ids, None, why, name, None, 0, list(messages), chain, settings, system, repeated, images=images
             )
         restored = list(messages)
-        for place, call in found:
+        for place, call in matches:
             restored[place] = call.answer
-        place, parent = found[-1]
+        place, parent = matches[-1]
         new = list(messages[place + 1 :])
         suffix, why = None, "joined"
         if any(message.get("role") == "assistant" for message in new):
@@ -222,13 +222,13 @@ class Conversation:
     def messages(self) -> list[Message]:
         """Return the conversation of the main agent with its last answer, to be shown to users."""
         last = self._last_call(self._delivered())
-        found: list[Message] = []
+        messages: list[Message] = []
         number = last.number if last is not None else None
         while number is not None:
             call = self._calls[number]
-            found = [*call.new, call.answer, *found]
+            messages = [*call.new, call.answer, *messages]
             number = call.parent
-        return found
+        return messages
 
     def records(self) -> list[Call]:
         """Return the calls in their saved form for another generator, in order of time."""
@@ -313,7 +313,7 @@ class Conversation:
 
         Returns their positions and calls, the digest of the messages, and all calls whose answers occur in them.
         """
-        found: list[tuple[int, AnsweredCall]] = []
+        matches: list[tuple[int, AnsweredCall]] = []
         repeated: list[int] = []
         chain = name.encode()
         for place, message in enumerate(messages):
@@ -325,10 +325,10 @@ class Conversation:
             calls = [self._calls[number] for number in self._ends.get(chain, ()) if not self._calls[number].removed]
             if calls:
                 call = next((call for call in calls if call.settings == settings), calls[0])
-                found.append((place, call))
+                matches.append((place, call))
                 chain = call.chain or chain
-        matched = {call.number for _, call in found}
-        return found, chain, tuple(matched.union(repeated if not matched else ()))
+        matched = {call.number for _, call in matches}
+        return matches, chain, tuple(matched.union(repeated if not matched else ()))
 
     def _suffix(self, turn: NewTurn, parent: AnsweredCall) -> tuple[list[int] | None, Why]:
         template, tokens = self._template, parent.completion.tokens

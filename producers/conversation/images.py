@@ -80,13 +80,13 @@ class EpisodeImages:
 
     def resolve(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with each image replaced by its digest; DataError names an image that can't be used."""
-        found = [self._resolve(message, f"messages[{at}]") for at, message in enumerate(messages)]
-        count = sum(name not in self._task for name in image_digests(found))
+        resolved = [self._resolve(message, f"messages[{at}]") for at, message in enumerate(messages)]
+        count = sum(name not in self._task for name in image_digests(resolved))
         if self._limits is not None and count > self._limits.count:
             raise DataError(
                 f"the request has {count} images, generator.agents.max_images allows {self._limits.count} in a prompt"
             )
-        return found
+        return resolved
 
     def expand(
         self, ids: Sequence[int], messages: Sequence[Message], start: int = 0
@@ -97,8 +97,8 @@ class EpisodeImages:
         """
         if self._placeholders is None:
             return list(ids), []
-        found, placed = self._placeholders.expand(ids, [self._images[name] for name in image_digests(messages)])
-        return found, [PlacedImage(image.digest, start + image.start, start + image.end) for image in placed]
+        expanded, placed = self._placeholders.expand(ids, [self._images[name] for name in image_digests(messages)])
+        return expanded, [PlacedImage(image.digest, start + image.start, start + image.end) for image in placed]
 
     def for_engine(self, placed: Sequence[PlacedImage]) -> dict[str, Any]:
         """Return the engine's arguments in addition to a prompt's ids: empty without images."""
@@ -179,7 +179,7 @@ def image_part(url: str) -> dict[str, Any]:
 def task_messages(task: Task, files: Mapping[str, bytes]) -> list[Message]:
     """Return the messages of a task's prompt as a client would send them, images as ``data:`` URLs."""
     images = iter(task.images)
-    found: list[Message] = []
+    messages: list[Message] = []
     for message in task.messages or ():
         content: Any = message.content
         if not isinstance(content, str):
@@ -189,8 +189,8 @@ def task_messages(task: Task, files: Mapping[str, bytes]) -> list[Message]:
                 else {"type": "text", "text": part.text}
                 for part in content
             ]
-        found.append({"role": message.role, "content": content})
-    return found
+        messages.append({"role": message.role, "content": content})
+    return messages
 
 
 def content_of(value: Any) -> Content | None:
@@ -204,12 +204,12 @@ def content_of(value: Any) -> Content | None:
         return [part]
     if not isinstance(value, list | tuple) or not value:
         return None
-    parts = [_part(one) for one in value]
+    parts = [_part(item) for item in value]
     if any(part is not None and part["type"] == "image_url" for part in parts):
         pairs = zip(parts, value, strict=True)
-        return [_text_part(json.dumps(one, default=str)) if part is None else part for part, one in pairs]
-    known = [part for part in parts if part is not None]
-    return known if len(known) == len(parts) else None
+        return [_text_part(json.dumps(item, default=str)) if part is None else part for part, item in pairs]
+    readable = [part for part in parts if part is not None]
+    return readable if len(readable) == len(parts) else None
 
 
 def join_content(first: Content, second: Content) -> Content:

@@ -59,15 +59,15 @@ def image_digests(messages: Sequence[Message]) -> list[str]:
 
 def reasoning_text(message: Message) -> str | None:
     """Return the reasoning of an answer; None if it has none, because clients drop it."""
-    found = next((message[key] for key in _REASONING if isinstance(message.get(key), str)), "")
-    return found.strip() or None
+    text = next((message[key] for key in _REASONING if isinstance(message.get(key), str)), "")
+    return text.strip() or None
 
 
 def tool_calls(message: Message) -> list[dict[str, Any]]:
     """Return the functions that an answer calls, each with name and arguments."""
     calls = message.get("tool_calls") or []
-    found = [call.get("function", call) for call in calls if isinstance(call, dict)]
-    return [function for function in found if isinstance(function, dict)]
+    functions = [call.get("function", call) for call in calls if isinstance(call, dict)]
+    return [function for function in functions if isinstance(function, dict)]
 
 
 def arguments_value(arguments: Any) -> Any:
@@ -96,16 +96,16 @@ def message_key(message: Message, reasoning: bool = True) -> bytes:
 
 def _joined_texts(content: Sequence[Any]) -> list[Any]:
     """Return mixed content with adjacent texts joined, however a client has split them."""
-    found: list[Any] = []
+    joined: list[Any] = []
     for part in content:
         text = part_text(part)
         if text is None:
-            found.append(part)
-        elif text and found and isinstance(found[-1], str):
-            found[-1] += text
+            joined.append(part)
+        elif text and joined and isinstance(joined[-1], str):
+            joined[-1] += text
         elif text:
-            found.append(text)
-    return found
+            joined.append(text)
+    return joined
 
 
 def extend_chain(chain: bytes, key: bytes) -> bytes:

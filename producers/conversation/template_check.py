@@ -156,8 +156,8 @@ def _sampled_text(template: ChatTemplate, whole: str, longer: str) -> tuple[str,
     """
     for text in (whole, longer):
         begin = text.rfind(_WORD) + len(_WORD)
-        found = [(at, stop) for stop in template.stop_texts if (at := text.find(stop, begin)) >= 0]
-        if found:
-            at, stop = min(found)
+        ends = [(at, stop) for stop in template.stop_texts if (at := text.find(stop, begin)) >= 0]
+        if ends:
+            at, stop = min(ends)
             return text[:at] + stop, stop
     return whole, None

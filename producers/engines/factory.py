@@ -39,11 +39,11 @@ _METHODS = {
 
 def find_engine(name: str, base: Path) -> Callable[[EngineSettings], Engine]:
     """Return the class of an engine, built in or a user's module below ``base``; ConfigError if it lacks a method."""
-    found: Callable[[EngineSettings], Engine] = ENGINES.get(engine_name(name), base)
-    if inspect.isclass(found):
+    engine: Callable[[EngineSettings], Engine] = ENGINES.get(engine_name(name), base)
+    if inspect.isclass(engine):
         for method, parameters in _METHODS.items():
-            check_method("generator.engine", found, method, parameters)
-    return found
+            check_method("generator.engine", engine, method, parameters)
+    return engine
 
 
 def check_abilities(engine: Engine, needed: Mapping[Ability, str]) -> None:

@@ -104,10 +104,10 @@ def adapted_layers(path: Path, new: Shapes, model: Shapes, rank: int) -> list[st
     """Return the layers of the adapter ``new``, read from ``path``. DataError unless all of it fits ``model``."""
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in new.items():
-        found = _NAME.fullmatch(name)
-        if found is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             raise DataError(f"{path} is no adapter: it has a tensor {name}")
-        parts.setdefault(found[1], {})[found[2]] = shape
+        parts.setdefault(match[1], {})[match[2]] = shape
     if not parts:
         raise DataError(f"{path} is no adapter: it is empty")
     for layer, shapes in parts.items():

@@ -30,7 +30,7 @@ class EvaluationState:
     opened: bool = False
 
 
-def next_version(current: int, stored: Sequence[int], known: EvaluationState, patient: bool) -> int | None:
+def next_version(current: int, stored: Sequence[int], evaluations: EvaluationState, patient: bool) -> int | None:
     """Return the version to load now, None to stay with ``current`` (-1 at the start).
 
     stored: available versions. patient: whether to wait for an evaluation that is about to be opened.
@@ -39,12 +39,12 @@ def next_version(current: int, stored: Sequence[int], known: EvaluationState, pa
     if not newer:
         return None
     if current >= 0:
-        about_to_open = patient and current % known.every == 0 and not known.opened
-        if known.busy or known.pending == current or about_to_open:
+        about_to_open = patient and current % evaluations.every == 0 and not evaluations.opened
+        if evaluations.busy or evaluations.pending == current or about_to_open:
             return None
-    if known.pending in newer:
-        return known.pending
-    due = [version for version in newer if version % known.every == 0]
+    if evaluations.pending in newer:
+        return evaluations.pending
+    due = [version for version in newer if version % evaluations.every == 0]
     # At the start, only pending evaluations count: many stored versions may not be evaluated any more.
     return due[0] if due and current >= 0 else newer[-1]
 

@@ -203,9 +203,9 @@ class Rollout:
         return partial.size > (earlier.size if earlier is not None else 0)
 
     def _save(self, partial: Partial) -> Awaitable[None]:
-        kept = self._trusted(partial)
-        saving = self._save_soon(kept)
-        return saving if kept.size == partial.size else _WhenAwaited(lambda: self._save_when_checked(partial))
+        trusted = self._trusted(partial)
+        saving = self._save_soon(trusted)
+        return saving if trusted.size == partial.size else _WhenAwaited(lambda: self._save_when_checked(partial))
 
     def _save_soon(self, partial: Partial) -> asyncio.Future[None]:
         if partial.size or partial.notes:

@@ -152,11 +152,11 @@ class WeightUpdater:
         now = time.monotonic()
         evaluations = await asyncio.to_thread(self._queue.take_evaluations, self.version, 0)
         every = self._orders.eval_every(self._every)
-        known = EvaluationState(every, evaluations.pending, self.evaluating > 0, evaluations.opened)
+        state = EvaluationState(every, evaluations.pending, self.evaluating > 0, evaluations.opened)
         stored = {item.version: item for item in await asyncio.to_thread(self._broker.weights.published)}
         excluded = self.weights.refused_versions | self._unreachable
         versions = [version for version in stored if version not in excluded]
-        chosen = next_version(self.version, versions, known, now - self._loaded < OPEN_DEADLINE_S)
+        chosen = next_version(self.version, versions, state, now - self._loaded < OPEN_DEADLINE_S)
         if chosen is None:
             self._waiting_since = self._waiting_since or now
             if now - self._waiting_since < self._hold_s:

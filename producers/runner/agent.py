@@ -67,12 +67,14 @@ class Agent:
         except ValueError:
             raise UserCodeError(f"{self.name}: its parameters can't be read") from None
         allowed = ", ".join(PARAMETERS)
-        by_name = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-        for one in parameters:
-            known = one.name in by_name and (one.name in PARAMETERS or one.name in given)
-            if not known and one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
-                raise UserCodeError(f"{self.name}: parameter {one.name} is not one of {allowed}, nor in args")
-        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        kind = inspect.Parameter
+        by_name = {p.name for p in parameters if p.kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)}
+        variadic = (kind.VAR_KEYWORD, kind.VAR_POSITIONAL)
+        for parameter in parameters:
+            filled = parameter.name in by_name and (parameter.name in PARAMETERS or parameter.name in given)
+            if not filled and parameter.default is kind.empty and parameter.kind not in variadic:
+                raise UserCodeError(f"{self.name}: parameter {parameter.name} is not one of {allowed}, nor in args")
+        takes_any = any(parameter.kind is kind.VAR_KEYWORD for parameter in parameters)
         for name in given:
             if name in PARAMETERS or not (name in by_name or takes_any):
                 raise UserCodeError(f"{self.name} takes no args {name!r} beside {allowed}")

@@ -141,9 +141,9 @@ class Runner:
         try:
             value = await self._run_agent(order)
             end_a_copy()
-            found = read_outcome(value)
-            if found:
-                self._connection.send({"op": "report", "episode": number, **found})
+            outcome = read_outcome(value)
+            if outcome:
+                self._connection.send({"op": "report", "episode": number, **outcome})
         except asyncio.CancelledError:
             ended["kind"] = "cancelled"
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, to exit included
@@ -166,8 +166,8 @@ class Runner:
             given["client"] = self._clients.client(order["base_url"], order["api_key"])
         if not self._agent.coroutine:
             return await self._in_thread(given)
-        found = self._call(**given)
-        return await found if inspect.isawaitable(found) else found
+        result = self._call(**given)
+        return await result if inspect.isawaitable(result) else result
 
     async def _in_thread(self, given: dict[str, Any]) -> Any:
         """Call a plain function in its own thread. Nothing can stop it: its episode lasts until it returns."""
@@ -175,13 +175,13 @@ class Runner:
         context = contextvars.copy_context()
 
         def work() -> None:
-            found: tuple[Any, BaseException | None]
+            result: tuple[Any, BaseException | None]
             try:
-                found = (context.run(self._call, **given), None)
+                result = (context.run(self._call, **given), None)
             except BaseException as error:  # noqa: BLE001 - as above
-                found = (None, error)
+                result = (None, error)
             end_a_copy()
-            done.set_result(found)
+            done.set_result(result)
 
         threading.Thread(target=work, daemon=True).start()
         waiting = asyncio.wrap_future(done)
@@ -203,8 +203,8 @@ class Runner:
         return self._owners.get(task) if task is not None else None
 
     def _report_block(self, owner: int | None, where: str, seconds: float, first: bool) -> None:
-        said = {"op": "blocked", "episode": owner, "where": where, "seconds": seconds, "first": first}
-        self._connection.send(said)
+        message = {"op": "blocked", "episode": owner, "where": where, "seconds": seconds, "first": first}
+        self._connection.send(message)
 
 
 def full_name(error: BaseException) -> str:

@@ -19,10 +19,10 @@ def number(value: Any, what: str) -> float:
     """Return a finite number; scalars of numpy and torch are numbers, too. UserCodeError names anything else."""
     if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
         raise UserCodeError(f"{what} must be a number, is {type(value).__name__}")
-    found = float(value)
-    if not math.isfinite(found):
-        raise UserCodeError(f"{what} must be finite, is {found}")
-    return found
+    converted = float(value)
+    if not math.isfinite(converted):
+        raise UserCodeError(f"{what} must be finite, is {converted}")
+    return converted
 
 
 def read_outcome(value: Any) -> dict[str, Any]:
@@ -34,24 +34,24 @@ def read_outcome(value: Any) -> dict[str, Any]:
     unknown = sorted(str(key) for key in value if key not in ("reward", "turns", "metrics", "data"))
     if unknown:
         raise UserCodeError(f"run returned {unknown[0]!r}: a dict may have reward, turns, metrics and data")
-    found: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     if value.get("reward") is not None:
-        found["reward"] = number(value["reward"], "reward")
+        outcome["reward"] = number(value["reward"], "reward")
     for key in ("turns", "metrics"):
         if value.get(key) is not None:
-            found[key] = numbers(value[key], key)
+            outcome[key] = numbers(value[key], key)
     if value.get("data") is not None:
-        found["data"] = json.loads(json_text(value["data"], "data"))
-        if not isinstance(found["data"], dict):
-            raise UserCodeError(f"data must be a dict, is {type(found['data']).__name__}")
-    return found
+        outcome["data"] = json.loads(json_text(value["data"], "data"))
+        if not isinstance(outcome["data"], dict):
+            raise UserCodeError(f"data must be a dict, is {type(outcome['data']).__name__}")
+    return outcome
 
 
 def numbers(value: Any, what: str) -> dict[str, float]:
     """Return a mapping of names to finite numbers."""
     if not isinstance(value, dict):
         raise UserCodeError(f"{what} must be a dict of numbers, is {type(value).__name__}")
-    return {str(key): number(one, f"{what}[{key!r}]") for key, one in value.items()}
+    return {str(key): number(item, f"{what}[{key!r}]") for key, item in value.items()}
 
 
 def json_text(value: Any, what: str) -> str:
@@ -104,8 +104,8 @@ class EpisodeHandle:
 
     def reward(self, value: Any, completion_id: str | None = None) -> None:
         """Set the reward of the episode, or of one completion of the policy by its id."""
-        found = number(value, "reward")
-        self._report({"reward": found} if completion_id is None else {"turns": {str(completion_id): found}})
+        converted = number(value, "reward")
+        self._report({"reward": converted} if completion_id is None else {"turns": {str(completion_id): converted}})
 
     def metrics(self, **values: Any) -> None:
         """Report numbers about this episode."""
@@ -123,8 +123,8 @@ class EpisodeHandle:
                 self._notes[name] = value
             return json.loads(self._notes[name])
 
-    def _report(self, found: dict[str, Any]) -> None:
-        self._connection.send({"op": "report", "episode": self._number, **found})
+    def _report(self, report: dict[str, Any]) -> None:
+        self._connection.send({"op": "report", "episode": self._number, **report})
 
 
 class AsyncEpisodeHandle(EpisodeHandle):
@@ -134,8 +134,9 @@ class AsyncEpisodeHandle(EpisodeHandle):
         """Like ``EpisodeHandle.once``, but to be awaited; ``function`` may be async."""
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._notes:
-                found = function()
-                value = json_text(await found if inspect.isawaitable(found) else found, f"the result of once({name!r})")
+                result = function()
+                result = await result if inspect.isawaitable(result) else result
+                value = json_text(result, f"the result of once({name!r})")
                 await asyncio.wrap_future(self._store.keep(self._number, name, value))
                 self._notes[name] = value
             return json.loads(self._notes[name])

@@ -29,10 +29,10 @@ class Selector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> Any:
         end_a_copy()
         self.busy_since = None
-        found = super().select(timeout)
+        events = super().select(timeout)
         self.turn += 1
         self.busy_since = time.monotonic()
-        return found
+        return events
 
 
 class LoopWatch:
@@ -53,7 +53,7 @@ class LoopWatch:
 
     def run(self) -> None:
         """Watch for ever, in a thread."""
-        begun, told, before = 0.0, 0.0, None
+        begun, last_report, before = 0.0, 0.0, None
         while True:
             time.sleep(_LOOK_S)
             try:
@@ -61,9 +61,9 @@ class LoopWatch:
                 now, since = time.monotonic(), self._selector.busy_since
                 seen = (self._selector.turn, id(task))
                 if since is None or seen != before:
-                    begun, told, before = now, 0.0, seen
-                elif now - begun >= BLOCKED_S and now - told >= _TELL_S:
-                    first, told = not told, now
+                    begun, last_report, before = now, 0.0, seen
+                elif now - begun >= BLOCKED_S and now - last_report >= _TELL_S:
+                    first, last_report = not last_report, now
                     where = blocking_line(threading.main_thread().ident)
                     self._report(self._owner(task), where, round(now - begun, 2), first)
             except RuntimeError:

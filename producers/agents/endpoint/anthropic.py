@@ -144,10 +144,10 @@ def _call(block: JSON, where: str) -> JSON:
 
 def _input(arguments: str) -> JSON:
     try:
-        found = json.loads(arguments)
+        value = json.loads(arguments)
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {UNREADABLE: arguments}
+        value = None
+    return value if isinstance(value, dict) else {UNREADABLE: arguments}
 
 
 class _Form:

@@ -125,8 +125,8 @@ class Endpoint:
         async def handle(request: Request) -> Response:
             session = self._session(request)
             body = await _body(request)
-            found = await answer(body, self._asker(request, session, self._state(session)))
-            return _json(200, found)
+            reply = await answer(body, self._asker(request, session, self._state(session)))
+            return _json(200, reply)
 
         return _guarded(handle, protocol)
 
@@ -154,8 +154,8 @@ def _guarded(
         try:
             return await handle(request)
         except (SessionError, TidemillError) as error:
-            found = as_session_error(error)
-            return _json(found.status, protocol.error(found))
+            session_error = as_session_error(error)
+            return _json(session_error.status, protocol.error(session_error))
         except ClientDisconnect:
             return Response(status_code=400)
 

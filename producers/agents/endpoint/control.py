@@ -33,15 +33,15 @@ async def model(body: bytes, asker: Asker) -> JSON:
 
 async def reward(body: bytes, asker: Asker) -> JSON:
     """Record a reward, metrics or both."""
-    found = convert(read_json(body), RewardBody)
-    for name, value in {"reward": found.reward or 0.0, **found.metrics}.items():
+    report = convert(read_json(body), RewardBody)
+    for name, value in {"reward": report.reward or 0.0, **report.metrics}.items():
         if not math.isfinite(value):
             raise bad_request(f"{name} {value}: must be a finite number")
-    if found.reward is None and (found.completion is not None or not found.metrics):
+    if report.reward is None and (report.completion is not None or not report.metrics):
         raise bad_request("reward is missing: must be a number")
-    if found.reward is not None:
-        asker.session.set_reward(found.reward, _completion_id(found.completion))
-    asker.session.add_metrics(found.metrics)
+    if report.reward is not None:
+        asker.session.set_reward(report.reward, _completion_id(report.completion))
+    asker.session.add_metrics(report.metrics)
     return {}
 
 

@@ -132,16 +132,16 @@ def content_parts(
         return content
     if not isinstance(content, list):
         raise bad_request(f"{where}: content must be text or a list of parts")
-    found: list[Message] = []
+    found_parts: list[Message] = []
     for part in content:
         if images is not None and isinstance(part, dict) and part.get("type") == images.kind:
-            found.append({"type": "image_url", "image_url": {"url": images.url(part, where)}})
+            found_parts.append({"type": "image_url", "image_url": {"url": images.url(part, where)}})
         else:
             text = _text(part, where, kinds, [*kinds, *([images.kind] if images else [])])
-            found.append({"type": "text", "text": text})
-    if len(found) < 2 and all("text" in part for part in found):
-        return "".join(part["text"] for part in found)
-    return found
+            found_parts.append({"type": "text", "text": text})
+    if len(found_parts) < 2 and all("text" in part for part in found_parts):
+        return "".join(part["text"] for part in found_parts)
+    return found_parts
 
 
 def image_url(value: Any, where: str) -> str:
@@ -168,14 +168,14 @@ def function_tools(tools: Sequence[Any] | None, schema: str) -> list[JSON] | Non
     """Convert another protocol's tools to OpenAI's form; only functions. ``schema``: the field of their parameters."""
     if not tools:
         return None
-    found = []
+    functions = []
     for tool in tools:
         kind = tool.get("type") or "custom" if isinstance(tool, dict) else None
         if kind not in ("function", "custom") or not isinstance(tool.get("name"), str) or schema not in tool:
             raise bad_request(f"tools of type {kind!r} are not supported, only functions with a name and {schema}")
         function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool[schema]}
-        found.append({"type": "function", "function": function})
-    return found
+        functions.append({"type": "function", "function": function})
+    return functions
 
 
 def usage_counts(answers: Sequence[SampledAnswer]) -> tuple[int, int]:

@@ -78,13 +78,13 @@ class Generations:
                 generation.task.cancel()
 
     def _find(self, digest: bytes, retry: bool) -> Generation | None:
-        known = self._known.get(digest, [])
-        broken = [g for g in known if not g.waiting and g.delivered is None]
+        equal = self._known.get(digest, [])
+        broken = [g for g in equal if not g.waiting and g.delivered is None]
         if broken:
             return broken[0]
-        if not retry or not known:
+        if not retry or not equal:
             return None
-        return next((g for g in reversed(known) if g.delivered is None), known[-1])
+        return next((g for g in reversed(equal) if g.delivered is None), equal[-1])
 
     def _forget(self, generation: Generation) -> None:
         generation.forgotten = True

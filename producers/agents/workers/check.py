@@ -49,12 +49,12 @@ def check_agent(
     finally:
         how = process.kill()
     try:
-        said = SAID.decode(line)
+        reply = SAID.decode(line)
     except ValueError:
-        said = None
-    if isinstance(said, AgentRefused):
-        raise ConfigError(f"generator.workflow.args.run: {said.error}")
-    if not isinstance(said, AgentReady):
+        reply = None
+    if isinstance(reply, AgentRefused):
+        raise ConfigError(f"generator.workflow.args.run: {reply.error}")
+    if not isinstance(reply, AgentReady):
         late = f"it is not loaded after {CHECK_TIMEOUT_S:g} s" if how == "SIGKILL" else f"its process ended with {how}"
         raise ConfigError(f"generator.workflow.args.run: {run} cannot be checked: {late}")
 

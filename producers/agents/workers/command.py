@@ -189,13 +189,13 @@ def _judge(
         kind, error, error_type = "raised", result, "TIDEMILL_RESULT"
     else:
         kind = "returned"
-    said = result if isinstance(result, dict) else {}
+    report = result if isinstance(result, dict) else {}
     return AgentResult(
         kind,
-        said.get("reward"),
-        said.get("turns", {}),
-        said.get("metrics", {}),
-        said.get("data", {}),
+        report.get("reward"),
+        report.get("turns", {}),
+        report.get("metrics", {}),
+        report.get("data", {}),
         error,
         error_type,
         seconds,

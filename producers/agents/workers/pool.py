@@ -89,14 +89,14 @@ class AgentWorkers:
         once: results of ``episode.once`` in earlier attempts, to which new ones are added. InfraError if no process can
         be started for it.
         """
-        kept = Notes() if once is None else once
+        notes = Notes() if once is None else once
         if self._commands is not None:
             return await self._commands.run(job)
         limit = self._suspects.pop(job.episode_id, None)
         if limit is not None:
-            return await self._run_isolated(job, kept, limit)
+            return await self._run_isolated(job, notes, limit)
         process = await self._place()
-        return self._noted(job, process, await process.play(job, kept))
+        return self._noted(job, process, await process.play(job, notes))
 
     async def cancel(self, episode_id: str) -> None:
         """End an episode: its call returns ``cancelled``."""

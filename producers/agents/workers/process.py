@@ -134,27 +134,27 @@ class AgentProcess:
             await asyncio.to_thread((await starting)[0].kill)
             raise
         reader, writer = await asyncio.open_connection(sock=process.connection, limit=_MOST_BYTES)
-        found = cls(process, reader, writer, clock)
+        started = cls(process, reader, writer, clock)
         try:
             writer.write(setup)
             line = await asyncio.wait_for(reader.readline(), START_TIMEOUT_S)
-            said = SAID.decode(line) if line else None
+            reply = SAID.decode(line) if line else None
         except TimeoutError:
-            await found.kill("slow")
+            await started.kill("slow")
             raise InfraError(f"an agent's process was not ready within {START_TIMEOUT_S:g} s") from None
         except (OSError, ValueError):
-            said = None
+            reply = None
         except asyncio.CancelledError:
-            await found.kill("closed")
+            await started.kill("closed")
             raise
-        if isinstance(said, AgentRefused):
-            await found.kill("refused")
-            raise ConfigError(f"generator.workflow.args.run: {said.error}")
-        if not isinstance(said, AgentReady):
-            raise InfraError(f"an agent's process did not start: {await found.kill('wrong')}")
-        found._listening = asyncio.create_task(found._listen())
-        found._watching = asyncio.create_task(found._watch())
-        return found
+        if isinstance(reply, AgentRefused):
+            await started.kill("refused")
+            raise ConfigError(f"generator.workflow.args.run: {reply.error}")
+        if not isinstance(reply, AgentReady):
+            raise InfraError(f"an agent's process did not start: {await started.kill('wrong')}")
+        started._listening = asyncio.create_task(started._listen())
+        started._watching = asyncio.create_task(started._watch())
+        return started
 
     @property
     def load(self) -> int:
@@ -336,38 +336,39 @@ class AgentProcess:
             else:
                 episode.finish(episode.ending or "neighbour", f"its process ended, with all in it: {how}")
 
-    def _obey(self, said: Any) -> None:
-        if isinstance(said, Pong):
+    def _obey(self, message: Any) -> None:
+        if isinstance(message, Pong):
             self._answered.set()
             return
-        if isinstance(said, Blocked):
-            if said.first:
-                log.warning("an agent blocks the event loop of its process", where=said.where, seconds=said.seconds)
-            self._blocked = said
+        if isinstance(message, Blocked):
+            if message.first:
+                where, seconds = message.where, message.seconds
+                log.warning("an agent blocks the event loop of its process", where=where, seconds=seconds)
+            self._blocked = message
             return
-        if isinstance(said, Leaving):
-            self._leaving = said
+        if isinstance(message, Leaving):
+            self._leaving = message
             return
-        episode = self._episodes.get(said.episode)
-        if isinstance(said, Ended):
-            self._lingering.discard(said.episode)
+        episode = self._episodes.get(message.episode)
+        if isinstance(message, Ended):
+            self._lingering.discard(message.episode)
             if episode is not None:
-                del self._episodes[said.episode]
-                self._finish(episode, said)
+                del self._episodes[message.episode]
+                self._finish(episode, message)
             self._kill_if_done()
         elif episode is None:
             return
-        elif isinstance(said, Heard):
+        elif isinstance(message, Heard):
             episode.heard = True
             # If the loop is still blocked, the process reports it again within a second.
             self._blocked = None
-        elif isinstance(said, Report):
-            episode.reward = episode.reward if said.reward is None else said.reward
-            episode.turn_rewards.update(said.turns)
-            episode.metrics.update(said.metrics)
-            episode.data.update(said.data)
-        elif isinstance(said, Note):
-            self._keeping.add(keeping := asyncio.create_task(self._keep_note(episode, said)))
+        elif isinstance(message, Report):
+            episode.reward = episode.reward if message.reward is None else message.reward
+            episode.turn_rewards.update(message.turns)
+            episode.metrics.update(message.metrics)
+            episode.data.update(message.data)
+        elif isinstance(message, Note):
+            self._keeping.add(keeping := asyncio.create_task(self._keep_note(episode, message)))
             keeping.add_done_callback(self._keeping.discard)
 
     async def _keep_note(self, episode: _RunningEpisode, note: Note) -> None:

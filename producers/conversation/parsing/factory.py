@@ -79,17 +79,17 @@ class _Parser:
         failures = 0
         may_call = bool(tools) and not cut
         if self._vllm is not None and content is not None:
-            found = self._vllm.parse(content, ids, tools or [], prompt_ids, template_args or {}, may_call)
-            reasoning = found.reasoning if reasoning is None else reasoning
-            readable = [call for call in found.calls if _is_readable(call[0], call[1], names)]
-            failures = found.errors + len(found.calls) - len(readable)
+            answer = self._vllm.parse(content, ids, tools or [], prompt_ids, template_args or {}, may_call)
+            reasoning = answer.reasoning if reasoning is None else reasoning
+            readable = [call for call in answer.calls if _is_readable(call[0], call[1], names)]
+            failures = answer.errors + len(answer.calls) - len(readable)
             calls = [
                 ToolCall(_keep_id(own, text) or call_id(prompt_ids, ids, number), name, arguments)
                 for number, (name, arguments, own) in enumerate(readable)
             ]
             # The position of a call in the text is unknown: if no call can be read, the whole text is kept.
-            if readable or not found.calls:
-                content = found.content
+            if readable or not answer.calls:
+                content = answer.content
         if self._own_calls and may_call and content is not None:
             parts = read_tool_calls(content, names)
             content, failures = parts.content or None, failures + parts.failures

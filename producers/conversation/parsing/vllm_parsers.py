@@ -65,7 +65,7 @@ class VllmParsers:
         self._tokenizer = tokenizer
         names = " and ".join(name for name in (tool_parser, reasoning_parser) if name)
         try:
-            found = ParserManager.get_parser(
+            parser = ParserManager.get_parser(
                 tool_parser,
                 reasoning_parser,
                 enable_auto_tools=tool_parser is not None,
@@ -74,10 +74,10 @@ class VllmParsers:
             )
         except (TypeError, ValueError, RuntimeError, KeyError, ImportError) as error:
             raise ConfigError(f"vllm cannot parse with {names}: {describe_error(error.__cause__ or error)}") from error
-        if found is None:
+        if parser is None:
             raise ConfigError(f"vllm has no parser for {names}")
-        self._parser: Any = found
-        parts = [getattr(found, part, None) for part in ("tool_parser_cls", "reasoning_parser_cls")]
+        self._parser: Any = parser
+        parts = [getattr(parser, part, None) for part in ("tool_parser_cls", "reasoning_parser_cls")]
         for module in {base.__module__ for part in parts if part for base in part.__mro__}:
             if module.startswith("vllm."):
                 logging.getLogger(module).addFilter(_ERRORS)
@@ -104,11 +104,11 @@ class VllmParsers:
             reasoning, content, calls = parser.parse(
                 text, request, enable_auto_tools=True, model_output_token_ids=list(ids)
             )
-            found = [(call.name, _plain(call.arguments), call.id) for call in calls or []]
+            plain_calls = [(call.name, _plain(call.arguments), call.id) for call in calls or []]
         except Exception as error:  # noqa: BLE001 - their code: each parser has its own way to fail on odd text
             log.warning("a parser of vllm's failed: %s", describe_error(error))
             return VllmAnswer(None, text or None, [], 1)
-        return VllmAnswer(reasoning or None, content or None, found, _ERRORS.heard.count)
+        return VllmAnswer(reasoning or None, content or None, plain_calls, _ERRORS.heard.count)
 
 
 def _plain(arguments: Any) -> str:

@@ -137,13 +137,13 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 def message(text: str) -> str:
     """Return the message of an error answer of any form, as one line."""
     try:
-        found: Any = msgspec.json.decode(text)
+        value: Any = msgspec.json.decode(text)
     except _NO_JSON:
-        found = text
+        value = text
     for key in ("error", "detail", "message"):
-        if isinstance(found, dict) and found.get(key):
-            found = found[key]
-    return " ".join(str(found).split())[:300] or "nothing"
+        if isinstance(value, dict) and value.get(key):
+            value = value[key]
+    return " ".join(str(value).split())[:300] or "nothing"
 
 
 def read_key(http: HttpEngineConfig) -> str | None:

@@ -74,23 +74,23 @@ def options(args: Mapping[str, Any], ours: Mapping[str, str], negative: bool) ->
     ``tensor_parallel_size: 2`` becomes ``--tensor-parallel-size 2``. True is the option alone. False is ``--no-`` with
     the option if the server supports that (``negative``), else it is left out. Lists are several values, mappings JSON.
     """
-    found: list[str] = []
+    arguments: list[str] = []
     for name, value in args.items():
         plain = name.replace("-", "_")
         if plain in ours:
             raise ConfigError(f"generator.args.{name} can't be set: {ours[plain]}")
         option = "--" + name.replace("_", "-")
         if value is True:
-            found.append(option)
+            arguments.append(option)
         elif value is False:
-            found += [f"--no-{option[2:]}"] if negative else []
+            arguments += [f"--no-{option[2:]}"] if negative else []
         elif isinstance(value, Mapping):
-            found += [option, json.dumps(value)]
+            arguments += [option, json.dumps(value)]
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            found += [option, *map(str, value)]
+            arguments += [option, *map(str, value)]
         elif value is not None:
-            found += [option, str(value)]
-    return found
+            arguments += [option, str(value)]
+    return arguments
 
 
 def has_gpu() -> bool:

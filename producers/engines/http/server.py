@@ -83,8 +83,8 @@ class LaunchedServer:
 
     def last_words(self) -> str:
         """Return the last informative line of the output, for an error message."""
-        told = [line for line in self._lines if "rror" in line] or list(self._lines)
-        return f": {told[-1].strip()[:300]}" if told else ""
+        informative = [line for line in self._lines if "rror" in line] or list(self._lines)
+        return f": {informative[-1].strip()[:300]}" if informative else ""
 
     async def close(self) -> None:
         """Ask the server to end, kill the rest, and wait until all processes are gone."""

@@ -177,10 +177,10 @@ class SglangDialect:
             return None
         layers, k, dtype = self._mixture
         try:
-            found = np.frombuffer(base64.b64decode(text, validate=True), "<i4").reshape(-1, layers, k)
+            experts = np.frombuffer(base64.b64decode(text, validate=True), "<i4").reshape(-1, layers, k)
         except ValueError as error:
             raise InfraError(f"the server sends routed experts that can't be read: {error}") from error
-        return found.astype(dtype)
+        return experts.astype(dtype)
 
     async def pause(self, client: ServerClient, recompute: bool) -> None:
         await client.post("/pause_generation", {"mode": "retract" if recompute else "in_place"})
@@ -234,8 +234,8 @@ def _context_length(folder: Path, max_length: int) -> int:
     rejected in that case.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    known = (config.get("text_config") or config).get("max_position_embeddings")
-    return max_length + _KEPT_BACK if known is None else max(max_length, min(max_length + _KEPT_BACK, known))
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    return max_length + _KEPT_BACK if positions is None else max(max_length, min(max_length + _KEPT_BACK, positions))
 
 
 def _make_folder(folder: Path, model: Path, file: Path) -> Path:

@@ -80,18 +80,18 @@ def parse_spans(spans: Sequence[Mapping[str, Any]], length: int) -> list[Span]:
 
     Versions are decimal numbers set by this generator; anything else means that another program changes the weights.
     """
-    found: list[Span] = []
+    parsed: list[Span] = []
     for span in spans:
         version, start, end = span.get("version"), span.get("start"), span.get("end")
         if not (isinstance(version, str) and version.isdecimal() and isinstance(start, int) and isinstance(end, int)):
             raise InfraError(f"the server reports tokens of weights {version!r}, which this generator did not load")
         if end > start:
-            found.append(Span(int(version), start, end))
+            parsed.append(Span(int(version), start, end))
     at = 0
-    for span_ in found:
+    for span_ in parsed:
         if span_.start != at:
-            raise InfraError(f"the server's spans of versions have a gap or overlap at token {at}: {found}")
+            raise InfraError(f"the server's spans of versions have a gap or overlap at token {at}: {parsed}")
         at = span_.end
     if at != length:
         raise InfraError(f"the server's spans of versions cover {at} of {length} tokens")
-    return found
+    return parsed

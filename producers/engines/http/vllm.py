@@ -94,7 +94,7 @@ class VllmDialect:
         await self._check_routes(client, name)
         try:
             config = (await client.get("/server_info?config_format=json"))["vllm_config"]
-            found = {
+            fulfilled = {
                 "max_model_len": (served.get("max_model_len") or 0) >= settings.max_length,
                 "logprobs_mode": config["model_config"]["logprobs_mode"] == "processed_logprobs",
                 "weight_transfer_config": (config.get("weight_transfer_config") or {}).get("backend") == BACKEND,
@@ -106,7 +106,7 @@ class VllmDialect:
             "logprobs_mode": "--logprobs-mode processed_logprobs",
             "weight_transfer_config": f'--weight-transfer-config \'{{"backend":"{BACKEND}"}}\', and Tidemill installed',
         }
-        for setting, right in found.items():
+        for setting, right in fulfilled.items():
             if not right:
                 raise ConfigError(f"{name} at {client.shown} must be started with {wanted[setting]}")
         return name
@@ -177,9 +177,9 @@ class VllmDialect:
         await client.post("/start_weight_update", None, deadline_s)
         await client.post("/update_weights", {"update_info": {"path": str(path.resolve())}}, deadline_s)
         await client.post("/finish_weight_update", {"weight_version": str(version)}, deadline_s)
-        said: Any = await client.get("/weight_info")
-        if said != {"weight_version": str(version)}:
-            raise InfraError(f"after the update to version {version} the server reports {said}")
+        reported: Any = await client.get("/weight_info")
+        if reported != {"weight_version": str(version)}:
+            raise InfraError(f"after the update to version {version} the server reports {reported}")
 
     async def abort(self, client: ServerClient, names: Sequence[str], paused: bool) -> None:
         await client.post("/abort_requests", {"request_ids": [_PREFIX + name for name in names]})

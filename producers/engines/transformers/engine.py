@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from producers.engines.sampling import check_vocabulary, max_new_tokens
 from producers.engines.transformers.batching import BatchRow, ContinuousBatch, Draw
-from producers.engines.transformers.requests import News, Request, completion_of
+from producers.engines.transformers.requests import Request, RequestReport, completion_of
 from producers.engines.transformers.routed_experts import RoutedExpertsRecorder
 from producers.engines.transformers.weights import PeftAdapter, map_tensors
 from producers.engines.weight_files import check_fits, read_shapes
@@ -255,32 +255,32 @@ class TransformersEngine:
             self._batch.step(self._version)
             self._steps += 1
         every = self._settings.report_every
-        told: list[News] = []
+        reports: list[RequestReport] = []
         growing: list[Request] = []
         for request in self._active:
-            samples = request.news(every)
+            samples = request.due_samples(every)
             if request.finished():
-                told.append(News(request, samples, [completion_of(row) for row in request.rows]))
+                reports.append(RequestReport(request, samples, [completion_of(row) for row in request.rows]))
                 continue
             growing.append(request)
             if samples:
-                told.append(News(request, samples, None))
+                reports.append(RequestReport(request, samples, None))
         self._active = growing
-        if told:
-            self._tell(told)
+        if reports:
+            self._deliver(reports)
 
-    def _tell(self, told: Sequence[News]) -> None:
+    def _deliver(self, reports: Sequence[RequestReport]) -> None:
         """Deliver all reports with one call into the event loop: waking it costs more than a sample."""
 
         def deliver() -> None:
-            for news in told:
-                news.deliver()
+            for report in reports:
+                report.deliver()
 
         self._loop.call_soon_threadsafe(deliver)
 
     def _take_waiting(self) -> list[Request]:
         """Return the next requests that fit, in order of arrival; at least one if the batch is empty."""
-        rows, found = len(self._batch.rows), list[Request]()
+        rows, fitting = len(self._batch.rows), list[Request]()
         while self._waiting:
             request = self._waiting[0]
             if request.done.cancelled():
@@ -289,8 +289,8 @@ class TransformersEngine:
             if rows and rows + len(request.rows) > self._settings.max_samples:
                 break
             rows += len(request.rows)
-            found.append(self._waiting.popleft())
-        return found
+            fitting.append(self._waiting.popleft())
+        return fitting
 
     def _replace(self, tensors: Mapping[str, Tensor], version: int) -> None:
         try:
@@ -318,7 +318,7 @@ class TransformersEngine:
         self._paused = paused
 
     def _abort(self) -> None:
-        self._tell([News.end(request) for request in [*self._active, *self._waiting]])
+        self._deliver([RequestReport.end(request) for request in [*self._active, *self._waiting]])
         self._active.clear()
         self._waiting.clear()
         self._batch.clear()

@@ -48,8 +48,8 @@ class KeyValueSlots:
             self._layers = [_Layer(self, *states) for states in fresh]
         self._make_room(new, width, 0)
         for layer, states in zip(self._layers, fresh, strict=True):
-            for kept, given in zip((layer.keys, layer.values), states, strict=True):
-                kept[old:new, :, self.end - width : self.end] = given
+            for slots, given in zip((layer.keys, layer.values), states, strict=True):
+                slots[old:new, :, self.end - width : self.end] = given
         self.begins += [self.end - length for length in lengths]
 
     def remove(self, leaving: Sequence[int]) -> list[int]:

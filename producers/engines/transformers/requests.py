@@ -21,17 +21,17 @@ class Request:
     progress: ProgressCallback | None = None
     reported: dict[int, int] = field(default_factory=dict)
 
-    def news(self, every: int | None) -> list[tuple[int, Completion]]:
+    def due_samples(self, every: int | None) -> list[tuple[int, Completion]]:
         """Return the rows that have finished, or have grown by ``every`` tokens since their last report."""
-        found: list[tuple[int, Completion]] = []
+        reports: list[tuple[int, Completion]] = []
         if self.progress is None:
-            return found
+            return reports
         for index, row in enumerate(self.rows):
-            known = self.reported.get(index, 0)
-            if known >= 0 and (row.finish or (every and len(row.tokens) - known >= every)):
+            reported = self.reported.get(index, 0)
+            if reported >= 0 and (row.finish or (every and len(row.tokens) - reported >= every)):
                 self.reported[index] = -1 if row.finish else len(row.tokens)
-                found.append((index, completion_of(row)))
-        return found
+                reports.append((index, completion_of(row)))
+        return reports
 
     def finished(self) -> bool:
         return all(row.finish is not None for row in self.rows)
@@ -43,7 +43,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class News:
+class RequestReport:
     """A report of the engine's thread about a request. whole: all its completions, once it has ended."""
 
     request: Request
@@ -51,7 +51,7 @@ class News:
     whole: list[Completion] | None
 
     @classmethod
-    def end(cls, request: Request) -> News:
+    def end(cls, request: Request) -> RequestReport:
         """Mark the request as finished with the tokens it has."""
         request.stop()
         return cls(request, [], [completion_of(row) for row in request.rows])

@@ -45,5 +45,5 @@ class RoutedExpertsRecorder:
         for layer, chosen in self._chosen.items():
             out[:, layer] = chosen.cpu().numpy()
         self._chosen.clear()
-        found: npt.NDArray[Any] = out.reshape(rows, -1, *out.shape[1:])
-        return found
+        choices: npt.NDArray[Any] = out.reshape(rows, -1, *out.shape[1:])
+        return choices
