@@ -62,7 +62,7 @@ def read_messages(data: JSON, asker: Asker) -> ModelRequest:
         name=asker.name,
         ignored=ignored_settings(data, _output_format(data), asker.settings),
     )
-    form = _Form(body.model or "policy")
+    form = _MessageForm(body.model or "policy")
     return ModelRequest(call, bool(body.stream), form.answer, form.events)
 
 
@@ -150,7 +150,7 @@ def _input(arguments: str) -> JSON:
     return value if isinstance(value, dict) else {UNREADABLE: arguments}
 
 
-class _Form:
+class _MessageForm:
     """The form of one request's answer."""
 
     def __init__(self, model: str) -> None:

@@ -66,7 +66,7 @@ def read_chat(data: JSON, asker: Asker) -> ModelRequest:
         template_args=body.chat_template_kwargs,
         ignored=ignored_settings(data, _output_format(data), asker.settings),
     )
-    form = _Form(body)
+    form = _ChatForm(body)
     return ModelRequest(call, bool(body.stream), form.answer, form.events)
 
 
@@ -84,7 +84,7 @@ def check_max_tokens(limit: int | None) -> int | None:
     return limit
 
 
-class _Form:
+class _ChatForm:
     """The form of one request's answer."""
 
     def __init__(self, body: ChatBody) -> None:

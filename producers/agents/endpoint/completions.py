@@ -53,7 +53,7 @@ def read_completion(data: JSON, asker: Asker) -> ModelRequest:
         name=asker.name,
         ignored=ignored_settings(data, "response_format" if data.get("response_format") else None, asker.settings),
     )
-    form = _Form(body)
+    form = _CompletionForm(body)
     return ModelRequest(call, bool(body.stream), form.answer, form.events)
 
 
@@ -68,7 +68,7 @@ def _prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
     raise bad_request("prompt must be text or token ids, and not empty; several prompts are several requests")
 
 
-class _Form:
+class _CompletionForm:
     """The form of one request's answer."""
 
     def __init__(self, body: CompletionBody) -> None:

@@ -74,7 +74,7 @@ def read_response(data: JSON, asker: Asker) -> ModelRequest:
         name=asker.name,
         ignored=ignored_settings(data, _output_format(data), asker.settings),
     )
-    form = _Form(body, messages, asker.responses)
+    form = _ResponseForm(body, messages, asker.responses)
     return ModelRequest(call, bool(body.stream), form.answer, form.events)
 
 
@@ -146,7 +146,7 @@ def _other_message(item: JSON, where: str) -> Message:
     return {"role": "system", "content": content_parts(item.get("content"), where, TEXTS)}
 
 
-class _Form:
+class _ResponseForm:
     """The form of one request's answer. messages: those before it; responses: where it is stored."""
 
     def __init__(self, body: ResponseBody, messages: list[Message], responses: dict[str, list[Message]]) -> None:

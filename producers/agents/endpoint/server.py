@@ -39,13 +39,13 @@ class EndpointServer:
     ) -> None:
         self._settings = settings
         self._endpoint = Endpoint(sessions, settings, keep_alive_s, patience_s)
-        self._server: _Server | None = None
+        self._server: _UvicornServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Listen; returns the URL without a path. ConfigError if the address can't be used."""
         listener = listen(self._settings.address)
-        self._server = _Server(
+        self._server = _UvicornServer(
             uvicorn.Config(
                 self._endpoint.app(),
                 log_config=None,
@@ -82,7 +82,7 @@ class EndpointServer:
         await self._serving
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """A server that leaves signals to the process, and reports when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
