@@ -75,7 +75,7 @@ ABILITIES: Mapping[Ability, str] = {
     "recompute": "settings.recompute: requests in flight recompute keys and values after an update",
     "lora": "settings.lora: loaded files are adapters",
     "growing_versions": "progress is also called with a growing sample that an update interrupted",
-    "cache_usage": "cache_usage tells how full the cache is",
+    "cache_usage": "cache_usage reports how full the cache is",
     "routed_experts": "settings.routed_experts: completions of a mixture name the experts of each token",
 }
 """Abilities that an engine may lack; ``Engine.lacks`` names those."""

@@ -106,10 +106,10 @@ def adapted_layers(path: Path, new: Shapes, model: Shapes, rank: int) -> list[st
     for name, shape in new.items():
         match = _NAME.fullmatch(name)
         if match is None:
-            raise DataError(f"{path} is no adapter: it has a tensor {name}")
+            raise DataError(f"{path} is not an adapter: it has a tensor {name}")
         parts.setdefault(match[1], {})[match[2]] = shape
     if not parts:
-        raise DataError(f"{path} is no adapter: it is empty")
+        raise DataError(f"{path} is not an adapter: it is empty")
     for layer, shapes in parts.items():
         weight = model.get(f"{layer}.weight", ())
         if len(weight) != 2:

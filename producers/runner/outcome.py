@@ -30,7 +30,7 @@ def read_outcome(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        return {"reward": number(value, "the result of run, if it is no dict and not None,")}
+        return {"reward": number(value, "the result of run, unless it is a dict or None,")}
     unknown = sorted(str(key) for key in value if key not in ("reward", "turns", "metrics", "data"))
     if unknown:
         raise UserCodeError(f"run returned {unknown[0]!r}: a dict may have reward, turns, metrics and data")

@@ -36,7 +36,7 @@ def check_agent(
     if command:
         program = str(base / command[0]) if os.sep in command[0] else command[0]
         if shutil.which(program, path=environment(settings.env).get("PATH")) is None:
-            raise ConfigError(f"generator.workflow.args.command: there is no program {command[0]!r} that can be run")
+            raise ConfigError(f"generator.workflow.args.command: {command[0]!r} is not a program that can be run")
         return
     try:
         process, setup = start_runner(run or "", args, base, settings, "--check")

@@ -168,7 +168,7 @@ def _read_result(folder: Path) -> dict[str, Any] | str:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        return f"TIDEMILL_RESULT is no JSON: {error}"
+        return f"TIDEMILL_RESULT is not JSON: {error}"
     except UserCodeError as error:
         return f"TIDEMILL_RESULT: {error}"
 

@@ -21,6 +21,7 @@ from producers.agents.workers.notes import Notes
 from producers.agents.workers.protocol import (
     SAID,
     AgentJob,
+    AgentNote,
     AgentReady,
     AgentRefused,
     AgentResult,
@@ -31,7 +32,6 @@ from producers.agents.workers.protocol import (
     Heard,
     Kind,
     Leaving,
-    Note,
     NoteKept,
     Ping,
     Pong,
@@ -367,11 +367,11 @@ class AgentProcess:
             episode.turn_rewards.update(message.turns)
             episode.metrics.update(message.metrics)
             episode.data.update(message.data)
-        elif isinstance(message, Note):
+        elif isinstance(message, AgentNote):
             self._keeping.add(keeping := asyncio.create_task(self._keep_note(episode, message)))
             keeping.add_done_callback(self._keeping.discard)
 
-    async def _keep_note(self, episode: _RunningEpisode, note: Note) -> None:
+    async def _keep_note(self, episode: _RunningEpisode, note: AgentNote) -> None:
         try:
             await episode.notes.keep(note.name, note.value)
         except DataError as error:

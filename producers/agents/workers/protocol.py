@@ -133,7 +133,7 @@ class Ended(msgspec.Struct, tag="ended", tag_field="op"):
     error_type: str = ""
 
 
-class Note(msgspec.Struct, tag="note", tag_field="op"):
+class AgentNote(msgspec.Struct, tag="note", tag_field="op"):
     """Store the result of a side effect, JSON, then answer with the note's number."""
 
     episode: int
@@ -161,6 +161,6 @@ class Leaving(msgspec.Struct, tag="leaving", tag_field="op"):
     how: str
 
 
-Said = AgentReady | AgentRefused | Pong | Heard | Report | Ended | Note | Blocked | Leaving
+Said = AgentReady | AgentRefused | Pong | Heard | Report | Ended | AgentNote | Blocked | Leaving
 SAID = msgspec.json.Decoder(Said)
 """Built at import: msgspec crashes when several threads inspect a type for the first time."""

@@ -33,7 +33,7 @@ def start_runner(
         shown = {name: value for name, value in shown.items() if name not in _OURS or name in settings.env}
     python = sys.executable if own else str(base / (settings.python or ""))
     if not os.access(python, os.X_OK):
-        raise ConfigError(f"generator.agents.python: there is no program {python} that can be run")
+        raise ConfigError(f"generator.agents.python: {python} is not a program that can be run")
     setup = AgentSetup(
         run=run,
         args=args,

@@ -113,9 +113,9 @@ async def _events(path: str, response: httpx.Response) -> AsyncIterator[Body]:
         try:
             event = msgspec.json.decode(data)
         except _NO_JSON as error:
-            raise InfraError(f"{path} sends an event that is no JSON: {data[:100]!r}") from error
+            raise InfraError(f"{path} sends an event that is not JSON: {data[:100]!r}") from error
         if not isinstance(event, dict):
-            raise InfraError(f"{path} sends an event that is no object: {data[:100]!r}")
+            raise InfraError(f"{path} sends an event that is not an object: {data[:100]!r}")
         if wrong := event.get("error"):
             # An error without a code is one of the request.
             code = wrong.get("code") if isinstance(wrong, dict) else None

@@ -44,7 +44,7 @@ def boot(folder: Path, settings: EngineSettings) -> AsyncLLM:
     try:
         return AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
     except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
-        raise ConfigError(f"vllm refuses the model or generator.args: {_line(error)}") from error
+        raise ConfigError(f"vllm rejects the model or generator.args: {_line(error)}") from error
     except RuntimeError as error:
         raise InfraError(f"vllm did not start: {_line(error)} (set VLLM_LOGGING_LEVEL=INFO to see why)") from error
 
@@ -89,7 +89,7 @@ def routed_experts_arguments(settings: EngineSettings, on_cpu: bool) -> dict[str
         return {}
     if on_cpu:
         raise ConfigError(
-            "trainer.router_replay: vLLM tells the experts of tokens on GPUs only (its second model runner, which needs"
+            "trainer.router_replay: vLLM reports the experts of tokens on GPUs only (its second model runner needs"
             " Triton); set generator.engine to transformers, or leave it out"
         )
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")

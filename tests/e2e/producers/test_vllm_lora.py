@@ -166,7 +166,7 @@ def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(
     engine: VllmEngine, model: Path, files: dict[int, Path | None], run: Await, tmp_path: Path
 ) -> None:
     run(engine.load(FileSource(files[1]), 50))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="is no adapter"):
+    with pytest.raises(DataError, match="is not an adapter"):
         run(engine.load(FileSource(model / "model.safetensors"), 51))
     with pytest.raises(DataError, match=r"lora_A of .* is \[8, 256\], not \[4, 256\]"):
         run(engine.load(FileSource(write_adapter(model, tmp_path / "other", seed=1, rank=8)), 51))

@@ -107,7 +107,7 @@ async def test_spans_name_the_adapter_that_made_each_token(model: Path, tmp_path
 async def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(model: Path, tmp_path: Path) -> None:
     good = write_adapter(model, tmp_path / "good", seed=1)
     others = {
-        "is no adapter": model / "model.safetensors",
+        "is not an adapter": model / "model.safetensors",
         r"lora_A of .* is \[8, 256\], not \[4, 256\]": write_adapter(model, tmp_path / "rank", seed=2, rank=8),
         "of other layers than the version before": write_adapter(model, tmp_path / "some", 2, targets=["q_proj"]),
     }

@@ -235,7 +235,7 @@ def test_a_batch_of_more_prompts_than_there_are_is_a_warning(folder: Path) -> No
         ({"generator": {"engine": "scripted", "workflow": {"name": "single_turn", "args": {"a": 1}}}}, "workflow.args"),
         ({"generator": {"engine": "scripted", "args": {"token": 1}}}, "unexpected keyword argument 'token'"),
         (agent(run="none.py:run"), "generator.workflow.args.run: none.py:run cannot be imported: no file"),
-        (agent(command=["./none", "x"]), "generator.workflow.args.command: there is no program './none'"),
+        (agent(command=["./none", "x"]), "generator.workflow.args.command: './none' is not a program"),
         (agent(), "give one of run (file.py:name) and command"),
         ({"trainer": {"loss": {"args": {"clip_hi": 0.2}}}}, "trainer.loss.args {'clip_hi': 0.2}"),
         ({"trainer": {"advantage": {"name": "grpo", "args": {"ep": 1}}}}, "trainer.advantage.args {'ep': 1}"),

@@ -60,8 +60,8 @@ def test_an_agent_returns_none_a_number_or_a_mapping(base: Path, what: str, rewa
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("'1'", "the result of run, if it is no dict and not None, must be a number, is str"),
-        ("float('nan')", "the result of run, if it is no dict and not None, must be finite, is nan"),
+        ("'1'", "the result of run, unless it is a dict or None, must be a number, is str"),
+        ("float('nan')", "the result of run, unless it is a dict or None, must be finite, is nan"),
         ("{'score': 1}", "run returned 'score': a dict may have reward, turns, metrics and data"),
         ("{'metrics': {'a': 'b'}}", "metrics['a'] must be a number, is str"),
         ("{'data': {'a': {1}}}", "data must be JSON: TypeError: Object of type set is not JSON serializable"),
@@ -214,11 +214,11 @@ def test_an_agent_is_checked_and_not_run_before_anything_else_begins(
 def test_a_program_or_an_interpreter_that_is_not_there_is_told_before_anything_else_begins(base: Path):
     (base / "mine").write_text("#!/bin/sh\n")
     check_agent(None, ["sh", "-c", "exit 1"], {}, base, AgentsConfig())
-    with pytest.raises(ConfigError, match=r"args\.command: there is no program '\./mine' that can be run"):
+    with pytest.raises(ConfigError, match=r"args\.command: '\./mine' is not a program that can be run"):
         check_agent(None, ["./mine"], {}, base, AgentsConfig())
     (base / "mine").chmod(0o755)
     check_agent(None, ["./mine"], {}, base, AgentsConfig())
-    with pytest.raises(ConfigError, match=r"agents\.python: there is no program .*/env/python that can be run"):
+    with pytest.raises(ConfigError, match=r"agents\.python: .*/env/python is not a program that can be run"):
         check_agent("agent.py:run", None, {}, base, AgentsConfig(python=Path("env/python")))
 
 

@@ -127,7 +127,7 @@ def test_vllm_arguments_are_checked_before_anything_starts():
 
 def test_vllm_tells_experts_on_gpus_only(tmp_path: Path):
     settings = EngineSettings(str(tmp_path), "float32", 64, 4, routed_experts=True)
-    with pytest.raises(ConfigError, match=r"trainer\.router_replay: vLLM tells the experts of tokens on GPUs only"):
+    with pytest.raises(ConfigError, match=r"trainer\.router_replay: vLLM reports the experts of tokens on GPUs only"):
         routed_experts_arguments(settings, on_cpu=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
