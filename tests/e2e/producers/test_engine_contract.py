@@ -469,7 +469,7 @@ async def test_a_server_that_is_there_is_trained_with_and_who_had_it_before_trus
     there.assert_sampled(PROMPT, second)
     assert [[span.version for span in one.spans] for one in (first, second)] == [[1000], [1001]]
     await engine.close()
-    with pytest.raises(InfraError, match=r"weights versions \[1001\] made a sample"):
+    with pytest.raises(InfraError, match=r"reports weight versions \[1001\] for a sample"):
         await subject.engine.generate(PROMPT, Sampling(max_tokens=6))
 
 
