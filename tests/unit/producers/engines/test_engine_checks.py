@@ -119,7 +119,7 @@ def test_vllm_arguments_are_checked_before_anything_starts():
     for name, reason in (
         ("logprobs_mode", "the distribution that was sampled from"),
         ("max_num_seqs", r"it is generator\.max_samples"),
-        ("override_generation_config", "set in sampling"),
+        ("override_generation_config", "set sampling instead"),
     ):
         with pytest.raises(ConfigError, match=f"generator.args.{name} can't be set: .*{reason}"):
             checked_args({name: 1}, known)
