@@ -35,10 +35,10 @@ def test_an_adapter_that_fits_names_its_layers() -> None:
         ({B: None}, "lora_B of model.q_proj is missing, not .6, 2."),
         ({A: (2, 5)}, "lora_A of model.q_proj is .2, 5., not .2, 4."),
         ({A: (3, 4)}, "lora_A of model.q_proj is .3, 4., not .2, 4."),
-        ({"model.q_proj.weight": (6, 4)}, "no adapter: it has a tensor model.q_proj.weight"),
+        ({"model.q_proj.weight": (6, 4)}, "not an adapter: it has a tensor model.q_proj.weight"),
         ({A.replace("q_proj", "norm"): (2, 4)}, "has no linear layer model.norm"),
         ({A.replace("q_proj", "x_proj"): (2, 4)}, "has no linear layer model.x_proj"),
-        ({A: None, B: None}, "no adapter: it is empty"),
+        ({A: None, B: None}, "not an adapter: it is empty"),
     ],
 )
 def test_one_that_does_not_is_refused_with_the_reason(change: dict[str, Any], message: str) -> None:
