@@ -1,4 +1,4 @@
-"""A run that never ends, watched: what grows? ``make soak MINUTES=60``, or ``python -m tools.soak --minutes 60``.
+"""A run without an end, and what grows in it: ``make soak MINUTES=60``, or ``python -m tools.soak --minutes 60``.
 
 The arithmetic demo trains without an end. Every few seconds the memory, file descriptors and threads of each of its
 processes are noted, and the server's memory, keys and streams. At the end what is left behind the warm-up is compared,
@@ -192,7 +192,7 @@ def peak(looks: Sequence[Look], name: str) -> float:
 def watch(
     process: subprocess.Popen[bytes], folder: Path, url: str, seconds: float, every: float, out: Path
 ) -> list[Look]:
-    """Look until the time is up; RuntimeError when the run ends before."""
+    """Measure until the time is up; RuntimeError if the run ends before."""
     root, end = psutil.Process(process.pid), time.monotonic() + START_DEADLINE_S
     while not (folder / "metrics.jsonl").is_file():
         if process.poll() is not None or time.monotonic() > end:

@@ -105,7 +105,7 @@ class Fleet:
         return self.members[name]
 
     def invite(self, role: str, name: str, overrides: Sequence[str] = ()) -> FleetMember:
-        """Start a replica that will leave again."""
+        """Start a replica that leaves later."""
         guest = self._launch(role, name, overrides)
         self.guests.append(guest)
         return guest
@@ -157,11 +157,11 @@ class Fleet:
         return [*self.members.values(), *self.guests]
 
     def up(self) -> int:
-        """Members that are there and not stopped."""
+        """List the members that run and are not stopped."""
         return sum(not member.stopped and member.process.poll() is None for member in self.members.values())
 
     def tick(self) -> None:
-        """Notice who ended; start members again; kill what does not end when asked."""
+        """Record processes that ended; restart members; kill those that do not stop."""
         now = time.monotonic()
         for member in self.all():
             if member.process.poll() is not None:
@@ -198,7 +198,7 @@ class Fleet:
         return file
 
     def stop(self, tick: Callable[[], Any]) -> None:
-        """Ask everyone to end, wait; kill who does not. Nothing is started any more."""
+        """Stop all processes, wait, and kill those that do not end. Nothing is started afterwards."""
         self._due.clear()
         for member in self.all():
             if member.stopped:
@@ -220,7 +220,7 @@ class Fleet:
 
 
 def endpoint(name: str) -> str:
-    """What the proxy calls the way from a generator's agents to it."""
+    """Return the proxy's name for the route from a generator's agents to it."""
     return f"agents of {name}"
 
 

@@ -62,7 +62,7 @@ class Proxy:
         return transport
 
     def delay(self, names: Iterable[str], seconds: float) -> None:
-        """Everything arrives so much later, in both directions, until ``heal``."""
+        """Delay all bytes by this much, in both directions, until ``heal``."""
         for name in names:
             self.delays[name] = seconds
 
@@ -75,16 +75,16 @@ class Proxy:
         self._each(names, lambda connection: connection.lose(up=True, cut_after_s=cut_after_s))
 
     def reset(self, names: Iterable[str]) -> None:
-        """Connections end at once with RST, whatever is under way."""
+        """Reset all connections at once."""
         self._each(names, lambda connection: connection.cut())
 
     def heal(self, names: Iterable[str]) -> None:
-        """No more delay."""
+        """End all delays."""
         for name in names:
             self.delays.pop(name, None)
 
     def close(self) -> None:
-        """Cut everything and end the thread."""
+        """Cut all connections and end the thread."""
         self.reset(list(self._connections))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_DEADLINE_S)
@@ -157,7 +157,7 @@ class ProxiedConnection(asyncio.Protocol):
         asyncio.get_running_loop().call_later(cut_after_s, self.cut)
 
     def cut(self) -> None:
-        """End with RST."""
+        """Reset the connection."""
         if self._client is not None and not self._client.is_closing():
             end: socket.socket = self._client.get_extra_info("socket")
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,4 +1,4 @@
-"""One run of the suite: start the system, let faults rain, let it come to rest, stop it."""
+"""A run of the suite: start the system, inject faults, let it settle, stop it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MISBEHAVE = tuple(f"misbehave-{what}" for what in ("dataset", "workflow", "rewar
 
 @dataclass(frozen=True)
 class ChaosPlan:
-    """What the user asked for. only, skip: parts of names of kinds."""
+    """Options of a run. only, skip: parts of names of kinds."""
 
     folder: Path
     minutes: float
@@ -236,7 +236,7 @@ class Chaos:
         self._tail.read()
 
     def _tick(self) -> None:
-        """A moment of the run: undo what is due, restart what died, look, say."""
+        """Advance the run: undo faults that are due, restart dead services, observe, print."""
         now = time.monotonic()
         for active in [active for active in self._active if now >= active.due]:
             if active.undo() is False:

@@ -40,18 +40,18 @@ class Server:
         return self._embedded.url
 
     def start(self) -> None:
-        """Start it; does not wait until it answers."""
+        """Start it without waiting until it answers."""
         log = self._embedded.folder / "broker.log"
         command = [*self._embedded.command(), "--aof-load-truncated", "yes"]
         self._process = Process(command, "broker", log=log)
         self.up = True
 
     def wait(self) -> None:
-        """Until it answers, at most 30 s."""
+        """Wait until it answers, at most 30 s."""
         wait_ready(self.url, 30.0, self._embedded.folder / "broker.log")
 
     def answers(self) -> bool:
-        """Whether it is there and has loaded its data."""
+        """Return whether it runs and has loaded its data."""
         if not self.up:
             return False
         try:
@@ -60,7 +60,7 @@ class Server:
             return False
 
     def kill(self) -> None:
-        """kill -9; returns when it is gone."""
+        """Kill it with SIGKILL; return when it is gone."""
         self.up = False
         if self._process is not None:
             self._process.kill()
@@ -119,7 +119,7 @@ class Server:
         return file if file is not None and file.is_file() else None
 
     def stop(self) -> None:
-        """End it and everything of it."""
+        """Stop it; kill it after 10 s."""
         self.up = False
         if self._process is not None:
             self._process.terminate()

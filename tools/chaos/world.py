@@ -70,11 +70,11 @@ class Fault(ABC):
 
     @abstractmethod
     def strike(self, world: World, rng: random.Random) -> Strike | None:
-        """Do it."""
+        """Inject the fault; None if it is not possible now."""
 
 
 KINDS: list[Fault] = []
-"""One of each kind."""
+"""One fault of each kind."""
 
 
 def kind(fault: type[Fault]) -> type[Fault]:

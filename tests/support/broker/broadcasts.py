@@ -42,7 +42,7 @@ BYTES = 24 * CHUNK_BYTES - 17
 SETTINGS = PublishConfig(transport="nccl", nccl=NcclConfig(backend="gloo", roll_s=5.0, silence_s=5.0))
 """A busy machine has the time to answer: where it doesn't, weights come from peers."""
 BOUND_S = SETTINGS.nccl.roll_s + 2 * SETTINGS.nccl.silence_s + 2 * process.GRACE_S + 6.0
-"""Longest that a broadcast of such a version may hold anybody up, and something for a busy machine."""
+"""Longest delay by a broadcast of such a version, with a margin for a busy machine."""
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 READY_S = 120.0
 

@@ -1,1 +1,1 @@
-"""What the suite looks at, and what it makes of it."""
+"""Observation of a run, and the verdict on it."""

@@ -1,4 +1,4 @@
-"""What one process did, written down by itself: the oracle's only source.
+"""Evidence: what each process did, written by itself; the oracle's only source.
 
 One file per process, one ``os.write`` per line in append mode: a line that was written survives a kill -9
 of its writer, and no two writers share a file. Times are CLOCK_MONOTONIC, which all processes of one
@@ -72,7 +72,7 @@ class Log:
 
     @property
     def name(self) -> str:
-        """The service's name."""
+        """Name of the service."""
         return self.process.rpartition(".")[0]
 
     @property

@@ -26,7 +26,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Rules:
-    """What was promised. cursor: every task below it must have ended. samples: n of a group. staleness: the bound."""
+    """The promises. cursor: every task below it must have ended. samples: n of a group. staleness: the bound."""
 
     cursor: int
     samples: int
@@ -35,7 +35,7 @@ class Rules:
 
 @dataclass
 class Judgement:
-    """What the logs say. Counts are of samples, except skipped (tasks) and dropped (groups, by reason)."""
+    """Contents of the logs. Counts are of samples, except skipped (tasks) and dropped (groups, by reason)."""
 
     violations: list[Violation] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -126,7 +126,7 @@ def cursor(logs: Iterable[Log], until: float = float("inf")) -> int:
 
 
 def judge(logs: Sequence[Log], rules: Rules, losses: Sequence[Loss] = ()) -> Judgement:
-    """Hold the logs of a finished run against the promises."""
+    """Compare the logs of a finished run with the promises."""
     trainers = [log for log in logs if log.role == "trainer"]
     facts = gather(logs)
     steps, broken = surviving_steps(trainers)
@@ -143,7 +143,7 @@ def judge(logs: Sequence[Log], rules: Rules, losses: Sequence[Loss] = ()) -> Jud
 
 
 def _trained(steps: Sequence[Step], facts: Facts, rules: Rules, judgement: Judgement) -> dict[Sample, int]:
-    """Digest of each trained sample; finds what was trained twice, made up or too old."""
+    """Return the digest of each trained sample; find samples trained twice, never made, or too old."""
     trained: dict[Sample, int] = {}
     where: dict[Sample, Step] = {}
     for step in steps:

@@ -41,14 +41,14 @@ class Recovery:
 
 
 def acts(line: Line) -> bool:
-    """Whether a line shows work that was accepted."""
+    """Return whether a line shows accepted work."""
     if line.kind in ("publish", "score"):
         return any(item[-1] == "ok" for item in line.data["x"])
     return line.kind == "step" or (line.kind == "admit" and line.data["a"] in ("ok", "full"))
 
 
 def recoveries(hits: Sequence[Hit], logs: Sequence[Log]) -> list[Recovery]:
-    """One for each kill of a service."""
+    """List a recovery for each kill of a service."""
     by_name: dict[str, list[Log]] = defaultdict(list)
     for log in logs:
         by_name[log.name].append(log)

@@ -25,11 +25,11 @@ from tools.chaos.judging.watch import peaks
 from tools.chaos.run import Chaos
 
 SHOWN = 10
-"""Most violations of one promise that are told in full."""
+"""Most violations of a promise that are printed in full."""
 
 
 def examine(chaos: Chaos) -> dict[str, Any]:
-    """Judge a finished run; the dictionary that ``--json`` writes."""
+    """Judge a finished run; return the dictionary that ``--json`` writes."""
     plan, logs = chaos.plan, chaos.logs()
     bound = (settings.STALENESS + 1 + 2 * settings.CHECKPOINT_EVERY) * settings.GROUPS
     rules = Rules(chaos.cursor, settings.SAMPLES, settings.STALENESS)
@@ -141,7 +141,7 @@ def versions() -> dict[str, str]:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """The table, then what broke."""
+    """Print the table, then the broken promises."""
     faults = Table(title=f"{result['faults']} faults in {result['fault_seconds']:.0f} s, seed {result['seed']}")
     faults.add_column("fault")
     faults.add_column("times", justify="right")

@@ -1,4 +1,4 @@
-"""Looks at the run a few times a second: the server's streams and ledger by a connection of its own, and the logs."""
+"""Watches a run, several times a second: the server's streams and ledger over a separate connection, and the logs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Watch:
         self.cursor = 0
 
     def look(self) -> None:
-        """Silent when the server does not answer: then there is nothing to see."""
+        """Write nothing if the server does not answer."""
         if not self._server.up:
             return
         keys = self._keys
@@ -120,7 +120,7 @@ class Tail:
 
 
 def peaks(looks: Sequence[Line], samples: int, poison: Sequence[float] = ()) -> Peaks:
-    """The most that was ever seen. poison: when strange entries were added, POISON_ENTRIES at a time."""
+    """Return the highest counts so far. poison: when strange entries were added, POISON_ENTRIES at a time."""
     most, worst, excess = 0.0, None, 0.0
     for look in looks:
         data = look.data

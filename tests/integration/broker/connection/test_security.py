@@ -260,7 +260,7 @@ def test_a_role_cannot_write_what_is_not_its_own(roles: dict[str, Broker], role:
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.execute_command(str(command), KEYS.named([name])[0], *rest)
         if role != "observer":
-            # What a script of one's own does is checked like any command.
+            # Commands of a user's own script are checked like any others.
             sha = client.script_load(f"return redis.call('HSET', '{KEYS.named([name])[0]}', 'f', 'x')")
             with pytest.raises(redis.exceptions.ResponseError, match=r"(?i)permission|can't"):
                 client.evalsha(sha, 0)

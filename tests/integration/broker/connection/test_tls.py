@@ -1,4 +1,4 @@
-"""rediss:// with a CA of one's own, to a server with TLS and to one behind a TLS front; mistakes are told at once."""
+"""rediss:// with a private CA, to a server with TLS and to one behind a TLS front; mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def port(request: pytest.FixtureRequest, certificates: Path, tmp_path_factory: p
 
 
 def connect(url: str) -> Broker:
-    """With a deadline that no test lives to see: whoever is refused must hear it before."""
+    """With a deadline longer than any test, because a rejection must be reported before it."""
     config = BrokerConfig(deadline_s=300.0)
     return Broker(Connection(url, Keys("tidemill", "tls"), config.deadline_s), config)
 

@@ -1,4 +1,4 @@
-"""Signs of life never stand in the way of leases, and keep a service's name."""
+"""Heartbeats never delay leases, and keep a service's name."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_of_two_that_look_for_a_name_at_the_same_moment_one_gets_it_however_long
     begun = HeartbeatThread(broker, "g", "generator", describe, sole=True)
     with pytest.raises(InfraError, match="g runs already, with process id 1 on h"), begun:
         pytest.fail("both have the name")
-    assert [beat.pid for beat in broker.heartbeats.list()] == [1], "nobody is told of the one that was refused"
+    assert [beat.pid for beat in broker.heartbeats.list()] == [1], "the rejected one is not listed"
 
 
 def test_a_name_is_free_whatever_another_version_of_tidemill_left_under_it(broker: Broker) -> None:

@@ -326,7 +326,7 @@ def test_more_ends_than_groups_are_told_and_do_not_pass_for_something_else(broke
     _, takeover = take_over_as(broker, change_request(checkpoint(training), trained=2))
     assert takeover.surplus == 1
     assert broker.ledger.read_state().dropped == {"counted_twice": -1}
-    assert broker.ledger.read_state().balanced, "the trainer can go on"
+    assert broker.ledger.read_state().balanced, "the trainer can continue"
 
 
 def test_a_group_that_failed_before_the_loss_is_still_requeued(broker: Broker) -> None:

@@ -246,7 +246,7 @@ def test_another_generator_finds_what_a_dead_one_had_saved(broker: Broker) -> No
     )
     alive = broker.partials("alive")
     assert alive.save_pieces([(0, again.entry_id, [(0, piece_of(partial(0, (3, 2)), 0))])]) == [[True]]
-    assert alive.load_partials(0, [0]) == [partial(0, (3, 2))], "piece 0 begins anew"
+    assert alive.load_partials(0, [0]) == [partial(0, (3, 2))], "piece 0 restarts the sample"
 
 
 def test_the_calls_and_notes_of_an_episode_are_saved_one_after_the_other(broker: Broker) -> None:
@@ -293,7 +293,7 @@ def test_pieces_of_two_generators_are_never_joined(broker: Broker) -> None:
     others = (0, piece_of(partial(1, (1, 2)), 0))
     assert first.save_pieces([(0, entry, [(1, piece_of(mine, 6)), others])]) == [[False, True]]
     assert first.load_partials(0, [0]) == [theirs]
-    assert first.save_pieces([(0, entry, [(0, piece_of(mine, 0))])]) == [[True]], "it begins anew"
+    assert first.save_pieces([(0, entry, [(0, piece_of(mine, 0))])]) == [[True]], "it restarts the sample"
     assert first.load_partials(0, [0]) == [mine]
 
 

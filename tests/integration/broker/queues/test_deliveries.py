@@ -73,7 +73,7 @@ def test_a_long_reward_survives_lost_connections_and_then_one_replacement(broker
 
 
 def lose_answer(broker: Broker, generator: str, count: int) -> None:
-    """The server hands entries out, and nobody hears of it."""
+    """The server delivers entries in a reply that is lost."""
     broker.connection.client.xreadgroup("generators", generator, {broker.connection.keys.tasks: ">"}, count)
     broker.connection.losses += 1
 

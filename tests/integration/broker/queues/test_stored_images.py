@@ -278,7 +278,7 @@ def test_nothing_is_left_of_the_images_of_200_tasks_whose_generator_is_killed_on
         taken = [*alive.claim_stale(0.0, 100), *alive.read(100, 10)]
         for delivery in taken:
             task = delivery.message
-            assert broker.images.fetch([task.images[0].digest]), "its image is there as long as somebody needs it"
+            assert broker.images.fetch([task.images[0].digest]), "its image is there as long as a group needs it"
             alive.publish(task.task_id, [make_trajectory(task.task_id, 0)])
             alive.release(delivery)
         rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(100, 10)])

@@ -59,7 +59,7 @@ class Run:
         return self._stack.enter_context(contextlib.closing(Service(role, self._url, RUN, self._folder / name)))
 
     def publish(self) -> dict[str, Any]:
-        """A new version; what the trainer says of it, who was not held up for longer than it may be."""
+        """Publish a version; return the trainer's report, whose delay is within its bound."""
         self.begin_publish()
         said = self.trainer.hear()
         assert said["version"] == self.version

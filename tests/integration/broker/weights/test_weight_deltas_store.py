@@ -69,7 +69,7 @@ def files(folder: Path) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody has is given up sooner."""
+    """Abandon what no peer has sooner."""
     monkeypatch.setattr("broker.weights.peers.download.STALL_S", 0.5)
 
 
@@ -237,7 +237,7 @@ def test_a_restarted_trainer_publishes_whole_and_generators_go_on_from_it(
     assert forms(seen) == "wd"
     assert successor.is_at(generator.fetch(seen[-1]))
     mine = {str(Path(p.uri.partition(":")[2]).name) for m in broker.weights.published() for p in payloads(m)}
-    assert {name for name in files(tmp_path / "out") if "-t1" in name} <= mine, "the dead one's files are gone"
+    assert {name for name in files(tmp_path / "out") if "-t1" in name} <= mine, "the files of the dead trainer are gone"
 
 
 def test_a_trainer_that_went_back_gives_no_number_twice(
@@ -248,7 +248,7 @@ def test_a_trainer_that_went_back_gives_no_number_twice(
     make_trainer: Callable[[TrainerSession], ChangingWeights],
     kind: str,
 ) -> None:
-    """It replays versions 2 and 3; whoever reads them gets what was published under these numbers first."""
+    """It replays versions 2 and 3; readers get what was first published under these numbers."""
     first = [trainer.publish(version) for version in (1, 2, 3)]
     successor = make_trainer(take_over(broker, fresh=False))
     successor.bits = trainer.bits.copy()

@@ -1,4 +1,4 @@
-"""Weights from peers: whole and undamaged whoever dies, lies or hangs, with a bound on what leaves the trainer."""
+"""Weights from peers: complete and undamaged if peers die, lie or hang, with a bound on the trainer's traffic."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def run(make_broker: Callable[..., Broker], tmp_path: Path) -> Iterator[Run]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody asks the trainer for more because this machine has other things to do."""
+    """No reader asks the trainer for more because this machine is busy."""
     for name in ("download.PATIENCE_S", "download.SLOW_S", "download.STALL_S", "chunk_store.RIVAL_S"):
         monkeypatch.setattr(f"broker.weights.peers.{name}", 60.0)
 
