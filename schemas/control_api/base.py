@@ -33,6 +33,12 @@ class Answer(BaseModel):
     model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
+class ListAnswer(Answer):
+    """Base of answers in pages."""
+
+    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
+
+
 class RequestBody(Answer):
     """Base of request bodies."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from schemas.control_api.base import Answer
+from schemas.control_api.base import Answer, ListAnswer
 
 
 class LetterHead(Answer):
@@ -22,11 +22,10 @@ class LetterHead(Answer):
     bytes: int
 
 
-class DeadLetters(Answer):
+class DeadLetters(ListAnswer):
     """Answer to GET /v1/dead-letters."""
 
     letters: list[LetterHead]
-    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
     total: int = Field(description="Number of all dead letters so far; the broker keeps only the newest.")
 
 

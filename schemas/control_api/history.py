@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import Field
 
-from schemas.control_api.base import Answer, Level
+from schemas.control_api.base import Answer, Level, ListAnswer
 from schemas.control_api.status import EvaluationStatus
 
 
-class MetricsHistory(Answer):
+class MetricsHistory(ListAnswer):
     """Answer to GET /v1/metrics-history, and the data of the SSE event ``metrics``: columns, ready for charts."""
 
     step: list[int] = Field(
@@ -21,7 +21,6 @@ class MetricsHistory(Answer):
     )
     staleness: list[dict[str, int]] = Field(description="Number of loss tokens by age, for each step.")
     names: list[str] = Field(description="Names of all series, including those that were not requested.")
-    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class ThroughputHistory(Answer):
@@ -44,18 +43,16 @@ class TimelineEvent(Answer):
     data: dict[str, Any]
 
 
-class Timeline(Answer):
+class Timeline(ListAnswer):
     """Answer to GET /v1/timeline."""
 
     events: list[TimelineEvent]
-    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
-class Evaluations(Answer):
+class Evaluations(ListAnswer):
     """Answer to GET /v1/evaluations, by version."""
 
     evaluations: list[EvaluationStatus]
-    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class WeightVersion(Answer):
@@ -73,8 +70,7 @@ class WeightVersion(Answer):
     adapter_rank: int | None = Field(description="Rank of the adapter; null if all weights of the model are published.")
 
 
-class Weights(Answer):
+class Weights(ListAnswer):
     """Answer to GET /v1/weights."""
 
     weights: list[WeightVersion]
-    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")

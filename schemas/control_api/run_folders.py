@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from schemas.control_api.base import Answer
+from schemas.control_api.base import Answer, ListAnswer
 
 
 class RunHead(Answer):
@@ -34,11 +34,10 @@ class RunHead(Answer):
     live: str | None = Field(description="Address of the control plane of the run, as its folder records it.")
 
 
-class Runs(Answer):
+class Runs(ListAnswer):
     """Answer to GET /v1/runs, by name."""
 
     runs: list[RunHead]
-    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
     live: str | None = Field(
         description="Name of the run that this server watches at its broker; null if it watches none."
     )
@@ -62,14 +61,13 @@ class RunSettings(Answer):
     )
 
 
-class RunMetrics(Answer):
+class RunMetrics(ListAnswer):
     """Answer to GET /v1/runs/{run}/metrics: columns."""
 
     step: list[int]
     series: dict[str, list[float | None]] = Field(description="Values by name, each list as long as ``step``.")
     names: list[str] = Field(description="Names of all series, also of those that were not requested.")
     about: dict[str, str] = Field(description="Descriptions of the series by name, if known.")
-    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class GroupHead(Answer):
@@ -97,13 +95,12 @@ class Histogram(Answer):
     counts: list[int]
 
 
-class Groups(Answer):
+class Groups(ListAnswer):
     """Answer to GET /v1/runs/{run}/groups."""
 
     groups: list[GroupHead]
     total: int = Field(description="Number of all matching groups.")
     kept: int = Field(description="Groups in the run's folder.")
-    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
     histograms: list[Histogram] = Field(description="Over all matching groups: mean rewards, rewards, and their terms.")
 
 
@@ -148,11 +145,10 @@ class RunEvaluation(Answer):
     prompts: bool = Field(description="Whether its prompts and samples are kept.")
 
 
-class RunEvaluations(Answer):
+class RunEvaluations(ListAnswer):
     """Answer to GET /v1/runs/{run}/evaluations, by version."""
 
     evaluations: list[RunEvaluation]
-    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class EvaluationPrompt(Answer):
@@ -166,13 +162,12 @@ class EvaluationPrompt(Answer):
     samples: list[GroupSample]
 
 
-class EvaluationPrompts(Answer):
+class EvaluationPrompts(ListAnswer):
     """Answer to GET /v1/runs/{run}/evaluations/{version}: the prompts, the worst first."""
 
     version: int
     prompts: list[EvaluationPrompt]
     total: int
-    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class LogHead(Answer):
@@ -183,11 +178,10 @@ class LogHead(Answer):
     updated: float
 
 
-class Logs(Answer):
+class Logs(ListAnswer):
     """Answer to GET /v1/runs/{run}/logs."""
 
     logs: list[LogHead]
-    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class LogPart(Answer):
@@ -209,11 +203,10 @@ class CheckpointHead(Answer):
     time: float
 
 
-class Checkpoints(Answer):
+class Checkpoints(ListAnswer):
     """Answer to GET /v1/runs/{run}/checkpoints."""
 
     checkpoints: list[CheckpointHead]
-    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
 class Resources(Answer):
@@ -238,8 +231,7 @@ class AlertRecord(Answer):
     over: float | None = Field(description="When its condition ended; null if it has not.")
 
 
-class Alerts(Answer):
+class Alerts(ListAnswer):
     """Answer to GET /v1/runs/{run}/alerts."""
 
     alerts: list[AlertRecord]
-    next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
