@@ -40,16 +40,16 @@ def test_a_program_sees_no_environment_and_is_an_ordinary_user(monkeypatch: pyte
 
 
 def test_the_probe_finds_that_nothing_gets_through() -> None:
-    kept = probe(sandbox())
-    assert kept.allowed == []
-    assert "fork loops" in kept.blocked
+    probed = probe(sandbox())
+    assert probed.allowed == []
+    assert "fork loops" in probed.blocked
 
 
 def test_the_probe_finds_what_gets_through_where_there_is_no_sandbox() -> None:
-    kept = probe(Sandbox("none"))
-    assert {"files", "writing", "network", "other processes", "fork loops"} <= set(kept.allowed)
+    probed = probe(Sandbox("none"))
+    assert {"files", "writing", "network", "other processes", "fork loops"} <= set(probed.allowed)
     # The environment is cleared and the address space limited in any case.
-    assert kept.blocked == ["environment", "allocations"]
+    assert probed.blocked == ["environment", "allocations"]
 
 
 def test_only_tmp_can_be_written_and_holds_no_more_than_its_size() -> None:

@@ -48,7 +48,6 @@ def test_a_hanging_call_costs_nobody_else_anything(base: Path):
     assert all(r.reward == 0.5 for do, r in zip(actions, results, strict=True) if do == "fine")
 
 
-@pytest.mark.anyio
 async def test_a_slow_sample_holds_up_no_other(base: Path):
     async with Scorer(terms("mine.py:by_data"), base, workers=2, timeout_s=20.0) as scorer:
         hanging = asyncio.create_task(scorer.score(trajectory(do="hang")))
@@ -83,7 +82,6 @@ def empty() -> RewardInput:
     return RewardInput("", "", [], [], {})
 
 
-@pytest.mark.anyio
 async def test_the_input_of_a_sample_that_waits_is_not_made_yet(base: Path):
     made: list[int] = []
     begun = asyncio.Event()
@@ -104,14 +102,12 @@ async def test_the_input_of_a_sample_that_waits_is_not_made_yet(base: Path):
         await calls[0]
 
 
-@pytest.mark.anyio
 async def test_a_worker_that_cannot_start_is_an_infrastructure_error(base: Path):
     async with workers(base, "mine.py:gone") as pool:
         with pytest.raises(InfraError, match=r"a reward worker cannot start: .*has no 'gone'"):
             await pool.call(0, empty)
 
 
-@pytest.mark.anyio
 async def test_a_system_without_room_for_another_process_is_an_infrastructure_error_and_no_hang(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -130,7 +126,6 @@ async def test_a_system_without_room_for_another_process_is_an_infrastructure_er
         assert (await pool.call(0, lambda: reward_input(trajectory()))).status == "ok"
 
 
-@pytest.mark.anyio
 async def test_start_has_a_deadline(base: Path):
     (base / "slow.py").write_text("import time\ntime.sleep(3600)\n")
     async with workers(base, "slow.py:f", start_timeout_s=0.5) as pool:

@@ -126,7 +126,6 @@ def found(score: Score) -> tuple[str, str]:
     return score.status, score.reason.partition(": ")[2]
 
 
-@pytest.mark.anyio
 async def test_an_async_function_with_a_concurrency_has_its_calls_in_flight_in_one_loop_for_life(base: Path):
     async with scoring(base, of("judged")) as scorer:
         assert scorer.capacity == 16
@@ -137,7 +136,6 @@ async def test_an_async_function_with_a_concurrency_has_its_calls_in_flight_in_o
     assert loops.reward == 1.0
 
 
-@pytest.mark.anyio
 async def test_the_configuration_decides_on_the_concurrency_and_on_batches(base: Path):
     async with scoring(base, of("judged", concurrency=3), of("lengths", batch=4), workers=2) as scorer:
         assert scorer.capacity == 7
@@ -145,14 +143,12 @@ async def test_the_configuration_decides_on_the_concurrency_and_on_batches(base:
         assert (await scorer.score(trajectory(do="most"))).components["mine.py:judged"] == 3.0
 
 
-@pytest.mark.anyio
 async def test_an_async_function_without_a_concurrency_shares_the_workers_and_keeps_its_loop(base: Path):
     async with scoring(base, of("unsaid")) as scorer:
         assert [score.reward for score in await scorer.score_all([trajectory()] * 3)] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", ["hang", "hang on"])
-@pytest.mark.anyio
 async def test_a_call_that_hangs_among_others_is_alone_excluded_and_its_worker_stays(base: Path, kind: str):
     async with scoring(base, of("judged"), timeout_s=1.0) as scorer:
         (before,) = await scorer.score_all([trajectory(do="pid")])
@@ -170,7 +166,6 @@ async def test_a_call_that_hangs_among_others_is_alone_excluded_and_its_worker_s
         ("block", "timeout", "no result within 1 s, its worker was killed"),
     ],
 )
-@pytest.mark.anyio
 async def test_a_call_that_takes_its_worker_along_is_excluded_and_the_others_are_called_again(
     base: Path, kind: str, status: str, reason: str
 ):
@@ -180,7 +175,6 @@ async def test_a_call_that_takes_its_worker_along_is_excluded_and_the_others_are
     assert {(score.status, score.reward) for score in others} == {("ok", 0.5)}
 
 
-@pytest.mark.anyio
 async def test_a_function_of_lists_gets_the_samples_that_wait(base: Path):
     async with scoring(base, of("lengths", batch=8, wait_ms=300)) as scorer:
         await scorer.score_all([trajectory()])
@@ -196,7 +190,6 @@ async def test_a_function_of_lists_gets_the_samples_that_wait(base: Path):
         ("hang", "timeout", "no result within 2 s, its worker was killed"),
     ],
 )
-@pytest.mark.anyio
 async def test_one_sample_of_a_batch_that_fails_costs_no_other(base: Path, kind: str, status: str, reason: str):
     async with scoring(base, of("lengths", batch=4, wait_ms=200), timeout_s=2.0) as scorer:
         first, bad, last = await scorer.score_all([trajectory("a"), trajectory(kind), trajectory("b")])
@@ -204,7 +197,6 @@ async def test_one_sample_of_a_batch_that_fails_costs_no_other(base: Path, kind:
     assert (first.reward, last.reward) == (1.0, 1.0)
 
 
-@pytest.mark.anyio
 async def test_none_from_a_function_of_lists_is_no_opinion_and_no_zero(base: Path):
     async with scoring(base, of("lengths"), {"name": "exact"}) as scorer:
         (both,) = await scorer.score_all([trajectory("none", answer="none")])
@@ -214,7 +206,6 @@ async def test_none_from_a_function_of_lists_is_no_opinion_and_no_zero(base: Pat
     assert (none.status, none.reason) == ("error", "no term applies to it")
 
 
-@pytest.mark.anyio
 async def test_functions_written_for_trl_are_taken_as_they_are(base: Path):
     async with scoring(base, of("only_completions", args={"scale": 2.0}), of("in_chat", chat=True)) as scorer:
         asked = [{"role": "user", "content": "?"}]
@@ -229,7 +220,6 @@ async def test_functions_written_for_trl_are_taken_as_they_are(base: Path):
         assert first.status == "ok", "called on each alone it returns as many as it was asked for"
 
 
-@pytest.mark.anyio
 async def test_functions_written_for_verl_are_taken_as_they_are(base: Path):
     rows = [
         {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "46"}, "extra_info": {"bonus": 0.25}},
@@ -243,7 +233,6 @@ async def test_functions_written_for_verl_are_taken_as_they_are(base: Path):
     assert found(none) == ("error", "ValueError: the data has no ground_truth, reward_model.ground_truth or answer")
 
 
-@pytest.mark.anyio
 async def test_what_waits_can_be_given_back_and_what_has_begun_ends_with_the_pool(base: Path):
     async with scoring(base, of("judged", concurrency=1)) as scorer:
         hanging, waiting = (
@@ -284,14 +273,12 @@ def test_a_setting_that_does_not_fit_the_function_is_one_line(base: Path, term: 
 
 
 @pytest.mark.parametrize("settings", [{}, {"batch": 4}])
-@pytest.mark.anyio
 async def test_what_a_function_loads_before_its_first_call_is_charged_to_no_sample(base: Path, settings: dict):
     name = "loaded_lists" if settings else "loaded"
     async with scoring(base, of(name, args={"path": "model"}, **settings), timeout_s=1.0) as scorer:
         assert [score.reward for score in await scorer.score_all([trajectory(), trajectory()])] == [4.0, 4.0]
 
 
-@pytest.mark.anyio
 async def test_a_worker_that_cannot_load_what_it_needs_says_so(base: Path):
     async with scoring(base, of("loaded", args={"path": "missing"})) as scorer:
         with pytest.raises(InfraError, match=r"reward 'mine.py:loaded': FileNotFoundError: missing"):
