@@ -201,11 +201,15 @@ class Ledger:
     def change_settings(self, values: Mapping[Setting, float | None]) -> bool:
         """Change settings of the running run, all or none; None restores the configured value.
 
-        False if no trainer has started yet. RefusedError if fewer slots would be left than a batch needs. The change
-        survives restarts of every service.
+        False if no trainer has started yet. RefusedError if fewer slots would be left than a batch needs, or if batch
+        or staleness is far above the configured one. The change survives restarts of every service. If it leaves fewer
+        slots than groups, the next admission withdraws those that no generator has taken, to admit them again later.
         """
         args = [arg for name, value in values.items() for arg in (name, "" if value is None else repr(value))]
         answer = self._connection.run_script("change_settings", *args)
+        if isinstance(answer, list) and len(answer) == 4:
+            name, given, most, configured = (value.decode() for value in answer)
+            raise RefusedError(f"{name} {given} is not allowed: at most {most} in a run configured with {configured}")
         if isinstance(answer, list):
             raise RefusedError(str(slots_problem(*(int(value) for value in answer))))
         return bool(answer == b"ok")

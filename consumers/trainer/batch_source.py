@@ -62,7 +62,7 @@ class BatchSource:
         self._taken = []
         self._told_filtered = False
         self._extend_deadline()
-        while not self._try_assemble():
+        while not self._try_assemble(stop):
             if not self._wait_for_outcomes(stop):
                 return None
         references = [_reference(outcomes) for _, outcomes in self._taken]
@@ -78,8 +78,8 @@ class BatchSource:
         """Return the batch of a journaled step, with the same data; BrokerDamaged if the broker has lost some of it."""
         return self._make_batch(record, self.intake.take_again(record))
 
-    def _try_assemble(self) -> bool:
-        """Take groups for the step; True if it has all of them, False also while the trainer has to pause."""
+    def _try_assemble(self, stop: StopFlag) -> bool:
+        """Take groups for the step; True if it has all of them, False also if the trainer has to pause or stop."""
         while True:
             self.intake.claim()
             pipeline = self._pipeline = self._session.read_pipeline()
@@ -92,7 +92,8 @@ class BatchSource:
             self._taken += self.intake.take(chosen, pipeline.staleness)
             if len(self._taken) >= pipeline.batch:
                 return True
-            if not chosen:
+            # Groups that are dropped as stale may be many.
+            if not chosen or stop:
                 return False
 
     def _wait_for_outcomes(self, stop: StopFlag) -> bool:

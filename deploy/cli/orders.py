@@ -137,5 +137,4 @@ def change(
         print_json(answer)
         return
     for name, given in wanted.items():
-        later = ", from the next start of the trainer" if name in ("staleness", "batch") else ""
-        print(f"{name}: {f'as configured{later}' if given is None else given}")
+        print(f"{name}: {'as configured' if given is None else given}")

@@ -10,7 +10,34 @@ if not ctl[6] then return {'starting', '0'} end
 local function next_task()
   return redis.call('ZRANGE', READMIT, 0, 0)[1] or redis.call('HGET', CTL, 'cursor')
 end
+local function taken(entry)
+  for _, group in ipairs(redis.call('XINFO', 'GROUPS', TASKS)) do
+    local known = {}
+    for i = 1, #group, 2 do known[group[i]] = group[i + 1] end
+    local ms, number = string.match(entry, '(%d+)-(%d+)')
+    local last_ms, last_number = string.match(known['last-delivered-id'], '(%d+)-(%d+)')
+    if ms ~= last_ms then return tonumber(ms) < tonumber(last_ms) end
+    return tonumber(number) <= tonumber(last_number)
+  end
+  return true
+end
+-- Users may change settings so that there are more groups than slots. The newest whose task no generator has taken are
+-- withdrawn first, and made again when there is room. The others are generated, and trained or dropped as stale.
+local function withdraw_surplus(surplus)
+  for _, task in ipairs(surplus > 0 and redis.call('ZREVRANGE', SLOTS, 0, surplus - 1) or {}) do
+    local f = redis.call('HMGET', GROUPS, task .. ':entry', task .. ':n', task .. ':left', task .. ':images')
+    if not f[1] or f[2] ~= f[3] or taken(f[1]) then return end
+    -- The broker may be full.
+    if type(redis.pcall('ZADD', READMIT, task, task)) == 'table' then return end
+    redis.call('HINCRBY', COUNTS, 'admitted', -1)
+    forget_images(f[4])
+    redis.call('HDEL', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':prompt', task .. ':images')
+    redis.call('ZREM', SLOTS, task)
+    redis.call('XDEL', TASKS, f[1])
+  end
+end
 local slots, wanted = tonumber(ctl[2]), (tonumber(ctl[3]) - tonumber(ctl[4])) * tonumber(ctl[5])
+withdraw_surplus(redis.call('ZCARD', SLOTS) - slots)
 
 -- One task, whose arguments begin at `at`, with images from `first` to `last`.
 local function admit(task, at, first, last)

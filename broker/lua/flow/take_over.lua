@@ -162,6 +162,7 @@ local version = math.max(tonumber(known[2] or 0), lost and own.version_if_lost o
 redis.call('SET', LEADER_TERM, leader_term)
 redis.call('HSET', CTL, 'schema', string.format('%d', own.schema), 'leader_term', n, 'version', string.format('%d', version), 'state', 'running')
 redis.call('HSET', CTL, 'own_steps', string.format('%d', own.steps), 'window', string.format('%d', own.window))
+redis.call('HSET', CTL, 'own_staleness', string.format('%d', own.staleness), 'own_batch', string.format('%d', own.batch))
 redis.call('HDEL', CTL, 'cause')
 own_run(own.run_id, own.run_folder, own.run_host)
 redis.call('HDEL', RUN_CONTROL, 'finished')

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from broker.client import Broker
+from broker.flow.ledger import Setting
 from broker.flow.progress import Progress, TakeoverRequest
 from schemas.config import parse_config
 from schemas.config.run import slots_problem
@@ -17,7 +18,7 @@ from schemas.errors import BrokerLost, ConfigError, RefusedError
 from schemas.messages import Score
 from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.leadership import leadership_in
-from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task
+from tests.support.broker.prompt_groups import claim_batch, count_entries, generate_and_score, make_task
 from tests.support.broker.trainer_sessions import FIRST, change_request, take_over, take_over_as
 from tests.support.runs.command_line import run_tidemill
 
@@ -161,8 +162,49 @@ def test_a_setting_that_was_given_back_does_not_return_with_an_older_checkpoint(
     take_over_as(broker, WINDOWED)
     broker.ledger.change_settings({"staleness": 2})
     broker.ledger.change_settings({"staleness": None})
+    assert in_force(broker) == (4, 4, 17), "at once"
     take_over_as(broker, change_request(WINDOWED, settings={"staleness": 2}, leader_term_floor=1))
     assert in_force(broker) == (4, 4, 17)
+
+
+@pytest.mark.parametrize(("name", "typo", "most"), [("batch", 100_000, 32), ("staleness", 1000, 32)])
+def test_a_value_far_above_the_configured_one_is_rejected_with_its_limit(
+    broker: Broker, name: Setting, typo: int, most: int
+) -> None:
+    take_over_as(broker, WINDOWED)
+    with pytest.raises(RefusedError, match=f"{name} {typo} is not allowed: at most {most} in a run configured with 4"):
+        broker.ledger.change_settings({name: typo})
+    assert in_force(broker) == (4, 4, 17)
+    assert broker.ledger.change_settings({name: most})
+
+
+def test_a_smaller_pipeline_withdraws_groups_that_no_generator_has_taken(broker: Broker) -> None:
+    """Their prompts are not lost: the groups are admitted again when there is room."""
+    training = take_over_as(broker, WINDOWED)[0]
+    broker.ledger.change_settings({"batch": 32})
+    for task_id in range(40):
+        if task_id == 3:
+            # One group is generated, and its generator holds the other two.
+            generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=1.0)))
+        assert broker.ledger.admit(make_task(task_id)).answer == "ok"
+
+    broker.ledger.change_settings({"batch": None})
+    assert broker.ledger.admit(make_task(40)).next == 17
+    state = broker.ledger.read_state()
+    assert (state.active, state.capacity, state.readmit, state.balanced) == (17, 17, 23, True)
+    assert [slot.task_id for slot in training.read_pipeline().slots] == list(range(17))
+    assert broker.ledger.admit(make_task(17)).answer == "full"
+    assert count_entries(broker)["tasks"] == 16, "all but the generated one"
+
+    broker.ledger.change_settings({"batch": 1})
+    assert broker.ledger.admit(make_task(17)).next == 3
+    assert [slot.task_id for slot in training.read_pipeline().slots] == [0, 1, 2], "a generator has these"
+
+    broker.ledger.change_settings({"batch": 32})
+    for task_id in range(3, 40):
+        assert broker.ledger.admit(make_task(task_id)).answer == "ok"
+    assert broker.ledger.read_state().readmit == 0
+    assert broker.ledger.read_state().balanced
 
 
 def test_settings_that_services_read_outlive_a_broker_that_lost_all(broker: Broker) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 from msgspec.structs import replace
 
 from broker.client import Broker
+from broker.flow.pipeline import Slot
 from broker.queues.tasks import TaskQueue, eval_task_id
 from consumers.trainer.checkpoint.batch_files import BatchFiles
 from consumers.trainer.data.groups import Group
+from consumers.trainer.group_intake import GroupIntake
 from consumers.trainer.loop import Trainer
 from consumers.trainer.step.build import build_train_step
 from deploy.export.checkpoints import replay_steps
@@ -157,6 +159,36 @@ def test_the_batch_changes_while_the_run_goes_on(
     assert sizes[-1] == 4
     assert broker.ledger.read_state().trained == sum(sizes)
     assert broker.ledger.read_state().balanced
+
+
+def test_a_trainer_that_drops_stale_groups_stops_between_two_of_them(
+    trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop that waited for the last of many stale groups would be a kill, without a checkpoint."""
+    stop, asked = StopFlag(), list[int]()
+
+    def drop(intake: GroupIntake, task_ids: Sequence[int], staleness: int) -> Iterator[Any]:
+        stop.set()
+        asked.append(len(task_ids))
+        for task_id in task_ids:
+            intake._end_group(task_id, intake._buffer.take(task_id), "stale")
+        return iter(())
+
+    with Pipeline(broker, publish_of_version):
+        one = trainer()
+        choose = GroupIntake.choose
+
+        def wait_and_choose(intake: GroupIntake, active: Sequence[Slot], most: int) -> list[int]:
+            until(lambda: bool(intake.claim()) or len(intake._buffer.waiting_ids()) >= 2 * most, "two batches")
+            return choose(intake, active, most)
+
+        monkeypatch.setattr(GroupIntake, "take", drop)
+        monkeypatch.setattr(GroupIntake, "choose", wait_and_choose)
+        thread, errors = in_thread(one, stop)
+        thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    assert len(asked) == 1, "no further group is dropped after the stop"
 
 
 def test_learning_rate_steps_and_checkpoints_change_while_the_run_goes_on(
