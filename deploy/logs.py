@@ -6,10 +6,11 @@ Services log with ``structlog.get_logger()``; run, role and service are added to
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from types import TracebackType
 from typing import Any, TextIO, cast
 
@@ -18,19 +19,48 @@ import structlog
 from schemas.config import TidemillConfig
 
 
-class _LossyStream:
-    """A stream of which lines are lost while they can't be written, as on a full disk: no thread ends of a log line."""
+class LossyStream:
+    """A stream of which lines are lost while it can't be written, as on a full disk: no thread ends of a log line.
+
+    A pipe without a reader or a terminal that is closed is replaced by /dev/null.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def write(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
+    @property
+    def encoding(self) -> str:
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        with self._lossy():
+            return self._stream.write(text)
+        return 0
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
+        with self._lossy():
             self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @contextlib.contextmanager
+    def _lossy(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):
+                # What is left in its buffer would fail once more, at the end of this process.
+                with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), self._stream.fileno())
+
+
+def lossy(stream: TextIO) -> TextIO:
+    """Return a stream that never fails, see ``LossyStream``."""
+    return cast(TextIO, LossyStream(stream))
 
 
 def configure_logging(config: TidemillConfig, role: str, name: str, stream: TextIO | None = None) -> None:
@@ -38,7 +68,7 @@ def configure_logging(config: TidemillConfig, role: str, name: str, stream: Text
     stream = sys.stderr if stream is None else stream
     # Libraries draw progress bars into logs otherwise; an environment that wants them says so.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    coloured, lossy = stream.isatty(), cast(TextIO, _LossyStream(stream))
+    coloured, output = stream.isatty(), lossy(stream)
     human = config.log.format == "human" or (config.log.format == "auto" and coloured)
     level = logging.getLevelNamesMapping()[config.log.level.upper()]
     context = {"run": config.run.name, "role": role, "service": name}
@@ -62,9 +92,9 @@ def configure_logging(config: TidemillConfig, role: str, name: str, stream: Text
     structlog.configure(
         processors=[*shared, *render],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(file=lossy),
+        logger_factory=structlog.WriteLoggerFactory(file=output),
     )
-    handler = logging.StreamHandler(lossy)
+    handler = logging.StreamHandler(output)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],

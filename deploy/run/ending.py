@@ -60,8 +60,8 @@ class Ending:
             console.print(f"{name:<20} {value}", highlight=False)
         console.print()
         if self.plot is not None:
-            print(self.plot)
-        print(self.folder / SUMMARY)
+            console.print(str(self.plot), soft_wrap=True, highlight=False, markup=False)
+        console.print(str(self.folder / SUMMARY), soft_wrap=True, highlight=False, markup=False)
 
 
 def finish(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, float]) -> Ending:

@@ -7,6 +7,7 @@ does not answer never stops the supervisor.
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from deploy.control_plane.alerts.run_watch import RunWatch
 from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.poller import REWARDS, StatusPoller, unreachable
 from deploy.control_plane.web.sse import timeline_event
+from deploy.logs import lossy
 from deploy.supervisor.events import NAME, TimelineWriter
 from deploy.supervisor.restart_policy import State
 from deploy.supervisor.services import Change
@@ -42,7 +44,8 @@ class RunObserver:
     """The live view, the timeline and the alerts of one run."""
 
     def __init__(self, config: TidemillConfig) -> None:
-        self.console = Console()
+        # A closed terminal or pipe must not end the run before its services have stopped in order.
+        self.console = Console(file=lossy(sys.stdout))
         self.timeline = TimelineWriter()
         self.other_events: deque[TimelineEvent] = deque(maxlen=EVENTS)
         self._config = config

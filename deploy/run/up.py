@@ -22,7 +22,7 @@ from broker.connection.embedded import EmbeddedServer
 from broker.flow.owner import Owner
 from broker.heartbeat import HeartbeatThread
 from deploy.checks.preflight import check
-from deploy.logs import configure_logging
+from deploy.logs import configure_logging, lossy
 from deploy.offline.warm_start import is_current
 from deploy.run.ending import Ending, finish, note_failed_start
 from deploy.run.folder import claim_name, forget_run, is_finished, refuse_foreign, settle_configuration, sole_user
@@ -231,7 +231,7 @@ class SupervisedRun:
             elif outcome.reason == "failed":
                 note_failed_start(self.config, outcome, self.phases)
         if outcome.cause is not None:
-            print(f"tidemill: {outcome.cause}", file=sys.stderr)
+            print(f"tidemill: {outcome.cause}", file=lossy(sys.stderr))
             if outcome.cause.exit.code in (CONFIG_EXIT, RUN_FAILED_EXIT):
                 return outcome.cause.exit.code
         if outcome.reason == "stopped" and self.ordered:

@@ -340,7 +340,9 @@ class Supervisor:
         """Count interrupts instead of dying of them. Yield a descriptor that becomes readable with each."""
 
         def count(signum: int, frame: FrameType | None) -> None:
-            self._interrupts += 1
+            # Of a terminal that is closed, the kernel and the shell report the hang-up, which is one request to stop.
+            if signum != signal.SIGHUP or not self._interrupts:
+                self._interrupts += 1
 
         read, write = os.pipe()
         os.set_blocking(read, False)

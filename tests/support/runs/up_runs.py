@@ -30,16 +30,20 @@ def make_decoys(folder: Path) -> Path:
 class UpRun:
     """One ``tidemill up`` in a folder of its own, beside a user's folders that are named like our packages."""
 
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, config: dict[str, Any], output: int | None = None, terminal: bool = False
+    ) -> None:
+        """output: descriptor for what it prints, instead of a file. terminal: whether that is its terminal."""
         self.folder = folder / "run"
         self.output = folder / "output.txt"
         file = folder / "config.yaml"
         file.write_text(yaml.safe_dump({**config, "run": {"name": "e2e", "folder": str(self.folder)}}))
         environment = {key: value for key, value in os.environ.items() if key != "REDIS_URL"}
-        with self.output.open("w") as output:
+        with self.output.open("w") as to_file:
             self.process = subprocess.Popen(
-                command("up", str(file)),
-                stdout=output,
+                [*(["setsid", "--ctty"] if terminal else []), *command("up", str(file))],
+                stdin=output if terminal else None,
+                stdout=to_file if output is None else output,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 cwd=make_decoys(folder / "work"),

@@ -233,5 +233,5 @@ def test_accuracy_is_told_only_where_it_was_evaluated(tmp_path: Path, evaluation
     told = shown.getvalue()
     assert told.splitlines()[0].strip() == "a run: finished"
     assert "trajectories" in told
-    assert ("accuracy" in told, "25.0%" in told, "50.0%" in told) == (bool(evaluations),) * 3
+    assert ("held-out" in told, "25.0%" in told, "50.0%" in told) == (bool(evaluations),) * 3
     assert ("before" in told) == bool(evaluations)
