@@ -105,7 +105,8 @@ def train_dpo(
             return (dpo_loss if settings.loss == "sigmoid" else ipo_loss)(margin, settings.beta)
 
         own, other = ([encode(tokenizer, pair, model.max_length) for pair in part] for part in (pairs, heldout))
-        cut = MicroBatches(ranks, _packed_tokens if policy.packed else _padded_tokens, limits, policy.packed)
+        packed = policy.packed and reference.packed
+        cut = MicroBatches(ranks, _packed_tokens if packed else _padded_tokens, limits, packed)
         training = _PairwiseTraining(other, settings, cut, ranks, margins, loss, progress)
         result = training.run(policy, own, DTYPES[model.dtype], seed)
         _save(policy.causal_lm, policy, model.dtype, tokenizer, aside, result, ranks.is_main)

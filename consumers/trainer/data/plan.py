@@ -133,10 +133,11 @@ class StepPlanner:
         batch = plan.batch(dp_rank=0)        # tensors of what rank 0 trains
 
     max_tokens: longest completion that sampling allows. micro_batch_tokens: most tokens of a micro-batch, with padding
-    unless ``packed``; a longer row gets one of its own. cost: work of a row, which ranks share evenly. by_name: see
-    credit.py. mask_truncated: samples that ended at a limit have weight 0 and count in no mean of the loss; their
-    rewards are still compared with the others'. share_prefixes: whether the policy computes once what rows of a
-    micro-batch begin with. images: how the model wants images, None for a model of text.
+    unless ``packed``, which says that all models of the step pack; a longer row gets one of its own. cost: work of a
+    row, which ranks share evenly. by_name: see credit.py. mask_truncated: samples that ended at a limit have weight 0
+    and count in no mean of the loss; their rewards are still compared with the others'. share_prefixes: whether the
+    policy computes once what rows of a micro-batch begin with. images: how the model wants images, None for a model of
+    text.
     """
 
     advantage: AnyAdvantage

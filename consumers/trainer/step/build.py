@@ -56,6 +56,14 @@ def build_train_step(
         policy.replay_routers()
     _before_sharding(policy, config, ranks)
     policy = ranks.prepare(policy, dtype)
+    reference = reference or reference_policy(config, ranks)
+    critic = critic or build_critic(config, empty=not ranks.is_main)
+    critic_step = None
+    if critic is not None and trainer.critic is not None:
+        _before_sharding(critic, config, ranks)
+        critic_step = CriticStep(critic, trainer.critic, trainer.steps, ranks, dtype)
+    # Each model of the step computes the same micro-batches: one that pads needs them cut for padding.
+    packed = all(model.packed for model in (policy, reference, critic) if model is not None)
     planner = StepPlanner(
         advantage=advantage,
         aggregation=AGGREGATIONS.get(trainer.aggregation, config.base),
@@ -64,22 +72,16 @@ def build_train_step(
         max_tokens=config.sampling.max_tokens,
         dp_size=ranks.dp_size,
         cost=cost,
-        packed=policy.packed,
+        packed=packed,
         by_name=trainer.advantage.by_name,
         mask_truncated=trainer.mask_truncated,
-        share_prefixes=policy.packed
+        share_prefixes=packed
         and policy.share_prefixes
         and policy.vision is None
         and ranks.layout.context == 1
         and not trainer.router_replay,
         images=None if policy.vision is None else policy.vision.settings,
     )
-    reference = reference or reference_policy(config, ranks)
-    critic = critic or build_critic(config, empty=not ranks.is_main)
-    critic_step = None
-    if critic is not None and trainer.critic is not None:
-        _before_sharding(critic, config, ranks)
-        critic_step = CriticStep(critic, trainer.critic, trainer.steps, ranks, dtype)
     objective = Objective.from_config(trainer, config.base)
     observers: list[Observer] = []
     if (load := watch_experts(policy)) is not None:

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from consumers.trainer.data.groups import Group
 from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.critic import Critic
 from consumers.trainer.step.gradient_update import lr_factor
 from consumers.trainer.step.train_step import TrainStep
 from schemas.codec import Array
@@ -255,6 +256,26 @@ def test_a_step_with_a_broken_gradient_changes_nothing_and_says_so(model: PreTra
     good = step.run(step.planner.plan(make_groups([4, 4, 4], seed=5)).batch(), version=1)
     assert not good.skipped
     assert not torch.equal(weights(step), before)
+
+
+@pytest.mark.parametrize("second", ["reference", "critic"])
+def test_micro_batches_fit_a_second_model_that_pads(model: PreTrainedModel, second: str) -> None:
+    """The policy packs, so its limit says nothing of rows that are padded to the longest."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    windowed = MistralForCausalLM(MistralConfig(vocab_size=300, **sizes, num_key_value_heads=2, sliding_window=4))
+    settings: dict[str, object] = {"micro_batch_tokens": 60}
+    if second == "reference":
+        step = make_train_step(Policy(copy.deepcopy(model)), settings, reference=Policy(windowed))
+    else:
+        settings |= {"advantage": {"name": "gae"}, "critic": {}}
+        step = make_train_step(Policy(copy.deepcopy(model)), settings, critic=Critic(windowed))
+    read: list[int] = []
+    windowed.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    samples = [(make_trajectory(0, sample, 2, 40 if sample == 0 else 2), float(sample)) for sample in range(12)]
+    step.run(step.planner.plan([Group(0, samples)]).batch(), version=0)
+    assert max(read) <= 60
 
 
 def test_a_batch_without_loss_tokens_is_survived(model: PreTrainedModel) -> None:
