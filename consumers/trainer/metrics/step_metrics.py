@@ -126,9 +126,11 @@ class StepMeter:
         names = sorted(self.largest)
         self.largest = dict(zip(names, most([self.largest[name] for name in names]), strict=True))
         self.log_ratios = add(self.log_ratios)
-        oldest = int(most([float(max(self.staleness, default=0))])[0])
-        counts = add([float(self.staleness[age]) for age in range(oldest + 1)])
-        self.staleness = Counter({age: int(tokens) for age, tokens in enumerate(counts) if tokens})
+        # An age is negative if the trainer restarted from a checkpoint of older weights than those that sampled.
+        oldest, less_youngest = most([float(max(self.staleness, default=0)), -float(min(self.staleness, default=0))])
+        ages = range(-int(less_youngest), int(oldest) + 1)
+        counts = add([float(self.staleness[age]) for age in ages])
+        self.staleness = Counter({age: int(tokens) for age, tokens in zip(ages, counts, strict=True) if tokens})
 
     def result(self) -> dict[str, float]:
         """Return the token metrics of the step. Means are over its loss tokens; without any they are 0."""

@@ -11,6 +11,7 @@ import re
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
@@ -23,6 +24,7 @@ TOKENS = 64
 _RANDOM = re.compile(r"drop|jitter")
 
 
+@torch.no_grad()
 def train_without_dropout(model: Model, path: str) -> Model:
     """Put a model into training mode with nothing random in its forward pass; returns it.
 
@@ -35,7 +37,16 @@ def train_without_dropout(model: Model, path: str) -> Model:
             if isinstance(value, float) and _RANDOM.search(name):
                 setattr(module, name, 0.0)
     model.train()
-    if not _is_deterministic(model):
+    if model.device.type == "meta":
+        return model
+    tokens = probe_tokens(model)
+    first, second = (model(input_ids=tokens, use_cache=False).logits for _ in range(2))
+    if bool(first.isnan().any()):
+        raise ConfigError(
+            f"model.path {path!r} cannot be trained: {type(model).__name__} gives logits that are not numbers, so its"
+            " weights are broken, or model.dtype is too narrow for them"
+        )
+    if not torch.equal(first, second):
         raise ConfigError(
             f"model.path {path!r} cannot be trained: two forward passes of {type(model).__name__} over the same tokens"
             " differ, so it has dropout or other noise that Tidemill cannot switch off; set it to 0 in the model's"
@@ -44,13 +55,8 @@ def train_without_dropout(model: Model, path: str) -> Model:
     return model
 
 
-@torch.no_grad()
-def _is_deterministic(model: PreTrainedModel) -> bool:
-    """Try whether two passes in the present mode give the same logits; True if there are no weights yet."""
-    if model.device.type == "meta":
-        return True
+def probe_tokens(model: PreTrainedModel) -> Tensor:
+    """Return the tokens on which a loaded model is tried out: int64 [1, T]."""
     config = model.config.get_text_config()
     length = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
-    tokens = torch.arange(1, length + 1, device=model.device)[None] % config.vocab_size
-    first, second = (model(input_ids=tokens, use_cache=False).logits for _ in range(2))
-    return torch.equal(first, second)
+    return torch.arange(1, length + 1, device=model.device)[None] % config.vocab_size

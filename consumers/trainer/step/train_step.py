@@ -2,7 +2,7 @@
 
 The step knows neither the broker nor which algorithm it runs. Gradients are sums of weighted token
 losses, so they don't depend on how the batch was cut. A step whose loss or gradient is not finite
-changes no weight, and its result says so.
+changes no weight, not the critic's either, and its result says so.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TrainStep:
             update = self.update.run(lambda: self._accumulate(micro_batches, version, timer), lr)
         meter = update.sums
         with timer.phase("critic"):
-            critic_metrics = self._train_critic(micro_batches, meter.sums["tokens"])
+            critic_metrics = {} if update.skipped else self._train_critic(micro_batches, meter.sums["tokens"])
         # A skipped step counts: the schedule follows the steps of the run.
         self.schedule.done += 1
         metrics = {

@@ -111,6 +111,14 @@ def test_noise_that_cannot_be_switched_off_is_refused_by_name(tmp_path: Path) ->
         train_without_dropout(model, "mine")
 
 
+def test_broken_weights_are_named_and_not_taken_for_noise(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(write("Qwen2", tmp_path))
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    with pytest.raises(ConfigError, match=r"model.path 'mine' cannot be trained: .* its weights are broken"):
+        train_without_dropout(model, "mine")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")

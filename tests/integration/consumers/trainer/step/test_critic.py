@@ -93,6 +93,17 @@ def test_without_clip_nothing_depends_on_micro_batching(model: PreTrainedModel) 
     assert (weights(steps[0]) - weights(steps[1])).abs().mean() < 1e-5
 
 
+def test_a_skipped_step_leaves_the_critic_as_it_was(model: PreTrainedModel) -> None:
+    step = make_step(model)
+    assert step.critic is not None
+    with torch.no_grad():
+        next(step.policy.parameters()).fill_(float("nan"))
+    before = [parameter.detach().clone() for parameter in step.critic.critic.parameters()]
+    result = step.run(step.planner.plan(make_groups([3, 1], seed=1)).batch(), 0)
+    assert result.skipped
+    assert all(map(torch.equal, before, step.critic.critic.parameters()))
+
+
 def test_a_checkpoint_restores_the_critic_to_the_bit(model: PreTrainedModel, tmp_path: Path) -> None:
     """Elsewhere it was saved, but never restored."""
     groups, more = make_groups([3, 4], seed=2), make_groups([4, 2], seed=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from consumers.trainer.algorithms.losses import LossOutput, clipped_surrogate
 from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.data.groups import Group
+from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.metrics.dataset_metrics import DatasetMeter, curriculum_figures
 from consumers.trainer.metrics.group_metrics import LONGEST_NAME, NAMES, GroupMeter, episode_metrics
 from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
@@ -56,6 +59,17 @@ def test_ratios_advantages_and_entropy_have_their_spread_over_micro_batches() ->
     assert (found["advantage_min"], found["advantage_zero_fraction"]) == (-1.0, 0.25)
     assert found["advantage_positive_fraction"] == pytest.approx(float((advantages > 0).float().mean()))
     assert found["entropy_std"] == pytest.approx(0.58, abs=0.01)
+
+
+def test_tokens_of_newer_weights_than_the_trainers_count_in_the_staleness_of_all_ranks() -> None:
+    """A trainer that restarts from a checkpoint may get samples of weights that it has lost."""
+    batch, scores = micro(torch.zeros(4), torch.ones(4))
+    batch = replace(batch, versions=torch.tensor([[4, 5, 6, 6]]))
+    meter = StepMeter(5)
+    meter.add(batch, scores, LossOutput(torch.zeros(1)), torch.zeros(()))
+    meter.reduce(Ranks())
+    assert meter.staleness == {1: 1, 0: 1, -1: 2}
+    assert meter.result()["staleness_mean"] == pytest.approx(-1 / 4)
 
 
 def test_clipped_tokens_are_told_by_the_bound_that_took_them() -> None:
