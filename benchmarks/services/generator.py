@@ -27,12 +27,12 @@ from broker.client import Broker
 from broker.weights.transports import make_transport
 from producers.engines.base import EngineSettings
 from producers.engines.factory import make_engine
-from producers.engines.weight_files import read_shapes
 from producers.generator.service import Generator
 from schemas.config import parse_config
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Sampling, Task
 from schemas.system.lifecycle import StopFlag
+from schemas.weight_files import read_shapes
 
 if TYPE_CHECKING:
     from broker.flow.trainer_session import TrainerSession

@@ -17,6 +17,7 @@ from broker.weights.publication import WeightPublication
 from broker.weights.transports import NcclOrigin, PeerOrigin, make_transport
 from consumers.trainer.context import TrainerContext, describe_broken
 from consumers.trainer.leadership import Leadership
+from consumers.trainer.model.hf_weights import check_published
 from consumers.trainer.model.probe import probe_tokens
 from schemas.codec import Array
 from schemas.errors import DiskError, InfraError, RunFailed
@@ -44,6 +45,7 @@ class WeightPublisher:
         self._folder = (settings.folder or config.folder / "weights").resolve()
         self._publication: WeightPublication | None = None
         self._peers: PeerOrigin | None = None
+        check_published(context.rank_group.step.policy, config.model)
         self._probe, self._picture = probe_tokens(config, context.rank_group.step.policy)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._sending: Future[None] | None = None

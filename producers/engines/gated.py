@@ -7,6 +7,7 @@ update breaks off, the weights are undefined: the engine has failed, and nothing
 from __future__ import annotations
 
 import asyncio
+import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,10 +19,10 @@ import numpy.typing as npt
 
 from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.sampling import max_new_tokens
-from producers.engines.weight_files import Shapes, check_fits, read_shapes
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, WeightSource
 from schemas.model_folder import resolve_folder
+from schemas.weight_files import Shapes, check_fits, left_out, read_shapes
 
 T = TypeVar("T")
 Core = TypeVar("Core")
@@ -221,7 +222,12 @@ class GatedEngine(ABC, Generic[Core, Images]):
     def check_weights(self, path: Path, shapes: Shapes) -> None:
         """Check that the tensors of a file fit the model; DataError if not."""
         vision, frozen = self._settings.images is not None, self._settings.frozen_vision
-        check_fits(path, shapes, self._shapes, self._tied, vision=vision, frozen=frozen)
+        settings = self._settings
+
+        def untrained() -> re.Pattern[str]:
+            return left_out(resolve_folder(settings.model_path, weights=False), settings.trust_remote_code)
+
+        check_fits(path, shapes, self._shapes, self._tied, vision=vision, frozen=frozen, left_out=untrained)
 
     async def _swap(self, path: Path, version: int) -> None:
         swapped = False

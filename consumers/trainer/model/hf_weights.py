@@ -25,8 +25,10 @@ from consumers.trainer.model.file_layout import Conversion, conversions, dtype_r
 from consumers.trainer.model.lora import NAME, peft_config
 from consumers.trainer.model.policy import DTYPES, Policy
 from schemas.config import ModelConfig
+from schemas.errors import ConfigError, DataError
 from schemas.messages import TensorSpec
 from schemas.model_folder import resolve_folder
+from schemas.weight_files import check_fits, left_out, read_shapes
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -67,6 +69,30 @@ def file_layout(policy: Policy, dtype: str) -> FileLayout:
         )
     rule = dtype_rule(policy.causal_lm, DTYPES[dtype])
     return FileLayout(conversions(policy.causal_lm, shapes), {name: rule(name) for name in weights})
+
+
+def check_published(policy: Policy, model: ModelConfig) -> None:
+    """Compare what will be published with the model's folder, as engines do. ConfigError if they would reject it."""
+    folder = resolve_folder(model.path, weights=False)
+    if policy.adapter is not None or not any(folder.glob("*.safetensors")):
+        return
+    published = {spec.name: tuple(spec.shape) for spec in file_layout(policy, "float32").specs}
+    config = policy.causal_lm.config.get_text_config()
+    try:
+        check_fits(
+            folder,
+            published,
+            read_shapes(folder),
+            bool(config.tie_word_embeddings),
+            vision=policy.vision is not None,
+            frozen=policy.vision is not None and policy.vision.frozen,
+            left_out=lambda: left_out(folder, model.trust_remote_code),
+        )
+    except DataError as error:
+        raise ConfigError(
+            f"model.path {model.path}: transformers makes other tensors of this model than its folder holds,"
+            f" and engines would reject what the trainer publishes: {error}"
+        ) from error
 
 
 def save_model(policy: Policy, folder: Path, dtype: str, *, main: bool = True) -> None:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,8 +26,7 @@ from producers.engines.sampling import check_vocabulary, max_new_tokens
 from producers.engines.transformers.batching import BatchRow, ContinuousBatch, Draw
 from producers.engines.transformers.requests import Request, RequestReport, completion_of
 from producers.engines.transformers.routed_experts import RoutedExpertsRecorder
-from producers.engines.transformers.weights import PeftAdapter, map_tensors
-from producers.engines.weight_files import check_fits, read_shapes
+from producers.engines.transformers.weights import ModelWeights, PeftAdapter
 from producers.tokenizer import HfTokenizer
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import Sampling, WeightSource
@@ -63,7 +61,7 @@ class TransformersEngine:
         # The fields below belong to the engine's thread.
         self._model: PreTrainedModel
         self._batch: ContinuousBatch
-        self._adapter: PeftAdapter | None = None
+        self._weights: ModelWeights | PeftAdapter
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []
         self._paused = False
@@ -111,11 +109,12 @@ class TransformersEngine:
         self._model = model.eval().requires_grad_(False).to(_device())
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         if settings.lora is not None:
-            self._adapter = PeftAdapter(self._model, settings.lora)
+            self._weights = PeftAdapter(self._model, settings.lora)
         else:
             for parameter in self._model.parameters():
                 # Parameters are views of the file; without a copy the first load would copy them while requests wait.
                 parameter.data = parameter.data.clone()
+            self._weights = ModelWeights(self._model, _tied(self._model))
         tokenizer = HfTokenizer(str(folder), settings.trust_remote_code)
         recorder = RoutedExpertsRecorder(self._model) if settings.routed_experts else None
         self._batch = ContinuousBatch(self._model, _eos(model), tokenizer.decode, recorder)
@@ -145,15 +144,8 @@ class TransformersEngine:
 
     async def load(self, source: WeightSource, version: int) -> None:
         """See Engine. A file that does not fit is rejected with DataError before anything is touched."""
-        tensors = await asyncio.to_thread(self._read, source.path)
+        tensors = await asyncio.to_thread(self._weights.read, source.path)
         await self._ask(lambda: self._replace(tensors, version))
-
-    def _read(self, path: Path) -> dict[str, Tensor]:
-        if self._adapter is not None:
-            return self._adapter.read(path)
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
-        check_fits(path, read_shapes(path), shapes, _tied(self._model))
-        return map_tensors(path, shapes)
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
         if not 2 <= len(token_ids) <= self._settings.max_length:
@@ -294,12 +286,7 @@ class TransformersEngine:
 
     def _replace(self, tensors: Mapping[str, Tensor], version: int) -> None:
         try:
-            if self._adapter is not None:
-                self._adapter.replace(tensors)
-            else:
-                with torch.no_grad():
-                    for name, parameter in self._model.named_parameters():
-                        parameter.copy_(tensors[name])
+            self._weights.replace(tensors)
         except Exception as error:
             self._failure = f"loading weight version {version} broke off, its weights are undefined: {error}"
             raise

@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
+from producers.engines.adapter_files import adapted_layers
 from producers.engines.tensor_file import iterate_tensors
-from producers.engines.weight_files import Shapes, adapted_layers, read_shapes
 from schemas.config import LoraConfig
 from schemas.errors import ConfigError, DataError
+from schemas.weight_files import Shapes, check_fits, read_shapes
 
 PAGE = 4096
 """Bytes; with larger pages, some are touched more than once."""
@@ -33,6 +35,43 @@ def map_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
         # Otherwise the copy that follows would fault at each page that this process has not touched.
         tensor.reshape(-1).view(torch.uint8)[::PAGE].sum()
     return tensors
+
+
+class ModelWeights:
+    """All weights of a model, which each version replaces in place.
+
+    A file holds them in the form of the model's folder. transformers keeps some in another form in memory, such as all
+    experts of a layer as one tensor, and converts them when it loads a model.
+    """
+
+    def __init__(self, model: PreTrainedModel, tied: bool) -> None:
+        self._model = model
+        self._tied = tied
+        saved = model.state_dict().keys()
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self._tensors = {name: each for name, each in tensors if name in saved and each.is_floating_point()}
+        empty = {name: torch.empty(each.shape, device="meta") for name, each in self._tensors.items()}
+        stored = revert_weight_conversion(model, dict(empty))
+        self._shapes: Shapes = {name: tuple(each.shape) for name, each in stored.items()}
+        self._converted = any(stored.get(name) is not each for name, each in empty.items())
+
+    def read(self, path: Path) -> dict[str, Tensor]:
+        """Return the file's tensors, mapped, by their names in memory. DataError if they do not fit."""
+        check_fits(path, read_shapes(path), self._shapes, self._tied)
+        tensors = map_tensors(path, self._shapes)
+        if not self._converted:
+            return tensors
+        model = self._model
+        state = (
+            type(model).from_pretrained(None, config=model.config, state_dict=tensors, dtype=model.dtype).state_dict()
+        )
+        return {name: state[name] for name in self._tensors}
+
+    @torch.no_grad()
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the tensors that ``read`` returned into the model."""
+        for name, tensor in self._tensors.items():
+            tensor.copy_(tensors[name])
 
 
 class PeftAdapter:

@@ -22,9 +22,9 @@ from producers.engines.vllm.boot import boot
 from producers.engines.vllm.images import CutImages, cut_images, prompt_input
 from producers.engines.vllm.lora import VllmAdapter
 from producers.engines.vllm.requests import GrowingCompletion, OnOutput, final_output, sampling_params
-from producers.engines.weight_files import Shapes
 from schemas.errors import DataError, InfraError
 from schemas.messages import Sampling
+from schemas.weight_files import Shapes
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import EngineInput

@@ -11,9 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from producers.engines.weight_files import Shapes, adapted_layers, read_shapes, write_adapter_folder
+from producers.engines.adapter_files import adapted_layers, write_adapter_folder
 from schemas.config import LoraConfig
 from schemas.errors import ConfigError, InfraError
+from schemas.weight_files import Shapes, read_shapes
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

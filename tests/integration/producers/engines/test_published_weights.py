@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.optim import AdamW
 
 from broker.client import Broker
@@ -19,6 +20,7 @@ from broker.weights.delta_writer import DeltaWriter
 from broker.weights.transports import make_transport
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.leadership import Leadership
+from consumers.trainer.model.hf_weights import check_published, named_weights
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.probe import reference_logprobs
 from consumers.trainer.publishing import WeightPublisher
@@ -29,13 +31,14 @@ from producers.engines.transformers.engine import TransformersEngine
 from producers.generator.orders import OrderFollower
 from producers.generator.weight_updates import WeightUpdater
 from schemas.codec import Array
-from schemas.config import LoraConfig, TidemillConfig, parse_config
+from schemas.config import LoraConfig, ModelConfig, TidemillConfig, parse_config
 from schemas.digests import base_digest
-from schemas.errors import DataError
+from schemas.errors import ConfigError, DataError
 from schemas.messages import FileSource, Manifest, Probe, Sampling
 from schemas.system.lifecycle import StopFlag
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.adapters import ALPHA, RANK, compute_logprobs, merge_adapter, write_adapter
+from tests.support.models.families import make_family
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.models.weight_files import write_weights
 from tests.support.trainer.trajectories import make_groups
@@ -257,3 +260,35 @@ async def test_an_engine_follows_a_chain_of_deltas_and_passes_every_probe(
         await following
         await engine.close()
     assert [m.whole for m in broker.weights.published()][-3:] == [True, False, False]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_neox", "gpt_oss", "mixtral", "qwen3_moe"])
+async def test_what_a_trainer_publishes_of_a_mixture_is_what_the_engine_computes_with(
+    tmp_path: Path, family: str
+) -> None:
+    """A version changes the answers to the trainer's own, buffers that are saved with the model included."""
+    folder = make_family(tmp_path / "model", family)
+    policy = Policy(load_model(folder, "float32"))
+    check_published(policy, ModelConfig(path=str(folder)))
+    with torch.no_grad():
+        for _, tensor in named_weights(policy):
+            tensor.add_(0.02 * torch.randn_like(tensor))
+    write_weights(policy, tmp_path / "v1.safetensors", "float32")
+    async with running_engine(folder, lora=None) as engine:
+        before = await engine.logprobs(PROBE)
+        await engine.load(FileSource(tmp_path / "v1.safetensors"), 1)
+        after = await engine.logprobs(PROBE)
+    np.testing.assert_allclose(after, reference_logprobs(policy, PROBE), atol=1e-4)
+    assert abs(after - before).max() > 0.01
+
+
+def test_tensors_that_transformers_leaves_out_by_design_may_be_missing(tmp_path: Path) -> None:
+    """Layers for speculative decoding stay in the engine as they were loaded; any other gap is an error."""
+    folder = make_family(tmp_path / "model", "qwen3_next")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(4, 4)}, folder / "model.safetensors", {"format": "pt"})
+    policy = Policy(load_model(folder, "float32"))
+    check_published(policy, ModelConfig(path=str(folder)))
+    save_file(tensors | {"extra.weight": torch.zeros(4, 4)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"engines would reject what the trainer publishes.* lacks extra\.weight"):
+        check_published(policy, ModelConfig(path=str(folder)))

@@ -19,9 +19,9 @@ from deploy.doctor.gpu_memory import check_memory_fits, model_size, trainer_need
 from deploy.doctor.inference_server import check_inference_server
 from deploy.launchers.gpus import Gpu, plan_gpus
 from deploy.launchers.local import Local
-from producers.engines.weight_files import read_shapes
 from schemas.config import TidemillConfig, load_config, parse_config
 from schemas.errors import ConfigError
+from schemas.weight_files import read_shapes
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers.faulty_server import FaultyServer, served
 

@@ -16,10 +16,10 @@ from producers.engines.factory import engine_name
 from producers.engines.sampling import check_sampling, max_new_tokens
 from producers.engines.vllm.arguments import read_names
 from producers.engines.vllm.boot import routed_experts_arguments
-from producers.engines.weight_files import check_fits, read_shapes
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Sampling
 from schemas.model_folder import resolve_folder
+from schemas.weight_files import check_fits, read_shapes
 
 MODEL = {"embed": (4, 2), "lm_head.weight": (4, 2)}
 

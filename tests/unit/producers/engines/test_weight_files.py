@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from producers.engines.adapter_files import adapted_layers, write_adapter_folder
 from producers.engines.tensor_file import DTYPES, iterate_tensors
 from producers.engines.vllm.arguments import checked_args
-from producers.engines.weight_files import Shapes, adapted_layers, read_shapes, write_adapter_folder
 from schemas.config import LoraConfig, parse_config
 from schemas.digests import SAMPLE, base_digest
 from schemas.errors import ConfigError, DataError
+from schemas.weight_files import Shapes, read_shapes
 
 MODEL: Shapes = {"model.q_proj.weight": (6, 4), "model.norm.weight": (4,)}
 A, B = "base_model.model.model.q_proj.lora_A.weight", "base_model.model.model.q_proj.lora_B.weight"

@@ -17,10 +17,10 @@ from consumers.trainer.model.hf_weights import copy_tokenizer, file_layout, save
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.probe import reference_logprobs
 from deploy.checks.model_files import check_hub_or_folder
-from producers.engines.weight_files import read_shapes
 from schemas.config import ModelConfig
 from schemas.errors import ConfigError
 from schemas.model_folder import resolve_folder, split_revision
+from schemas.weight_files import read_shapes
 from tests.support.models.families import FAMILIES, make_family
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.models.weight_files import write_weights

@@ -1,8 +1,7 @@
-"""Checks whether a file of weights fits the model in an engine, by safetensors headers: a whole model or an adapter.
+"""Checks whether a file of weights fits a model, by safetensors headers.
 
 Engines check a new file before they touch anything: the loaders of vLLM and transformers silently accept files with
-missing tensors. An adapter's file has peft's names: ``base_model.model.LAYER.lora_A.weight`` [rank, in] and
-``...lora_B.weight`` [out, rank].
+missing tensors.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from schemas.config import LoraConfig
 from schemas.errors import DataError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -70,11 +68,13 @@ def check_fits(
     *,
     vision: bool = False,
     frozen: bool = False,
+    left_out: Callable[[], re.Pattern[str]] | None = None,
 ) -> None:
     """Raise DataError unless ``new`` (read from ``path``) has exactly the tensors of ``model``.
 
     With tied embeddings ``lm_head.weight`` is optional. Buffers that code derives don't count. vision: the model reads
-    images. frozen: the file lacks the vision tower.
+    images. frozen: the file lacks the vision tower. left_out: returns what matches names of the model's tensors that
+    the file may lack, see ``left_out``.
     """
     if vision:
         model = {current_name(name): shape for name, shape in model.items()}
@@ -86,54 +86,33 @@ def check_fits(
         return {n for n in names if not n.endswith(_DERIVED) and not (tied and n == "lm_head.weight")}
 
     missing, unknown = counted(model) - counted(new), counted(new) - counted(model)
+    if missing and left_out is not None:
+        allowed = left_out()
+        missing = {name for name in missing if not allowed.search(name)}
     for what, names in (("lacks", missing), ("has unknown", unknown)):
         if names:
             shown = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise DataError(f"weights at {path} don't fit this model: the file {what} {shown}")
-    for name in counted(model):
+    for name in counted(model) & counted(new):
         if tuple(new[name]) != tuple(model[name]):
             raise DataError(
                 f"weights at {path} don't fit this model: {name} has shape {list(new[name])}, not {list(model[name])}"
             )
 
 
-_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+def left_out(folder: Path, trust_remote_code: bool = False) -> re.Pattern[str]:
+    """Return what matches names of a model folder's tensors that transformers does not load, and so does not train.
 
+    These are layers for speculative decoding, for example; engines keep them as they are.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-def adapted_layers(path: Path, new: Shapes, model: Shapes, rank: int) -> list[str]:
-    """Return the layers of the adapter ``new``, read from ``path``. DataError unless all of it fits ``model``."""
-    parts: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in new.items():
-        match = _NAME.fullmatch(name)
-        if match is None:
-            raise DataError(f"{path} is not an adapter: it has a tensor {name}")
-        parts.setdefault(match[1], {})[match[2]] = shape
-    if not parts:
-        raise DataError(f"{path} is not an adapter: it is empty")
-    for layer, shapes in parts.items():
-        weight = model.get(f"{layer}.weight", ())
-        if len(weight) != 2:
-            raise DataError(f"the adapter {path} doesn't fit this model, which has no linear layer {layer}")
-        wanted = {"A": (rank, weight[1]), "B": (weight[0], rank)}
-        for part, shape in wanted.items():
-            if shapes.get(part) != shape:
-                there = list(shapes[part]) if part in shapes else "missing"
-                raise DataError(
-                    f"the adapter {path} doesn't fit this model: lora_{part} of {layer} is {there}, not {list(shape)}"
-                )
-    return sorted(parts)
-
-
-def write_adapter_folder(folder: Path, lora: LoraConfig, layers: list[str], file: Path) -> None:
-    """Write a peft folder for an adapter whose ``file`` stays in place."""
-    folder.mkdir(parents=True)
-    (folder / "adapter_model.safetensors").symlink_to(file.resolve())
-    described = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "bias": "none",
-        "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(described), encoding="utf-8")
+    try:
+        kind = type(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+    except (OSError, ValueError):  # an architecture that only the engine knows
+        return re.compile(r"(?!)")
+    patterns: list[str] = []
+    for models in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if kind in models._model_mapping:
+            patterns += getattr(models._model_mapping[kind], "_keys_to_ignore_on_load_unexpected", None) or ()
+    return re.compile("|".join(f"(?:{each})" for each in patterns) or r"(?!)")
