@@ -67,7 +67,12 @@ local function admit(task, at, first, last)
     redis.call('ZADD', SLOTS, redis.call('HINCRBY', CTL, 'seq', 1), task)
   end
   redis.call('HINCRBY', COUNTS, 'admitted', 1)
-  if redis.call('ZREM', READMIT, task) == 0 then redis.call('HINCRBY', CTL, 'cursor', 1) end
+  if redis.call('ZREM', READMIT, task) == 0 then
+    redis.call('HINCRBY', CTL, 'cursor', 1)
+  else
+    -- It may end once more in the same way, and that is not a repeat.
+    redis.call('HDEL', CTL, 'last_close')
+  end
   return 'ok'
 end
 

@@ -150,6 +150,30 @@ def test_a_dropped_group_returns_its_slot_and_its_data(broker: Broker) -> None:
     assert set(count_entries(broker).values()) == {0}
 
 
+def test_the_end_of_a_group_whose_answer_was_lost_is_repeated_with_the_same_answer(broker: Broker) -> None:
+    training = take_over(broker)
+    broker.ledger.admit(make_task(0))
+    assert training.drop_group(0, "stale", [])
+    assert training.drop_group(0, "stale", []), "the repeat of a call whose answer was lost"
+    assert not training.drop_group(0, "zero_variance", [])
+    assert not training.drop_group(1, "stale", [])
+    assert broker.ledger.read_state().dropped == {"stale": 1}
+    assert not take_over(broker, fresh=False).drop_group(0, "stale", []), "the end was the other trainer's"
+
+
+def test_a_group_that_was_requeued_and_ended_elsewhere_is_not_ended_by_its_trainer_again(broker: Broker) -> None:
+    training = take_over(broker)
+    broker.ledger.admit(make_task(0))
+    assert training.drop_group(0, "reward", [], "failed")
+    letter = broker.connection.client.xadd(broker.connection.keys.dead, {"b": b""})
+    assert broker.connection.run_script("requeue_group", letter, 0) == b"ok"
+    assert broker.ledger.admit(make_task(0)).answer == "ok"
+    ((entry, _),) = broker.connection.client.xrange(broker.connection.keys.tasks)
+    assert broker.connection.run_script("fail_task", "tasks", entry, 0, b"") == b"ok"
+    assert not training.drop_group(0, "reward", [], "failed"), "its second end was the generator's"
+    assert broker.ledger.read_state().balanced
+
+
 def test_a_new_trainer_finds_journal_and_entries_and_the_old_one_is_refused(broker: Broker) -> None:
     old = take_over(broker)
     broker.ledger.admit(make_task(0))
