@@ -120,10 +120,11 @@ class Scorer:
             seconds += outcome.seconds
             if outcome.status != "ok":
                 return failed(outcome.status, f"{term.label}: {outcome.reason}")
+            components |= {f"{term.label}/{name}": value for name, value in outcome.logged.items()}
             if outcome.applies:
                 components[term.label] = outcome.value
                 parts[i] = term.weight * outcome.value
-        if not components:
+        if not parts:
             return failed("error", "no term applies to it")
         total = sum(parts.values())
         if not is_reward(total):
@@ -171,6 +172,7 @@ def reward_input(trajectory: Trajectory) -> RewardInput:
         trajectory.finish,
         _last_row(trajectory) if len(trajectory.segments) > 1 else None,
         _identity(trajectory),
+        max((span.version for span in trajectory.spans), default=0),
     )
 
 

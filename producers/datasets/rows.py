@@ -82,6 +82,9 @@ class RowReader:
         )
         if messages[0].role != "system":
             messages = [*self._opening(), *messages]
+        if isinstance(prompt, list) and all(isinstance(message.content, str) for message in messages):
+            # Reward functions of TRL get messages where the row's own prompt is messages.
+            data["prompt"] = [{"role": message.role, "content": message.content} for message in messages]
         messages = place_images(messages, len(values), where)
         return Example(
             messages=messages, data=data, images=[load_image(value, where, folder, load) for value in values]

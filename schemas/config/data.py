@@ -139,8 +139,10 @@ class RewardTerm(Section):
         description="How long a batch that is not full waits for more samples; by default the function's attribute of"
         " this name, or 5.",
     )
-    chat: bool = Field(
-        False, description="Pass messages instead of texts to a function of lists, as TRL does for conversational data."
+    chat: bool | None = Field(
+        None,
+        description="Pass messages instead of texts to a function of lists. By default it gets messages where the row's"
+        " prompt is a list of messages, as in TRL, and its type hint of completions is not list[str].",
     )
 
 

@@ -1,25 +1,35 @@
 """Signatures that reward functions may have, and the arguments that each gets of a sample.
 
-Ours is about one sample: ``(prompt, completion, prompt_ids, completion_ids, **data)``. TRL's is about a list of them:
-``(prompts, completions, **columns) -> list[float]``. verl's is about one sample with other names:
-``(data_source, solution_str, ground_truth, extra_info)``. The last two are known by the parameter ``completions``
-and ``solution_str``.
+Ours is about one sample: a function names what it needs of ``prompt``, ``completion``, ``prompt_ids``,
+``completion_ids`` and the task's data, in any order. AReaL's differs by one name: ``(prompt, completions, prompt_ids,
+completion_ids, **data)``, where ``completions`` is one text. TRL's is about a list of samples: ``(prompts, completions,
+completion_ids, **columns) -> list[float]``. verl's is about one sample with other names: ``(data_source, solution_str,
+ground_truth, extra_info)``. RLinf's is the method ``get_reward`` of a class, about a list of samples.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
+import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
 
 from schemas.messages import FinishReason, Turn
 
-Form = Literal["sample", "lists", "verl"]
-SIGNATURE = ("prompt", "completion", "prompt_ids", "completion_ids")
-LISTS = ("prompts", "completions", "prompt_ids", "completion_ids")
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+Form = Literal["sample", "positional", "areal", "lists", "verl"]
+OWN: dict[Form, tuple[str, ...]] = {
+    "sample": ("prompt", "completion", "prompt_ids", "completion_ids"),
+    "positional": ("prompt", "completion", "prompt_ids", "completion_ids"),
+    "areal": ("prompt", "completions", "prompt_ids", "completion_ids"),
+    "lists": ("prompts", "completions", "prompt_ids", "completion_ids", "trainer_state", "log_metric", "log_extra"),
+    "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+}
+"""Parameters of each form that hold the sample itself; all others are fields of the data, or settings."""
 FIELDS = frozenset({"reward", "metrics", "turns", "calls", "finish", "row_ids", "trajectory_id"})
 """Fields of a sample that a function gets if it names them, unless the task's data has one of this name."""
 
@@ -28,7 +38,7 @@ class RewardInput(msgspec.Struct, frozen=True):
     """The part of a trajectory that reward functions get to see; turns: their positions are in both ids together.
 
     row_ids: the row with the last answer, None where the sample is one row and both ids are it. trajectory_id: the same
-    whenever this very sample is scored.
+    whenever this very sample is scored. version: the newest weight version that sampled a part of it.
     """
 
     prompt: str
@@ -43,6 +53,7 @@ class RewardInput(msgspec.Struct, frozen=True):
     finish: FinishReason = "stop"
     row_ids: list[int] | None = None
     trajectory_id: str = ""
+    version: int = 0
 
     def field(self, name: str) -> Any:
         """Return one of FIELDS as functions get it."""
@@ -51,21 +62,51 @@ class RewardInput(msgspec.Struct, frozen=True):
         return getattr(self, name)
 
 
-def find_form(function: Callable[..., Any]) -> Form:
-    """Which of the signatures a function has. ValueError says what is wrong with it."""
+def find_form(function: Callable[..., Any], shared: bool = False) -> Form:
+    """Return which of the signatures a function has. ValueError says what is wrong with it.
+
+    shared: whether the term has a setting of functions of lists.
+    """
     parameters = inspect.signature(function).parameters
-    if "completions" in parameters:
-        if "prompt" in parameters or "completion" in parameters:
-            raise ValueError(
-                "rename its parameters to prompt and completion for one sample, to prompts and completions for lists"
-            )
-        return "lists"
     if "solution_str" in parameters:
         return "verl"
-    positional = sum(p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters.values())
-    if positional < len(SIGNATURE) and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-        raise ValueError(f"must take ({', '.join(SIGNATURE)}, **data), takes {inspect.signature(function)}")
-    return "sample"
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+        return "positional"
+    one, lists = parameters.keys() & {"prompt", "completion"}, parameters.keys() & {"prompts", "completions"}
+    if lists == {"completions"} and "completion" not in one:
+        text = _annotation(parameters["completions"].annotation) == "str"
+        return "areal" if one or text else "lists"
+    if one and lists:
+        raise ValueError(
+            f"{min(one)} is of one sample and {min(lists)} of lists: name prompt and completion, or prompts and"
+            " completions"
+        )
+    if lists:
+        return "lists"
+    if one or "prompt_ids" in parameters:
+        return "sample"
+    if "completion_ids" not in parameters:
+        raise ValueError(
+            "must name what it scores: completion of one sample, completions of lists (TRL) or solution_str (verl);"
+            f" takes {inspect.signature(function)}"
+        )
+    # TRL's functions may name nothing but the ids.
+    about_one = _annotation(parameters["completion_ids"].annotation) == "list[int]"
+    returns_one = _annotation(inspect.signature(function).return_annotation) == "float"
+    return "sample" if (about_one or returns_one) and not shared else "lists"
+
+
+def takes_text(function: Callable[..., Any]) -> bool:
+    """Return whether a function of lists declares by its type hint that completions are texts, not messages."""
+    parameter = inspect.signature(function).parameters.get("completions")
+    return parameter is not None and _annotation(parameter.annotation) == "list[str]"
+
+
+def _annotation(found: Any) -> str:
+    """Return a type hint as it is written today, whether it was evaluated or not: ``list[str]`` for ``List[str]``."""
+    if isinstance(found, type) and not hasattr(found, "__origin__") and "[" not in repr(found):
+        return found.__name__
+    return re.sub(r"\btyping\.|\bList\b", lambda match: "list" if match[0] == "List" else "", str(found))
 
 
 def named_parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
@@ -75,17 +116,27 @@ def named_parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def data_keywords(
-    sample: RewardInput, fields: frozenset[str], accepts: frozenset[str] | None, settings: frozenset[str]
+def sample_keywords(
+    sample: RewardInput,
+    form: Form,
+    own: frozenset[str],
+    fields: frozenset[str],
+    accepts: frozenset[str] | None,
+    settings: frozenset[str],
 ) -> dict[str, Any]:
-    """Return the arguments of a function of one sample besides SIGNATURE: named fields, and data that it accepts."""
+    """Return the arguments of a function of one sample: those of ``own``, named fields, and data that it accepts."""
     data = sample.data
-    keywords = {name: sample.field(name) for name in fields}
-    return keywords | {
+    keywords = {name: sample.field(name) for name in fields} | {
         name: data[name]
         for name in (data if accepts is None else accepts & data.keys())
-        if name not in SIGNATURE and name not in settings
+        if name not in OWN[form] and name not in settings
     }
+    return keywords | {name: value for name, value in zip(OWN[form], positional(sample), strict=True) if name in own}
+
+
+def positional(sample: RewardInput) -> tuple[str, str, list[int], list[int]]:
+    """Return what a function with ``*args`` gets in this order."""
+    return sample.prompt, sample.completion, sample.prompt_ids, sample.completion_ids
 
 
 def list_keywords(
@@ -93,23 +144,57 @@ def list_keywords(
     fields: frozenset[str],
     accepts: frozenset[str] | None,
     settings: frozenset[str],
-    chat: bool,
-) -> dict[str, list[Any]]:
+    chat: bool | None,
+    log: Log,
+) -> dict[str, Any]:
     """Return the arguments of a function of lists: by name a value for each sample, None if its data has none.
 
-    chat: prompts and completions are lists of messages, as in TRL for conversational data.
+    chat: prompts and completions are lists of messages, as in TRL for conversational data; None: where the data is.
     """
-    columns = {name: [sample.field(name) for sample in samples] for name in fields}
+    columns: dict[str, Any] = {name: [sample.field(name) for sample in samples] for name in fields}
     for name in dict.fromkeys(key for sample in samples for key in sample.data):
-        if (accepts is None or name in accepts) and name not in settings:
+        if (accepts is None or name in accepts) and name not in settings and name not in ("prompt", "completion"):
             columns[name] = [sample.data.get(name) for sample in samples]
-    own: dict[str, list[Any]] = {
-        "prompts": [_prompt_messages(sample) if chat else sample.prompt for sample in samples],
-        "completions": [_answer_messages(sample) if chat else sample.completion for sample in samples],
+    chats = [isinstance(sample.data.get("prompt"), list) if chat is None else chat for sample in samples]
+    own: dict[str, Any] = {
+        "prompts": [_prompt_messages(one) if talks else one.prompt for one, talks in zip(samples, chats, strict=True)],
+        "completions": [
+            _answer_messages(one) if talks else one.completion for one, talks in zip(samples, chats, strict=True)
+        ],
         "prompt_ids": [sample.prompt_ids for sample in samples],
         "completion_ids": [sample.completion_ids for sample in samples],
+        "trainer_state": SimpleNamespace(global_step=max(sample.version for sample in samples)),
+        "log_metric": log.metric,
+        "log_extra": log.extra,
     }
     return columns | {name: values for name, values in own.items() if accepts is None or name in accepts}
+
+
+class Log:
+    """Numbers that a function of lists records with TRL's ``log_metric`` and ``log_extra``, for each sample."""
+
+    def __init__(self, samples: int) -> None:
+        self.values: list[dict[str, float]] = [{} for _ in range(samples)]
+
+    def metric(self, name: str, value: Any) -> None:
+        """Record a number of the whole call."""
+        self.extra(name, [value] * len(self.values))
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        """Record a value for each sample. Only finite numbers are kept."""
+        for kept, value in zip(self.values, values, strict=False):
+            kept.update(numbers_of({column: value}))
+
+
+def numbers_of(values: Any) -> dict[str, float]:
+    """Return the entries of a dict that are finite numbers with a name that can be shown."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(name, str) and name.isprintable() and isinstance(value, numbers.Real):
+            number = float(value)
+            if math.isfinite(number):
+                found[name] = number
+    return found
 
 
 def verl_keywords(sample: RewardInput, accepts: frozenset[str] | None) -> dict[str, Any]:
@@ -133,6 +218,9 @@ def _prompt_messages(sample: RewardInput) -> list[dict[str, Any]]:
     messages = sample.data.get("messages")
     if isinstance(messages, list) and messages:
         return list(messages[:-1])
+    prompt = sample.data.get("prompt")
+    if isinstance(prompt, list):
+        return list(prompt)
     return [{"role": "user", "content": sample.prompt}]
 
 
@@ -141,3 +229,37 @@ def _answer_messages(sample: RewardInput) -> list[dict[str, Any]]:
     if isinstance(messages, list) and messages:
         return [messages[-1]]
     return [{"role": "assistant", "content": sample.completion}]
+
+
+class Settings(dict[str, Any]):
+    """Arguments of a term as a class of RLinf reads them: ``config.get("scale", 1.0)`` and ``config.scale``."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"the term's args have no {name!r}")
+        value = self[name]
+        return Settings(value) if isinstance(value, dict) else value
+
+
+def from_class(owner: type, args: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function of lists that a class of RLinf is: its ``get_reward``, of one instance in each worker.
+
+    The class is called with the term's args. ``completions`` or ``response`` are the texts; ``answers``, ``answer`` or
+    ``reference`` are the data's, from ``answer`` if there is no field of the name.
+    """
+    named = [name for name in inspect.signature(owner.get_reward).parameters if name != "self"]  # type: ignore[attr-defined]
+    made: list[Any] = []
+
+    def prepare(**_: Any) -> None:
+        if not made:
+            made.append(owner(Settings(args)))
+
+    def get_reward(completions: list[str], answer: list[Any] | None = None, **columns: Any) -> Any:
+        prepare()
+        known = dict.fromkeys(("answer", "answers", "reference", "references"), answer)
+        known |= dict.fromkeys(("completions", "response", "responses"), completions) | columns
+        return made[0].get_reward(**{name: known[name] for name in named if name in known})
+
+    get_reward.prepare = prepare  # type: ignore[attr-defined]
+    get_reward.settings = tuple(args)  # type: ignore[attr-defined]
+    return get_reward

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import numbers
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -23,15 +23,18 @@ import msgspec
 from consumers.reward.rewards import REWARDS
 from consumers.reward.rewards.signatures import (
     FIELDS,
-    LISTS,
-    SIGNATURE,
-    VERL,
+    OWN,
     Form,
+    Log,
     RewardInput,
-    data_keywords,
     find_form,
+    from_class,
     list_keywords,
     named_parameters,
+    numbers_of,
+    positional,
+    sample_keywords,
+    takes_text,
     verl_keywords,
 )
 from schemas.arguments import convert_arguments
@@ -45,6 +48,8 @@ Finish: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
 BATCH = 32
 """Samples of a call of a function of lists that does not say."""
 WAIT_MS = 5.0
+SHARED = ("batch", "wait_ms", "chat")
+"""Settings of functions of lists."""
 
 
 def reward(
@@ -86,7 +91,8 @@ def reward(
 class TermResult(msgspec.Struct, frozen=True):
     """The result of a call. ``value`` counts only when ``status`` is ``ok``; seconds: of the call itself.
 
-    applies: False where a function of lists says by None that it has no opinion of this sample.
+    applies: False where a function of lists says by None that it has no opinion of this sample. logged: further
+    numbers that the function reports, for display.
     """
 
     value: float = 0.0
@@ -94,6 +100,7 @@ class TermResult(msgspec.Struct, frozen=True):
     reason: str = ""
     seconds: float = 0.0
     applies: bool = True
+    logged: dict[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,7 @@ class Term:
     runs in the service's own process. fields: those of FIELDS that it names. settings: parameters that data never
     gives. concurrency: calls in flight in its own worker, 0 where it shares workers. batch: most samples of a call of
     a function of lists, 0 for others; wait_s: how long a call waits for more. chat: such a function gets messages.
+    None: where the data is conversational. own: parameters that it names of those that hold the sample.
     secrets: environment variables that only its worker sees. datasets: whose samples get it, None: all.
     """
 
@@ -119,7 +127,8 @@ class Term:
     concurrency: int = 0
     batch: int = 0
     wait_s: float = 0.0
-    chat: bool = False
+    chat: bool | None = False
+    own: frozenset[str] = frozenset()
     secrets: tuple[str, ...] = ()
     datasets: frozenset[str] | None = None
 
@@ -143,7 +152,7 @@ class Term:
                 value = finish(_finish(value))
         except Exception as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one sample
             return _failed(error, started)
-        return _result(self._score(value), time.perf_counter() - started)
+        return self._score(value, time.perf_counter() - started)
 
     async def call_async(self, sample: RewardInput) -> TermResult:
         """Call the function in a running event loop; never raises either."""
@@ -154,45 +163,51 @@ class Term:
                 value = await value
         except Exception as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one sample
             return _failed(error, started)
-        return _result(self._score(value), time.perf_counter() - started)
+        return self._score(value, time.perf_counter() - started)
 
     def call_batch(self, samples: Sequence[RewardInput], finish: Finish = asyncio.run) -> list[TermResult]:
         """Call a function of lists. If it fails on several samples it is called on each, so that one costs no other."""
-        started = time.perf_counter()
+        started, log = time.perf_counter(), Log(len(samples))
         try:
             values = self.function(
-                **list_keywords(samples, self.fields, self.accepts, self.settings, self.chat), **self.args
+                **list_keywords(samples, self.fields, self.accepts, self.settings, self.chat, log), **self.args
             )
             if inspect.isawaitable(values):
                 values = finish(_finish(values))
-            values = values if isinstance(values, str) else list(values)
-            if isinstance(values, str) or len(values) != len(samples):
-                found = "str" if isinstance(values, str) else f"{len(values)} values"
+            values = values.tolist() if hasattr(values, "tolist") else values
+            values = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else values
+            if not isinstance(values, list) or len(values) != len(samples):
+                found = f"{len(values)} values" if isinstance(values, list) else _type_name(values)
                 raise ValueError(f"returned {found} for {len(samples)} completions, must be a list of as many floats")
         except Exception as error:  # noqa: BLE001 - user code: whatever it raises is the fate of these samples
             if len(samples) > 1:
                 return [self.call_batch([sample], finish)[0] for sample in samples]
             return [_failed(error, started)]
         seconds = time.perf_counter() - started
-        return [TermResult(applies=False, seconds=seconds) if v is None else _result(v, seconds) for v in values]
+        return [
+            TermResult(applies=False, seconds=seconds, logged=logged) if v is None else _result(v, seconds, logged)
+            for v, logged in zip(values, log.values, strict=True)
+        ]
 
     def _start(self, sample: RewardInput) -> Any:
         if self.form == "verl":
             return self.function(**verl_keywords(sample, self.accepts), **self.args)
-        keywords = data_keywords(sample, self.fields, self.accepts, self.settings)
-        keywords.update(self.args)
-        return self.function(sample.prompt, sample.completion, sample.prompt_ids, sample.completion_ids, **keywords)
+        keywords = sample_keywords(sample, self.form, self.own, self.fields, self.accepts, self.settings) | self.args
+        return self.function(*(positional(sample) if self.form == "positional" else ()), **keywords)
 
-    def _score(self, value: Any) -> Any:
+    def _score(self, value: Any, seconds: float) -> TermResult:
         # verl's functions may return a dict of what else they found.
-        return value["score"] if self.form == "verl" and isinstance(value, dict) and "score" in value else value
+        if self.form == "verl" and isinstance(value, dict) and "score" in value:
+            others = {name: other for name, other in value.items() if name != "score"}
+            return _result(value["score"], seconds, numbers_of(others))
+        return _result(value, seconds)
 
 
 def _failed(error: Exception, started: float) -> TermResult:
     return TermResult(status="error", reason=describe_error(error), seconds=time.perf_counter() - started)
 
 
-def _result(value: Any, seconds: float) -> TermResult:
+def _result(value: Any, seconds: float, logged: dict[str, float] | None = None) -> TermResult:
     if type(value) is not float:
         if not isinstance(value, numbers.Real):
             reason = f"returned {_type_name(value)}, must be a float"
@@ -203,7 +218,7 @@ def _result(value: Any, seconds: float) -> TermResult:
             return TermResult(status="error", reason="returned a number too large for a float", seconds=seconds)
     if not is_reward(value):
         return TermResult(status="error", reason=f"returned {value}, must be {REWARD_RANGE}", seconds=seconds)
-    return TermResult(value=value, seconds=seconds)
+    return TermResult(value=value, seconds=seconds, logged=logged or {})
 
 
 def resolve(terms: Sequence[RewardTerm], base: Path) -> list[Term]:
@@ -221,17 +236,20 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
     where = f"reward {term.name!r}"
     if not callable(function):
         raise ConfigError(f"{where} must be a function, is {type(function).__name__}")
+    if inspect.isclass(function) and hasattr(function, "get_reward"):
+        function = from_class(function, term.args)
+    shared = [getattr(function, name, None) if getattr(term, name) is None else getattr(term, name) for name in SHARED]
     try:
-        form = find_form(function)
+        form = find_form(function, any(value is not None for value in shared))
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
     named, takes_any = named_parameters(function)
     builtin = ":" not in term.name
-    given = {*_OWN[form], *FIELDS, "answer", "reasoning_gym"}
+    given = {*OWN[form], *FIELDS, "answer", "reasoning_gym"}
     allowed = [name for name in named if name not in given] if builtin else named
     for name in term.args:
         # A built-in's **data is for the task's data: an unknown argument there is a misspelt one.
-        if name in _OWN[form] or (name not in allowed and (builtin or not takes_any)):
+        if name in OWN[form] or (name not in allowed and (builtin or not takes_any)):
             close = difflib.get_close_matches(name, allowed, n=1)
             hint = f", did you mean {close[0]!r}?" if close else f": one of {', '.join(allowed) or 'none'}"
             raise ConfigError(f"{where}: unknown argument {name!r}{hint}")
@@ -250,7 +268,7 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
         weight=term.weight,
         function=function,
         args=convert_arguments(where, function, term.args, [name for name in term.args if name in named]),
-        accepts=None if takes_any else frozenset(named) - ({*SIGNATURE, *hidden} if form == "sample" else hidden),
+        accepts=None if takes_any else frozenset(named) - hidden,
         inline=bool(inline) and not inspect.iscoroutinefunction(function),
         fields=FIELDS & frozenset(named),
         settings=frozenset(getattr(function, "settings", ())),
@@ -258,13 +276,11 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
         concurrency=concurrency,
         batch=batch,
         wait_s=wait_ms / 1000,
-        chat=term.chat,
+        chat=False if term.chat is None and takes_text(function) else term.chat,
+        own=frozenset(() if form == "positional" else OWN[form]) & frozenset(named),
         secrets=tuple(secrets(**term.args)) if secrets is not None else (),
         datasets=None if term.datasets is None else frozenset(term.datasets),
     )
-
-
-_OWN: dict[Form, tuple[str, ...]] = {"sample": SIGNATURE, "lists": LISTS, "verl": VERL}
 
 
 def _sharing(term: RewardTerm, function: Callable[..., Any], form: Form, where: str) -> tuple[int, int, float]:
@@ -282,7 +298,7 @@ def _sharing(term: RewardTerm, function: Callable[..., Any], form: Form, where: 
             raise ConfigError(f"{where}: concurrency is for functions of one sample; one of lists has batch")
         wait_ms = WAIT_MS if said["wait_ms"] is None else said["wait_ms"]
         return 0, said["batch"] or BATCH, wait_ms
-    for name, value in (("batch", said["batch"]), ("wait_ms", said["wait_ms"]), ("chat", term.chat or None)):
+    for name, value in (("batch", said["batch"]), ("wait_ms", said["wait_ms"]), ("chat", term.chat)):
         if value is not None:
             raise ConfigError(f"{where}: {name} is for functions of lists, (prompts, completions, **columns)")
     if said["concurrency"] is not None and not inspect.iscoroutinefunction(function):

@@ -76,10 +76,10 @@ def seen(prompt, completion, prompt_ids, completion_ids, *, messages, reward, me
 def everything(prompt, completion, prompt_ids, completion_ids, **data):
     return float(len(data))
 
-def as_in_trl(prompt, completions, prompt_ids, completion_ids, **data):
+def of_both(prompts, completions, completion, **data):
     return 0.0
 
-def few(prompt, completion):
+def few(text, answer):
     return 0.0
 
 def pooled_bonus(prompt, completion, prompt_ids, completion_ids, **data):

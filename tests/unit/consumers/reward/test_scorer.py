@@ -159,8 +159,11 @@ def test_the_largest_reward_is_one(base: Path, monkeypatch: pytest.MonkeyPatch):
         ({"name": "exact", "args": {"answer": 1}}, "unknown argument 'answer': one of none"),
         ({"name": "format", "args": {"regex": "("}}, "reward 'format': regex '(' is wrong"),
         ({"name": "format", "args": {"regex": "a", "tags": ["b"]}}, "regex or tags, not both"),
-        ({"name": "mine.py:as_in_trl"}, "rename its parameters to prompt and completion for one sample"),
-        ({"name": "mine.py:few"}, "must take (prompt, completion, prompt_ids, completion_ids, **data)"),
+        (
+            {"name": "mine.py:of_both"},
+            "completion is of one sample and completions of lists: name prompt and completion",
+        ),
+        ({"name": "mine.py:few"}, "must name what it scores: completion of one sample, completions of lists (TRL)"),
         ({"name": "mine.py:number"}, "must be a function, is int"),
         ({"name": "mine.py:strict", "args": {"scal": 1}}, "did you mean 'scale'"),
         ({"name": "mine.py:nothing"}, "has no 'nothing'"),

@@ -55,7 +55,7 @@ async def unsaid(prompt, completion, prompt_ids, completion_ids, **data):
 
 def lengths(prompts, completions, **columns):
     """As for TRL: the number of samples it was called with."""
-    assert all(len(column) == len(prompts) for column in columns.values())
+    assert all(len(column) == len(prompts) for column in columns.values() if isinstance(column, list))
     for completion in completions:
         if completion == "raise":
             raise RuntimeError("no")
@@ -95,7 +95,7 @@ def loaded_lists(prompts, completions, path, **columns):
 
 loads, loaded.prepare, loaded_lists.prepare = {}, load_slowly, load_slowly
 
-def mixed(prompt, completions, **columns):
+def mixed(prompt, completion, completions, **columns):
     return [1.0]
 '''
 
@@ -260,7 +260,7 @@ async def test_what_waits_can_be_given_back_and_what_has_begun_ends_with_the_poo
         (of("judged", wait_ms=2), "wait_ms is for functions of lists"),
         (of("judged", chat=True), "chat is for functions of lists"),
         (of("lengths", concurrency=2), "one of lists has batch"),
-        (of("mixed"), "to prompts and completions for lists"),
+        (of("mixed"), "completion is of one sample and completions of lists"),
         (of("only_completions", args={"answer": "1", "scal": 1}), "did you mean 'scale'"),
         (of("compute_score", args={"solution_str": "1"}), "unknown argument 'solution_str'"),
     ],

@@ -76,8 +76,10 @@ def test_jsonl_reads_several_files_in_sorted_order_and_skips_blank_lines(tmp_pat
 def test_jsonl_takes_conversations_templates_and_system_prompts(tmp_path: Path):
     conversation = [{"role": "user", "content": "hi"}]
     file = write_lines(tmp_path / "d.jsonl", {"q": conversation, "a": "x", "topic": "t"})
+    asked = [{"role": "system", "content": "Be kind."}, *conversation]
     assert Jsonl(tmp_path, str(file), prompt="q", answer="a", system="Be kind.")[0] == Example(
-        messages=[ChatMessage("system", "Be kind."), ChatMessage("user", "hi")], data={"answer": "x", "topic": "t"}
+        messages=[ChatMessage("system", "Be kind."), ChatMessage("user", "hi")],
+        data={"answer": "x", "topic": "t", "prompt": asked},
     )
     templated = Jsonl(tmp_path, "d.jsonl", prompt="q", answer=None, template="On {topic}: {{a}}", fields=["topic"])[0]
     assert templated == Example(text="On t: {a}", data={"topic": "t"})
