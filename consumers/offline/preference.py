@@ -39,8 +39,8 @@ from consumers.offline.pairs import (
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
-from consumers.trainer.model.dropout import train_without_dropout
 from consumers.trainer.model.hf_weights import named_weights, save_weights
+from consumers.trainer.model.parity import fix_rotary_frequencies, train_without_noise
 from consumers.trainer.model.policy import DTYPES, Policy, load_model, read_model
 from consumers.trainer.step.gradient_update import Schedule, build_optimizer
 from schemas.config import DpoConfig, ModelConfig, PreferenceConfig, RewardModelConfig
@@ -86,10 +86,14 @@ def train_dpo(
     with whole_folder(settings.out, "dpo.out", main=ranks.is_main) as aside:
         tokenizer = load_tokenizer(model.path)
         empty = not ranks.is_main
-        policy = Policy(load_model(model.path, "float32", model.trust_remote_code, empty=empty))
+        policy = Policy(
+            load_model(model.path, "float32", model.trust_remote_code, empty=empty, max_length=model.max_length)
+        )
         limits.apply(policy.causal_lm)
         policy = ranks.prepare(policy, DTYPES[model.dtype])
-        reference = Policy(load_model(model.path, model.dtype, model.trust_remote_code, empty=empty))
+        reference = Policy(
+            load_model(model.path, model.dtype, model.trust_remote_code, empty=empty, max_length=model.max_length)
+        )
         policy.share_prefixes = reference.share_prefixes = limits.share_prefixes
         reference = ranks.prepare(reference.requires_grad_(False), DTYPES[model.dtype])
 
@@ -250,7 +254,8 @@ def _scorer(model: ModelConfig, tokenizer: PolicyTokenizer, empty: bool) -> PreT
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {model.path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     scorer.config.get_text_config().pad_token_id = tokenizer.pad_id
-    return train_without_dropout(scorer, model.path)
+    fix_rotary_frequencies(scorer, model.path, model.max_length)
+    return train_without_noise(scorer, model.path)
 
 
 def _save(

@@ -116,7 +116,7 @@ def train_sft(
         check_model(start, ranks.layout, trust_remote_code)
         tokenizer = load_tokenizer(start)
         own, other = ([_encode(tokenizer, pair, max_length) for pair in part] for part in (examples, heldout))
-        model = _Model(load_model(start, "float32", trust_remote_code, empty=not ranks.is_main))
+        model = _Model(load_model(start, "float32", trust_remote_code, empty=not ranks.is_main, max_length=max_length))
         limits.apply(model.causal_lm)
         model.share_prefixes = limits.share_prefixes
         model = ranks.prepare(model, DTYPES[dtype])

@@ -34,7 +34,7 @@ def make_policy(config: TidemillConfig, empty: bool = False) -> Policy:
     model, settings = config.model, config.trainer.lora
     if settings is None:
         return load_policy(config, model.path, "float32", empty)
-    causal_lm = load_model(model.path, model.dtype, model.trust_remote_code, empty=empty)
+    causal_lm = load_model(model.path, model.dtype, model.trust_remote_code, empty=empty, max_length=model.max_length)
     adapter = adapt(causal_lm, settings, _base(model.path), config.run.seed)
     return Policy(causal_lm, adapter)
 
@@ -42,7 +42,8 @@ def make_policy(config: TidemillConfig, empty: bool = False) -> Policy:
 def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = False) -> Policy:
     """Load a policy of the run's kind, without an adapter, of the model at ``path``; ConfigError if that fails."""
     model = config.model
-    causal_lm = load_model(path, dtype, model.trust_remote_code, vision=model.kind == "vision", empty=empty)
+    vision, max_length = model.kind == "vision", model.max_length
+    causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty, max_length)
     if model.kind == "text":
         return Policy(causal_lm)
     return Policy(causal_lm, vision=VisionTower(causal_lm, image_settings_of(model), model.freeze_vision))

@@ -23,9 +23,9 @@ from consumers.trainer.data.load_balancing import Cost
 from consumers.trainer.data.patches import ImageBatch
 from consumers.trainer.distributed.parts import ParallelModule
 from consumers.trainer.distributed.ranks import local_part
-from consumers.trainer.model.dropout import train_without_dropout
 from consumers.trainer.model.head import score
 from consumers.trainer.model.packing import pack, switch_to_packing, use_packing
+from consumers.trainer.model.parity import check_causal, fix_rotary_frequencies, train_without_noise
 from consumers.trainer.model.router_replay import RouterReplay
 from consumers.trainer.model.vision import VisionTower
 from schemas.errors import ConfigError
@@ -180,19 +180,27 @@ class Policy(ParallelModule):
 
 
 def load_model(
-    path: str | Path, dtype: str, trust_remote_code: bool = False, vision: bool = False, empty: bool = False
+    path: str | Path,
+    dtype: str,
+    trust_remote_code: bool = False,
+    vision: bool = False,
+    empty: bool = False,
+    max_length: int | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model for training, in ``dtype`` and without dropout, from a folder or hub id.
 
-    vision: one that reads images, too. empty: without weights, for a rank that gets them from another. ConfigError says
-    what is wrong.
+    vision: one that reads images, too. empty: without weights, for a rank that gets them from another. max_length: most
+    tokens of a row, by default as many as the model has positions. ConfigError says what is wrong.
     """
     kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     try:
         model = read_model(kind, path, DTYPES[dtype], trust_remote_code, empty)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    return train_without_dropout(model, str(path))
+    fix_rotary_frequencies(model, str(path), max_length)
+    train_without_noise(model, str(path))
+    check_causal(model, str(path))
+    return model
 
 
 def read_model(

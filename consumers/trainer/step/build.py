@@ -138,7 +138,8 @@ def build_critic(config: TidemillConfig, empty: bool = False) -> Critic | None:
     settings, model = config.trainer.critic, config.model
     if settings is None:
         return None
-    return Critic(load_model(settings.model or model.path, "float32", model.trust_remote_code, empty=empty))
+    path, max_length = settings.model or model.path, model.max_length
+    return Critic(load_model(path, "float32", model.trust_remote_code, empty=empty, max_length=max_length))
 
 
 def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from consumers.offline.preference import _scorer
 from consumers.trainer.model.compile import what_lacks
-from consumers.trainer.model.dropout import train_without_dropout
+from consumers.trainer.model.parity import train_without_noise
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.critic import Critic
@@ -108,7 +108,7 @@ def test_noise_that_cannot_be_switched_off_is_refused_by_name(tmp_path: Path) ->
     with pytest.raises(
         ConfigError, match=r"model.path 'mine' cannot be trained: two forward passes of Qwen2ForCausalLM"
     ):
-        train_without_dropout(model, "mine")
+        train_without_noise(model, "mine")
 
 
 def test_broken_weights_are_named_and_not_taken_for_noise(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_broken_weights_are_named_and_not_taken_for_noise(tmp_path: Path) -> Non
     with torch.no_grad():
         next(model.parameters()).fill_(float("nan"))
     with pytest.raises(ConfigError, match=r"model.path 'mine' cannot be trained: .* its weights are broken"):
-        train_without_dropout(model, "mine")
+        train_without_noise(model, "mine")
 
 
 @pytest.fixture(scope="module")
