@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +77,14 @@ class EvalResult:
     @property
     def complete(self) -> bool:
         return self.scored + self.failed >= self.n
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of correct samples over all datasets; None if none was scored."""
+        prompts: Counter[tuple[int, int]] = Counter()
+        for dataset in self.datasets.values():
+            prompts.update(dataset.prompts)
+        return DatasetResult(self.n, prompts=prompts).accuracy
 
 
 def parse_results(fields: Mapping[bytes, bytes]) -> list[EvalResult]:

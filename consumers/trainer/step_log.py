@@ -123,6 +123,7 @@ class StepLog:
                 "failed": result.failed,
                 "off_version": result.off_version,
                 "mean": result.mean if result.scored else None,
+                "accuracy": result.accuracy if self._config.has_accuracy else None,
                 "length": result.length,
                 "time": result.time,
                 "wall_s": max(0.0, result.time - float(self._progress.started or 0)),

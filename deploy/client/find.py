@@ -101,7 +101,10 @@ def head_rows(head: RunHead, summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if head.accuracy is not None:
         before = "-" if head.accuracy_before is None else f"{head.accuracy_before:.1%}"
-        lines.append(("held-out", f"{before} before, {head.accuracy:.1%} after"))
+        lines.append(("held-out", f"accuracy {before} before, {head.accuracy:.1%} after"))
+    elif head.heldout_reward is not None:
+        before = "-" if head.heldout_reward_before is None else f"{head.heldout_reward_before:.3f}"
+        lines.append(("held-out", f"reward {before} before, {head.heldout_reward:.3f} after"))
     if summary.get("trajectories") is not None:
         lost, twice = summary.get("trajectories_lost"), summary.get("trajectories_trained_twice")
         lines.append(("trajectories", f"{summary['trajectories']:,}, {lost} lost, {twice} trained twice"))

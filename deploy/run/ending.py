@@ -36,17 +36,18 @@ class Ending:
     plot: Path | None
 
     def print(self, console: Console) -> None:
-        """Accuracy before and after where it is known, what the run took, where the rest is; its path comes last."""
+        """Print held-out figures before and after the run, what it took, and where the rest is; its path comes last."""
         s = self.summary
         title = f"{self.run}: {s['exit_reason'].partition(':')[0]}"
-        if s["accuracy_after"] is None:
+        held_out, before, after = _heldout(s)
+        if after is None:
             console.print(title, style="bold", highlight=False, markup=False)
         else:
             table = Table(title=title, title_justify="left", title_style="bold")
             table.add_column("")
             table.add_column("before", justify="right")
             table.add_column("after", justify="right", style="bold")
-            table.add_row("held-out accuracy", _share(s["accuracy_before"]), _share(s["accuracy_after"]))
+            table.add_row(held_out, before or "-", after)
             console.print(table)
         rows = (
             ("steps", f"{s['steps']:,} in {clock(s['wall_s'])}"),
@@ -72,7 +73,7 @@ def finish(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, flo
         broker = Broker.connect(config.model_copy(update={"broker": settings}))
         final = _counts(config, broker, reason, phases)
     except (TidemillError, redis.RedisError):
-        final = Final(reason, evaluations=_evaluations(config.folder), phases_s=phases)
+        final = Final(reason, evaluations=_evaluations(config), phases_s=phases)
     summary = write_summary(config.folder, final)
     plot = _plot(config, final, summary)
     return Ending(config.run.name, config.folder, summary, plot)
@@ -80,7 +81,7 @@ def finish(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, flo
 
 def note_failed_start(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, float]) -> None:
     """Write the summary of a start that failed before anything began, of what earlier ones logged and why it failed."""
-    write_summary(config.folder, Final(_reason(outcome), evaluations=_evaluations(config.folder), phases_s=phases))
+    write_summary(config.folder, Final(_reason(outcome), evaluations=_evaluations(config), phases_s=phases))
 
 
 def _reason(outcome: RunOutcome) -> str:
@@ -98,21 +99,26 @@ def _counts(config: TidemillConfig, broker: Broker, reason: str, phases: Mapping
         # Groups are counted by reason; nearly all have all their samples.
         dropped_stale=ledger.dropped.get("stale", 0) * config.sampling.n,
         tokens_generated=ledger.tokens_generated,
-        evaluations=_evaluations(config.folder, broker.evals.read_results(), ledger.started),
+        evaluations=_evaluations(config, broker.evals.read_results(), ledger.started),
         phases_s=phases,
     )
 
 
-def _evaluations(folder: Path, results: Sequence[EvalResult] = (), started: float = 0.0) -> list[Evaluation]:
+def _evaluations(config: TidemillConfig, results: Sequence[EvalResult] = (), started: float = 0.0) -> list[Evaluation]:
     """Return those in the run's file, and what the broker has that no trainer wrote any more."""
     found = {
-        result.version: Evaluation(result.version, result.mean, max(0.0, result.time - started))
+        result.version: Evaluation(
+            result.version,
+            result.mean,
+            max(0.0, result.time - started),
+            result.accuracy if config.has_accuracy else None,
+        )
         for result in results
         if result.complete and result.scored
     }
-    for version, line in read_evaluations(folder / EVALUATIONS).items():
+    for version, line in read_evaluations(config.folder / EVALUATIONS).items():
         if line["mean"] is not None:
-            found[version] = Evaluation(version, line["mean"], line["wall_s"])
+            found[version] = Evaluation(version, line["mean"], line["wall_s"], line.get("accuracy"))
     return [found[version] for version in sorted(found)]
 
 
@@ -121,17 +127,24 @@ def _plot(config: TidemillConfig, final: Final, summary: Mapping[str, Any]) -> P
     if not metrics:
         return None
     title = f"{config.run.name}: {summary['steps']} steps"
-    if summary["accuracy_after"] is not None:
-        before, after = summary["accuracy_before"], summary["accuracy_after"]
-        change = f"{after:.2f}" if before is None else f"{before:.2f} to {after:.2f}"
-        title = f"{config.run.name}: held-out accuracy {change} in {summary['steps']} steps"
+    held_out, before, after = _heldout(summary)
+    if after is not None:
+        change = after if before is None else f"{before} to {after}"
+        title = f"{config.run.name}: {held_out} {change} in {summary['steps']} steps"
     file = config.folder / PLOT
     plot_run(metrics, final.evaluations, title, file)
     return file
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+def _heldout(summary: Mapping[str, Any]) -> tuple[str, str | None, str | None]:
+    """Return what held-out samples are measured by, and the figure before and after the run; None if not known."""
+    name, form = ("reward", ".3f") if summary["accuracy_after"] is None else ("accuracy", ".1%")
+    before, after = summary[f"{name}_before"], summary[f"{name}_after"]
+    return (
+        f"held-out {name}",
+        before if before is None else f"{before:{form}}",
+        after if after is None else f"{after:{form}}",
+    )
 
 
 def _figure(value: float | None, digits: int) -> str:

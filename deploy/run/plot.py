@@ -1,4 +1,4 @@
-"""The plot of a run: reward and held-out accuracy over steps and over minutes."""
+"""The plot of a run: reward and held-out accuracy or reward over steps and over minutes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schemas.run_folder import surviving_lines
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-REWARD, ACCURACY, INK, QUIET = "#3b6fb6", "#d1495b", "#222222", "#8a8f98"
+REWARD, HELD_OUT, INK, QUIET = "#3b6fb6", "#d1495b", "#222222", "#8a8f98"
 
 
 def plot_run(metrics: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation], title: str, file: Path) -> None:
@@ -27,10 +27,12 @@ def plot_run(metrics: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation
     figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")
     figure.patch.set_facecolor("white")
     left, right = figure.subplots(1, 2, sharey=True)
-    accuracies = [evaluation.accuracy for evaluation in evaluations]
-    _curves(left, [line["step"] for line in lines], rewards, [e.version for e in evaluations], accuracies)
+    shares = [each.accuracy for each in evaluations if each.accuracy is not None]
+    heldout = shares if len(shares) == len(evaluations) else [each.reward for each in evaluations]
+    label = "held-out accuracy" if heldout is shares else "held-out reward"
+    _curves(left, [line["step"] for line in lines], rewards, [e.version for e in evaluations], heldout, label)
     minutes = [line["wall_s"] / 60 for line in lines]
-    _curves(right, minutes, rewards, [e.wall_s / 60 for e in evaluations], accuracies)
+    _curves(right, minutes, rewards, [e.wall_s / 60 for e in evaluations], heldout, label)
     left.set_xlabel("optimizer steps", color=QUIET)
     right.set_xlabel("minutes", color=QUIET)
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
@@ -50,14 +52,14 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def _curves(
-    axes: Axes, xs: Sequence[float], rewards: list[float], eval_xs: Sequence[float], evals: list[float]
+    axes: Axes, xs: Sequence[float], rewards: list[float], eval_xs: Sequence[float], evals: list[float], label: str
 ) -> None:
     if rewards:
         axes.plot(xs, rewards, color=REWARD, alpha=0.22, linewidth=0.8)
         window = max(1, len(rewards) // 40)
         axes.plot(xs, smooth(rewards, window), color=REWARD, linewidth=1.8, label="training reward")
     if evals:
-        axes.plot(eval_xs, evals, color=ACCURACY, linewidth=1.8, marker="o", markersize=5, label="held-out accuracy")
+        axes.plot(eval_xs, evals, color=HELD_OUT, linewidth=1.8, marker="o", markersize=5, label=label)
         ends = (0, len(evals) - 1) if len(evals) > 1 else (0,)
         for end in ends:
             axes.annotate(
@@ -67,7 +69,7 @@ def _curves(
                 textcoords="offset points",
                 ha="left" if end == 0 else "center",
                 fontsize=9,
-                color=ACCURACY,
+                color=HELD_OUT,
                 fontweight="bold",
             )
     axes.set_xlim(left=0)

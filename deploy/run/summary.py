@@ -19,11 +19,15 @@ from schemas.run_folder import METRICS, SUMMARY, TRAINED, read_lines, surviving_
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A complete evaluation on held-out prompts. wall_s: since the run began."""
+    """A complete evaluation on held-out prompts. reward: mean; wall_s: since the run began.
+
+    accuracy: share of correct samples; None if the configuration does not say which are correct.
+    """
 
     version: int
-    accuracy: float
+    reward: float
     wall_s: float = 0.0
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,16 @@ def summarise(metrics: Sequence[dict[str, Any]], trained: Sequence[dict[str, Any
     uses = Counter((task, sample) for line in batches for task, sample in line["samples"])
     excluded = sum(int(line.get("excluded", 0)) for line in batches)
     evaluations = sorted(final.evaluations, key=lambda evaluation: evaluation.version)
+    # Weights that were trained already say nothing of how it was before.
+    before = evaluations[0] if evaluations and evaluations[0].version == 0 else None
+    after = evaluations[-1] if evaluations else None
     gone = len(uses) + final.dropped + final.failed + excluded + final.live
     return {
         "exit_reason": final.exit_reason,
-        # Weights that were trained already say nothing of how it was before.
-        "accuracy_before": evaluations[0].accuracy if evaluations and evaluations[0].version == 0 else None,
-        "accuracy_after": evaluations[-1].accuracy if evaluations else None,
+        "reward_before": before and before.reward,
+        "reward_after": after and after.reward,
+        "accuracy_before": before and before.accuracy,
+        "accuracy_after": after and after.accuracy,
         "steps": len(batches),
         "versions_published": 1 + max((int(line["version"]) for line in steps), default=-1) if steps else 0,
         "trajectories": final.published,

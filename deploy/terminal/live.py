@@ -42,7 +42,7 @@ class View:
         if self._live:
             self._live.update(page(status, history))
             return
-        evaluations = len(history.accuracies)
+        evaluations = len(history.heldout)
         if now >= self._next_line or evaluations > self._evaluations:
             self._next_line = now + PLAIN_EVERY_S
             self._evaluations = evaluations

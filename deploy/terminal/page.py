@@ -57,8 +57,8 @@ class History:
     restarts: Mapping[str, int] | None = None
 
     @property
-    def accuracies(self) -> list[tuple[int, float]]:
-        """Version and mean of each finished evaluation."""
+    def heldout(self) -> list[tuple[int, float]]:
+        """Version and mean reward of each finished evaluation."""
         return [(each.version, each.mean) for each in self.evaluations if each.complete and each.mean is not None]
 
 
@@ -101,8 +101,8 @@ def plain_line(status: RunStatus, history: History) -> str:
     parts = [f"step {status.step}/{status.steps}"]
     if history.rewards:
         parts.append(f"reward {history.rewards[-1]:.3f}")
-    if history.accuracies:
-        version, mean = history.accuracies[-1]
+    if history.heldout:
+        version, mean = history.heldout[-1]
         parts.append(f"held-out {mean:.3f} (version {version})")
     if staleness.mean is not None:
         parts.append(f"staleness {staleness.mean:.1f} max {staleness.max} bound {staleness.bound}")
@@ -147,7 +147,7 @@ def _figures(status: RunStatus, history: History) -> Table:
     table.add_row("step", _progress(status))
     reward = f"{history.rewards[-1]:.3f}" if history.rewards else "-"
     table.add_row("reward", Text.assemble((f"{reward:<7}", "bold"), (sparkline(history.rewards), "cyan")))
-    table.add_row("held-out", _accuracy(history))
+    table.add_row("held-out", _heldout(history))
     over = staleness.max is not None and staleness.max > staleness.bound
     table.add_row(
         "staleness",
@@ -200,17 +200,17 @@ def _progress(status: RunStatus) -> Table:
     return row
 
 
-def _accuracy(history: History) -> Text:
-    accuracies = history.accuracies
-    if not accuracies:
+def _heldout(history: History) -> Text:
+    means = history.heldout
+    if not means:
         waiting = history.evaluations[-1] if history.evaluations else None
         done = f"first evaluation {waiting.scored + waiting.failed}/{waiting.n}" if waiting else "-"
         return Text(done, "dim")
-    version, mean = accuracies[-1]
+    version, mean = means[-1]
     text = Text.assemble((f"{mean:<7.3f}", "bold"))
-    if len(accuracies) > 1:
-        text.append(sparkline([each for _, each in accuracies]), "green")
-        text.append(f"  from {accuracies[0][1]:.3f}", "dim")
+    if len(means) > 1:
+        text.append(sparkline([each for _, each in means]), "green")
+        text.append(f"  from {means[0][1]:.3f}", "dim")
     text.append(f"  version {version}", "dim")
     return text
 

@@ -108,6 +108,10 @@ class TrainDataset(LabelledDataset):
         return [self.model_copy(update={"args": own}) for own in args]
 
 
+RIGHT_OR_WRONG = frozenset({"exact", "gsm8k", "math", "geometry3k", "clevr", "code"})
+"""Built-in reward functions that return 1 for a correct answer and 0 otherwise; code only without ``partial``."""
+
+
 class RewardTerm(Section):
     """A term of the reward, which is the sum of weight times value over all terms."""
 
@@ -144,6 +148,12 @@ class RewardTerm(Section):
         description="Pass messages instead of texts to a function of lists. By default it gets messages where the row's"
         " prompt is a list of messages, as in TRL, and its type hint of completions is not list[str].",
     )
+
+    @property
+    def right_or_wrong(self) -> bool:
+        """Whether it adds 1 for a correct answer and 0 otherwise."""
+        graded = self.name == "code" and self.args.get("partial", True)
+        return self.name in RIGHT_OR_WRONG and not graded and self.weight == 1
 
 
 class RewardConfig(Section):

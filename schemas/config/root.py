@@ -69,6 +69,24 @@ class TidemillConfig(Section):
             return []
         return [*(self.eval.terms or []), *(term for one in self.eval.dataset for term in one.terms or [])]
 
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether the share of correct held-out samples is an accuracy, and not only a reward that reaches 1.
+
+        It is one if a setting says which samples are correct, or if each held-out dataset has one term that is 1 for a
+        correct answer and 0 otherwise.
+        """
+        if self.eval is None:
+            return False
+        if self.reward.correct_term is not None or "correct_from" in self.reward.model_fields_set:
+            return True
+        for dataset in self.eval.dataset:
+            terms = self.eval.terms_of(dataset) or self.reward.terms
+            applied = [term for term in terms if term.datasets is None or dataset.label in term.datasets]
+            if len(applied) != 1 or not applied[0].right_or_wrong:
+                return False
+        return True
+
     @model_validator(mode="before")
     @classmethod
     def _take_reward_of_episodes(cls, data: Any) -> Any:

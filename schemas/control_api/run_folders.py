@@ -25,9 +25,14 @@ class RunHead(Answer):
     step: int
     steps: int | None = Field(description="Configured steps.")
     reward: float | None = Field(description="Mean reward of the newest step.")
-    accuracy_before: float | None = Field(description="Mean reward of the evaluation of version 0.")
-    accuracy: float | None = Field(description="Mean reward of the newest evaluation.")
-    accuracy_version: int | None = Field(description="Weight version of that evaluation.")
+    heldout_reward_before: float | None = Field(description="Mean reward of the evaluation of version 0.")
+    heldout_reward: float | None = Field(description="Mean reward of the newest evaluation.")
+    accuracy_before: float | None = Field(description="Share of correct samples in the evaluation of version 0.")
+    accuracy: float | None = Field(
+        description="Share of correct samples in the newest evaluation; null if the configuration does not say which"
+        " are correct."
+    )
+    heldout_version: int | None = Field(description="Weight version of the newest evaluation.")
     wall_s: float | None = Field(description="Seconds from the start of the run to its newest step.")
     updated: float = Field(description="Time of its newest change to a file.")
     model: str | None
@@ -138,6 +143,9 @@ class RunEvaluation(Answer):
     failed: int
     off_version: int
     mean: float | None
+    accuracy: float | None = Field(
+        description="Share of correct samples; null if the configuration does not say which are correct."
+    )
     length: float | None
     time: float | None
     wall_s: float | None

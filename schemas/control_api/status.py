@@ -126,6 +126,9 @@ class EvaluationStatus(Answer):
     failed: int
     complete: bool
     mean: float | None
+    accuracy: float | None = Field(
+        None, description="Share of correct samples; null if the configuration does not say which are correct."
+    )
     off_version: int = Field(
         description="Samples with tokens of another version, because no generator still had this one."
     )

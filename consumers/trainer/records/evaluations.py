@@ -20,6 +20,7 @@ class EvaluationLog:
     """evaluations.jsonl in a run's folder. lines: what it holds, by version.
 
     A line has version, n (samples), scored, failed, off_version, mean (reward of the scored samples, null without any),
+    accuracy (share of correct samples, null if the configuration does not say which are correct),
     length (mean of their loss tokens, null if unknown), time (of the last score, Unix seconds), wall_s
     (time since the run began) and datasets: the same by label, with accuracy and pass@k, and ``prompts``: how many
     samples of a prompt were scored, how many of them are correct, and how many prompts there are of that kind.

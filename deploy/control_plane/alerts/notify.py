@@ -37,6 +37,7 @@ class Notice:
     step: int
     steps: int
     reward: float | None
+    heldout_reward: float | None
     accuracy: float | None
     time: float
 

@@ -94,7 +94,8 @@ class RunWatch:
                 step=status.step if status else 0,
                 steps=status.steps if status else 0,
                 reward=status.reward if status else None,
-                accuracy=status.evaluation.mean if status and status.evaluation else None,
+                heldout_reward=status.evaluation.mean if status and status.evaluation else None,
+                accuracy=status.evaluation.accuracy if status and status.evaluation else None,
                 time=time.time(),
             )
         )

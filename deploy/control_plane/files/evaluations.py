@@ -12,7 +12,7 @@ from deploy.control_plane.web.paging import Page, Place, cut
 from schemas.control_api.run_folders import EvaluationPrompt, EvaluationPrompts, GroupSample, RunEvaluation
 from schemas.run_folder import EVALUATIONS, SAMPLES, read_lines
 
-_KNOWN = ("n", "scored", "failed", "off_version", "mean", "length", "time", "wall_s")
+_KNOWN = ("n", "scored", "failed", "off_version", "mean", "accuracy", "length", "time", "wall_s")
 PromptSort = Literal["worst", "best", "index", "longest"]
 
 

@@ -69,8 +69,9 @@ class RunFolder:
         summary, last = self.summary, last_line(self.path / METRICS, "step")
         settings = _raw_settings(self.path / CONFIG)
         state, cause = run_state(self.path, summary, max(updated))
-        means = [(one.version, one.mean) for one in read_evaluations(self.path) if one.mean is not None]
-        newest_version, newest = means[-1] if means else (None, None)
+        evaluations = [one for one in read_evaluations(self.path) if one.mean is not None]
+        first, newest = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
+        before = first if first is not None and first.version == 0 else None
         return RunHead(
             name=self.name,
             folder=str(self.path),
@@ -79,9 +80,11 @@ class RunFolder:
             step=max(_whole(summary.get("steps")), _whole(last.get("step"))),
             steps=settings.get("trainer.steps") if isinstance(settings.get("trainer.steps"), int) else None,
             reward=_number(last.get("reward/mean")),
-            accuracy_before=means[0][1] if means and means[0][0] == 0 else _number(summary.get("accuracy_before")),
-            accuracy=newest if means else _number(summary.get("accuracy_after")),
-            accuracy_version=newest_version,
+            heldout_reward_before=before.mean if before else _number(summary.get("reward_before")),
+            heldout_reward=newest.mean if newest else _number(summary.get("reward_after")),
+            accuracy_before=before.accuracy if before else _number(summary.get("accuracy_before")),
+            accuracy=newest.accuracy if newest else _number(summary.get("accuracy_after")),
+            heldout_version=newest.version if newest else None,
             wall_s=_number(last.get("wall_s")),
             updated=max(updated),
             model=settings.get("model.path"),

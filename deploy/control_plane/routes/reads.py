@@ -155,4 +155,4 @@ def image(context: InContext, digest: Digest) -> Response:
 def evaluations(context: InContext, page: Few) -> Evaluations:
     """Return evaluations on held-out prompts, by version."""
     shown, following = cut(context.broker.evals.read_results(), lambda result: (result.version, ""), page)
-    return Evaluations(evaluations=[evaluation(result) for result in shown], next=following)
+    return Evaluations(evaluations=[evaluation(result, context.plan.has_accuracy) for result in shown], next=following)

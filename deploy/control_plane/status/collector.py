@@ -53,7 +53,8 @@ METRICS_AT_ONCE = 1000
 class PlannedRun:
     """The part of the configuration that the control plane needs; 0 or empty if a value is not known.
 
-    folder: of the run. held_out: whether it has held-out prompts. playground: whether users may ask the policy.
+    folder: of the run. held_out: whether it has held-out prompts. has_accuracy: whether evaluations have an accuracy
+    and not only a reward. playground: whether users may ask the policy.
     """
 
     run: str
@@ -66,6 +67,7 @@ class PlannedRun:
     folder: Path = Path()
     model: str = ""
     held_out: bool = False
+    has_accuracy: bool = False
     playground: bool = False
 
     @classmethod
@@ -82,6 +84,7 @@ class PlannedRun:
             folder=config.folder,
             model=config.model.path,
             held_out=config.eval is not None,
+            has_accuracy=config.has_accuracy,
             playground=is_loopback(config.control.host)
             if config.control.playground is None
             else config.control.playground,
@@ -182,7 +185,7 @@ class Collector:
             version=ledger.version,
             leader_term=ledger.leader_term,
             reward=next(iter(history.last("reward/mean")), None),
-            evaluation=evaluation(complete[-1]) if complete else None,
+            evaluation=evaluation(complete[-1], self._plan.has_accuracy) if complete else None,
             pause=pause,
             bottleneck=find_bottleneck(self._evidence(state, cause, ledger, lags, beats, now)),
             throughput=Throughput(
@@ -316,7 +319,7 @@ class Collector:
         )
 
 
-def evaluation(result: EvalResult) -> EvaluationStatus:
+def evaluation(result: EvalResult, has_accuracy: bool) -> EvaluationStatus:
     """Return an evaluation as the API shows it."""
     return EvaluationStatus(
         version=result.version,
@@ -325,6 +328,7 @@ def evaluation(result: EvalResult) -> EvaluationStatus:
         failed=result.failed,
         complete=result.complete,
         mean=result.mean if result.scored else None,
+        accuracy=result.accuracy if has_accuracy else None,
         off_version=result.off_version,
         time=result.time or None,
     )

@@ -50,6 +50,7 @@ class StatusPoller:
         self._broker = broker
         self._deployments = deployments
         self._every_s = every_s
+        self._has_accuracy = plan.has_accuracy
         self._collector = Collector(broker, plan, measure_memory, keep_steps)
         self._pace = ThroughputSeries()
         self._lock = threading.Lock()
@@ -116,7 +117,7 @@ class StatusPoller:
             new = self._collector.history.since(last, EVENTS_AT_ONCE)
             self._pace.add(status)
             self.control = self._collector.control
-            self.evaluations = [evaluation(result) for result in self._collector.evaluations]
+            self.evaluations = [evaluation(result, self._has_accuracy) for result in self._collector.evaluations]
             self.rewards = self._collector.history.last("reward/mean", REWARDS)
             self._keep(status)
             self.error, self.started = "", True

@@ -46,7 +46,7 @@ def make_run(folder: Path, steps: int = 40, state: str = "finished", lr: float =
         + "\n"
     )
     if state:
-        summary = {"exit_reason": state, "steps": steps, "accuracy_before": 0.25, "accuracy_after": 0.75}
+        summary = {"exit_reason": state, "steps": steps, "reward_before": 0.25, "reward_after": 0.75}
         (folder / "summary.json").write_text(json.dumps(summary))
     used = [resource_line(10.0 * at) for at in range(steps)]
     (folder / "resources.jsonl").write_text("".join(json.dumps(line) + "\n" for line in used))

@@ -76,7 +76,12 @@ def test_the_status_of_a_run_that_no_broker_has_is_what_its_folder_says(tmp_path
     _leave_a_run(tmp_path / "runs" / "old", "failed: trainer [log: a.log]")
     done = run_tidemill("status", "old", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for part in ("failed: trainer [log: a.log]", "3 of 9", "0.3 in the last step", "50.0% before, 75.0% after"):
+    for part in (
+        "failed: trainer [log: a.log]",
+        "3 of 9",
+        "0.3 in the last step",
+        "accuracy 50.0% before, 75.0% after",
+    ):
         assert part in done.stdout
     figures = json.loads(run_tidemill("status", "old", "--json", cwd=tmp_path).stdout)
     assert (figures["state"], figures["step"], figures["summary"]["accuracy_after"]) == ("failed", 3, 0.75)

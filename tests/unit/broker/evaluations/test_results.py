@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from broker.evaluations.results import DatasetResult, pass_at
+from broker.evaluations.results import DatasetResult, EvalResult, pass_at
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
@@ -34,3 +34,10 @@ def test_prompts_that_lost_samples_count_where_enough_are_left() -> None:
 
 def test_an_evaluation_without_a_scored_sample_has_no_figures() -> None:
     assert DatasetResult(2, 0, 2, prompts={(0, 0): 1}).figures([1]) == {}
+
+
+def test_the_accuracy_of_several_datasets_is_over_all_their_samples() -> None:
+    datasets = {"a": DatasetResult(4, prompts={(4, 1): 1}), "b": DatasetResult(12, prompts={(4, 1): 2, (4, 4): 1})}
+    result = EvalResult(0, 16, 16, 0, 0.9, 1.0, datasets=datasets)
+    assert result.accuracy == pytest.approx(7 / 16)
+    assert EvalResult(0, 2, 0, 2, 0.0, 0.0).accuracy is None

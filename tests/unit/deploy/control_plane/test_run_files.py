@@ -31,7 +31,8 @@ def test_a_finished_run_is_listed_with_where_it_stands(tmp_path: Path) -> None:
     assert set(found) == {"first", "second"}
     first, second = found["first"], found["second"]
     assert (first.state, first.step, first.steps, first.model) == ("finished", 3, 40, "tiny")
-    assert (first.accuracy_before, first.accuracy, first.accuracy_version) == (0.25, 0.75, 3)
+    assert (first.heldout_reward_before, first.heldout_reward, first.heldout_version) == (0.25, 0.75, 3)
+    assert (first.accuracy_before, first.accuracy) == (None, None), "a mean reward is not called an accuracy"
     assert (second.state, second.cause, second.live) == ("failed", "no memory", None)
     assert Archive(tmp_path / "first").runs(Page(9)).runs[0].name == "first", "a run's own folder"
 
@@ -65,7 +66,7 @@ def test_a_run_is_running_while_its_process_lives(tmp_path: Path) -> None:
     lock.write_text(f"process {2**22 + 1} on {socket.gethostname()} since now\n")
     head = RunFolder(folder).head()
     assert head is not None
-    assert (head.state, head.accuracy) == ("unknown", 0.75)
+    assert (head.state, head.heldout_reward) == ("unknown", 0.75)
 
 
 def test_before_is_version_0_or_nothing(tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_before_is_version_0_or_nothing(tmp_path: Path) -> None:
     (folder / "evaluations.jsonl").write_text(lines[1] + "\n")
     head = RunFolder(folder).head()
     assert head is not None
-    assert (head.accuracy_before, head.accuracy) == (None, 0.75)
+    assert (head.heldout_reward_before, head.heldout_reward) == (None, 0.75)
 
 
 @pytest.mark.parametrize("size", [63, 64, 65, 200, 256])

@@ -139,16 +139,23 @@ def test_the_gap_counts_only_tokens_that_were_compared() -> None:
     assert summarise([metric(1)], [], Final("finished"))["logprob_gap_mean"] is None
 
 
-def test_accuracy_is_of_the_first_and_of_the_last_version() -> None:
-    final = Final("finished", evaluations=[Evaluation(20, 0.9), Evaluation(0, 0.2), Evaluation(10, 0.5)])
-    summary = summarise([], [], final)
-    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.2, 0.9)
-    assert summarise([], [], Final("failed"))["accuracy_before"] is None
+def test_held_out_figures_are_of_the_first_and_of_the_last_version() -> None:
+    measured = [Evaluation(20, 0.9, 0.0, 0.8), Evaluation(0, 0.2, 0.0, 0.0), Evaluation(10, 0.5, 0.0, 0.4)]
+    summary = summarise([], [], Final("finished", evaluations=measured))
+    assert (summary["reward_before"], summary["reward_after"]) == (0.2, 0.9)
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.0, 0.8)
+    assert summarise([], [], Final("failed"))["reward_before"] is None
 
 
-def test_accuracy_before_training_is_unknown_when_version_0_was_not_evaluated() -> None:
+def test_a_mean_reward_is_not_called_an_accuracy() -> None:
+    summary = summarise([], [], Final("finished", evaluations=[Evaluation(0, 0.55), Evaluation(9, 0.48)]))
+    assert (summary["reward_before"], summary["reward_after"]) == (0.55, 0.48)
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (None, None)
+
+
+def test_the_reward_before_training_is_unknown_when_version_0_was_not_evaluated() -> None:
     summary = summarise([], [], Final("finished", evaluations=[Evaluation(101, 0.5), Evaluation(160, 0.7)]))
-    assert (summary["accuracy_before"], summary["accuracy_after"]) == (None, 0.7)
+    assert (summary["reward_before"], summary["reward_after"]) == (None, 0.7)
 
 
 def test_evaluations_that_the_broker_forgot_are_in_the_runs_file(
@@ -166,12 +173,13 @@ def test_evaluations_that_the_broker_forgot_are_in_the_runs_file(
     )
     line = {"n": 4, "scored": 4, "failed": 0, "off_version": 0, "time": 9.0, "wall_s": 3.0}
     log = EvaluationLog(tmp_path)
-    log.add(line | {"version": 0, "mean": 0.25})
-    log.add(line | {"version": 5, "mean": None, "scored": 0, "failed": 4})
-    log.add(line | {"version": 9, "mean": 0.75})
+    log.add(line | {"version": 0, "mean": 0.25, "accuracy": 0.125})
+    log.add(line | {"version": 5, "mean": None, "accuracy": None, "scored": 0, "failed": 4})
+    log.add(line | {"version": 9, "mean": 0.75, "accuracy": 0.5})
     (tmp_path / "metrics.jsonl").write_text(json.dumps(metric(1, **{"reward/mean": 0.1})) + "\n")
     ending = finish(config, RunOutcome("finished"), {})
-    assert (ending.summary["accuracy_before"], ending.summary["accuracy_after"]) == (0.25, 0.75)
+    assert (ending.summary["reward_before"], ending.summary["reward_after"]) == (0.25, 0.75)
+    assert (ending.summary["accuracy_before"], ending.summary["accuracy_after"]) == (0.125, 0.5)
 
 
 def test_phases_are_the_callers_and_the_trainers() -> None:
@@ -194,6 +202,8 @@ def test_the_file_has_all_keys_also_for_a_run_that_never_began(tmp_path: Path) -
     for key in (
         "accuracy_before",
         "accuracy_after",
+        "reward_before",
+        "reward_after",
         "steps",
         "trajectories",
         "tokens_generated",
@@ -225,13 +235,27 @@ def test_smoothing_keeps_length_and_level() -> None:
     assert smooth([0.0, 3.0, 0.0], 3) == pytest.approx([1.5, 1.0, 1.5])
 
 
-@pytest.mark.parametrize("evaluations", [[], [Evaluation(0, 0.25), Evaluation(9, 0.5)]], ids=["none", "two"])
-def test_accuracy_is_told_only_where_it_was_evaluated(tmp_path: Path, evaluations: list[Evaluation]) -> None:
+@pytest.mark.parametrize(
+    ("evaluations", "told", "not_told"),
+    [
+        ([], [], ["held-out", "before"]),
+        ([Evaluation(0, 0.25), Evaluation(9, 0.5)], ["held-out reward", "0.250", "0.500"], ["accuracy", "%"]),
+        (
+            [Evaluation(0, 0.25, 0.0, 0.125), Evaluation(9, 0.5, 0.0, 0.375)],
+            ["held-out accuracy", "12.5%", "37.5%"],
+            ["held-out reward", "0.500"],
+        ),
+    ],
+    ids=["none", "rewards", "accuracies"],
+)
+def test_the_end_tells_what_was_evaluated(
+    tmp_path: Path, evaluations: list[Evaluation], told: list[str], not_told: list[str]
+) -> None:
     shown = io.StringIO()
     found = write_summary(tmp_path, Final("finished", evaluations=evaluations))
-    Ending("a run", tmp_path, found, None).print(Console(file=shown, width=100))
-    told = shown.getvalue()
-    assert told.splitlines()[0].strip() == "a run: finished"
-    assert "trajectories" in told
-    assert ("held-out" in told, "25.0%" in told, "50.0%" in told) == (bool(evaluations),) * 3
-    assert ("before" in told) == bool(evaluations)
+    Ending("a run", Path("runs/a"), found, None).print(Console(file=shown, width=100))
+    text = shown.getvalue()
+    assert text.splitlines()[0].strip() == "a run: finished"
+    assert "trajectories" in text
+    assert [part in text for part in told] == [True] * len(told)
+    assert [part in text for part in not_told] == [False] * len(not_told)

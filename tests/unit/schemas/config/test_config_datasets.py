@@ -87,3 +87,36 @@ def test_pass_at_k_goes_up_to_the_samples_that_there_are() -> None:
     ).eval
     assert evaluation is not None
     assert [one.passes(evaluation.sampling_of(one).n) for one in evaluation.dataset] == [[1], [1, 2, 4, 8]]
+
+
+DIGITS = {"name": "rewards.py:digits"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "held_out", "expected"),
+    [
+        ({"terms": [{"name": "exact"}]}, {"name": "jsonl"}, True),
+        ({"terms": [DIGITS]}, {"name": "jsonl"}, False),
+        ({"terms": [{"name": "exact", "weight": 2}]}, {"name": "jsonl"}, False),
+        ({"terms": [{"name": "exact"}, DIGITS]}, {"name": "jsonl"}, False),
+        ({"terms": [{"name": "code"}]}, {"name": "jsonl"}, False),
+        ({"terms": [{"name": "code", "args": {"partial": False}}]}, {"name": "jsonl"}, True),
+        ({"terms": [DIGITS], "correct_from": 1.0}, {"name": "jsonl"}, True),
+        ({"terms": [{"name": "exact"}, DIGITS], "correct_term": "exact"}, {"name": "jsonl"}, True),
+        ({"terms": [DIGITS]}, {"name": "jsonl", "terms": [{"name": "math"}]}, True),
+        ({"terms": [{"name": "exact"}]}, {"name": "jsonl", "terms": [DIGITS]}, False),
+        ({"terms": [{"name": "exact", "datasets": ["sums", "jsonl"]}, DIGITS]}, {"name": "jsonl"}, False),
+        ({"terms": [{"name": "exact"}, {**DIGITS, "datasets": ["sums"]}]}, {"name": "jsonl"}, True),
+    ],
+)
+def test_a_share_of_correct_samples_is_an_accuracy_if_the_configuration_says_what_is_correct(
+    reward: dict[str, Any], held_out: dict[str, Any], expected: bool
+) -> None:
+    train = {"name": "arithmetic", "label": "sums"}
+    config = parse_config({"model": {"path": "m"}, "train": train, "reward": reward, "eval": {"dataset": held_out}})
+    assert config.has_accuracy is expected
+    assert parse_config(dump_config(config)).has_accuracy is expected, "services read what was written"
+
+
+def test_without_held_out_prompts_there_is_no_accuracy() -> None:
+    assert not parse_config({**MINIMAL, "train": {"name": "jsonl"}}).has_accuracy

@@ -2,7 +2,7 @@
 
 import { token } from "../data/api.js";
 import { byId, h, keyed, setAttribute, setText } from "../elements/dom.js";
-import { count, duration, figure, percent, plural, short, timeOfDay, bytes } from "../elements/format.js";
+import { count, duration, figure, percent, plural, share, short, timeOfDay, bytes } from "../elements/format.js";
 import { spark } from "../elements/spark.js";
 import { on, store } from "../data/store.js";
 
@@ -53,6 +53,7 @@ const series = (name) => (store.metrics.series[name] ?? []).slice(-120);
 /** The figures at the top: {key, label, value, unit, note, share, points}. */
 function figures(status) {
   const { throughput, staleness, evaluation, ledger } = status;
+  const isAccuracy = (evaluation?.accuracy ?? null) !== null;
   return [
     {
       key: "step", label: "Step", value: count(status.step), unit: `of ${count(status.steps)}`,
@@ -63,10 +64,11 @@ function figures(status) {
     },
     { key: "reward", label: "Reward", value: figure(status.reward), note: "mean of the last step", points: series("reward/mean") },
     {
-      key: "accuracy", label: "Accuracy", value: figure(evaluation?.mean ?? null),
+      key: "heldout", label: isAccuracy ? "Accuracy" : "Held-out reward",
+      value: isAccuracy ? share(evaluation.accuracy) : figure(evaluation?.mean ?? null),
       note: evaluation ? `of version ${evaluation.version}${evaluation.off_version ? `, ${count(evaluation.off_version)} of other weights` : ""}`
         : "no evaluation yet",
-      points: store.evaluations.filter((one) => one.complete && one.mean !== null).map((one) => one.mean).slice(-60),
+      points: store.evaluations.filter((one) => one.complete && one.mean !== null).map((one) => one.accuracy ?? one.mean).slice(-60),
     },
     {
       key: "generated", label: "Generated", value: short(throughput.generated_tokens), unit: "tok/s",

@@ -1,4 +1,4 @@
-// The charts of the run: reward and accuracy, tokens a second, the gap between trainer and rollout, and staleness.
+// The charts of the run: reward, also on held-out prompts, tokens a second, the gap between trainer and rollout, and staleness.
 
 import { LineChart } from "../elements/charts.js";
 import { byId, h, keyed, setAttribute, setText } from "../elements/dom.js";
@@ -41,11 +41,11 @@ function showReward(chart) {
   const { step } = store.metrics;
   const means = new Map(store.evaluations.filter((one) => one.complete && one.mean !== null).map((one) => [one.version, one.mean]));
   const reward = column("reward/mean");
-  const accuracy = step.map((number) => means.get(number) ?? null);
+  const heldout = step.map((number) => means.get(number) ?? null);
   const x = [...horizontal()];
   const smoothed = reward.length >= MANY ? smooth(reward, SMOOTH) : reward;
   const raw = reward.length >= MANY ? reward : reward.map(() => null);
-  const columns = [[...raw], [...smoothed], accuracy];
+  const columns = [[...raw], [...smoothed], heldout];
   // The evaluation of the first model comes before the first step.
   if (means.has(0) && step[0] > 0) {
     x.unshift(0);
@@ -55,7 +55,7 @@ function showReward(chart) {
   chart.show({
     x, columns, axis: store.axis,
     words: `Over ${plural(step.length, "step")}: reward ${last(reward)} now, ${figure(reward[0])} at first; ` +
-      `accuracy in evaluations ${last(accuracy)}.`,
+      `in evaluations ${last(heldout)}.`,
   });
 }
 
@@ -115,7 +115,7 @@ export function start() {
     series: [
       { label: "each step", colour: "--blue", alpha: 0.3, width: 1, value: (v) => figure(v) },
       { label: "reward", colour: "--blue", width: 2, value: (v) => figure(v) },
-      { label: "accuracy (evaluations)", colour: "--orange", points: true, value: (v) => figure(v) },
+      { label: "held-out reward", colour: "--orange", points: true, value: (v) => figure(v) },
     ],
   });
   const gap = new LineChart(byId("chart-gap"), {

@@ -3,7 +3,7 @@
 import { Refused } from "../data/api.js";
 import { archive, chosen, headOf, loadRuns } from "../data/archive.js";
 import { byId, h, setText } from "../elements/dom.js";
-import { count, duration, figure, plural } from "../elements/format.js";
+import { count, duration, figure, plural, share } from "../elements/format.js";
 import { go, link, register } from "../data/route.js";
 
 const EVERY_MS = 5000;
@@ -18,13 +18,14 @@ function row(run) {
     else picked.delete(run.name);
     tell();
   } });
-  const before = run.accuracy_before === null ? "" : `${figure(run.accuracy_before)} → `;
+  const [before, after, shown] = run.accuracy === null
+    ? [run.heldout_reward_before, run.heldout_reward, figure] : [run.accuracy_before, run.accuracy, share];
   return h("tr", { "data-run": run.name },
     h("td", null, pick),
     h("th", { scope: "row" }, h("a", { href: link("metrics", [], [run.name]) }, run.name)),
     h("td", null, h("span", { class: "state", "data-state": run.state, title: run.cause || null }, h("i", { "aria-hidden": "true" }), run.state)),
     h("td", null, `${count(run.step)}${run.steps ? ` of ${count(run.steps)}` : ""}`),
-    h("td", null, figure(run.reward)), h("td", null, run.accuracy === null ? "–" : `${before}${figure(run.accuracy)}`),
+    h("td", null, figure(run.reward)), h("td", null, `${before === null ? "" : `${shown(before)} → `}${shown(after)}`),
     h("td", null, duration(run.wall_s)), h("td", null, when(run.updated)), h("td", null, run.model ?? "–"),
     h("td", null, run.live && run.name !== archive.live && run.state === "running" ? h("a", { href: run.live }, "live page") : run.name === archive.live ? "this page" : ""));
 }
@@ -32,7 +33,7 @@ function row(run) {
 function list() {
   const text = byId("run-search").value.toLowerCase();
   const found = archive.runs.filter((run) => [run.name, run.model, run.state].some((part) => part?.toLowerCase().includes(text)));
-  const heads = ["", "Run", "State", "Step", "Reward", "Accuracy", "Time", "Last change", "Model", ""];
+  const heads = ["", "Run", "State", "Step", "Reward", "Held-out", "Time", "Last change", "Model", ""];
   byId("run-list").replaceChildren(found.length
     ? h("div", { class: "table-box", tabindex: "0", role: "region", "aria-label": "Table of runs" }, h("table", { class: "table" },
       h("thead", null, h("tr", null, heads.map((name, index) => (name ? h("th", { scope: "col" }, name) : h("td", null, h("span", { class: "hidden" }, index ? "Live" : "Compare")))))),
