@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from schemas.errors import ConfigError, DataError
-from schemas.messages import Task
+from schemas.messages import ChatMessage, Task
 from schemas.model_folder import resolve_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_ANSWER = "An answer."
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
@@ -108,6 +109,20 @@ class HfTokenizer:
         if not ids:
             raise DataError(f"task {task.task_id} has an empty prompt")
         return ids
+
+    def closing_id(self, messages: Sequence[ChatMessage]) -> int:
+        """Return the special token with which the chat template closes an answer to ``messages``.
+
+        The end of sequence if it closes answers with none, or takes no answer.
+        """
+        turns = [{"role": m.role, "content": m.plain} for m in messages]
+        try:
+            text = self.chat_text([*turns, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
+        except DataError:
+            return self.eos_id
+        _, answered, after = text.rpartition(_ANSWER)
+        first = self.encode(after)[:1] if answered else []
+        return first[0] if first and first[0] in self.special_ids else self.eos_id
 
     def _chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         return list(self._apply_template(messages, tokenize=True, add_generation_prompt=True))

@@ -72,7 +72,7 @@ def main() -> None:
             return found
 
         def accuracy(self, model: Any) -> float:
-            found = greedy(model, questions, most, tokenizer.eos_token_id)
+            found = greedy(model, questions, most, {tokenizer.eos_token_id})
             return float(sum(a == want for a, want in zip(found, answers, strict=True)) / len(answers))
 
         def write(self, step: int, accuracy: float | None) -> None:

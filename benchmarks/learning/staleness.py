@@ -129,7 +129,7 @@ class PromptSource:
 
     def accuracy(self, policy: Policy) -> float:
         """Greedy, over all held-out prompts."""
-        answers = greedy(policy.causal_lm, [p for p, _ in self.heldout], MAX_TOKENS, self.tokenizer.eos_token_id)
+        answers = greedy(policy.causal_lm, [p for p, _ in self.heldout], MAX_TOKENS, {self.tokenizer.eos_token_id})
         return sum(a == want for a, (_, want) in zip(answers, self.heldout, strict=True)) / len(self.heldout)
 
     def _next(self) -> int:

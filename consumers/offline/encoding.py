@@ -19,7 +19,7 @@ from schemas.messages import ChatMessage, Sampling, Task
 Prompt: TypeAlias = str | Sequence[ChatMessage]
 """Plain text, or the messages of a chat."""
 Encoded: TypeAlias = tuple[list[int], list[int]]
-"""Token ids of a prompt, and of an answer with the end of sequence."""
+"""Token ids of a prompt, and of an answer with the token that ends it."""
 
 
 class PolicyTokenizer(Protocol):
@@ -43,6 +43,10 @@ class PolicyTokenizer(Protocol):
         """Encode a piece of text as token ids, with nothing added."""
         ...
 
+    def closing_id(self, messages: Sequence[ChatMessage]) -> int:
+        """Id of the token with which the chat template closes an answer; the end of sequence if it has none."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write its files beside a model's."""
         ...
@@ -64,9 +68,13 @@ def encode_prompt(tokenizer: PolicyTokenizer, prompt: Prompt) -> list[int]:
         raise DataError(f"prompt {prompt!r:.80} cannot be encoded: {error}") from error
 
 
-def encode_answer(tokenizer: PolicyTokenizer, answer: str) -> list[int]:
-    """Encode an answer as token ids, with nothing added but the end of sequence."""
-    return [*tokenizer.encode(answer), tokenizer.eos_id]
+def encode_answer(tokenizer: PolicyTokenizer, prompt: Prompt, answer: str) -> list[int]:
+    """Encode an answer to a prompt as token ids, with the token that ends a sampled one.
+
+    After messages it is the one with which the chat template closes an answer, after text the end of sequence.
+    """
+    end = tokenizer.eos_id if isinstance(prompt, str) else tokenizer.closing_id(prompt)
+    return [*tokenizer.encode(answer), end]
 
 
 def check_length(prompt: Prompt, tokens: int, max_length: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -15,16 +16,16 @@ def greedy(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
-    eos: int,
+    ends: Collection[int],
     batch_size: int = 512,
     all_ended: Callable[[bool], bool] = bool,
     predict: Callable[..., Any] | None = None,
 ) -> list[list[int]]:
-    """Decode the most likely continuation of each prompt, at most ``max_tokens`` ids, without the end token.
+    """Decode the most likely continuation of each prompt, at most ``max_tokens`` ids, without what ends it.
 
-    all_ended: for a sharded model, a function that takes whether this rank has ended and returns whether all have. All
-    ranks must have equally many prompts, since each takes part in every forward pass. predict: is called in place of
-    the model, for a model that is a part of what was sharded.
+    ends: ids of tokens that end a continuation. all_ended: for a sharded model, a function that takes whether this rank
+    has ended and returns whether all have. All ranks must have equally many prompts, since each takes part in every
+    forward pass. predict: is called in place of the model, for a model that is a part of what was sharded.
     """
     out: list[list[int]] = [[] for _ in prompts]
     # By length, so that few prompts need padding.
@@ -33,9 +34,9 @@ def greedy(
     model.eval()
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        found = _decode(model, [prompts[r] for r in rows], max_tokens, eos, all_ended, predict or model)
+        found = _decode(model, [prompts[r] for r in rows], max_tokens, ends, all_ended, predict or model)
         for row, ids in zip(rows, found, strict=True):
-            out[row] = ids[: ids.index(eos)] if eos in ids else ids
+            out[row] = list(takewhile(lambda token: token not in ends, ids))
     model.train(was_training)
     return out
 
@@ -44,14 +45,14 @@ def _decode(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
-    eos: int,
+    ends: Collection[int],
     all_ended: Callable[[bool], bool],
     predict: Callable[..., Any],
 ) -> list[list[int]]:
     """Decode up to ``max_tokens`` ids for each prompt; those after an end of sequence mean nothing."""
     device = next(model.parameters()).device
     longest = max(len(p) for p in prompts)
-    tokens = torch.full((len(prompts), longest), eos, dtype=torch.int64)
+    tokens = torch.full((len(prompts), longest), min(ends), dtype=torch.int64)
     attention = torch.zeros((len(prompts), longest), dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         tokens[row, longest - len(prompt) :] = torch.tensor(list(prompt))
@@ -59,6 +60,7 @@ def _decode(
     step, attention = tokens.to(device), attention.to(device)
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
+    last = torch.tensor(sorted(ends), device=device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     generated: list[Tensor] = []
     for _ in range(max_tokens):
@@ -72,7 +74,7 @@ def _decode(
         ).logits
         step = logits[:, -1:].argmax(-1)
         generated.append(step)
-        ended |= step[:, 0] == eos
+        ended |= torch.isin(step[:, 0], last)
         if all_ended(bool(ended.all())):
             break
         attention = torch.cat([attention, attention.new_ones(len(prompts), 1)], dim=1)

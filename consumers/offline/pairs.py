@@ -30,12 +30,12 @@ class Preference:
 
 
 def encode(tokenizer: PolicyTokenizer, pair: Preference, max_length: int) -> PairIds:
-    """Encode a pair as token ids, both answers with the end of sequence.
+    """Encode a pair as token ids, both answers with the token that ends them.
 
     DataError if the prompt is empty, or prompt and answer have more than ``max_length`` tokens.
     """
     prompt = encode_prompt(tokenizer, pair.prompt)
-    chosen, rejected = (encode_answer(tokenizer, answer) for answer in (pair.chosen, pair.rejected))
+    chosen, rejected = (encode_answer(tokenizer, pair.prompt, answer) for answer in (pair.chosen, pair.rejected))
     check_length(pair.prompt, len(prompt) + max(len(chosen), len(rejected)), max_length)
     return prompt, chosen, rejected
 

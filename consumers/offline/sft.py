@@ -123,9 +123,7 @@ def train_sft(
         if isinstance(model, FSDPModule):
             register_fsdp_forward_method(model, "predict")
         reported = progress if ranks.is_main else None
-        last = _Training(model, tokenizer.eos_id, other, settings, limits, ranks, reported).run(
-            own, DTYPES[dtype], seed
-        )
+        last = _Training(model, other, settings, limits, ranks, reported).run(own, DTYPES[dtype], seed)
         reached, digest = last.accuracy >= settings.stop_accuracy, settings_digest(settings, seed, dtype, base)
         result = SftResult(last.accuracy, last.step, round(last.seconds, 2), reached, digest)
         if not result.reached:
@@ -141,8 +139,8 @@ def train_sft(
 
 
 def _encode(tokenizer: PolicyTokenizer, pair: Pair, max_length: int) -> Encoded:
-    """Encode prompt and completion, with the end of sequence; DataError if one is empty or both are too long."""
-    prompt, completion = encode_prompt(tokenizer, pair[0]), encode_answer(tokenizer, pair[1])
+    """Encode prompt and completion, with the token that ends it; DataError if one is empty or both are too long."""
+    prompt, completion = encode_prompt(tokenizer, pair[0]), encode_answer(tokenizer, *pair)
     if len(completion) < 2:
         raise DataError(f"example {pair!r} has an empty completion")
     check_length(pair[0], len(prompt) + len(completion), max_length)
@@ -162,7 +160,6 @@ class _Training:
     """Training with evaluations now and then, more often as the accuracy nears its mark."""
 
     model: _Model
-    eos: int
     heldout: Sequence[Encoded]
     settings: WarmStartConfig
     limits: MemoryLimits
@@ -221,7 +218,7 @@ class _Training:
             self.model.causal_lm,
             prompts,
             longest,
-            self.eos,
+            {completion[-1] for _, completion in self.heldout},
             batch_size=min(512, max(1, rows)),
             all_ended=self._all,
             predict=self.model.predict,

@@ -19,13 +19,15 @@ def scores(
     row_ids: Sequence[list[int]],
     batch_tokens: int,
 ) -> list[float]:
-    """Return the logits of a sequence classifier with one label, for prompt, completion and end of sequence.
+    """Return the logits of a sequence classifier with one label, for prompt, completion and the token that ends it.
 
     It gets the ids themselves, as in its training: a prompt's text has lost its special tokens, and with them the turns
     of a chat. path: its folder or hub id. row_ids: of one row each. batch_tokens: most tokens of a pass, padding
     included. ValueError if it has more labels than one, or another tokenizer.
     """
     model, tokenizer = load(path)
+    added = tokenizer.added_tokens_decoder.items()
+    special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
     rows = []
     for prompt, completion, asked, said, row in zip(
         prompts, completions, prompt_ids, completion_ids, row_ids, strict=True
@@ -34,8 +36,9 @@ def scores(
             raise ValueError(
                 f"the reward model {path} has another tokenizer than the policy, whose token ids it is given"
             )
-        end = tokenizer.eos_token_id
-        rows.append([*(row[:-1] if row[-1:] == [end] else row), end])
+        # An answer that was sampled to its end has the token that closes it, whichever the chat template wants.
+        closed = bool(row) and row[-1] in special
+        rows.append(row if closed else [*row, tokenizer.eos_token_id])
     found = [0.0] * len(rows)
     for places in batches([len(row) for row in rows], batch_tokens):
         for place, score in zip(places, _forward(model, [rows[place] for place in places]), strict=True):

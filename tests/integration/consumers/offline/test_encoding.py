@@ -11,10 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from consumers.offline.encoding import Prompt
 from consumers.offline.loop import MemoryLimits
-from consumers.offline.pairs import Preference
+from consumers.offline.pairs import Preference, encode
 from consumers.offline.preference import train_dpo, train_reward_model
 from consumers.offline.sft import train_sft
 from consumers.reward.rewards.reward_model import scores
@@ -115,6 +116,28 @@ def test_training_reads_prompts_as_generators_encode_them(
         wanted = [*tokenizer.prompt_ids(make_task(prompt)), *tokenizer.encode("yes")]
         assert wanted[0] == BOS
         assert any(holds(row, wanted) for row in read)
+
+
+CLOSING = (
+    "{% for m in messages %}<turn>{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<turn>{% endif %}"
+)
+
+
+def test_answers_to_messages_end_as_the_chat_template_closes_them(tmp_path: Path) -> None:
+    """Sampled answers of such a model, as Gemma and Phi are, never have the tokenizer's own end of sequence."""
+    folder = make_tiny_model(tmp_path, hidden=32, layers=1)
+    plain = PreTrainedTokenizerFast.from_pretrained(folder)
+    plain.add_special_tokens({"additional_special_tokens": ["<turn>", "<end>"]})
+    plain.chat_template = CLOSING
+    plain.save_pretrained(folder)
+    tokenizer = HfTokenizer(str(folder))
+    (end,) = tokenizer.encode("<end>")
+    chat, text = [ChatMessage("user", "12+34=")], "12+34="
+    (_, chosen, rejected), (_, written, _) = (
+        encode(tokenizer, Preference(prompt, "46", "7"), 64) for prompt in (chat, text)
+    )
+    assert (chosen[-1], rejected[-1], written[-1]) == (end, end, tokenizer.eos_id)
+    assert chosen[:-1] == written[:-1] == tokenizer.encode("46")
 
 
 def test_the_reward_service_gives_the_trained_scores(model: ModelConfig, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_trains_to_the_mark_and_writes_an_ordinary_model(tmp_path: Path) -> None
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    answers = greedy(model, [tokenizer(p).input_ids for p, _ in PAIRS], 3, tokenizer.eos_token_id)
+    answers = greedy(model, [tokenizer(p).input_ids for p, _ in PAIRS], 3, {tokenizer.eos_token_id})
     right = [tokenizer.decode(a) == c for a, (_, c) in zip(answers, PAIRS, strict=True)]
     assert sum(right) / len(right) == pytest.approx(result.accuracy)
 
@@ -140,7 +140,7 @@ def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
 def test_batched_greedy_decoding_is_what_hugging_face_generates(tmp_path: Path) -> None:
     model = load_model(make_tiny_model(tmp_path / "m"), "float32")
     prompts = [[5], [9, 14, 3], [7, 8, 20, 30, 4]]
-    for prompt, got in zip(prompts, greedy(model, prompts, 6, eos=2), strict=True):
+    for prompt, got in zip(prompts, greedy(model, prompts, 6, {2}), strict=True):
         out = model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=6
         )

@@ -105,9 +105,9 @@ def test_a_model_that_packs_still_generates(policy: Policy, tmp_path: Path) -> N
     plain = load_model(make_tiny_model(tmp_path), "float32")
     prompts = [[5, 6, 7, 8, 9, 10], [11, 12], [13], [200, 3, 77]]
     assert policy.causal_lm.config._attn_implementation == ATTENTION != plain.config._attn_implementation
-    expected = greedy(plain, prompts, max_tokens=12, eos=1)
-    assert greedy(policy.causal_lm, prompts, max_tokens=12, eos=1) == expected
-    assert [greedy(policy.causal_lm, [prompt], max_tokens=12, eos=1)[0] for prompt in prompts] == expected
+    expected = greedy(plain, prompts, max_tokens=12, ends={1})
+    assert greedy(policy.causal_lm, prompts, max_tokens=12, ends={1}) == expected
+    assert [greedy(policy.causal_lm, [prompt], max_tokens=12, ends={1})[0] for prompt in prompts] == expected
 
 
 def test_packing_leaves_no_padding() -> None:
