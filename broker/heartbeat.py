@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import redis
 import structlog
@@ -22,6 +21,7 @@ from broker.telemetry.heartbeats import parse_heartbeat
 from schemas.config import ProbesConfig
 from schemas.errors import InfraError, TidemillError
 from schemas.messages import Heartbeat
+from schemas.system.processes import find_place
 
 BEAT_S = 1.0
 FRESH_S = 15.0
@@ -75,15 +75,6 @@ def _is_running(pid: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def find_place() -> str:
-    """Identify the boot and the process namespace in which process ids are valid; "" if unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
 
 
 class HeartbeatThread:

@@ -35,12 +35,26 @@ ENVIRONMENT = "environment.json"
 """Machine and versions that the trainer ran with."""
 ADDRESS = "control.json"
 """URL of the control plane, for those on the same machine."""
+CONTROL_TOKEN = "control_token"
+"""Token that a control plane on loopback made for itself; only the run's owner may read it."""
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 FILES = frozenset(
     {
         *(CONFIG, LOCK, SUMMARY, PLOT, METRICS, TRAINED, EVALUATIONS, SAMPLES, RESOURCES, ALERTS, ENVIRONMENT),
-        *(ADDRESS, CHECKPOINTS, LOGS, "redis_url", "model", "batches", "exports", "weights", "cache", "broker"),
+        *(
+            ADDRESS,
+            CONTROL_TOKEN,
+            CHECKPOINTS,
+            LOGS,
+            "redis_url",
+            "model",
+            "batches",
+            "exports",
+            "weights",
+            "cache",
+            "broker",
+        ),
         *("trackers", "profiles", "slurm"),
     }
 )

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import quantiles
 from types import TracebackType
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import psutil
 import redis
@@ -41,6 +41,7 @@ from schemas.messages import Event, Heartbeat
 
 START_S = 60.0
 ASK_EVERY_S = 0.05
+TOKEN = "token-of-the-benchmark"
 CONFIG = "model: {path: nowhere}\ntrain: {name: arithmetic}\nreward: {terms: [{name: exact}]}\n"
 
 
@@ -112,7 +113,7 @@ def control_plane(broker_url: str, run: str) -> Iterator[tuple[subprocess.Popen[
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
                 command(*arguments),
-                env={**os.environ, "REDIS_URL": broker_url},
+                env={**os.environ, "REDIS_URL": broker_url, "TIDEMILL_CONTROL_TOKEN": TOKEN},
                 stdout=log,
                 stderr=log,
             )
@@ -232,7 +233,7 @@ class OpenPages:
 
     def _run(self) -> None:
         host, _, port = self._url.removeprefix("http://").rstrip("/").rpartition(":")
-        request = f"GET /v1/events HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+        request = f"GET /v1/events HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
         with ExitStack() as stack, selectors.DefaultSelector() as selector:
             for _ in range(self._pages):
                 page = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
@@ -246,12 +247,13 @@ class OpenPages:
 
 def watch(process: subprocess.Popen[bytes], url: str, seconds: float) -> dict[str, Any]:
     """Measure processor time, memory, and the latency of the status without other load."""
+    request = Request(f"{url}v1/status", headers={"Authorization": f"Bearer {TOKEN}"})
     times: list[float] = []
     used, started = cpu_s(process.pid), time.monotonic()
     size = 0
     while time.monotonic() - started < seconds:
         asked = time.perf_counter()
-        with urlopen(f"{url}v1/status", timeout=30) as answer:
+        with urlopen(request, timeout=30) as answer:
             body = answer.read()
         times.append((time.perf_counter() - asked) * 1000)
         size = len(body)

@@ -16,9 +16,9 @@ from urllib.parse import urlencode
 from deploy.client import find
 from deploy.client.find import whoami
 from deploy.client.transport import NoControlPlane, Transport, over_http
-from deploy.control_plane.address import address_of, read_token
+from deploy.control_plane.address import address_of, own_token, read_token
 from schemas.errors import InfraError, RefusedError, TidemillError
-from schemas.run_folder import RUNS, named_config
+from schemas.run_folder import CONTROL_TOKEN, RUNS, named_config
 from schemas.system.lifecycle import importing
 
 URL = "TIDEMILL_CONTROL_URL"
@@ -68,7 +68,10 @@ def _refusal(status: int, answer: bytes) -> TidemillError:
     except (ValueError, KeyError, TypeError):
         detail = f"the control plane answers with status {status}"
     if status == 401:
-        detail += "; the command line takes it from TIDEMILL_CONTROL_TOKEN or TIDEMILL_CONTROL_TOKEN_FILE"
+        detail += (
+            "; the command line takes it from TIDEMILL_CONTROL_TOKEN, TIDEMILL_CONTROL_TOKEN_FILE, or, for the user who"
+            f" started the run, {CONTROL_TOKEN} in the run's folder"
+        )
     return InfraError(detail) if status >= 500 else RefusedError(detail)
 
 
@@ -76,10 +79,14 @@ def connect(run: str, url: str | None) -> Client:
     """Return a client of a run's control plane by ``url``, TIDEMILL_CONTROL_URL, or the file in its folder."""
     config = named_config(run)
     folder = config.folder if config else RUNS / run
-    found = url or os.environ.get(URL) or address_of(folder)
+    own = address_of(folder)
+    found = url or os.environ.get(URL) or own
     if found is None:
         raise NoControlPlane(_why_not(run, folder))
-    return Client(found, read_token(config.control.token_file if config else None, os.environ))
+    token = read_token(config.control.token_file if config else None, os.environ)
+    if token is None and own is not None and found.rstrip("/") == own.rstrip("/"):
+        token = own_token(folder)
+    return Client(found, token)
 
 
 def _why_not(run: str, folder: Path) -> str:

@@ -1,18 +1,24 @@
 """Where a run's control plane listens, and the token that it asks for. Loads no web server: commands and the
-supervisor read it."""
+supervisor read it.
+
+Loopback is no user's alone, so without a token of your own the control plane makes one, as Jupyter does.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import json
 import os
+import secrets
 import socket
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from schemas.errors import ConfigError
-from schemas.run_folder import ADDRESS, read_object
+from schemas.run_folder import ADDRESS, CONTROL_TOKEN, read_object
 from schemas.system.files import atomic_write
+from schemas.system.processes import find_place, find_start
 
 TOKEN = "TIDEMILL_CONTROL_TOKEN"
 READ_TOKEN = "TIDEMILL_CONTROL_READ_TOKEN"
@@ -21,10 +27,11 @@ MIN_TOKEN = 16
 
 
 def announce(folder: Path, url: str) -> None:
-    """Write the URL into the run's folder; a folder that can't be written is only logged."""
+    """Write the URL into the run's folder, with the process that listens; a folder that can't be written is logged."""
     file = folder / ADDRESS
+    own = os.getpid()
     try:
-        atomic_write(file, json.dumps({"url": url, "pid": os.getpid()}))
+        atomic_write(file, json.dumps({"url": url, "pid": own, "started": find_start(own), "place": find_place()}))
     except OSError as error:
         # Imported here: those who only look for the address load no logging.
         import structlog
@@ -33,14 +40,54 @@ def announce(folder: Path, url: str) -> None:
 
 
 def address_of(folder: Path) -> str | None:
-    """Return the URL of the run's control plane, with a slash at its end; None when none is written."""
-    url = read_object(folder / ADDRESS).get("url")
-    return None if url is None else str(url)
+    """Return the URL of the run's control plane, with a slash at its end; None when none is written.
+
+    None also if the process that wrote it has ended on this machine: another user's program may have its port now, and
+    would be sent the token.
+    """
+    found = read_object(folder / ADDRESS)
+    url, pid, place = found.get("url"), found.get("pid"), found.get("place")
+    ended = place and place == find_place() and isinstance(pid, int) and find_start(pid) != found.get("started")
+    return None if url is None or ended else str(url)
+
+
+def make_token(folder: Path) -> str:
+    """Return the token that a control plane on loopback asks for if users set none; it outlives restarts.
+
+    ConfigError if it can't be kept in the run's folder, from where the command line takes it.
+    """
+    token = own_token(folder)
+    if token is None:
+        token = secrets.token_urlsafe(MIN_TOKEN)
+        try:
+            atomic_write(folder / CONTROL_TOKEN, f"{token}\n", private=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the control plane's token into {folder}: {error.strerror}; set {TOKEN} or {TOKEN}_FILE"
+            ) from error
+    return token
+
+
+def own_token(folder: Path) -> str | None:
+    """Return the token in the run's folder; None if there is none, or if others could read or write it."""
+    try:
+        with open(os.open(folder / CONTROL_TOKEN, os.O_RDONLY | os.O_NOFOLLOW), encoding="ascii") as file:
+            found = os.fstat(file.fileno())
+            private = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+            token = file.read(256).strip() if private else ""
+    except (OSError, ValueError):
+        return None
+    return token if len(token) >= MIN_TOKEN else None
+
+
+def page_link(url: str, token: str | None) -> str:
+    """Return the address that opens the dashboard: with the token in its fragment, which no server is sent."""
+    return f"{url}#token={token}" if token else url
 
 
 def withdraw(folder: Path, url: str) -> None:
     """Remove this control plane's address; the address of another stays."""
-    if address_of(folder) == url:
+    if read_object(folder / ADDRESS).get("url") == url:
         (folder / ADDRESS).unlink(missing_ok=True)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,17 @@ import uvicorn
 
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
-from deploy.control_plane.address import READ_TOKEN, TOKEN, announce, listen, read_token, withdraw
+from deploy.control_plane.address import (
+    READ_TOKEN,
+    TOKEN,
+    announce,
+    is_loopback,
+    listen,
+    make_token,
+    page_link,
+    read_token,
+    withdraw,
+)
 from deploy.control_plane.alerts.run_watch import RunWatch
 from deploy.control_plane.app import LOOPBACK_NAMES, make_app, make_files_app
 from deploy.control_plane.routes.context import Context
@@ -44,6 +55,8 @@ def run_control(config: TidemillConfig, name: str) -> None:
     """Serve until the process is asked to end."""
     token = read_token(config.control.token_file, os.environ)
     reading = reading_token(token)
+    if token is None and is_loopback(config.control.host):
+        token = make_token(config.folder)
     listener = listen(config.control.host, config.control.port, token)
     host, port = listener.getsockname()[:2]
     if config.control.port not in (0, port):
@@ -66,7 +79,7 @@ def run_control(config: TidemillConfig, name: str) -> None:
     server = _Server(server_settings(make_app(context, token, hosts, reading), config.control), hub)
     url = f"http://{_printable(host)}:{port}/"
     announce(config.folder, url)
-    log.info("the control plane listens", url=url, token="required" if token else "not needed on this machine")
+    log.info("the control plane listens", url=url)
     try:
         with HeartbeatThread(broker, name, "control", lambda: ("running", -1, {"port": float(port)})):
             server.run(sockets=[listener])
@@ -87,14 +100,16 @@ def tell_alert(broker: Broker, service: str, text: str, level: Literal["info", "
 def run_files(folder: Path, host: str, port: int, on_listen: Callable[[str], None]) -> None:
     """Serve the page over the runs in ``folder``, without a broker, until the process is asked to end.
 
-    on_listen: is told the address.
+    on_listen: is told the address, with the token unless users set one.
     """
     token = read_token(None, os.environ)
-    listener = listen(host, port, token)
+    reading = reading_token(token)
+    own = secrets.token_urlsafe() if token is None and is_loopback(host) else None
+    listener = listen(host, port, token or own)
     address, bound = listener.getsockname()[:2]
-    app = make_files_app(folder, token, LOOPBACK_NAMES | {host.lower()}, reading_token(token))
+    app = make_files_app(folder, token or own, LOOPBACK_NAMES | {host.lower()}, reading)
     server = _Server(server_settings(app, ControlConfig()), Hub())
-    on_listen(f"http://{_printable(address)}:{bound}/")
+    on_listen(page_link(f"http://{_printable(address)}:{bound}/", own))
     try:
         server.run(sockets=[listener])
     finally:
@@ -107,7 +122,7 @@ def reading_token(token: str | None) -> str | None:
     if reading is not None and reading == token:
         raise ConfigError(f"{READ_TOKEN} and {TOKEN} are equal, so every reader could give orders: set different ones")
     if reading is not None and token is None:
-        raise ConfigError(f"{READ_TOKEN} needs {TOKEN} as well: without it, every user of this machine may give orders")
+        raise ConfigError(f"{READ_TOKEN} needs {TOKEN} as well: set both")
     return reading
 
 

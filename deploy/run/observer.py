@@ -6,6 +6,7 @@ does not answer never stops the supervisor.
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import time
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from broker.client import Broker
 from broker.telemetry.events import StoredEvent
-from deploy.control_plane.address import address_of
+from deploy.control_plane.address import address_of, own_token, page_link, read_token
 from deploy.control_plane.alerts.run_watch import RunWatch
 from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.poller import REWARDS, StatusPoller, unreachable
@@ -32,6 +33,7 @@ from deploy.terminal.page import History
 from schemas.config import TidemillConfig
 from schemas.control_api import RunStatus, ServiceStatus, TimelineEvent
 from schemas.errors import InfraError
+from schemas.run_folder import CONTROL_TOKEN
 
 POLL_EVERY_S = 0.5
 QUIET_S = 3.0
@@ -124,11 +126,17 @@ class RunObserver:
         self.other_events.extend(timeline_event(event) for event in events if event.event.data.get("by") != NAME)
 
     def _report_address(self) -> None:
-        """Report the address of the control plane, once for each address."""
-        url = address_of(self._config.folder)
-        if url is not None and url != self._address:
-            self._address = url
-            self.on_change(Change("control", f"listens at {url}"))
+        """Report the address of the control plane, once for each address; the token is shown on a terminal only."""
+        folder = self._config.folder
+        url = address_of(folder)
+        if url is None or url == self._address:
+            return
+        self._address = url
+        token = None if read_token(self._config.control.token_file, os.environ) else own_token(folder)
+        self.on_change(Change("control", f"listens at {url}"))
+        if token is not None:
+            shown = page_link(url, token) if self.console.is_terminal else f"its token is in {folder / CONTROL_TOKEN}"
+            self.console.print(f"dashboard: {shown}", soft_wrap=True, highlight=False, markup=False)
 
 
 def latest(poller: StatusPoller) -> RunStatus | None:

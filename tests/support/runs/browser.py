@@ -35,10 +35,11 @@ def open_browser() -> Iterator[Browser]:
 
 
 class WatchedPage:
-    """A page of one context: ``page``, and what it did in ``errors`` and ``requests``."""
+    """A page of one context: ``page``, and what it did in ``errors`` and ``requests``. token: sent with each request."""
 
-    def __init__(self, browser: Browser, url: str, **options: Any) -> None:
-        self.context = browser.new_context(**{"viewport": DESKTOP, **options})
+    def __init__(self, browser: Browser, url: str, token: str | None = None, **options: Any) -> None:
+        sent = {"extra_http_headers": {"Authorization": f"Bearer {token}"}} if token else {}
+        self.context = browser.new_context(**{"viewport": DESKTOP, **sent, **options})
         self.page: Page = self.context.new_page()
         self.page.set_default_timeout(PATIENCE_MS)
         self.url = url

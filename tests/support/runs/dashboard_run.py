@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from msgspec.structs import replace
 
-from deploy.control_plane.address import address_of
+from deploy.control_plane.address import address_of, own_token
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from schemas.codec import decode, encode
@@ -67,12 +67,13 @@ class System:
         self.folder = folder
         self.ports: dict[str, int] = {}
         self.run = UpRun(folder, self.config)
-        self.url = ""
+        self.url = self.token = ""
 
     def wait(self) -> None:
         """Until the run has trained a little."""
         self.run.wait_until(lambda: self.run.steps() >= 2, "second step", START_S)
         self.url = self.address(self.run.folder)
+        self.token = own_token(self.run.folder) or ""
 
     def address(self, folder: Path) -> str:
         """Where the control plane listens whose run has this folder."""

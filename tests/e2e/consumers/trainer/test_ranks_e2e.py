@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from deploy.client.client import Client
-from deploy.control_plane.address import address_of
+from deploy.control_plane.address import address_of, own_token
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.up_runs import UpRun, trained_samples
 
@@ -98,7 +98,7 @@ def test_ranks_outlast_a_pause_and_any_may_be_killed_and_nothing_is_lost_or_trai
 
 def pause_longer_than_ranks_wait(run: UpRun) -> None:
     """Nothing is trained during it, and the same ranks continue after it."""
-    control = Client(str(address_of(run.folder)), None)
+    control = Client(str(address_of(run.folder)), own_token(run.folder))
     assert control.send("POST", "/v1/pause", {"wait_s": 120}, 120)["done"]
     ranks = [rank(run, number) for number in (0, 1)]
     step = run.steps()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 
+from deploy.control_plane.address import page_link
 from tests.support.runs.browser import PATIENCE_MS, PHONE, WatchedPage
 from tests.support.runs.dashboard_run import START_S, System
 
@@ -36,8 +37,8 @@ def visit(browser: Browser, system: System) -> Iterator[Open]:
     """Opens the page, and closes it at the end."""
     opened: list[WatchedPage] = []
 
-    def visit(url: str | None = None, **options: Any) -> WatchedPage:
-        seen = WatchedPage(browser, url or system.url, **options)
+    def visit(url: str | None = None, token: str | None = None, **options: Any) -> WatchedPage:
+        seen = WatchedPage(browser, url or system.url, token if url else system.token, **options)
         opened.append(seen)
         return seen
 
@@ -255,7 +256,7 @@ def test_what_the_supervisor_does_is_in_the_timeline(visit: Open, system: System
 
 
 def test_the_api_is_described_and_tried_without_internet(visit: Open, system: System) -> None:
-    seen = visit(f"{system.url}docs")
+    seen = visit(f"{system.url}docs", token=system.token)
     page = seen.page
     expect(page.locator(".opblock")).to_have_count(len(seen.routes()), timeout=PATIENCE_MS)
     status = page.locator("#operations-reading-status")
@@ -356,6 +357,16 @@ def test_it_fits_a_phone(visit: Open) -> None:
     page.keyboard.press("Escape")
     assert seen.violations() == []
     assert seen.errors == []
+
+
+def test_the_printed_link_opens_the_page_and_the_token_leaves_the_address(visit: Open, system: System) -> None:
+    seen = visit(page_link(system.url, system.token))
+    expect(seen.page.locator("#state")).to_have_text("running", timeout=PATIENCE_MS)
+    assert seen.page.url == system.url
+    assert seen.page.evaluate("sessionStorage.getItem('tidemill-token')") == system.token
+    assert not [url for url in seen.requests if system.token in url]
+    stranger = visit(system.url + "?again")
+    expect(stranger.page.get_by_label("Token", exact=True)).to_be_visible()
 
 
 def test_a_token_is_asked_for_and_a_lost_server_is_noticed(visit: Open, system: System) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from tests.support.runs.run_folders import make_run
 
 pytestmark = pytest.mark.e2e
 
+TOKEN = "a-token-of-the-tests-1234"
 ROOT = Path(__file__).parents[4]
 VIEWS = ("metrics", "groups", "groups/7/71", "evaluations", "machine", "logs", "setup", "runs")
 
@@ -35,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
     command = [sys.executable, "-P", "-m", "deploy.cli", "ui", str(folder), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    environment = {**os.environ, "TIDEMILL_CONTROL_TOKEN": TOKEN}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]
@@ -52,7 +55,7 @@ def visit(browser: Browser, url: str) -> Iterator[Open]:
     opened: list[WatchedPage] = []
 
     def visit(place: str = "", **options: Any) -> WatchedPage:
-        seen = WatchedPage(browser, f"{url}#/{place}", **options)
+        seen = WatchedPage(browser, f"{url}#/{place}", TOKEN, **options)
         opened.append(seen)
         return seen
 

@@ -15,9 +15,10 @@ import redis
 
 from broker import heartbeat
 from broker.client import Broker
-from broker.heartbeat import HeartbeatThread, check_name, find_place
+from broker.heartbeat import HeartbeatThread, check_name
 from schemas.errors import InfraError
 from schemas.messages import Heartbeat
+from schemas.system.processes import find_place
 from tests.support.runs.command_line import run_tidemill
 
 pytestmark = pytest.mark.integration

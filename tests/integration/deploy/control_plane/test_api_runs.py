@@ -17,6 +17,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from broker.client import Broker
+from deploy.control_plane.address import address_of, own_token
 from producers.datasets.mixture import DatasetPart, Mixture
 from producers.feeder import Feeder
 from schemas.config import parse_config
@@ -25,10 +26,12 @@ from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.feeding import feed_until
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.runs.run_folders import make_run
+from tests.support.trainer.trainer_loop import until
 from tests.support.user_code.datasets import Numbers
 
 pytestmark = pytest.mark.integration
 
+ROOT = Path(__file__).parents[4]
 TOKEN, READER = "the-token-of-orders-123", "the-token-of-readers-45"
 
 
@@ -39,9 +42,9 @@ def ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     make_run(folder / "first", steps=12)
     make_run(folder / "second", steps=6, lr=1e-4)
     command = [sys.executable, "-P", "-m", "deploy.cli", "ui", str(folder), "--port", "0"]
-    environment = {"PATH": "/usr/bin:/bin", "TIDEMILL_CONTROL_TOKEN": TOKEN, "TIDEMILL_CONTROL_READ_TOKEN": READER}
-    root = Path(__file__).parents[4]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=root)
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    environment |= {"TIDEMILL_CONTROL_TOKEN": TOKEN, "TIDEMILL_CONTROL_READ_TOKEN": READER}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]
@@ -57,6 +60,47 @@ def ask(url: str, path: str, token: str = READER, method: str = "GET") -> tuple[
             return answer.status, json.loads(answer.read())
     except HTTPError as error:
         return error.code, json.loads(error.read())
+
+
+def test_a_control_plane_without_a_token_makes_one_for_the_owner_of_the_run(broker: Broker, tmp_path: Path) -> None:
+    take_over(broker)
+    folder = tmp_path / "run"
+    (tmp_path / "run.yaml").write_text(
+        f"run: {{name: {broker.connection.keys.run}, folder: {folder}}}\nmodel: {{path: nowhere}}\n"
+        f"train: {{name: arithmetic}}\nreward: {{terms: [{{name: exact}}]}}\n"
+    )
+    command = [sys.executable, "-P", "-m", "deploy.cli", "control", str(tmp_path / "run.yaml"), "control.port=0"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "REDIS_URL": broker.connection.url}
+    process = subprocess.Popen(command, env=environment, cwd=ROOT)
+    try:
+        until(lambda: address_of(folder) is not None, "the address")
+        url, token = address_of(folder), own_token(folder)
+        assert url is not None
+        assert token is not None
+        for path, method in (("v1/status", "GET"), ("v1/runs", "GET"), ("v1/pause", "POST"), ("metrics", "GET")):
+            assert ask(url, path, "a-token-of-another-user", method)[0] == 401
+        until(lambda: ask(url, "v1/status", token)[0] == 200, "the status")
+        process.kill()
+        process.wait(20)
+        assert address_of(folder) is None
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+def test_a_page_without_a_control_plane_prints_a_link_with_its_token(tmp_path: Path) -> None:
+    make_run(tmp_path / "first", steps=2)
+    command = [sys.executable, "-P", "-m", "deploy.cli", "ui", str(tmp_path), "--port", "0"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        url, _, token = process.stdout.readline().split()[-1].partition("#token=")
+        assert ask(url, "v1/runs", "a-token-of-another-user")[0] == 401
+        assert ask(url, "v1/runs", token)[0] == 200
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
 
 
 def test_every_resource_of_a_run_is_read_without_a_broker(ui: str) -> None:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.control_plane.address import is_loopback, listen, read_token
+from deploy.client.client import connect
+from deploy.client.transport import NoControlPlane
+from deploy.control_plane.address import (
+    address_of,
+    announce,
+    is_loopback,
+    listen,
+    make_token,
+    own_token,
+    read_token,
+)
 from deploy.control_plane.app import LOOPBACK_NAMES, is_public
 from deploy.control_plane.server import server_settings
 from deploy.control_plane.web import security
@@ -170,6 +181,52 @@ def test_where_the_token_comes_from(tmp_path: Path) -> None:
         read_token(None, {"TIDEMILL_CONTROL_TOKEN": "short"})
     with pytest.raises(ConfigError, match="cannot read"):
         read_token(tmp_path / "none", {})
+
+
+def test_a_run_has_a_token_of_its_own_that_only_its_owner_reads(tmp_path: Path) -> None:
+    token = make_token(tmp_path)
+    file = tmp_path / "control_token"
+    assert len(token) >= 16
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert make_token(tmp_path) == own_token(tmp_path) == token, "an open page outlives a restart"
+    file.chmod(0o644)
+    assert own_token(tmp_path) is None
+    assert make_token(tmp_path) != token, "others may have read it"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert own_token(tmp_path) is None
+
+
+@pytest.fixture
+def ended() -> int:
+    """The process id of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_the_address_of_a_killed_control_plane_is_gone_and_its_token_is_sent_nowhere(
+    tmp_path: Path, ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TIDEMILL_CONTROL_URL", raising=False)
+    folder, url = tmp_path / "runs" / "mine", "http://127.0.0.1:8642/"
+    folder.mkdir(parents=True)
+    announce(folder, url)
+    token = make_token(folder)
+    assert address_of(folder) == url
+    assert connect("mine", None)._token == token
+    assert connect("mine", "http://elsewhere:8642")._token is None
+
+    known = json.loads((folder / "control.json").read_text())
+    (folder / "control.json").write_text(json.dumps(known | {"pid": ended}))
+    assert address_of(folder) is None
+    (folder / "control.json").write_text(json.dumps(known | {"started": "1"}))
+    assert address_of(folder) is None, "a later process has its number"
+    with pytest.raises(NoControlPlane):
+        connect("mine", None)
+    (folder / "control.json").write_text(json.dumps(known | {"pid": ended, "place": "another machine"}))
+    assert address_of(folder) == url, "unknown here"
 
 
 def client_of(config: ControlConfig, peer: str, forwarded: str) -> str:

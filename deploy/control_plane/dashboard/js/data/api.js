@@ -16,6 +16,16 @@ export const token = {
   forget: () => sessionStorage.removeItem(TOKEN),
 };
 
+// The link that `tidemill up` prints has the token in its fragment, which is sent to no server. It leaves the address.
+function takeFromAddress() {
+  if (!location.hash.startsWith("#token=")) return false;
+  token.set(decodeURIComponent(location.hash.slice("#token=".length)));
+  history.replaceState(null, "", location.pathname + location.search);
+  return true;
+}
+takeFromAddress();
+window.addEventListener("hashchange", () => takeFromAddress() && location.reload());
+
 export function headers(extra = {}) {
   const given = token.get();
   return { "X-Tidemill-By": "dashboard", ...(given ? { Authorization: `Bearer ${given}` } : {}), ...extra };

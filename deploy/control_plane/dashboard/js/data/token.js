@@ -14,8 +14,9 @@ export function askForToken(then) {
   const field = h("input", { type: "password", name: "token", autocomplete: "off", required: true, id: "token-field" });
   const problem = h("p", { class: "problem", role: "alert", hidden: !wrong }, wrong ? "That token was not accepted." : "");
   const form = h("form", { class: "dialog-body" },
-    h("p", null, "It is the one this control plane was started with: ", h("code", null, "TIDEMILL_CONTROL_TOKEN"),
-      " or its file. It stays in this tab."),
+    h("p", null, "It is in ", h("code", null, "control_token"), " in the run's folder, and in the link that ",
+      h("code", null, "tidemill up"), " prints; or it is the one you set as ", h("code", null, "TIDEMILL_CONTROL_TOKEN"),
+      ". It stays in this tab."),
     h("label", { for: "token-field" }, "Token"), field, problem,
     h("div", { class: "dialog-foot" }, h("button", { type: "submit", class: "button primary" }, "Open the run")));
   form.addEventListener("submit", async (event) => {

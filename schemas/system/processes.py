@@ -1,0 +1,23 @@
+"""How a process is told from others, also from a later one that has its number."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def find_place() -> str:
+    """Identify the boot and the process namespace in which process ids are valid; "" if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def find_start(pid: int) -> str:
+    """Return when a process started, in ticks since the boot; "" if it has ended, or if that is unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
