@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,13 +116,25 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+@dataclass(frozen=True)
+class StoredLines:
+    """The JSON objects of a file of lines, read anew by each loop, one at a time; none if there is no such file."""
+
+    file: Path
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        try:
+            with self.file.open("rb") as lines:
+                for line in lines:
+                    if (found := parse_line(line)) is not None:
+                        yield found
+        except OSError:
+            return
+
+
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """Return the JSON objects of a file of lines, without unreadable lines; [] if there is no such file."""
-    try:
-        with file.open("rb") as lines:
-            return [found for line in lines if (found := parse_line(line)) is not None]
-    except OSError:
-        return []
+    return list(StoredLines(file))
 
 
 def last_line(file: Path, name: str) -> dict[str, Any]:
@@ -142,23 +156,31 @@ def read_object(file: Path) -> dict[str, Any]:
         return {}
 
 
-def surviving_lines(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of the surviving weights, by step.
+def surviving_lines(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the surviving weights, by step. ``lines`` are looped over twice, and never kept.
 
     A trainer that resumed from a checkpoint goes back to an earlier step: earlier lines of that step and of later ones
     are not in the weights any more.
     """
-    kept: list[dict[str, Any]] = []
+    kept = array("q")
+    steps = array("q")
     newest = 0
-    for line in lines:
+    for number, line in enumerate(lines):
         leader_term = int(str(line.get("leader_term", newest)).partition("-")[0])
         if leader_term < newest:
             # Written by a trainer that had been replaced and did not know it yet.
             continue
         newest = leader_term
-        step = line.get("resumed", line.get("step"))
-        while kept and kept[-1]["step"] >= step:
+        step: int = line["resumed"] if "resumed" in line else line["step"]
+        while steps and steps[-1] >= step:
+            steps.pop()
             kept.pop()
         if "resumed" not in line:
-            kept.append(line)
-    return kept
+            steps.append(step)
+            kept.append(number)
+    survivors = iter(kept)
+    following = next(survivors, None)
+    for number, line in enumerate(lines):
+        if number == following:
+            yield line
+            following = next(survivors, None)

@@ -20,7 +20,7 @@ from deploy.supervisor.supervisor import RunOutcome
 from deploy.terminal.page import clock
 from schemas.config import TidemillConfig
 from schemas.errors import TidemillError
-from schemas.run_folder import EVALUATIONS, METRICS, PLOT, SUMMARY, read_lines
+from schemas.run_folder import EVALUATIONS, METRICS, PLOT, SUMMARY, StoredLines
 
 BROKER_DEADLINE_S = 5.0
 """How long to wait for the broker of a run that failed, perhaps because of it."""
@@ -123,8 +123,8 @@ def _evaluations(config: TidemillConfig, results: Sequence[EvalResult] = (), sta
 
 
 def _plot(config: TidemillConfig, final: Final, summary: Mapping[str, Any]) -> Path | None:
-    metrics = read_lines(config.folder / METRICS)
-    if not metrics:
+    metrics = StoredLines(config.folder / METRICS)
+    if next(iter(metrics), None) is None:
         return None
     title = f"{config.run.name}: {summary['steps']} steps"
     held_out, before, after = _heldout(summary)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,21 +18,24 @@ if TYPE_CHECKING:
 REWARD, HELD_OUT, INK, QUIET = "#3b6fb6", "#d1495b", "#222222", "#8a8f98"
 
 
-def plot_run(metrics: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation], title: str, file: Path) -> None:
+def plot_run(metrics: Iterable[dict[str, Any]], evaluations: Sequence[Evaluation], title: str, file: Path) -> None:
     """Write a PNG. ``metrics`` are the lines of metrics.jsonl; an evaluation of version v belongs to step v."""
     # matplotlib takes a second to load and nothing before needs it.
     from matplotlib.figure import Figure
 
-    lines = [line for line in surviving_lines(metrics) if "reward/mean" in line]
-    rewards = [float(line["reward/mean"]) for line in lines]
+    steps, rewards, minutes = array("q"), array("d"), array("d")
+    for line in surviving_lines(metrics):
+        if "reward/mean" in line:
+            steps.append(line["step"])
+            rewards.append(line["reward/mean"])
+            minutes.append(line["wall_s"] / 60)
     figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")
     figure.patch.set_facecolor("white")
     left, right = figure.subplots(1, 2, sharey=True)
     shares = [each.accuracy for each in evaluations if each.accuracy is not None]
     heldout = shares if len(shares) == len(evaluations) else [each.reward for each in evaluations]
     label = "held-out accuracy" if heldout is shares else "held-out reward"
-    _curves(left, [line["step"] for line in lines], rewards, [e.version for e in evaluations], heldout, label)
-    minutes = [line["wall_s"] / 60 for line in lines]
+    _curves(left, steps, rewards, [e.version for e in evaluations], heldout, label)
     _curves(right, minutes, rewards, [e.wall_s / 60 for e in evaluations], heldout, label)
     left.set_xlabel("optimizer steps", color=QUIET)
     right.set_xlabel("minutes", color=QUIET)
@@ -52,7 +56,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def _curves(
-    axes: Axes, xs: Sequence[float], rewards: list[float], eval_xs: Sequence[float], evals: list[float], label: str
+    axes: Axes, xs: Sequence[float], rewards: Sequence[float], eval_xs: Sequence[float], evals: list[float], label: str
 ) -> None:
     if rewards:
         axes.plot(xs, rewards, color=REWARD, alpha=0.22, linewidth=0.8)

@@ -7,14 +7,13 @@ neither trained, dropped, excluded nor still in the pipeline was lost.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from schemas.errors import DiskError
-from schemas.run_folder import METRICS, SUMMARY, TRAINED, read_lines, surviving_lines
+from schemas.run_folder import METRICS, SUMMARY, TRAINED, StoredLines, surviving_lines
 
 
 @dataclass(frozen=True)
@@ -56,43 +55,101 @@ def figure(line: Mapping[str, Any], name: str) -> float | None:
     return None if value is None else float(value)
 
 
-def summarise(metrics: Sequence[dict[str, Any]], trained: Sequence[dict[str, Any]], final: Final) -> dict[str, Any]:
-    """Return the summary, from all lines of both logs."""
-    steps, batches = surviving_lines(metrics), surviving_lines(trained)
-    uses = Counter((task, sample) for line in batches for task, sample in line["samples"])
-    excluded = sum(int(line.get("excluded", 0)) for line in batches)
+class SampleCounts:
+    """How many samples were trained, once and more often: a bit for each, since a long run has hundreds of millions.
+
+    The bits of PAGE tasks and one index are a page; a page without a sample takes no room.
+    """
+
+    PAGE = 8192
+
+    def __init__(self) -> None:
+        self.distinct = 0
+        self.again = 0
+        self._pages: dict[tuple[int, int], bytearray] = {}
+
+    def add(self, task: int, sample: int) -> None:
+        """Count a use of a sample."""
+        page, place = divmod(task, self.PAGE)
+        bits = self._pages.get((page, sample))
+        if bits is None:
+            bits = self._pages[page, sample] = bytearray(self.PAGE // 8)
+        mask = 1 << place % 8
+        if bits[place // 8] & mask:
+            self.again += 1
+        else:
+            bits[place // 8] |= mask
+            self.distinct += 1
+
+
+class _Mean:
+    """A mean over tokens, not over steps."""
+
+    def __init__(self, name: str, weight: str) -> None:
+        self._name, self._weight = name, weight
+        self._total = self._weights = 0.0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        value, tokens = figure(line, self._name), figure(line, self._weight)
+        if value is not None and tokens:
+            self._total += value * tokens
+            self._weights += tokens
+
+    @property
+    def value(self) -> float | None:
+        """None if no step has the figure."""
+        return self._total / self._weights if self._weights else None
+
+
+def summarise(metrics: Iterable[dict[str, Any]], trained: Iterable[dict[str, Any]], final: Final) -> dict[str, Any]:
+    """Return the summary, from all lines of both logs, which are looped over more than once."""
+    steps, excluded, samples = 0, 0, SampleCounts()
+    for line in surviving_lines(trained):
+        steps += 1
+        excluded += int(line.get("excluded", 0))
+        for task, sample in line["samples"]:
+            samples.add(task, sample)
+    version, tokens, oldest = -1, 0.0, 0
+    staleness, gap = _Mean("staleness/mean", "tokens"), _Mean("logprob_gap_mean", "logprob_gap_tokens")
+    for line in surviving_lines(metrics):
+        version = max(version, int(line["version"]))
+        tokens += figure(line, "tokens") or 0
+        oldest = max(oldest, int(line.get("staleness/max", 0)))
+        staleness.add(line)
+        gap.add(line)
+    wall_s, phases_s = _times(metrics, final)
     evaluations = sorted(final.evaluations, key=lambda evaluation: evaluation.version)
     # Weights that were trained already say nothing of how it was before.
     before = evaluations[0] if evaluations and evaluations[0].version == 0 else None
     after = evaluations[-1] if evaluations else None
-    gone = len(uses) + final.dropped + final.failed + excluded + final.live
+    gone = samples.distinct + final.dropped + final.failed + excluded + final.live
     return {
         "exit_reason": final.exit_reason,
         "reward_before": before and before.reward,
         "reward_after": after and after.reward,
         "accuracy_before": before and before.accuracy,
         "accuracy_after": after and after.accuracy,
-        "steps": len(batches),
-        "versions_published": 1 + max((int(line["version"]) for line in steps), default=-1) if steps else 0,
+        "steps": steps,
+        "versions_published": version + 1,
         "trajectories": final.published,
-        "trajectories_trained": len(uses),
-        "trajectories_trained_twice": sum(count - 1 for count in uses.values()),
+        "trajectories_trained": samples.distinct,
+        "trajectories_trained_twice": samples.again,
         "trajectories_lost": None if final.published is None else final.published - gone,
         "trajectories_dropped_stale": final.dropped_stale,
         "trajectories_excluded": excluded,
         "tokens_generated": final.tokens_generated,
-        "tokens_trained": int(sum(figure(line, "tokens") or 0 for line in steps)),
-        "max_staleness": int(max((line.get("staleness/max", 0) for line in steps), default=0)),
-        "mean_staleness": _mean(steps, "staleness/mean", "tokens"),
-        "logprob_gap_mean": _mean(steps, "logprob_gap_mean", "logprob_gap_tokens"),
-        "wall_s": round(float(metrics[-1]["wall_s"]), 3) if metrics else 0.0,
-        "wall_s_by_phase": {name: round(seconds, 3) for name, seconds in _phases(metrics, final).items()},
+        "tokens_trained": int(tokens),
+        "max_staleness": oldest,
+        "mean_staleness": staleness.value,
+        "logprob_gap_mean": gap.value,
+        "wall_s": round(wall_s, 3),
+        "wall_s_by_phase": {name: round(seconds, 3) for name, seconds in phases_s.items()},
     }
 
 
 def write_summary(folder: Path, final: Final) -> dict[str, Any]:
     """Summarise the run in ``folder`` and write summary.json there."""
-    summary = summarise(read_lines(folder / METRICS), read_lines(folder / TRAINED), final)
+    summary = summarise(StoredLines(folder / METRICS), StoredLines(folder / TRAINED), final)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -101,23 +158,13 @@ def write_summary(folder: Path, final: Final) -> dict[str, Any]:
     return summary
 
 
-def _mean(lines: Sequence[dict[str, Any]], name: str, weight: str) -> float | None:
-    """Return the mean over tokens, not over steps; None if no step has the figure."""
-    total = weights = 0.0
-    for line in lines:
-        value, tokens = figure(line, name), figure(line, weight)
-        if value is not None and tokens:
-            total += value * tokens
-            weights += tokens
-    return total / weights if weights else None
-
-
-def _phases(metrics: Sequence[dict[str, Any]], final: Final) -> dict[str, float]:
-    """Return seconds by phase: the caller's, and the trainer's steps under ``trainer/``, with replayed steps."""
-    phases = dict(final.phases_s)
+def _times(metrics: Iterable[dict[str, Any]], final: Final) -> tuple[float, dict[str, float]]:
+    """Return the seconds of the run, and those by phase: the caller's, and the trainer's steps, also replayed ones."""
+    wall_s, phases = 0.0, dict(final.phases_s)
     for line in metrics:
+        wall_s = float(line["wall_s"])
         for name, value in line.items():
             if name.startswith("time/"):
                 phase = "trainer/" + name.removeprefix("time/").removesuffix("_s")
                 phases[phase] = phases.get(phase, 0.0) + float(value)
-    return phases
+    return wall_s, phases

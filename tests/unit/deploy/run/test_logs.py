@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from deploy.run.summary import (
 from deploy.supervisor.failures import _record
 from deploy.supervisor.supervisor import RunOutcome
 from schemas.config import parse_config
-from schemas.run_folder import read_lines, surviving_lines
+from schemas.run_folder import StoredLines, read_lines, surviving_lines
 
 CODE = """
 import logging, sys, structlog
@@ -180,6 +181,32 @@ def test_evaluations_that_the_broker_forgot_are_in_the_runs_file(
     ending = finish(config, RunOutcome("finished"), {})
     assert (ending.summary["reward_before"], ending.summary["reward_after"]) == (0.25, 0.75)
     assert (ending.summary["accuracy_before"], ending.summary["accuracy_after"]) == (0.125, 0.5)
+
+
+def test_a_long_run_is_summarised_and_drawn_line_by_line(tmp_path: Path) -> None:
+    """A week has gigabytes of samples, and a summary that does not fit into memory would never be written."""
+    steps, tasks, n = 300, 64, 8
+    with (tmp_path / "trained.jsonl").open("w") as lines:
+        for step in range(steps):
+            samples = [(task, sample) for task in range(step * tasks, (step + 1) * tasks) for sample in range(n)]
+            lines.write(json.dumps(trained(step, *samples)) + "\n")
+    with (tmp_path / "metrics.jsonl").open("w") as lines:
+        for step in range(1, steps + 1):
+            more = {f"reward/term_{number}/mean": 0.1 for number in range(80)}
+            lines.write(json.dumps(metric(step, **{"reward/mean": 0.5, **more})) + "\n")
+    plot_run(StoredLines(tmp_path / "metrics.jsonl"), [], "a run", tmp_path / "run.png")
+    tracemalloc.start()
+    summary = write_summary(tmp_path, Final("finished", published=steps * tasks * n))
+    _, of_summary = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    plot_run(StoredLines(tmp_path / "metrics.jsonl"), [], "a run", tmp_path / "run.png")
+    _, of_plot = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (summary["steps"], summary["trajectories_trained"]) == (steps, steps * tasks * n)
+    assert (summary["trajectories_trained_twice"], summary["trajectories_lost"]) == (0, 0)
+    size = (tmp_path / "trained.jsonl").stat().st_size
+    assert of_summary < size / 2, "not even the bytes of the file"
+    assert of_plot < 30 * 2**20, "the picture, and three numbers for each step"
 
 
 def test_phases_are_the_callers_and_the_trainers() -> None:
