@@ -11,17 +11,17 @@ from tests.support.models.tiny_model import make_tokenizer
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 260,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
 }
-_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
 _ROUTED = {
-    "moe_intermediate_size": 16,
+    "moe_intermediate_size": 32,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
@@ -31,14 +31,14 @@ _ROUTED = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _ROUTED
     | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-    | {"num_key_value_heads": 4},
-    "ernie4_5_moe": {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2},
-    "glm4_moe": _ROUTED | {"head_dim": 8},
-    "gpt_neox": {},
-    "gpt_oss": {"num_local_experts": 4, "head_dim": 8, "layer_types": ["full_attention"] * 2},
+    | {"num_key_value_heads": 2},
+    "ernie4_5_moe": {"moe_intermediate_size": 32, "moe_num_experts": 4, "moe_k": 2},
+    "glm4_moe": _ROUTED | {"head_dim": 32},
+    "gpt_neox": {"num_key_value_heads": 2},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 32, "layer_types": ["full_attention"] * 2},
     "granitemoe": {"num_local_experts": 4},
     "jamba": {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
-    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
     "mixtral": {"num_local_experts": 4},
     "nemotron_h": {},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
