@@ -12,6 +12,7 @@ bit for bit: the next step is that of ranks which never stopped.
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
 import warnings
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from consumers.trainer.checkpoint.files import complete, damage, refuse_older_names, write_json
+from consumers.trainer.checkpoint.reader import SafePlanner, SafeReader
 from consumers.trainer.checkpoint.state import copy_tensors, put_tensors, random_states, set_random_states, tensors_of
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.ranks import Ranks, reason
@@ -244,12 +246,23 @@ def read_state(path: Path) -> dict[str, Any]:
 def load_tensors(path: Path, into: dict[str, Any]) -> None:
     """Fill these tensors, a part of what ``tensors_of`` names, from a whole checkpoint of any number of ranks.
 
-    ConfigError if it lacks one, or has one of another shape: it is another model's. InfraError if it can't be read.
+    ConfigError if it lacks one, or has one of another shape: it is another model's; and if its files name code that
+    would run. InfraError if it can't be read.
     """
+    reader = SafeReader(path / "tensors")
     try:
         with _quiet():
-            state_dict_loader.load(into, checkpoint_id=path / "tensors", no_dist=not is_initialized())
+            # By itself first: the loader hides the reason for which it can't be read.
+            reader.read_metadata()
+            state_dict_loader.load(into, storage_reader=reader, planner=SafePlanner(), no_dist=not is_initialized())
+    except pickle.UnpicklingError as error:
+        raise ConfigError(f"checkpoint {path.name} is not loaded: {error}") from error
+    except OSError as error:
+        raise InfraError(f"checkpoint {path.name} cannot be read: {error}") from error
     except CheckpointException as error:
+        for failure in error.failures.values():
+            if isinstance(failure[0], pickle.UnpicklingError):
+                raise ConfigError(f"checkpoint {path.name} is not loaded: {failure[0]}") from error
         if any(isinstance(failure[0], OSError) for failure in error.failures.values()):
             raise InfraError(f"checkpoint {path.name} cannot be read: {reason(error)}") from error
         raise ConfigError(

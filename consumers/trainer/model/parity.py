@@ -10,6 +10,7 @@ configuration keeps its values, for training elsewhere.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -60,7 +61,7 @@ def train_without_noise(model: Model, path: str) -> Model:
             " differ, so it has dropout or other noise that Tidemill cannot switch off; set it to 0 in the model's"
             " config.json"
         )
-    model.eval()
+    model.train(False)
     evaluated = _logits(model)
     model.train()
     if not _is_same(first, evaluated):
@@ -91,7 +92,8 @@ def fix_rotary_frequencies(model: PreTrainedModel, path: str, max_length: int | 
     transformers chooses them by the longest row of each pass, so that a row would be computed differently beside a
     longer one. max_length: most tokens of a row, max_position_embeddings when None. ConfigError for the type dynamic.
     """
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         found = getattr(module, "rope_type", None)
         kinds = found if isinstance(found, dict) else {None: found}
         for layer, kind in kinds.items():
@@ -133,14 +135,15 @@ def _check_dynamic(module: Any, layer: str | None, path: str, max_length: int | 
 
 def _stay_in_evaluation(module: nn.Module) -> None:
     module.eval()
-    module.train = lambda mode=True: module  # type: ignore[method-assign, assignment, misc]
+    module.train = lambda mode=True: module  # type: ignore[method-assign]
 
 
 def _probe_tokens(model: PreTrainedModel) -> Tensor:
     """Return the tokens on which a model is tried out: int64 [1, T]."""
     config = model.config.get_text_config()
     length = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
-    return torch.arange(1, length + 1, device=model.device)[None] % config.vocab_size
+    tokens: Tensor = torch.arange(1, length + 1, device=model.device)[None] % config.vocab_size
+    return tokens
 
 
 @torch.no_grad()

@@ -128,6 +128,14 @@ def test_a_service_has_the_broker_user_of_its_role_and_no_other(compose: dict[st
         assert ("users" in {volume[0] for volume in volumes}) == (name == "acl"), "all URLs"
 
 
+def test_reward_and_feeder_services_cannot_change_what_the_trainer_reads(compose: dict[str, Any]) -> None:
+    """They may run what a model wrote, and a checkpoint is what the trainer continues from."""
+    for name, service in compose["services"].items():
+        for volume in service.get("volumes", []):
+            if volume.startswith("runs:"):
+                assert volume.endswith(":ro") == (name in ("reward", "feeder")), name
+
+
 def test_every_service_has_a_health_check_and_time_to_end(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         assert service["stop_grace_period"], name

@@ -139,6 +139,14 @@ def test_a_pod_has_the_broker_user_of_its_role_and_no_other() -> None:
                 assert "secretKeyRef" not in variable.get("valueFrom", {}), name
 
 
+def test_reward_and_feeder_pods_cannot_change_what_the_trainer_reads() -> None:
+    """They may run what a model wrote, and a checkpoint is what the trainer continues from."""
+    for name, pod in pods():
+        for mount in (mount for container in pod["containers"] for mount in container.get("volumeMounts", [])):
+            if mount["name"] == "runs":
+                assert mount.get("readOnly", False) == (name in ("reward", "feeder")), name
+
+
 def test_secrets_are_files_and_in_no_manifest() -> None:
     text = "".join(path.read_text() for path in FOLDER.rglob("*.yaml"))
     assert not re.search(r"kind: Secret\b", text)

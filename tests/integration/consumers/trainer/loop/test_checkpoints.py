@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
+import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from transformers import PreTrainedModel
 
 from consumers.trainer.checkpoint.files import damage
-from consumers.trainer.checkpoint.store import CheckpointStore
+from consumers.trainer.checkpoint.state import model_tensors, tensors_of
+from consumers.trainer.checkpoint.store import CheckpointStore, load_tensors
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TrainerConfig
@@ -169,3 +176,42 @@ def test_an_unwritable_folder_is_one_clear_error(model: PreTrainedModel, tmp_pat
     (tmp_path / "file").write_text("")
     with pytest.raises(InfraError, match="cannot write the checkpoint"):
         CheckpointStore(tmp_path / "file").save(make_step(model), step=1, version=1, leader_term=1, extra={})
+
+
+class Planted:
+    """An object whose pickle writes a file when it is read."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
+@pytest.mark.parametrize("place", [".metadata", "value"])
+@pytest.mark.parametrize("reading", ["load", "export"])
+def test_a_checkpoint_that_would_run_code_is_refused(
+    model: PreTrainedModel, tmp_path: Path, place: str, reading: str
+) -> None:
+    """Whoever can write the run's folder can write a marker with the right digests, too."""
+    step, trace = make_step(model), tmp_path / "trace"
+    path = CheckpointStore(tmp_path / "checkpoints").save(step, step=1, version=1, leader_term=1, extra={})
+    file = path / "tensors" / ".metadata"
+    described = FileSystemReader(path / "tensors").read_metadata()
+    if place == ".metadata":
+        described.planner_data = Planted(trace)
+    else:
+        index = next(i for i in described.storage_data if isinstance(i.fqn, str) and i.fqn.startswith("model."))
+        described.state_dict_metadata[index.fqn] = BytesStorageMetadata()
+        info = described.storage_data.pop(index)
+        body = io.BytesIO()
+        torch.save(Planted(trace), body)
+        (path / "tensors" / "planted").write_bytes(body.getvalue())
+        described.storage_data[MetadataIndex(index.fqn)] = replace(
+            info, relative_path="planted", offset=0, length=len(body.getvalue())
+        )
+    file.write_bytes(pickle.dumps(described))
+    tensors = tensors_of(step) if reading == "load" else {"model": model_tensors(step.policy)}
+    with pytest.raises(ConfigError, match=f"checkpoint {path.name} is not loaded: "):
+        load_tensors(path, tensors)
+    assert not trace.exists(), "the code has run"

@@ -1,0 +1,77 @@
+"""Reading of torch.distributed.checkpoint's files without running what they say: two parts of them are pickles.
+
+A checkpoint lies where other services may write, and may be another user's. PyTorch's own reader would run any function
+that ``.metadata`` or a value that is no tensor names.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+ALLOWED = {
+    *(
+        (f"{_CHECKPOINT}.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+"""Classes and functions that ``.metadata`` may name, beside PyTorch's types of numbers."""
+
+
+class SafeReader(FileSystemReader):
+    """Reads a checkpoint's folder; UnpicklingError if its ``.metadata`` names what no checkpoint of ours does."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read what the files hold."""
+        path = self._get_metadata_path(kwargs.get("rank"))
+        with self.fs.create_stream(path, "rb") as stream:
+            found = _Unpickler(stream).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(".metadata does not describe a checkpoint")
+        if found.storage_meta is None:
+            found.storage_meta = StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Plans as PyTorch does, but takes only plain values where the checkpoint has no tensor."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value in its place."""
+        plain = torch.load(value, weights_only=True)
+        value = io.BytesIO()
+        torch.save(plain, value)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module, name) in ALLOWED
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(
+            f".metadata names {module}.{name}, which no checkpoint holds: it may have been tampered with"
+        )
