@@ -5,7 +5,6 @@ Nothing depends on them: a question that no generator takes in time is deleted, 
 
 from __future__ import annotations
 
-import time
 from typing import Any, TypeVar
 
 from broker.connection.connection import Connection
@@ -16,7 +15,6 @@ M = TypeVar("M", bound=Message)
 MOST_WAITING = 16
 MOST_ANSWERS = 64
 LARGEST = 1 << 22
-BLOCK_MS = 500
 
 
 class Questions:
@@ -31,26 +29,24 @@ class Questions:
         return bool(self._connection.run_script("ask_policy", body, MOST_WAITING) == b"ok")
 
     def position(self) -> bytes:
-        """Return the position of the newest answer: read it before you ask, for ``wait_answer``."""
+        """Return the position of the newest answer: read it before you ask, for ``find_answer``."""
         key = self._connection.keys.answers
         found: Any = self._connection.run("looking at answers", lambda client: client.xrevrange(key, count=1))
         return bytes(found[0][0]) if found else b"0-0"
 
-    def wait_answer(self, id: str, position: bytes, wait_s: float) -> QuestionAnswer | None:
-        """Wait for the answer to a question; None after ``wait_s``."""
-        key, deadline = self._connection.keys.answers, time.monotonic() + wait_s
-        while time.monotonic() < deadline:
-            start = position
-            found: Any = self._connection.run(
-                "waiting for an answer", lambda client, start=start: client.xread({key: start}, MOST_ANSWERS, BLOCK_MS)
-            )
-            for _, entries in found or []:
-                for entry, fields in entries:
-                    position = entry
-                    answer = _decoded(fields.get(b"b", b""), QuestionAnswer)
-                    if answer is not None and answer.id == id:
-                        return answer
-        return None
+    def find_answer(self, id: str, position: bytes) -> tuple[QuestionAnswer | None, bytes]:
+        """Look for the answer to a question after a position, without waiting; with the position for the next look."""
+        key = self._connection.keys.answers
+        found: Any = self._connection.run(
+            "looking for an answer", lambda client: client.xread({key: position}, MOST_ANSWERS)
+        )
+        for _, entries in found or []:
+            for entry, fields in entries:
+                position = entry
+                answer = _decoded(fields.get(b"b", b""), QuestionAnswer)
+                if answer is not None and answer.id == id:
+                    return answer, position
+        return None, position
 
     def take(self) -> Question | None:
         """Take the oldest question, for this generator alone; None if there is none."""

@@ -28,7 +28,7 @@ LOOK_S = 0.1
 
 @dataclass
 class Context:
-    """State of a control plane. deployments: those that it scales, on Kubernetes."""
+    """State of a control plane. deployments: those that it scales, on Kubernetes. questions: number that wait."""
 
     plan: PlannedRun
     name: str
@@ -37,6 +37,7 @@ class Context:
     hub: Hub
     deployments: Deployments | None = None
     decoders: list[Decode | None] = field(default_factory=list)
+    questions: int = 0
 
     def decoder(self) -> Decode | None:
         """Return the decoder of the model's tokenizer, loaded at its first use."""

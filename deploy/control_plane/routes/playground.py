@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 
 from fastapi import APIRouter
 
-from deploy.control_plane.routes.context import Context, InContext
+from deploy.control_plane.routes.context import LOOK_S, Context, InContext
 from deploy.control_plane.routes.decoding import Decode, pieces, plain
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api import Generated, GeneratedReply, GenerateRequest, TokenTable
 from schemas.messages import ChatMessage, Question, QuestionAnswer, Reply, Sampling
 
 router = APIRouter(prefix="/v1", tags=["orders"])
+MOST_ASKED = 32
+"""Questions that wait for an answer at once."""
 PAUSED = ("paused", "pausing", "stopping", "stopped", "finished", "failed", "unreachable")
 
 
@@ -27,7 +30,13 @@ async def generate(context: InContext, body: GenerateRequest) -> Generated:
     state = context.poller.latest.state
     if state in PAUSED:
         raise Refusal(409, f"the run is {state}: no generator answers")
-    answer = await asyncio.to_thread(_ask, context, body)
+    if context.questions >= MOST_ASKED:
+        raise Refusal(503, f"{MOST_ASKED} questions wait for their answers: try again")
+    context.questions += 1
+    try:
+        answer = await _answer(context, body)
+    finally:
+        context.questions -= 1
     if answer is None:
         raise Refusal(
             503, f"no generator had room within {body.wait_s:g} s: try again, or lower concurrency for a while"
@@ -38,7 +47,19 @@ async def generate(context: InContext, body: GenerateRequest) -> Generated:
     return Generated(generator=answer.generator, replies=[_reply(one, decode) for one in answer.replies])
 
 
-def _ask(context: Context, body: GenerateRequest) -> QuestionAnswer | None:
+async def _answer(context: Context, body: GenerateRequest) -> QuestionAnswer | None:
+    """Ask, and wait for the answer without a thread: orders need those, and an answer may take minutes."""
+    deadline = time.monotonic() + body.wait_s
+    id, position = await asyncio.to_thread(_ask, context, body)
+    while True:
+        answer, position = await asyncio.to_thread(context.broker.questions.find_answer, id, position)
+        if answer is not None or time.monotonic() >= deadline:
+            return answer
+        await asyncio.sleep(min(LOOK_S, max(0.0, deadline - time.monotonic())))
+
+
+def _ask(context: Context, body: GenerateRequest) -> tuple[str, bytes]:
+    """Queue the question; return its id, and the position after which its answer comes."""
     questions = context.broker.questions
     sampling = Sampling(temperature=body.temperature, top_p=body.top_p, max_tokens=body.max_tokens)
     messages = [ChatMessage(one.role, one.content) for one in body.messages] if body.messages else None
@@ -47,7 +68,7 @@ def _ask(context: Context, body: GenerateRequest) -> QuestionAnswer | None:
     question = Question(id=id, until=until, sampling=sampling, n=body.n, text=body.prompt, messages=messages)
     if not questions.ask(question):
         raise Refusal(503, "too many questions wait for a generator with room: try again")
-    return questions.wait_answer(id, position, body.wait_s)
+    return id, position
 
 
 def _reply(reply: Reply, decode: Decode | None) -> GeneratedReply:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -73,6 +75,25 @@ def test_orders_are_idempotent_and_the_timeline_says_who_gave_them(api: ControlP
         ("paused", "ann@desk"),
         ("resumed", "127.0.0.1"),
     ]
+
+
+def test_questions_without_an_answer_hold_up_no_order(api: ControlPlane) -> None:
+    """Each waits for its answer, and more of them than there are threads for orders."""
+    take_over(api.broker)
+    question = {"prompt": "1+1=", "wait_s": 15}
+
+    def ask() -> None:
+        with suppress(OSError):  # The control plane ends first.
+            api.ask("POST", "/v1/generate", question)
+
+    asking = [threading.Thread(target=ask, daemon=True) for _ in range(16)]
+    for thread in asking:
+        thread.start()
+    connection = api.broker.connection
+    api.wait("all questions", lambda: connection.client.llen(connection.keys.questions) == 16)
+    assert api.ask("POST", "/v1/generate", question)[0] == 503, "no more than these"
+    assert api.ask("POST", "/v1/pause", {"mode": "drain"})[0] == 200
+    assert all(thread.is_alive() for thread in asking)
 
 
 def test_settings_are_checked_changed_and_logged(api: ControlPlane) -> None:
