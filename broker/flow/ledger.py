@@ -25,7 +25,6 @@ from schemas.messages import Task
 from schemas.run_record import JoinedRun
 
 AdmissionAnswer = Literal["ok", "again", "full", "paused", "done", "moved", "starting"]
-Setting = Literal["staleness", "batch", "concurrency", "lr", "steps", "temperature", "eval_every", "checkpoint_every"]
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ class Ledger:
         """Set the state of the run, or the cause of its failure."""
         self._connection.run_script("set_run_state", name, value)
 
-    def change_settings(self, values: Mapping[Setting, float | None]) -> bool:
+    def change_settings(self, values: Mapping[str, float | None]) -> bool:
         """Change settings of the running run, all or none; None restores the configured value.
 
         False if no trainer has started yet. RefusedError if fewer slots would be left than a batch needs, or if batch

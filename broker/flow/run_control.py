@@ -24,11 +24,10 @@ class ControlState:
 
     pause: freeze stops every token and step at once, drain admits nothing new. pause_id: number of the last pause or
     resume; checkpoint, stop: numbers of the last such order, 0 for none. by, since: who paused or resumed, and when
-    (Unix seconds). replicas: wanted, by role; scaled: number of the last such order, by role. concurrency: samples in
-    flight in one generator, None for the configured value. settings: other settings that users changed, by name.
-    evaluate: weight version to evaluate, -1 for none. asked: number of questions to the policy so far. run_id,
-    run_since: identity of the run (schemas/run_record.py), empty if unknown, and when its first attempt began (Unix
-    seconds).
+    (Unix seconds). replicas: wanted, by role; scaled: number of the last such order, by role. settings: those that
+    users changed, by name, see SettingsChange in schemas/control_api/orders.py. evaluate: weight version to evaluate,
+    -1 for none. asked: number of questions to the policy so far. run_id, run_since: identity of the run
+    (schemas/run_record.py), empty if unknown, and when its first attempt began (Unix seconds).
     """
 
     pause: PauseMode = "none"
@@ -39,7 +38,6 @@ class ControlState:
     stop: int = 0
     replicas: Mapping[str, int] = field(default_factory=dict)
     scaled: Mapping[str, int] = field(default_factory=dict)
-    concurrency: int | None = None
     run_id: str = ""
     run_since: float = 0.0
     settings: Mapping[str, float] = field(default_factory=dict)
@@ -50,7 +48,6 @@ class ControlState:
     def parse(cls, fields: Mapping[str, str]) -> ControlState:
         """Parse the hash in the broker."""
         mode = fields.get("pause", "none")
-        concurrency = fields.get("concurrency", "")
         return cls(
             pause=next((known for known in MODES if known == mode), "none"),
             pause_id=int(fields.get("pause_id", 0)),
@@ -60,7 +57,6 @@ class ControlState:
             stop=int(fields.get("stop", 0)),
             replicas=_by_role(fields, "replicas:"),
             scaled=_by_role(fields, "scaled:"),
-            concurrency=int(concurrency) if concurrency.isdigit() else None,
             run_id=fields.get("run_id", ""),
             run_since=float(fields.get("run_since", 0)),
             settings=parse_settings(fields),

@@ -70,7 +70,7 @@ class OrderFollower:
 
     def capacity(self, configured: int) -> int:
         """Return the most samples in flight at once, ``configured`` unless an order changed it."""
-        return self.control.concurrency or configured
+        return int(self.control.settings.get("concurrency", configured))
 
     def eval_every(self, configured: int) -> int:
         """Return the weight versions from one evaluation to the next, ``configured`` unless an order changed it."""

@@ -24,7 +24,11 @@ class Settings(Answer):
 
 
 class SettingsChange(RequestBody):
-    """Body of PATCH /v1/settings: an absent setting stays, null restores the configured value."""
+    """Body of PATCH /v1/settings: an absent setting stays, null restores the configured value.
+
+    This is the table of what can be changed in a running run. A new setting needs a line here, one in Settings, one in
+    the form of the dashboard (js/live/orders.js), and its reader, which asks the orders for it by name.
+    """
 
     staleness: int | None = Field(None, ge=0, le=1000)
     batch: int | None = Field(None, ge=1, le=1_000_000)

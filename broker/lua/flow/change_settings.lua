@@ -20,11 +20,9 @@ end
 if not enough_slots(wanted.staleness, wanted.batch, now[3]) then return {wanted.staleness, wanted.batch, now[3]} end
 for i = 1, #ARGV, 2 do
   local name, value = ARGV[i], ARGV[i + 1]
-  if value == '' then redis.call('HDEL', CTL, 'set:' .. name) else redis.call('HSET', CTL, 'set:' .. name, value) end
-  if name == 'concurrency' then redis.call('HSET', RUN_CONTROL, 'concurrency', value)
-  elseif name ~= 'staleness' and name ~= 'batch' then
-    -- Services read these among the orders.
-    if value == '' then redis.call('HDEL', RUN_CONTROL, 'set:' .. name) else redis.call('HSET', RUN_CONTROL, 'set:' .. name, value) end
+  -- Services read them among the orders.
+  for _, key in ipairs({CTL, RUN_CONTROL}) do
+    if value == '' then redis.call('HDEL', key, 'set:' .. name) else redis.call('HSET', key, 'set:' .. name, value) end
   end
   -- The number of groups that may be admitted.
   if name == 'steps' then redis.call('HSET', CTL, 'steps', value ~= '' and value or redis.call('HGET', CTL, 'own_steps')) end

@@ -220,13 +220,10 @@ if not enough_slots(set[1] or own.staleness, set[2] or own.batch, own.window) th
   for i, name in ipairs({'staleness', 'batch'}) do
     if set[i] then refused_settings = refused_settings .. name .. ' ' .. set[i] .. ' ' end
   end
-  redis.call('HDEL', CTL, 'set:staleness', 'set:batch')
+  for _, key in ipairs({CTL, RUN_CONTROL}) do redis.call('HDEL', key, 'set:staleness', 'set:batch') end
 end
-local concurrency = redis.call('HGET', CTL, 'set:concurrency')
-if concurrency then redis.call('HSET', RUN_CONTROL, 'concurrency', concurrency) end
-for _, name in ipairs({'lr', 'steps', 'temperature', 'eval_every', 'checkpoint_every'}) do
-  local value = redis.call('HGET', CTL, 'set:' .. name)
-  if value then redis.call('HSET', RUN_CONTROL, 'set:' .. name, value) end
+for _, name in ipairs(redis.call('HKEYS', CTL)) do
+  if string.find(name, '^set:') then redis.call('HSET', RUN_CONTROL, name, redis.call('HGET', CTL, name)) end
 end
 redis.call('HSET', CTL, 'steps', redis.call('HGET', CTL, 'set:steps') or string.format('%d', own.steps))
 for _, name in ipairs({'batch', 'staleness'}) do

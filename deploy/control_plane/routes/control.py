@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import get_args
 
 from fastapi import APIRouter
 
-from broker.flow.ledger import Setting
 from deploy.control_plane.routes.context import By, Context, InContext
 from deploy.control_plane.status.scaling import NO_SUPERVISOR, scale_command
 from deploy.control_plane.web.refusal import Refusal
@@ -25,7 +23,6 @@ from schemas.control_api import (
 from schemas.errors import RefusedError
 
 router = APIRouter(prefix="/v1", tags=["orders"])
-SETTINGS: tuple[Setting, ...] = get_args(Setting)
 OVER = ("finished", "failed", "stopped")
 STOP_ELSEWHERE = {
     "kubernetes": "Kubernetes keeps these services running: drain the run, then `kubectl delete -k` what started it",
@@ -209,10 +206,10 @@ def _change(context: Context, wanted: SettingsChange, by: str) -> None:
     """Change the given settings, and record each. Refusal if they do not fit together."""
     ledger, given = context.broker.ledger, wanted.model_fields_set
     if not given:
-        raise Refusal(422, f"nothing to change: give one of {', '.join(SETTINGS)}")
+        raise Refusal(422, f"nothing to change: give one of {', '.join(SettingsChange.model_fields)}")
     if wanted.steps is not None and wanted.steps <= (step := ledger.read_state().step):
         raise Refusal(409, f"the run has taken {step} steps: give it more than these, or stop it")
-    values: dict[Setting, float | None] = {name: getattr(wanted, name) for name in SETTINGS if name in given}
+    values = wanted.model_dump(exclude_unset=True)
     try:
         begun = ledger.change_settings(values)
     except RefusedError as error:

@@ -30,6 +30,7 @@ from schemas.control_api import (
     RunStatus,
     ServiceStatus,
     Settings,
+    SettingsChange,
     Staleness,
     StreamStatus,
     Throughput,
@@ -201,16 +202,14 @@ class Collector:
             ledger=_ledger(ledger),
             streams=[self._stream(lag, now) for lag in lags],
             services=services,
-            settings=Settings(
-                staleness=ledger.staleness if ledger.leader_term else self._plan.staleness,
-                batch=ledger.batch or self._plan.batch,
-                concurrency=orders.concurrency,
-                lr=ledger.settings.get("lr"),
-                steps=steps,
-                temperature=ledger.settings.get("temperature"),
-                eval_every=_whole(ledger.settings.get("eval_every")),
-                checkpoint_every=_whole(ledger.settings.get("checkpoint_every")),
-                changed=sorted(ledger.settings),
+            settings=Settings.model_validate(
+                {name: ledger.settings.get(name) for name in SettingsChange.model_fields}
+                | {
+                    "staleness": ledger.staleness if ledger.leader_term else self._plan.staleness,
+                    "batch": ledger.batch or self._plan.batch,
+                    "steps": steps,
+                    "changed": sorted(ledger.settings),
+                }
             ),
             scaling=scaling(orders, beats, now, self._plan.scale_hint),
             dead_letters=ledger.dead_letters,
@@ -291,7 +290,7 @@ class Collector:
         total = sum(history.last("time/total_s", RECENT))
         stream = {lag.name: lag for lag in lags}
         generators = [beat for beat in live if beat.role == "generator"]
-        places = len(generators) * (ledger.control.concurrency or self._plan.max_samples)
+        places = len(generators) * (ledger.settings.get("concurrency", self._plan.max_samples))
         taken = sum(beat.figures.get("samples_in_flight", 0.0) for beat in generators)
         pause = sum(self._loads) / len(self._loads) if self._loads else 0.0
         known = len(history.last("time/total_s", RECENT))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from broker.client import Broker
-from broker.flow.ledger import Setting
 from broker.flow.progress import Progress, TakeoverRequest
 from schemas.config import parse_config
 from schemas.config.run import slots_problem
@@ -123,7 +122,7 @@ def test_settings_are_changed_all_or_none_and_judged_together(broker: Broker) ->
     with pytest.raises(RefusedError):
         broker.ledger.change_settings({"concurrency": 7, "staleness": 2})
     state = broker.ledger.read_state()
-    assert (state.settings, state.control.concurrency) == ({"batch": 1}, None)
+    assert (state.settings, state.control.settings) == ({"batch": 1}, {"batch": 1})
     assert broker.ledger.change_settings({"staleness": 1, "batch": 3}), "neither fits without the other"
     assert in_force(broker) == (1, 3, 3)
 
@@ -169,7 +168,7 @@ def test_a_setting_that_was_given_back_does_not_return_with_an_older_checkpoint(
 
 @pytest.mark.parametrize(("name", "typo", "most"), [("batch", 100_000, 32), ("staleness", 1000, 32)])
 def test_a_value_far_above_the_configured_one_is_rejected_with_its_limit(
-    broker: Broker, name: Setting, typo: int, most: int
+    broker: Broker, name: str, typo: int, most: int
 ) -> None:
     take_over_as(broker, WINDOWED)
     with pytest.raises(RefusedError, match=f"{name} {typo} is not allowed: at most {most} in a run configured with 4"):

@@ -61,7 +61,7 @@ function scale(role, now, wanted) {
   });
 }
 
-function field(name, label, hint, value, min, step = 1) {
+function field(name, label, hint, value, min, step) {
   return h("div", { class: "field" },
     h("label", { for: `set-${name}` }, label),
     h("input", { id: `set-${name}`, name, type: "number", min, step, value: value ?? "", placeholder: "configuration's",
@@ -69,7 +69,17 @@ function field(name, label, hint, value, min, step = 1) {
     h("p", { id: `hint-${name}` }, hint));
 }
 
-const SETTINGS = ["staleness", "batch", "concurrency", "lr", "steps", "temperature", "eval_every", "checkpoint_every"];
+// Name, label, hint, least value, and the step of the field: the settings of PATCH /v1/settings.
+const SETTINGS = [
+  ["staleness", "Staleness bound", "Weight versions that a token may be behind when it is trained.", 0, 1],
+  ["batch", "Batch", "Prompt groups in one step.", 1, 1],
+  ["concurrency", "Concurrency", "Samples in flight in each generator.", 1, 1],
+  ["lr", "Learning rate", "The peak, of which the schedule takes its part.", 0, "any"],
+  ["steps", "Steps", "Of the whole run.", 1, 1],
+  ["temperature", "Temperature", "Of sampling, for prompts that are admitted from now on.", 0, "any"],
+  ["eval_every", "Evaluate every", "Weight versions between two evaluations.", 1, 1],
+  ["checkpoint_every", "Checkpoint every", "Steps between two checkpoints.", 1, 1],
+];
 
 function settings() {
   const now = store.status.settings;
@@ -78,18 +88,11 @@ function settings() {
     title: "Settings", verb: "Apply",
     body: [
       h("p", { class: "aside" }, `${changed} An empty field goes back to the configuration's.`),
-      field("staleness", "Staleness bound", "Weight versions that a token may be behind when it is trained.", now.staleness, 0),
-      field("batch", "Batch", "Prompt groups in one step.", now.batch, 1),
-      field("concurrency", "Concurrency", "Samples in flight in each generator.", now.concurrency, 1),
-      field("lr", "Learning rate", "The peak, of which the schedule takes its part.", now.lr, 0, "any"),
-      field("steps", "Steps", "Of the whole run.", now.steps, 1),
-      field("temperature", "Temperature", "Of sampling, for prompts that are admitted from now on.", now.temperature, 0, "any"),
-      field("eval_every", "Evaluate every", "Weight versions between two evaluations.", now.eval_every, 1),
-      field("checkpoint_every", "Checkpoint every", "Steps between two checkpoints.", now.checkpoint_every, 1),
+      ...SETTINGS.map(([name, label, hint, least, step]) => field(name, label, hint, now[name], least, step)),
     ],
     act: async (form) => {
       const change = {};
-      for (const name of SETTINGS) {
+      for (const [name] of SETTINGS) {
         const value = form.get(name) === "" ? null : Number(form.get(name));
         if (value !== now[name]) change[name] = value;
       }
