@@ -262,7 +262,7 @@ def test_a_marker_behind_a_line_that_was_cut_off_is_not_swallowed(
         run(trainer(steps=3))
     lines = read_lines(tmp_path / "run" / "trained.jsonl")
     assert [line["resumed"] for line in lines if "resumed" in line] == [0, 2]
-    assert len(surviving_lines(lines)) == 3
+    assert len(list(surviving_lines(lines))) == 3
 
 
 class Pictures:
