@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
 class HfTokenizer:
     """A Hugging Face tokenizer from a model folder (or hub id).
 
-    ConfigError when the folder has none, or when a task has messages and the tokenizer no chat template.
+    ConfigError if the folder has none. DataError if there are messages but no chat template.
     """
 
     def __init__(self, path: str, trust_remote_code: bool = False) -> None:
@@ -154,7 +154,7 @@ class HfTokenizer:
 
     def _apply_template(self, messages: list[dict[str, Any]], **settings: Any) -> Any:
         if not (self._tokenizer.chat_template or settings.get("chat_template")):
-            raise ConfigError(
+            raise DataError(
                 f"there are chat messages, but the tokenizer in {self._path} has no chat template:"
                 " use a chat model, or a dataset of plain text"
             )

@@ -5,6 +5,10 @@ Every service handles exactly these errors; any other is a bug and ends the proc
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
 
 class TidemillError(Exception):
     """Base of all errors that Tidemill raises on purpose."""
@@ -44,6 +48,12 @@ class FencedError(TidemillError):
 
 class RunFailed(TidemillError):
     """The run can't continue, and a restart would not help: everything fails, or no group can be trained."""
+
+
+def first_error(group: BaseExceptionGroup[E]) -> E:
+    """Return the first exception of a group, or of the groups in it."""
+    error = group.exceptions[0]
+    return first_error(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def describe_error(error: BaseException, limit: int = 400) -> str:

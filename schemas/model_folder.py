@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from schemas.errors import ConfigError
 
@@ -36,3 +38,30 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model.path {path}: no such folder, and the Hub answered: {reason}") from error
+
+
+def chat_template(folder: Path) -> str | None:
+    """Return the model's chat template, from its own file or the tokenizer's settings, or None."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            found: Any = read_json(folder / name).get("chat_template")
+            if isinstance(found, list):
+                # Several, each with a name.
+                found = next((each.get("template") for each in found if isinstance(each, dict)), None)
+            if found:
+                return str(found)
+    return None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object from a file of a model. Raises ConfigError, which names the file."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} must be a JSON object, is a {type(found).__name__}")
+    return found

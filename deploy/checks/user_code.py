@@ -23,7 +23,7 @@ from consumers.reward.rewards.terms import resolve
 from consumers.reward.scorer import check_reward
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
 from deploy.checks.finding import Finding, run_check
-from deploy.checks.model_files import cached_folder, chat_template, find_unmade
+from deploy.checks.model_files import cached_folder, find_unmade
 from producers.datasets.base import Example
 from producers.datasets.loading import build_dataset
 from producers.engines import ENGINES
@@ -34,6 +34,7 @@ from schemas.codec import Array
 from schemas.config import EPISODE_WORKFLOWS, REWARDING_WORKFLOWS, RewardTerm, TidemillConfig, parse_config
 from schemas.errors import ConfigError
 from schemas.messages import ChatMessage, Span, Trajectory, Turn
+from schemas.model_folder import chat_template
 from schemas.plugins import bind, check_call, load
 
 QUICK_S = 5.0

@@ -39,6 +39,7 @@ from schemas.errors import (
     RefusedError,
     RunFailed,
     TidemillError,
+    first_error,
 )
 
 SERVICE_COMMANDS = (["feeder"], ["generator"], ["reward"], ["trainer"], ["control"])
@@ -128,7 +129,7 @@ def main() -> None:
         ours, others = group.split(TidemillError)
         if ours is None or others is not None:
             raise
-        sys.exit(_complain(_first(ours)))
+        sys.exit(_complain(first_error(ours)))
 
 
 def _complain(error: TidemillError) -> int:
@@ -149,8 +150,3 @@ def _exit_code(error: TidemillError) -> int:
     if isinstance(error, RunFailed):
         return RUN_FAILED_EXIT
     return FENCED_EXIT if isinstance(error, FencedError) else ERROR_EXIT
-
-
-def _first(group: ExceptionGroup[TidemillError]) -> TidemillError:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, ExceptionGroup) else error

@@ -21,7 +21,7 @@ from rich.text import Text
 from broker.connection.connection import check_server_now, find_url
 from broker.connection.embedded import find_server
 from deploy.checks.finding import Finding, one_line, run_check
-from deploy.checks.model_files import cached_folder, read_json
+from deploy.checks.model_files import cached_folder
 from deploy.checks.preflight import inspect
 from deploy.doctor.gpu_memory import ModelSize, check_memory_fits, model_size
 from deploy.doctor.inference_server import check_inference_server
@@ -30,6 +30,7 @@ from deploy.launchers.gpus import GpuPlan, find_gpus
 from deploy.launchers.local import Local
 from schemas.config import TidemillConfig, load_config
 from schemas.errors import ConfigError, InfraError
+from schemas.model_folder import read_json
 from schemas.system.sandbox.jail import choose
 from schemas.system.sandbox.probe import probe as probe_sandbox
 from schemas.urls import hide_password

@@ -79,6 +79,11 @@ class ChatTemplate:
         """Return the text of token ids, without special tokens."""
         return self._tokenizer.decode(ids)
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is a template: without one, only prompts of text or token ids can be sampled."""
+        return bool(self._source or self._tokenizer.chat_template)
+
     def token_text(self, token: int) -> str:
         """Return the text of one token, special or not."""
         return self._tokenizer.decode_all([token])

@@ -13,7 +13,7 @@ from producers.conversation.bridge import NewTurn, find_suffix, shorten
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.messages import Message
 from producers.workflows.base import WorkflowServices
-from schemas.errors import ConfigError, DataError
+from schemas.errors import DataError
 
 log = structlog.get_logger()
 
@@ -95,11 +95,10 @@ def check_bridge(template: ChatTemplate) -> str | None:
     stored in ``template.bridge_off``: None, or one line that says why each model call becomes a row of its own.
     """
     template.short_history = False
-    try:
-        outcomes = {case.name: _try(template, case) for case in _CASES}
-    except ConfigError as error:
-        template.bridge_off = str(error)
+    if not template.exists:
+        template.bridge_off = "the tokenizer has no chat template"
         return template.bridge_off
+    outcomes = {case.name: _try(template, case) for case in _CASES}
     template.bridge_off = _explain(template, outcomes)
     template.short_history = all(_depends_on_nothing_older(template, case) for case in _CASES)
     return template.bridge_off

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from schemas.errors import ConfigError, InfraError
+from schemas.errors import ConfigError, DataError, InfraError
 from schemas.system.worker_process import WorkerProcess
 
 START_TIMEOUT_S = 120.0
@@ -20,7 +20,7 @@ class HelperProcess:
     """A worker process that answers each JSON line with one.
 
     name: of what makes the examples. recipe: the first line that the process gets; ``hello`` is the answer to it.
-    ConfigError if an answer has an ``error``.
+    If an answer has an ``error``: ConfigError for the first, DataError for an example.
     """
 
     def __init__(
@@ -57,9 +57,12 @@ class HelperProcess:
         self._end = weakref.finalize(self, process.kill)
         try:
             self.hello = self._exchange(self._recipe, START_TIMEOUT_S)
-        except (InfraError, ConfigError):
+        except InfraError:
             self.close()
             raise
+        except DataError as error:
+            self.close()
+            raise ConfigError(str(error)) from error
         return process
 
     def _exchange(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -73,7 +76,7 @@ class HelperProcess:
         except OSError as error:
             raise InfraError(f"the {self._name} process ended: {error}") from error
         if "error" in reply:
-            raise ConfigError(f"dataset {self._name.replace('-', '_')!r}: {reply['error']}")
+            raise DataError(f"dataset {self._name.replace('-', '_')!r}: {reply['error']}")
         return reply
 
 

@@ -57,7 +57,10 @@ class LoopParts:
         agents = config.generator.agents
         vllm = engine_name(config.generator.engine) == "vllm"
         template = await open_template(services)
-        template.render([{"role": "user", "content": "Hello"}])
+        try:
+            template.render([{"role": "user", "content": "Hello"}])
+        except DataError as error:
+            raise ConfigError(f"generator.workflow {config.generator.workflow.name}: {error}") from error
         parser = await asyncio.to_thread(make_parser, agents.tool_parser, agents.reasoning_parser, tokenizer, vllm)
         return cls(template, parser, agents, config.model.max_length, ImageLimits.of(config))
 

@@ -15,11 +15,12 @@ from producers.engines.base import Completion
 from producers.generator.context import GeneratorContext
 from producers.generator.task_loop import TaskLoop
 from schemas.codec import Array
-from schemas.errors import DataError, InfraError
+from schemas.errors import InfraError, TidemillError, describe_error, printable
 from schemas.messages import Question, QuestionAnswer, Reply, Task, versions_of
 from schemas.system.lifecycle import StopFlag, until_stopped
 
 log = structlog.get_logger()
+_LONGEST_REASON = 2000
 
 
 class QuestionAnswering:
@@ -51,29 +52,38 @@ class QuestionAnswering:
             now = await asyncio.to_thread(self._context.broker.heartbeats.read_clock)
             if now > question.until:
                 return True
-            answer = await self._answer(question)
-            await asyncio.to_thread(self._questions.answer, answer)
+            await self._answer(question)
             return True
 
-    async def _answer(self, question: Question) -> QuestionAnswer:
+    async def _answer(self, question: Question) -> None:
+        """Answer a question, or say why it can't be answered. Only an InfraError is the generator's own failure."""
         name = self._context.name
         try:
-            task = Task(
-                task_id=0,
-                kind="eval",
-                n=question.n,
-                sampling=question.sampling,
-                text=question.text,
-                messages=question.messages,
-            )
-            ids = await asyncio.to_thread(self._context.tokenizer.prompt_ids, task)
-            completions = await self._context.engine.generate(ids, question.sampling, question.n)
+            answer = QuestionAnswer(id=question.id, generator=name, replies=await self._replies(question))
+            await asyncio.to_thread(self._questions.answer, answer)
+            return
         except InfraError:
             raise
-        except (DataError, ValueError) as error:
-            # The prompt is too long, or the chat template rejects it.
-            return QuestionAnswer(id=question.id, generator=name, error=" ".join(str(error).split()))
-        return QuestionAnswer(id=question.id, generator=name, replies=list(map(self._reply, completions)))
+        except (TidemillError, ValueError) as error:
+            # The prompt or the answer is too long, or the chat template rejects the messages.
+            reason = printable(" ".join(str(error).split()))
+        except Exception as error:
+            log.warning("a question failed", exc_info=error)
+            reason = describe_error(error)
+        refusal = QuestionAnswer(id=question.id, generator=name, error=reason[:_LONGEST_REASON])
+        await asyncio.to_thread(self._questions.answer, refusal)
+
+    async def _replies(self, question: Question) -> list[Reply]:
+        task = Task(
+            task_id=0,
+            kind="eval",
+            n=question.n,
+            sampling=question.sampling,
+            text=question.text,
+            messages=question.messages,
+        )
+        ids = await asyncio.to_thread(self._context.tokenizer.prompt_ids, task)
+        return list(map(self._reply, await self._context.engine.generate(ids, question.sampling, question.n)))
 
     def _reply(self, completion: Completion) -> Reply:
         return Reply(

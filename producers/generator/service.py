@@ -29,7 +29,7 @@ from producers.images.settings import image_settings
 from producers.tasks import make_sampling
 from producers.workflows.base import WorkflowServices, running
 from schemas.config import TidemillConfig
-from schemas.errors import OK_EXIT
+from schemas.errors import OK_EXIT, ConfigError, InfraError, describe_error, first_error
 from schemas.run_record import JoinedRun
 from schemas.system.lifecycle import StopFlag, until_stopped
 
@@ -68,6 +68,7 @@ class Generator:
         self._engine = engine
         self._state = "loading"
         self.engine_started = False
+        self._was_running = False
         run = JoinedRun(config.folder)
         self._orders = OrderFollower(broker, engine, lambda: self._heartbeat.soon(), run)
         self._updates = WeightUpdater(config, name, broker, engine, config.folder / "cache" / name, self._orders)
@@ -87,7 +88,19 @@ class Generator:
         )
 
     async def run(self, stop: StopFlag) -> None:
-        """Load the engine, run the four loops until stop, return unfinished samples to the queue, close the engine."""
+        """Load the engine, run the four loops until stop, return unfinished samples to the queue, close the engine.
+
+        A ConfigError after the start is an InfraError: the configuration was good enough to start, so a restart of this
+        generator may help, and must not end the run.
+        """
+        try:
+            await self._run(stop)
+        except* ConfigError as group:
+            if not self._was_running:
+                raise
+            raise InfraError(f"failed after its start: {describe_error(first_error(group))}") from group
+
+    async def _run(self, stop: StopFlag) -> None:
         broker, publish = self._broker, self._config.trainer.publish
         with self._heartbeat, serve_to_peers(broker.connection, broker.weights, self._name, publish):
             async with AsyncExitStack() as engine, asyncio.TaskGroup() as group:
@@ -125,6 +138,7 @@ class Generator:
         try:
             with HangWatchdog(self._engine.growth, self._config.generator.stall_s, end_hung_process):
                 async with running(context.workflow, services):
+                    self._was_running = True
                     yield
         finally:
             self._state = "stopping"

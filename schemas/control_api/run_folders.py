@@ -47,6 +47,7 @@ class Runs(ListAnswer):
         description="Name of the run that this server watches at its broker; null if it watches none."
     )
     playground: bool = Field(False, description="Whether its policy takes prompts: POST /v1/generate.")
+    chat: bool = Field(False, description="Whether its model has a chat template, so that prompts may be messages.")
 
 
 class RunSummary(Answer):

@@ -64,7 +64,9 @@ def list_runs(archive: InArchive, request: Request, page: Few) -> Runs:
     """Return the runs that this server shows, running and finished, by name."""
     found = archive.runs(page)
     context = getattr(request.app.state, "context", None)
-    return found.model_copy(update={"playground": isinstance(context, Context) and context.plan.playground})
+    if not isinstance(context, Context):
+        return found
+    return found.model_copy(update={"playground": context.plan.playground, "chat": context.plan.chat})
 
 
 @router.get("/{run}")

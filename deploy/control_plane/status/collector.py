@@ -36,6 +36,7 @@ from schemas.control_api import (
     Throughput,
 )
 from schemas.messages import Heartbeat
+from schemas.model_folder import chat_template
 
 MEMORY_EVERY_S = 10.0
 RECENT = 20
@@ -55,7 +56,7 @@ class PlannedRun:
     """The part of the configuration that the control plane needs; 0 or empty if a value is not known.
 
     folder: of the run. held_out: whether it has held-out prompts. has_accuracy: whether evaluations have an accuracy
-    and not only a reward. playground: whether users may ask the policy.
+    and not only a reward. playground: whether users may ask the policy. chat: whether its model has a chat template.
     """
 
     run: str
@@ -70,6 +71,7 @@ class PlannedRun:
     held_out: bool = False
     has_accuracy: bool = False
     playground: bool = False
+    chat: bool = False
 
     @classmethod
     def of(cls, config: TidemillConfig) -> PlannedRun:
@@ -89,6 +91,7 @@ class PlannedRun:
             playground=is_loopback(config.control.host)
             if config.control.playground is None
             else config.control.playground,
+            chat=chat_template(Path(config.model.path).expanduser()) is not None,
         )
 
 

@@ -19,7 +19,7 @@ import { start as startGrid } from "./views/grid.js";
 import { start as startGroups } from "./views/groups.js";
 import { start as startLogs } from "./views/logs.js";
 import { start as startMachine } from "./views/machine.js";
-import { start as startPlayground } from "./views/playground.js";
+import { choosePrompt, start as startPlayground } from "./views/playground.js";
 import { showChoice, start as startRuns } from "./views/runs.js";
 import { start as startSetup } from "./views/setup.js";
 import { start as startTrajectories } from "./views/trajectories.js";
@@ -99,6 +99,7 @@ async function begin() {
   const live = archive.live !== null;
   document.body.classList.toggle("is-files", !live);
   startRoute(live, archive.playground);
+  choosePrompt(archive.chat);
   showChoice();
   if (live) watch();
   byId("main").classList.add("is-ready");

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ import numpy as np
 import pytest
 
 from broker.client import Broker
+from broker.queues import questions
+from producers.engines.base import EngineSettings
+from producers.engines.scripted import ScriptedEngine
+from schemas.errors import ConfigError
 from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.producers.generator_service import (
@@ -22,6 +27,15 @@ from tests.support.producers.generator_service import (
 )
 
 pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def base_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model without its chat template."""
+    folder = tmp_path_factory.mktemp("base")
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").unlink()
+    return folder
 
 
 async def ask_beside(
@@ -62,6 +76,57 @@ async def test_what_a_generator_cannot_answer_is_said(model: Path, broker: Broke
     status, problem = await ask_beside(model, broker, tmp_path, {"prompt": "1+1=" * 4000, "max_tokens": 7})
     assert status == 422
     assert "token" in problem["detail"]
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 7}
+
+
+async def test_a_message_to_a_model_without_chat_template_is_refused_and_the_generator_continues(
+    base_model: Path, broker: Broker, tmp_path: Path
+) -> None:
+    begin_run(broker, tmp_path)
+    config = make_config(base_model, tmp_path)
+    async with running_generator(config, broker, make_engine(config, min_length=5, max_length=20)):
+        with ControlPlane(broker, broker.connection.keys.run, model=str(base_model)) as api:
+            assert (await asyncio.to_thread(api.ask, "GET", "/v1/runs"))[1]["chat"] is False
+            status, problem = await asyncio.to_thread(api.ask, "POST", "/v1/generate", MESSAGES)
+            assert status == 422
+            assert "has no chat template" in problem["detail"]
+            assert (await asyncio.to_thread(api.ask, "POST", "/v1/generate", {"prompt": "1+1="}))[0] == 200
+
+
+class BrokenEngine(ScriptedEngine):
+    """Fails in a way that no engine should, for every question."""
+
+    error: Exception = RuntimeError("no kernel")
+
+    async def generate(self, prompt_ids: Any, sampling: Any, *args: Any, **settings: Any) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel"), ConfigError("no such adapter"), KeyError("x" * 5000)])
+async def test_a_question_that_breaks_the_engine_is_answered_with_its_error(
+    model: Path, broker: Broker, tmp_path: Path, error: Exception
+) -> None:
+    begin_run(broker, tmp_path)
+    config = make_config(model, tmp_path)
+    engine = BrokenEngine(EngineSettings("none", "float32", 2000, 8))
+    engine.error = error
+    async with running_generator(config, broker, engine):
+        with ControlPlane(broker, broker.connection.keys.run, model=str(model)) as api:
+            assert (await asyncio.to_thread(api.ask, "GET", "/v1/runs"))[1]["chat"] is True
+            for _ in range(2):
+                status, problem = await asyncio.to_thread(api.ask, "POST", "/v1/generate", {"prompt": "1+1="})
+                assert (status, str(error.args[0])[:300] in problem["detail"]) == (422, True)
+
+
+async def test_an_answer_that_is_too_large_is_refused(
+    model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "LARGEST", 300)
+    status, problem = await ask_beside(model, broker, tmp_path, {"prompt": "1+1=", "max_tokens": 100})
+    assert status == 422
+    assert "300" in problem["detail"]
 
 
 def test_a_question_is_refused_where_nobody_may_ask_or_answer(broker: Broker, tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_a_tokenizer_without_chat_template_refuses_messages(folder: Path, tmp_pa
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     plain = HfTokenizer(str(tmp_path))
     assert plain.prompt_ids(task(text="1+1=")) == plain.encode("1+1=")
-    with pytest.raises(ConfigError, match="no chat template"):
+    with pytest.raises(DataError, match="no chat template"):
         plain.prompt_ids(task(messages=[ChatMessage("user", "hi")]))
 
 

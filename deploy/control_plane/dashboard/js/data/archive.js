@@ -3,7 +3,7 @@
 import { read } from "./api.js";
 import { place } from "./route.js";
 
-export const archive = { runs: [], live: null, playground: false };
+export const archive = { runs: [], live: null, playground: false, chat: false };
 
 /** Load all runs; the one that changed last comes first. */
 export async function loadRuns() {
@@ -14,6 +14,7 @@ export async function loadRuns() {
     runs.push(...found.runs);
   }
   archive.playground = found.playground;
+  archive.chat = found.chat;
   archive.runs = runs.sort((one, other) => other.updated - one.updated);
   archive.live = found.live;
 }

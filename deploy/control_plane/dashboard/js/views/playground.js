@@ -82,6 +82,11 @@ async function send(event) {
   }
 }
 
+/** Let the form begin with a message, or with a text if the model has no chat template. */
+export function choosePrompt(chat) {
+  byId("play-form").elements.as.value = chat ? "chat" : "text";
+}
+
 export function start() {
   register("playground", draw);
   byId("play-form").addEventListener("submit", send);
