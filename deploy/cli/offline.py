@@ -129,7 +129,11 @@ def convert(
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option(min=2, max=1024, help="GPUs for the trainer and the generators together.")] = 8,
+    gpus: Annotated[int, typer.Option(min=1, max=1024, help="GPUs for the trainer and the generators together.")] = 8,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Instead, compute whether the training fits the memory of this card, for example h200."),
+    ] = None,
     trained: Annotated[
         float | None,
         typer.Option("--trained-tokens-per-s", min=1e-3, help="Speed of one trainer GPU; default: as measured."),
@@ -145,7 +149,15 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Simulate GPU splits and staleness bounds, and recommend one. Most accurate after a short first run."""
+    """Simulate GPU splits and staleness bounds, and recommend one. Most accurate after a short first run.
+
+    With --gpu: whether the training fits, computed without weights and without a GPU.
+    """
+    if gpu is not None:
+        from deploy.planning.fit import fit
+
+        fit(load(config, overrides), gpus, gpu, as_json)
+        return
     from deploy.planning.command import plan as make_plan
 
     make_plan(load(config, overrides), gpus, trained, sampled, mean, as_json)

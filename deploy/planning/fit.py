@@ -1,0 +1,195 @@
+"""``tidemill plan --gpu``: whether a training fits the cards, before there is any card or any weight.
+
+Each size is that of the trainer's own step, which a child process computes on shapes (rehearsal.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deploy.launchers.gpus import engine_width, shared_utilization
+from schemas.config import TidemillConfig, dump_config, parse_config
+from schemas.errors import ConfigError, TidemillError
+
+GIB = 1 << 30
+USABLE = 0.92
+"""Assumed share of a card's memory that tensors can have: the rest goes to CUDA, NCCL and fragments."""
+EFFICIENCY = 0.4
+"""Assumed share of a card's peak arithmetic that a step reaches."""
+LIMIT_S = 600.0
+PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU. memory: bytes that its driver reports. tflops: dense, in 16-bit types, as its data sheet says."""
+
+    memory: int
+    tflops: float
+
+
+CARDS = {
+    "a100-40": Card(40960 << 20, 312),
+    "a100-80": Card(81920 << 20, 312),
+    "b200": Card(183359 << 20, 2250),
+    "h100": Card(81559 << 20, 989),
+    "h200": Card(143771 << 20, 989),
+    "l4": Card(23034 << 20, 121),
+    "l40s": Card(46068 << 20, 362),
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A single setting that may make a training fit, as it is written on the command line. ranks: of the trainer."""
+
+    text: str
+    ranks: int
+    trainer: dict[str, Any]
+
+
+def fit(config: TidemillConfig, gpus: int, gpu: str, as_json: bool) -> None:
+    """Print what a rank of the trainer and an engine need of a card, and what helps if the trainer does not fit."""
+    card = CARDS.get(gpu.lower())
+    if card is None:
+        raise ConfigError(f"--gpu {gpu!r} is not known, must be one of {', '.join(CARDS)}")
+    shared = gpus == 1
+    ranks = trainer_ranks(config, gpus)
+    room = int(card.memory * USABLE)
+    if shared:
+        room -= int(card.memory * (shared_utilization(config, 1) or 0.0))
+    size = rehearse_apart(config, ranks)
+    helping = _tried(config, ranks, shared) if total(size) > room else {}
+    best = min(helping, key=lambda text: total(helping[text])) if helping else None
+
+    from deploy.planning.engine_size import size_engine
+
+    engine = size_engine(config, size["model_parameters"], card.memory, shared)
+    seconds = size["flops"] * size["micro_batches"] / (card.tflops * 1e12 * EFFICIENCY)
+    if as_json:
+        found = {"ranks": ranks, "room": room, "fits": total(size) <= room, "trainer": size, "step_s": seconds}
+        typer.echo(json.dumps({**found, "helping": helping, "best": best, "engine": asdict(engine)}, indent=2))
+        return
+    typer.echo(
+        f"{size['model_parameters'] / 1e9:.2f} B parameters, the trainer on {ranks} of {gpus} {gpu.lower()},"
+        f" micro-batches of {size['tokens']:,} tokens, {size['micro_batches']} a rank in a step"
+    )
+    table = Table()
+    table.add_column("GiB of a rank")
+    for name in (*PARTS, "total", "room", "left"):
+        table.add_column(name, justify="right")
+    for text, one in {"as configured": size, **helping}.items():
+        left = room - total(one)
+        row = [*(one[name] for name in PARTS), total(one), room, left]
+        table.add_row(text, *(f"{value / GIB:.1f}" for value in row), style=None if left >= 0 else "red")
+    Console().print(table)
+    missing = (total(size) - room) / GIB
+    if missing <= 0:
+        typer.echo(f"fits: {-missing:.1f} GiB are left of the {room / GIB:.1f} that tensors can have")
+    else:
+        typer.echo(f"does not fit: {missing:.1f} GiB are missing of the {room / GIB:.1f} that tensors can have")
+    if best is not None:
+        enough = "it fits then" if total(helping[best]) <= room else "which is not enough by itself"
+        typer.echo(f"helps most: {best}, {enough}")
+    typer.echo(
+        f"a step of the longest samples: {seconds:.0f} s of arithmetic at {EFFICIENCY:.0%} of {card.tflops:g} TFLOPS,"
+        " which is an assumption; communication is not counted"
+    )
+    cache = "the cache of this kind of model is not computed"
+    if engine.token is not None:
+        cache = (
+            f"{engine.token / 1024:.0f} KiB for each token in the cache, room for {engine.samples} samples of"
+            f" {config.model.max_length:,} tokens in {engine.share:.0%} of the card"
+        )
+    typer.echo(f"an engine: {engine.weights / GIB:.1f} GiB of weights on a GPU, {cache}")
+
+
+def trainer_ranks(config: TidemillConfig, gpus: int) -> int:
+    """Return the ranks of the trainer: ``trainer.processes``, or what the generators leave if that is not set."""
+    unit = config.trainer.parallel.unit
+    taken = config.generator.replicas * engine_width(config)
+    given = "processes" in config.trainer.model_fields_set
+    ranks = config.trainer.processes if given else max(0, gpus - taken) // unit * unit
+    if gpus == 1 and unit == 1:
+        return 1
+    if ranks < 1 or ranks + (taken and engine_width(config)) > gpus:
+        raise ConfigError(
+            f"--gpus {gpus} is too few: the trainer needs {max(ranks, unit)} (trainer.processes, trainer.parallel) and"
+            f" the generators {taken}"
+        )
+    return ranks
+
+
+def total(size: dict[str, int]) -> int:
+    """Return the bytes at the peak."""
+    return sum(size[name] for name in PARTS)
+
+
+def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> dict[str, int]:
+    """Return the StepSize of rank 0 of ``ranks`` as a child process computes it; ConfigError if it cannot be computed.
+
+    on_gpu: see rehearse.
+    """
+    order = {"config": dump_config(config), "ranks": ranks, "on_gpu": on_gpu}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.planning.rehearsal"],
+            input=json.dumps(order),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"model.path {config.model.path!r}: its step took more than {LIMIT_S:.0f} s to size"
+        ) from None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise TidemillError(f"model.path {config.model.path!r} with {ranks} ranks cannot be sized: {reason}")
+    answer: dict[str, Any] = json.loads(lines[-1])
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    return answer
+
+
+def changes(config: TidemillConfig, ranks: int, shared: bool) -> list[Change]:
+    """Return the single settings that are worth trying."""
+    trainer = config.trainer
+    found = [Change(f"{2 * ranks} ranks", 2 * ranks, {})]
+    if not trainer.activation_checkpointing:
+        found.append(Change("trainer.activation_checkpointing=true", ranks, {"activation_checkpointing": True}))
+    if (half := trainer.micro_batch_tokens // 2) >= config.model.max_length:
+        found.append(Change(f"trainer.micro_batch_tokens={half}", ranks, {"micro_batch_tokens": half}))
+    if trainer.lora is None and trainer.parallel.tensor == 1:
+        found.append(Change("trainer.lora.rank=16", ranks, {"lora": {"rank": 16}}))
+    return [change for change in found if not (shared and change.ranks > ranks)]
+
+
+def _tried(config: TidemillConfig, ranks: int, shared: bool) -> dict[str, dict[str, int]]:
+    """Return the sizes with one setting changed; one that cannot be computed is left out."""
+
+    def size(change: Change) -> dict[str, int] | None:
+        values = dump_config(config)
+        values["trainer"] = {**values.get("trainer", {}), **change.trainer, "processes": 1}
+        try:
+            return rehearse_apart(parse_config(values), change.ranks)
+        except TidemillError:
+            return None
+
+    run: Callable[..., Any] = ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))).map
+    tried = changes(config, ranks, shared)
+    return {change.text: found for change, found in zip(tried, run(size, tried), strict=True) if found is not None}

@@ -1,0 +1,289 @@
+"""One training step of rank 0 of many, rehearsed on shapes: what it takes of a card's memory, and its FLOPs.
+
+Run as a program it reads an order as JSON from stdin and answers with JSON on stdout. It is the step of the trainer,
+``build_train_step``, with the trainer's own sharding, over a process group that answers every collective at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from consumers.trainer.data.collate import MicroBatch
+from consumers.trainer.data.plan import StepBatch
+from consumers.trainer.distributed.layout import Layout, check_model
+from consumers.trainer.distributed.ranks import Ranks, local_part
+from consumers.trainer.model import head, packing
+from consumers.trainer.model.lora import adapt
+from consumers.trainer.model.policy import DTYPES, Policy, load_model
+from consumers.trainer.step.build import build_train_step
+from consumers.trainer.step.train_step import TrainStep
+from deploy.planning.shapes import Ledger, ShapesOnly
+from schemas.config import TidemillConfig, parse_config
+from schemas.errors import ConfigError
+from schemas.model_folder import resolve_folder
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Bytes of one rank at the peak of a step, and its work.
+
+    model_parameters: of the whole model, a number. activations: kept for backward. temporary: gathered weights and
+    whatever else is in memory at the peak. flops: of one rank and one micro-batch of ``tokens``, of
+    which a step has ``micro_batches``.
+    """
+
+    model_parameters: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporary: int
+    flops: int
+    tokens: int
+    micro_batches: int
+
+    @property
+    def total(self) -> int:
+        """Return the bytes at the peak."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
+
+
+class _Alone:
+    """A channel to ranks that do not exist."""
+
+    def send(self, rank: int, data: bytes) -> None:
+        """Send nothing."""
+
+
+def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSize:
+    """Run the step of rank 0 of ``ranks`` on shapes; ConfigError names what cannot be computed so.
+
+    on_gpu: with the kernels and chunks that a GPU has, otherwise those of a CPU. The process can do nothing else later.
+    """
+    refuse(config)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    joined = Ranks(parallel=config.trainer.parallel)
+    # Fake tensors tell "cpu" from "cpu:0".
+    joined.accelerator.state.device = torch.device("cpu")
+    joined.__dict__["channel"] = _Alone()
+    if ranks == 1 and config.model.dtype == "float32":
+        # Moving fake tensors to the device that they are on fails.
+        joined.prepare = lambda model, dtype=torch.float32: model  # type: ignore[method-assign]
+    # A mesh asks tensors for values: make all that the step uses before there are none.
+    _ = joined.mesh, joined._sharding_mesh, joined._data_group
+    check_model(config.model.path, joined.layout, config.model.trust_remote_code)
+    tried = _try_small(config)
+    if on_gpu:
+        packing.KERNELS["each"] = packing.KERNELS["varlen"]
+        head.CPU_LOGITS = head.CHUNK_LOGITS
+    fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger()
+    shapes = ShapesOnly(fake, ledger)
+    try:
+        policy = _empty_policy(config, tried, fake)
+        number = sum(p.numel() for p in policy.parameters())
+        reference = None
+        if config.trainer.kl.coef and not config.trainer.lora_off:
+            reference = _empty_policy(config, tried, fake, reference=True)
+        with fake:
+            if reference is not None:
+                reference = joined.prepare(reference, DTYPES[config.model.dtype])
+            step = build_train_step(config, joined, policy=policy, reference=reference)
+        return _measure(config, step, reference, shapes, ledger, number)
+    except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
+        raise ConfigError(
+            f"model.path {config.model.path!r} with trainer.parallel ({config.trainer.parallel.sizes}) cannot be sized:"
+            f" its step needs values, not only shapes ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def refuse(config: TidemillConfig) -> None:
+    """Refuse, by its name, a setting whose step cannot be sized."""
+    trainer = config.trainer
+    refused = {
+        "model.kind vision": config.model.kind == "vision",
+        "trainer.critic": trainer.critic is not None,
+        "trainer.router_replay true": trainer.router_replay,
+        f"trainer.parallel.expert {trainer.parallel.expert}": trainer.parallel.expert > 1,
+        "trainer.kl.device cpu": bool(trainer.kl.coef) and not trainer.lora_off and trainer.kl.device == "cpu",
+    }
+    for name, applies in refused.items():
+        if applies:
+            raise ConfigError(f"{name} cannot be sized: without it, `tidemill plan --gpu` computes the rest")
+
+
+def _empty_policy(
+    config: TidemillConfig, tried: dict[str, bool], fake: FakeTensorMode, reference: bool = False
+) -> Policy:
+    """Make the policy of a run, or its reference, of tensors without data."""
+    settings = None if reference else config.trainer.lora
+    model = config.model
+    dtype = model.dtype if reference or settings is not None else "float32"
+    path = (config.trainer.kl.model if reference else None) or model.path
+    causal_lm = load_model(path, dtype, model.trust_remote_code, empty=True)
+    adapter = None if settings is None else adapt(causal_lm, settings, "", config.run.seed)
+    # It tries nothing on a model without weights.
+    policy = Policy(causal_lm, adapter)
+    policy.adopt(tried)
+    trained = {name: p.requires_grad for name, p in causal_lm.named_parameters()}
+    with fake:
+        causal_lm.to_empty(device="cpu")
+    causal_lm.tie_weights()
+    for name, parameter in causal_lm.named_parameters():
+        parameter.requires_grad_(trained[name] and not reference)
+    return policy
+
+
+def _try_small(config: TidemillConfig) -> dict[str, bool]:
+    """Find out what a policy does with such a model, packed or padded, on a small real one of the same kind."""
+    folder = resolve_folder(config.model.path, weights=False)
+    settings = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    try:
+        model = AutoModelForCausalLM.from_config(shrink(settings), dtype=torch.float32)
+        return Policy(model.eval()).tried
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise ConfigError(
+            f"model.path {config.model.path!r} ({settings.model_type}) cannot be sized: a small model of this kind"
+            f" cannot be made ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def shrink(settings: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a model of the same kind, with two layers and small sizes."""
+    values = settings.to_dict()
+    small = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    values |= {name: size for name, size in small.items() if isinstance(values.get(name), int)}
+    if isinstance(kinds := values.get("layer_types"), list):
+        values["layer_types"] = kinds[:2]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        values[name] = None
+    return type(settings).from_dict(values)
+
+
+def make_batch(config: TidemillConfig, layout: Layout) -> list[MicroBatch]:
+    """Make full micro-batches of the longest samples, without a shared prefix: the most that a step can meet."""
+    budget, longest = config.trainer.micro_batch_tokens * layout.context, config.model.max_length
+    rows = [longest] * max(1, budget // longest)
+    rest = budget - sum(rows)
+    lengths = torch.tensor([*rows, rest] if rest >= 2 else rows)
+    width = int(lengths.max())
+    # Rows that begin differently share nothing.
+    tokens = (torch.arange(width) + torch.arange(len(lengths))[:, None]) % 2
+    tokens[:, 0] = torch.arange(len(lengths)) % 128
+    place = torch.arange(1, width)
+    mask = (place < lengths[:, None]) & (place >= lengths[:, None] - config.sampling.max_tokens)
+    zeros = torch.zeros(mask.shape)
+    index = torch.arange(len(lengths))
+    micro = MicroBatch(
+        tokens=tokens,
+        targets=tokens[:, 1:].contiguous(),
+        mask=mask,
+        rollout_logprobs=zeros,
+        advantages=zeros,
+        weights=zeros,
+        versions=torch.where(mask, 0, -1),
+        sequence=index,
+        sample=index,
+        group=index // config.sampling.n,
+        lengths=lengths - 1,
+        temperatures=[config.sampling.temperature],
+    )
+    return [micro] * min(2, micro_batches(config, int(lengths.sum()), layout.dp_size))
+
+
+def micro_batches(config: TidemillConfig, tokens: int, parts: int) -> int:
+    """Return how many micro-batches of ``tokens`` each of ``parts`` has in a step of the longest samples."""
+    of_step = config.trainer.batch_groups * config.sampling.n * config.model.max_length
+    return max(1, math.ceil(of_step / (tokens * parts)))
+
+
+def _measure(
+    config: TidemillConfig,
+    step: TrainStep,
+    reference: nn.Module | None,
+    shapes: ShapesOnly,
+    ledger: Ledger,
+    number: int,
+) -> StepSize:
+    weights = [local_part(p) for model in (step.policy, reference) if model is not None for p in model.parameters()]
+    buffers = list(step.policy.buffers())
+    states = [local_part(value) for state in step.update.optimizer.state.values() for value in state.values()]
+    parameters, optimizer = (_bytes(tensors) for tensors in ([*weights, *buffers], states))
+    batch = make_batch(config, step.ranks.layout)
+    ledger.add([*weights, *buffers, *states])
+    base = ledger.live
+    ledger.add(value for value in vars(batch[0]).values() if isinstance(value, Tensor))
+    ledger.restart()
+    kept, gradients = 0, 0
+    backward = step.update.backward
+
+    def watched(loss: Tensor) -> None:
+        nonlocal kept, gradients
+        kept = max(kept, ledger.live - base - _gradient_bytes(step))
+        backward(loss)
+        gradients = max(gradients, _gradient_bytes(step))
+
+    step.update.backward = watched  # type: ignore[method-assign]
+    with ledger.watch_resizes(), shapes:
+        step.run(StepBatch(batch), 0)
+    temporary = max(0, ledger.peak - base - gradients - kept)
+    tokens = int((batch[0].lengths + 1).sum())
+    return StepSize(
+        number,
+        parameters,
+        gradients,
+        optimizer,
+        kept,
+        temporary,
+        shapes.flops // len(batch),
+        tokens,
+        micro_batches(config, tokens, step.ranks.dp_size),
+    )
+
+
+def _gradient_bytes(step: TrainStep) -> int:
+    return _bytes([local_part(p.grad) for p in step.policy.parameters() if p.grad is not None])
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def main() -> None:
+    """Read an order from stdin, and answer."""
+    order: dict[str, Any] = json.load(sys.stdin)
+    try:
+        config = parse_config(order["config"])
+        answer = asdict(rehearse(config, order["ranks"], order["on_gpu"]))
+    except ConfigError as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
