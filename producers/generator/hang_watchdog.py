@@ -1,11 +1,12 @@
-"""The watchdog that ends the process of a hung engine, so that the supervisor restarts it and its work is redelivered.
+"""The watchdogs that end the process of a hung engine or event loop, so that the supervisor restarts it.
 
-It has its own thread: a hung engine may also block the event loop, while the heartbeat thread keeps renewing the leases
-of tasks that will never finish.
+They have their own threads: a hung engine may also block the event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -41,11 +42,48 @@ class Stall:
         return self._silent_s
 
 
-class HangWatchdog:
-    """A thread that checks every second, and calls ``end`` with a reason when the engine hung for ``stall_s``."""
+class LoopPulse:
+    """Whether an event loop still runs, asked by other threads: each question is answered by the loop itself."""
 
-    def __init__(self, growth: Callable[[], int | None], stall_s: float, end: Callable[[str], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._answers = 0
+        self._answered = time.monotonic()
+        self._asked = False
+
+    def answers(self) -> int:
+        """Ask the loop, and return how often it has answered so far."""
+        if not self._asked:
+            self._asked = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._answer)
+        return self._answers
+
+    def silent_s(self) -> float:
+        """Return the seconds since the last answer."""
+        return time.monotonic() - self._answered
+
+    def _answer(self) -> None:
+        self._answers += 1
+        self._answered = time.monotonic()
+        self._asked = False
+
+
+class HangWatchdog:
+    """A thread that checks every second, and calls ``end`` with a reason if ``growth`` has stalled for ``stall_s``.
+
+    what: says what hangs then.
+    """
+
+    def __init__(
+        self,
+        growth: Callable[[], int | None],
+        stall_s: float,
+        end: Callable[[str], None],
+        what: str = "the engine hangs: no running request has grown",
+    ) -> None:
         self._growth = growth
+        self._what = what
         self._stall_s = stall_s
         self._end = end
         self._stop = threading.Event()
@@ -64,7 +102,7 @@ class HangWatchdog:
         while not self._stop.wait(CHECK_S):
             silent_s = stall.observe(self._growth(), time.monotonic())
             if silent_s >= self._stall_s:
-                self._end(f"the engine hangs: no running request has grown for {silent_s:.0f} s (generator.stall_s)")
+                self._end(f"{self._what} for {silent_s:.0f} s (generator.stall_s)")
                 return
 
 

@@ -20,7 +20,7 @@ from producers.engines.base import Ability, Engine, EngineSettings
 from producers.engines.factory import check_abilities, make_engine, prepare_engine
 from producers.engines.sampling import check_sampling
 from producers.generator.context import GeneratorContext
-from producers.generator.hang_watchdog import HangWatchdog, end_hung_process, end_process
+from producers.generator.hang_watchdog import HangWatchdog, LoopPulse, end_hung_process, end_process
 from producers.generator.orders import OrderFollower
 from producers.generator.question_answering import QuestionAnswering
 from producers.generator.task_loop import TaskLoop
@@ -69,6 +69,7 @@ class Generator:
         self._state = "loading"
         self.engine_started = False
         self._was_running = False
+        self._pulse: LoopPulse | None = None
         run = JoinedRun(config.folder)
         self._orders = OrderFollower(broker, engine, lambda: self._heartbeat.soon(), run)
         self._updates = WeightUpdater(config, name, broker, engine, config.folder / "cache" / name, self._orders)
@@ -80,7 +81,7 @@ class Generator:
             name,
             "generator",
             self._describe,
-            self._tasks.renew,
+            self._renew,
             config.generator.lease_s / 3,
             acknowledged=lambda: self._orders.acknowledged,
             probes=config.probes,
@@ -136,13 +137,23 @@ class Generator:
         services = WorkflowServices(self._engine, context.tokenizer, self._config, context.report, self._orders.clock)
         self._state = "running"
         try:
-            with HangWatchdog(self._engine.growth, self._config.generator.stall_s, end_hung_process):
+            stall_s = self._config.generator.stall_s
+            self._pulse = LoopPulse(asyncio.get_running_loop())
+            with (
+                HangWatchdog(self._engine.growth, stall_s, end_hung_process),
+                HangWatchdog(self._pulse.answers, stall_s, end_hung_process, "the event loop hangs: it is silent"),
+            ):
                 async with running(context.workflow, services):
                     self._was_running = True
                     yield
         finally:
             self._state = "stopping"
             await self._engine.close()
+
+    def _renew(self) -> None:
+        """Renew the leases, unless the event loop has not answered for a lease: others then take its work over."""
+        if self._pulse is None or self._pulse.silent_s() < self._config.generator.lease_s:
+            self._tasks.renew()
 
     def _describe(self) -> tuple[str, int, dict[str, float]]:
         """Return state, weight version and metrics for the heartbeat."""

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,11 +25,14 @@ from producers.agents.workers.protocol import AgentJob, AgentResult, Kind
 from producers.runner.connection import UserCodeError
 from producers.runner.outcome import read_outcome
 from schemas.config import AgentsConfig
+from schemas.system.files import remove_tree
 from schemas.system.guarded_process import GuardedProcess, environment
 
 _TAIL = 4096
 """Bytes of stderr that are kept for the reason of a failure."""
-_MOST_BYTES = 1 << 26
+_MOST_BYTES = 1 << 22
+"""Bytes of a result."""
+_NOT_REGULAR = "TIDEMILL_RESULT is not a regular file"
 _SIGNALLED = 128
 """A sandbox reports the signal that ended the agent by an exit code above this one."""
 
@@ -55,7 +58,8 @@ class CommandRunner:
             return await self._run(job, folder, stop)
         finally:
             self._running.pop(job.episode_id, None)
-            shutil.rmtree(folder, ignore_errors=True)
+            # In a thread: the program may have left very many files.
+            await asyncio.shield(asyncio.to_thread(remove_tree, folder))
 
     def cancel(self, episode_id: str) -> None:
         """End an episode."""
@@ -106,7 +110,7 @@ class CommandRunner:
             # The pipe ends when the last process that holds it has ended.
             await asyncio.wait({copying}, timeout=CANCEL_S)
             copying.cancel()
-        result = _read_result(folder)
+        result = await asyncio.to_thread(_read_result, folder)
         last = copying.result() if copying.done() and not copying.cancelled() else ""
         code = process.exit_code
         if self._jail is not None and code is not None and code > _SIGNALLED:
@@ -161,13 +165,24 @@ async def _copy(errors: asyncio.StreamReader) -> str:
 
 
 def _read_result(folder: Path) -> dict[str, Any] | str:
-    """Return the result that the program wrote to TIDEMILL_RESULT, or why it can't be read."""
+    """Return the result that the program wrote to TIDEMILL_RESULT, or why it can't be read.
+
+    The program chose what lies there: a link is not followed, and a named pipe is not waited for.
+    """
+    path = folder / "agent" / "result.json"
     try:
-        with open(folder / "agent" / "result.json", "rb") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                return _NOT_REGULAR
+            if status.st_size > _MOST_BYTES:
+                return f"TIDEMILL_RESULT has {status.st_size} bytes, at most {_MOST_BYTES} are read"
             return read_outcome(json.loads(file.read(_MOST_BYTES)))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        return _NOT_REGULAR if path.is_symlink() else f"TIDEMILL_RESULT can't be read: {error.strerror}"
+    except (ValueError, RecursionError) as error:
         return f"TIDEMILL_RESULT is not JSON: {error}"
     except UserCodeError as error:
         return f"TIDEMILL_RESULT: {error}"

@@ -81,6 +81,10 @@ def test_a_program_finds_its_task_the_endpoint_and_its_deadline(tmp_path: Path, 
         ("echo much > $TIDEMILL_RESULT", "raised", "TIDEMILL_RESULT is not JSON: Expecting value: line 1 column 1"),
         ("echo '{\"score\": 1}' > $TIDEMILL_RESULT", "raised", "TIDEMILL_RESULT: run returned 'score': a dict may"),
         ("exec nothing-of-that-name", "raised", "exit code 127: "),
+        ("mkfifo $TIDEMILL_RESULT", "raised", "TIDEMILL_RESULT is not a regular file"),
+        ("mkdir $TIDEMILL_RESULT", "raised", "TIDEMILL_RESULT "),
+        ("ln -s /etc/passwd $TIDEMILL_RESULT", "raised", "TIDEMILL_RESULT is not a regular file"),
+        ("truncate -s 5M $TIDEMILL_RESULT", "raised", "TIDEMILL_RESULT has 5242880 bytes, at most 4194304 are read"),
     ],
 )
 def test_how_a_program_ends_says_what_became_of_the_episode(tmp_path: Path, script: str, kind: str, error: str):
@@ -89,6 +93,14 @@ def test_how_a_program_ends_says_what_became_of_the_episode(tmp_path: Path, scri
     assert result.error.startswith(error) if error else not result.error
     assert result.reward == (0.5 if "0.5 >" in script else None)
     assert result.error_type == (error.split(":")[0] if error.startswith("exit code") else result.error_type)
+
+
+def test_a_deep_folder_that_a_program_leaves_behind_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    deep = "import os; [(os.mkdir('d'), os.chdir('d')) for _ in range(3000)]"
+    result = play(tmp_path, [*SHELL, f'cd $(dirname $TIDEMILL_RESULT); {sys.executable} -c "{deep}"'])
+    assert (result.kind, result.error) == ("returned", "")
+    assert list(tmp_path.glob("tidemill-agent-*")) == []
 
 
 def test_a_program_that_does_not_exist_is_said(tmp_path: Path):
