@@ -64,7 +64,9 @@ class AgentWorkflow:
         config, tokenizer = services.config, services.tokenizer
         settings = config.generator.agents
         template = await open_template(services)
-        workers = AgentWorkers(self._run, self._command, self._args, config.base, settings, services.clock)
+        workers = AgentWorkers(
+            self._run, self._command, self._args, config.base, settings, services.clock, config.folder
+        )
         parser = await asyncio.to_thread(
             make_parser,
             settings.tool_parser,

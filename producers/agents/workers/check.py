@@ -20,6 +20,14 @@ from schemas.system.sandbox.jail import choose
 CHECK_TIMEOUT_S = 20.0
 
 
+def check_sandbox(command: Sequence[str] | None, settings: AgentsConfig) -> None:
+    """Raise ConfigError if a sandbox is set and the agent is a function, which would run outside of it."""
+    if settings.sandbox != "none" and not command:
+        raise ConfigError(
+            "generator.agents.sandbox holds for agents that are programs: give generator.workflow.args.command"
+        )
+
+
 def check_agent(
     run: str | None, command: Sequence[str] | None, args: dict[str, Any], base: Path, settings: AgentsConfig
 ) -> None:
@@ -27,11 +35,8 @@ def check_agent(
 
     It is imported in its own process, but neither built nor called; of a command, only the program is looked up.
     """
+    check_sandbox(command, settings)
     if settings.sandbox != "none":
-        if not command:
-            raise ConfigError(
-                "generator.agents.sandbox holds for agents that are programs: give generator.workflow.args.command"
-            )
         choose(settings.sandbox)
     if command:
         program = str(base / command[0]) if os.sep in command[0] else command[0]

@@ -41,12 +41,17 @@ class CommandRunner:
     """Runs a program for each episode, in the configuration's folder."""
 
     def __init__(
-        self, command: Sequence[str], base: Path, settings: AgentsConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        command: Sequence[str],
+        base: Path,
+        settings: AgentsConfig,
+        clock: Callable[[], float] = time.monotonic,
+        run_folder: Path | None = None,
     ) -> None:
         self._command = list(command)
         self._base = base
         self._env = settings.env
-        self._jail = AgentJail(base, settings) if settings.sandbox == "bwrap" else None
+        self._jail = AgentJail(base, settings, run_folder) if settings.sandbox == "bwrap" else None
         self._clock = clock
         self._running: dict[str, asyncio.Event] = {}
 

@@ -27,9 +27,12 @@ _DISK_MB = 512
 class AgentJail:
     """Sandboxes for the agents of a generator, and their way to the endpoint. ConfigError if they are not available."""
 
-    def __init__(self, base: Path, settings: AgentsConfig) -> None:
+    def __init__(self, base: Path, settings: AgentsConfig, run_folder: Path | None = None) -> None:
+        """run_folder: of the run, which agents must not see: its broker's socket would make them administrators."""
         choose("bwrap")
         self._base = base.resolve()
+        own = [run_folder, run_folder / "broker"] if run_folder is not None else []
+        self._hidden = [path.resolve() for path in (*own, self._base / "runs", Path("runs"))]
         if os.geteuid() == 0 and self._base.stat().st_mode & 0o005 != 0o005:
             raise ConfigError(
                 f"generator.agents.sandbox bwrap: if the service runs as root, agents run as another user, who"
@@ -97,6 +100,8 @@ class AgentJail:
             Mount(given, writable=True),
             Mount(self._socket, writable=True),
         ]
+        hidden = [path for path in self._hidden if self._base in path.parents and path.is_dir()]
+        mounts += [Mount(path, hidden=True) for path in hidden if not any(other in path.parents for other in hidden)]
         unique = list({mount.path: mount for mount in mounts}.values())
         limits = Limits(_NO_LIMIT_S, _NO_LIMIT_S, self._settings.memory_mb, 0, _PROCESSES, _DISK_MB)
         program = [*self._ours.command, "{job}/relay.py", str(self._socket), str(_PORT), str(self._base), *command]

@@ -17,6 +17,7 @@ from typing import Any
 
 import structlog
 
+from producers.agents.workers.check import check_sandbox
 from producers.agents.workers.command import CommandRunner
 from producers.agents.workers.notes import Notes
 from producers.agents.workers.process import START_TIMEOUT_S, AgentProcess
@@ -58,14 +59,19 @@ class AgentWorkers:
         base: Path,
         settings: AgentsConfig,
         clock: Callable[[], float] = time.monotonic,
+        run_folder: Path | None = None,
     ) -> None:
-        """clock: seconds for deadlines; it may stand still during a pause."""
+        """clock: seconds for deadlines; it may stand still during a pause. run_folder: hidden from sandboxed agents.
+
+        ConfigError if a sandbox is set and the agent is a function, which runs outside of it.
+        """
+        check_sandbox(command, settings)
         self._run = run or ""
         self._args = args
         self._base = base
         self._settings = settings
         self._clock = clock
-        self._commands = CommandRunner(command, base, settings, clock) if command else None
+        self._commands = CommandRunner(command, base, settings, clock, run_folder) if command else None
         self._slots: list[asyncio.Task[AgentProcess]] = []
         self._suspects: dict[str, int] = {}
         self._cells: list[_Cell] = []

@@ -40,6 +40,8 @@ def bwrap_command(
     sources: list[tuple[Path, Mount]] = []
     as_root = os.geteuid() == 0
     for mount in mounts:
+        if mount.hidden:
+            continue
         source = mount.path
         if as_root and not _is_open(source):
             # The ordinary user could not get there.
@@ -68,6 +70,9 @@ def bwrap_command(
     command += ["--size", size, "--tmpfs", "/tmp", "--ro-bind", str(folder / "job"), _SEEN]
     for source, mount in sources:
         command += ["--bind" if mount.writable else "--ro-bind", str(source), str(mount.path)]
+    for mount in mounts:
+        if mount.hidden:
+            command += ["--size", "4096", "--tmpfs", str(mount.path), "--remount-ro", str(mount.path)]
     # What bwrap makes to put these into is in memory, too, and without a limit.
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
     command += [*limits.prlimit(), *(part.replace("{job}", _SEEN) for part in program)]

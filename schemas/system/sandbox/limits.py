@@ -57,10 +57,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Mount:
-    """A file or folder of this machine that the program sees, at the same path."""
+    """A file or folder of this machine that the program sees, at the same path.
+
+    hidden: a folder in one that the program sees, in place of which it finds an empty one.
+    """
 
     path: Path
     writable: bool = False
+    hidden: bool = False
 
 
 @dataclass(frozen=True)

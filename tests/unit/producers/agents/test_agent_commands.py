@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.server
 import json
 import os
@@ -29,12 +30,13 @@ TASK = {"messages": [{"role": "user", "content": "37*84=?"}], "data": {"answer":
 def play(
     base: Path,
     command: list[str],
+    run_folder: Path | None = None,
     deadline_s: float = 30.0,
     base_url: str = "http://127.0.0.1:9/s/token/v1",
     **settings: Any,
 ) -> AgentResult:
     async def body() -> AgentResult:
-        workers = AgentWorkers(None, command, {}, base, AgentsConfig(**settings))
+        workers = AgentWorkers(None, command, {}, base, AgentsConfig(**settings), run_folder=run_folder)
         await workers.start()
         try:
             job = AgentJob("t-1", TASK, base_url, "token", deadline_s, 1)
@@ -222,3 +224,43 @@ def test_the_end_of_a_program_in_the_sandbox(tmp_path: Path, script: str, kind: 
 def test_a_sandbox_is_refused_for_agents_that_are_functions(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"generator\.agents\.sandbox holds for agents that are programs"):
         check_agent("agent.py:run", None, {}, tmp_path, AgentsConfig(sandbox="bwrap"))
+    with pytest.raises(ConfigError, match=r"generator\.agents\.sandbox holds for agents that are programs"):
+        AgentWorkers("agent.py:run", None, {}, tmp_path, AgentsConfig(sandbox="bwrap"))
+
+
+CONNECTING = """
+import json, os, socket
+found = {}
+for name in ("runs/one/broker/broker.sock", "mine/broker/broker.sock"):
+    try:
+        socket.socket(socket.AF_UNIX).connect(name)
+        found[name[0]] = 1.0
+    except OSError:
+        found[name[0]] = 0.0
+found["config"] = float(os.path.exists("config.yaml"))
+found["files"] = float(len(os.listdir("runs")) + len(os.listdir("mine")))
+json.dump({"reward": 1, "metrics": found}, open(os.environ["TIDEMILL_RESULT"], "w"))
+"""
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_a_program_in_the_sandbox_does_not_see_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool
+) -> None:
+    """The broker's socket in the configuration's folder would make it an administrator of the run."""
+    sandbox()
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(CONNECTING)
+    (tmp_path / "config.yaml").write_text("")
+    with contextlib.ExitStack() as servers:
+        for folder in ("runs/one/broker", "mine/broker"):
+            Path(folder).mkdir(parents=True)
+            server = servers.enter_context(socket.socket(socket.AF_UNIX))
+            server.bind(f"{folder}/broker.sock")
+            server.listen()
+            Path(folder, "broker.sock").chmod(0o777)
+        run = tmp_path / "mine" if hidden else None
+        result = play(tmp_path, [sys.executable, "agent.py"], run, sandbox="bwrap", python=sys.executable)
+    assert (result.kind, result.error) == ("returned", "")
+    assert result.metrics == {"r": 0.0, "m": float(not hidden), "config": 1.0, "files": float(not hidden)}
