@@ -85,14 +85,15 @@ def fit(config: TidemillConfig, gpus: int, gpu: str, as_json: bool) -> None:
         f"{size['model_parameters'] / 1e9:.2f} B parameters, the trainer on {ranks} of {gpus} {gpu.lower()},"
         f" micro-batches of {size['tokens']:,} tokens, {size['micro_batches']} a rank in a step"
     )
-    table = Table()
-    table.add_column("GiB of a rank")
-    for name in (*PARTS, "total", "room", "left"):
-        table.add_column(name, justify="right")
-    for text, one in {"as configured": size, **helping}.items():
-        left = room - total(one)
-        row = [*(one[name] for name in PARTS), total(one), room, left]
-        table.add_row(text, *(f"{value / GIB:.1f}" for value in row), style=None if left >= 0 else "red")
+    tried = {"as configured": size, **helping}
+    table = Table("GiB of a rank")
+    for text in tried:
+        table.add_column(text, justify="right", overflow="fold")
+    for part in PARTS:
+        table.add_row(part, *(f"{one[part] / GIB:.1f}" for one in tried.values()))
+    table.add_row("total", *(f"{total(one) / GIB:.1f}" for one in tried.values()), end_section=True)
+    lefts = [(room - total(one)) / GIB for one in tried.values()]
+    table.add_row(f"left of {room / GIB:.1f}", *(f"[{'green' if left >= 0 else 'red'}]{left:.1f}[/]" for left in lefts))
     Console().print(table)
     missing = (total(size) - room) / GIB
     if missing <= 0:
