@@ -269,7 +269,7 @@ def test_services_in_a_folder_that_is_no_runs_say_once_whose_run_they_work_for(b
     ):
         with structlog.testing.capture_logs() as lines:
             service()
-        (line,) = (line for line in lines if "works for the run" in line["event"])
+        (line,) = (line for line in lines if "joins the run" in line["event"])
         assert line["run_id"] == "ours"
         assert line["since"].startswith("20")
     claim_folder(config)

@@ -401,10 +401,12 @@ def test_nothing_in_the_tree_unpickles() -> None:
         r"^\s*(import|from) (pickle|dill|cloudpickle|shelve|marshal)\b|\bpickle\.loads?\(|allow_pickle=True"
         r"|weights_only=False|\byaml\.(unsafe_)?load\("
     )
+    # It reads parts of checkpoints, by an unpickler that knows a dozen names of PyTorch's; store.py names its error.
+    checked = [ROOT / f"consumers/trainer/checkpoint/{name}.py" for name in ("reader", "store")]
     for package in ("schemas", "broker", "producers", "consumers", "deploy", "examples"):
         for file in (ROOT / package).rglob("*.py"):
             found = [line for line in file.read_text(encoding="utf-8").splitlines() if reads.search(line)]
-            assert not found, f"{file}: {found}"
+            assert not found or (file in checked and found == ["import pickle"]), f"{file}: {found}"
 
 
 def test_every_role_may_do_with_statistics_of_prompts_what_it_has_to(roles: dict[str, Broker]) -> None:

@@ -258,7 +258,7 @@ def test_a_sample_is_taken_only_with_its_images_whatever_was_lost_since_they_wer
 
 
 def test_a_task_names_as_many_images_as_its_messages_have_places() -> None:
-    with pytest.raises(ValueError, match="a task has 0 images, and its messages have places for 1"):
+    with pytest.raises(ValueError, match="a task has 0 images, its messages have placeholders for 1"):
         Task(task_id=0, kind="train", n=1, sampling=Sampling(), messages=[ChatMessage("user", [ContentPart("image")])])
 
 

@@ -190,7 +190,7 @@ def test_training_waits_while_its_log_finds_no_room(
         run(one)
     assert one.progress.step == 3
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
-    assert len(surviving_lines(read_lines(tmp_path / "run" / "trained.jsonl"))) == 3
+    assert len(list(surviving_lines(read_lines(tmp_path / "run" / "trained.jsonl")))) == 3
     assert any(event.name == "log" and "No space" in event.text for event in broker.events.tail(10))
 
 
