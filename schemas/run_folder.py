@@ -118,7 +118,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class StoredLines:
-    """The JSON objects of a file of lines, read anew by each loop, one at a time; none if there is no such file."""
+    """The JSON objects of a file of lines, read again by each loop, one at a time; none if there is no such file."""
 
     file: Path
 

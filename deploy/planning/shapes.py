@@ -1,7 +1,7 @@
 """Tensors of shape and type without data: a model of any size computes on them, and every byte is counted.
 
 Numbers that decide shapes (token ids, masks, lengths) are real; weights and activations are fake tensors. Whatever
-asks a fake tensor for its value gets one: the step goes on as it does with finite losses.
+asks a fake tensor for its value gets one: the step continues as it does with finite losses.
 """
 
 from __future__ import annotations
