@@ -14,20 +14,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import structlog
 
-log = structlog.get_logger()
-
-
-def remove_tree(folder: Path, deadline_s: float = 60.0) -> None:
+def remove_tree(folder: Path, deadline_s: float = 60.0) -> str:
     """Remove a folder that a stranger has filled: of any depth, without following links, for ``deadline_s`` at most.
 
-    What can't be removed stays; the log says so.
+    What can't be removed stays; returns the reason, "" if nothing is left.
     """
     try:
         subprocess.run(["rm", "-rf", "--", str(folder)], timeout=deadline_s, capture_output=True, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("a folder could not be removed", folder=str(folder), error=str(error))
+        return str(error)
+    return ""
 
 
 def atomic_write(file: Path, content: str | bytes, *, durable: bool = False, private: bool = False) -> None:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from producers.agents.workers.jail import AgentJail
 from producers.agents.workers.process import CANCEL_S, LATE_S
 from producers.agents.workers.protocol import AgentJob, AgentResult, Kind
@@ -28,6 +30,7 @@ from schemas.config import AgentsConfig
 from schemas.system.files import remove_tree
 from schemas.system.guarded_process import GuardedProcess, environment
 
+log = structlog.get_logger()
 _TAIL = 4096
 """Bytes of stderr that are kept for the reason of a failure."""
 _MOST_BYTES = 1 << 22
@@ -64,7 +67,9 @@ class CommandRunner:
         finally:
             self._running.pop(job.episode_id, None)
             # In a thread: the program may have left very many files.
-            await asyncio.shield(asyncio.to_thread(remove_tree, folder))
+            left = await asyncio.shield(asyncio.to_thread(remove_tree, folder))
+            if left:
+                log.warning("an episode's folder can't be removed", folder=str(folder), error=left)
 
     def cancel(self, episode_id: str) -> None:
         """End an episode."""
