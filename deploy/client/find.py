@@ -107,6 +107,7 @@ def head_rows(head: RunHead, summary: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("held-out", f"reward {before} before, {head.heldout_reward:.3f} after"))
     if summary.get("trajectories") is not None:
         lost, twice = summary.get("trajectories_lost"), summary.get("trajectories_trained_twice")
+        lost = "an unknown number" if lost is None else lost
         lines.append(("trajectories", f"{summary['trajectories']:,}, {lost} lost, {twice} trained twice"))
     return [*lines, ("last change", date(head.updated)), ("folder", head.folder)]
 

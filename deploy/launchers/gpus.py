@@ -127,6 +127,7 @@ def plan_gpus(
     check_count("trainer_gpus", trainer)
     check_count("generator_gpus", generator)
     replicas = config.generator.replicas
+    _check_there(len(gpus), trainer, generator if replicas else 0)
     if not gpus or (trainer != "auto" and generator != "auto"):
         return GpuPlan(0 if trainer == "auto" else trainer, 0 if generator == "auto" else generator, replicas)
     ranks, width, there = config.trainer.processes, engine_width(config), len(gpus)
@@ -143,6 +144,20 @@ def plan_gpus(
         )
     fitting = min(replicas, left // width) if width else replicas
     return GpuPlan(ranks, width, fitting, text=_dealt(gpus, ranks, width, fitting, replicas))
+
+
+def _check_there(there: int, trainer: int | Auto, generator: int | Auto) -> None:
+    """Raise ConfigError if more GPUs are asked for by number than there are."""
+    numbers = {"trainer_gpus": trainer, "generator_gpus": generator}
+    given = {name: count for name, count in numbers.items() if count != "auto" and count > 0}
+    for names in [*([name] for name in given), list(given)]:
+        wanted = sum(given[name] for name in names)
+        if wanted > there:
+            raise ConfigError(
+                f"launcher.args.{' + '.join(names)} is {wanted}, but there"
+                f" {'is 1 GPU' if there == 1 else f'are {there} GPUs'} (nvidia-smi, {VISIBLE}): set auto, which gives"
+                " each service what it needs, or 0"
+            )
 
 
 def _share(config: TidemillConfig, gpu: Gpu, ranks: int, width: int) -> GpuPlan:

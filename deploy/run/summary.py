@@ -134,7 +134,8 @@ def summarise(metrics: Iterable[dict[str, Any]], trained: Iterable[dict[str, Any
         "trajectories": final.published,
         "trajectories_trained": samples.distinct,
         "trajectories_trained_twice": samples.again,
-        "trajectories_lost": None if final.published is None else final.published - gone,
+        # Fewer deliveries than ends: the counts are of another run, such as the one that this run was forked from.
+        "trajectories_lost": None if final.published is None or final.published < gone else final.published - gone,
         "trajectories_dropped_stale": final.dropped_stale,
         "trajectories_excluded": excluded,
         "tokens_generated": final.tokens_generated,

@@ -104,7 +104,7 @@ def test_a_run_on_ray_goes_on_when_a_node_is_lost_with_all_generators(
     assert "generator-0: killed by SIGKILL" in output.read_text()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["exit_reason"]) == (STEPS, "finished")
-    kept = surviving_lines(read_lines(run / "trained.jsonl"))
+    kept = list(surviving_lines(read_lines(run / "trained.jsonl")))
     uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
     assert [line["step"] for line in kept] == list(range(STEPS))
     assert max(uses.values()) == 1

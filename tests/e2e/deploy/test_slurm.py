@@ -100,7 +100,7 @@ def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue
     wait_until(lambda: steps() == STEPS, "end of training", scripts)
     wait_until(lambda: not list_jobs(), "empty queue", scripts)
 
-    kept = surviving_lines(read_lines(run / "trained.jsonl"))
+    kept = list(surviving_lines(read_lines(run / "trained.jsonl")))
     uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
     assert [line["step"] for line in kept] == list(range(STEPS))
     assert max(uses.values()) == 1

@@ -102,5 +102,5 @@ class UpRun:
 
 def trained_samples(run: UpRun) -> list[tuple[int, int]]:
     """Samples of the surviving weights."""
-    lines = surviving_lines(run.lines("trained.jsonl"))
+    lines = list(surviving_lines(run.lines("trained.jsonl")))
     return [(task_id, sample) for line in lines for task_id, sample in line["samples"]]

@@ -90,5 +90,5 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def trained(folder: Path) -> Counter[int]:
     """How often each prompt is in the surviving weights."""
-    lines = surviving_lines(read_lines(folder / "run" / "trained.jsonl"))
+    lines = list(surviving_lines(read_lines(folder / "run" / "trained.jsonl")))
     return Counter(task for line in lines for task in {task for task, _ in line["samples"]})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deploy.launchers.gpus import SHARED, UTILIZATION, VISIBLE, Gpu, GpuPlan, find_gpus, plan_gpus
+from deploy.launchers.gpus import SHARED, UTILIZATION, VISIBLE, Auto, Gpu, GpuPlan, find_gpus, plan_gpus
 from deploy.launchers.local import Local
 from deploy.launchers.ray import Ray
 from deploy.launchers.slurm import Slurm
@@ -131,6 +131,22 @@ def test_generators_are_as_many_as_there_is_room_for(there: int, replicas: int, 
 def test_what_cannot_fit_is_refused_in_one_line(there: int, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_gpus(config(**settings), gpus(there))
+
+
+@pytest.mark.parametrize(
+    ("there", "trainer", "generator", "message"),
+    [
+        (0, 2, "auto", "launcher.args.trainer_gpus is 2, but there are 0 GPUs"),
+        (0, "auto", 1, "launcher.args.generator_gpus is 1, but there are 0 GPUs"),
+        (1, 2, 0, "launcher.args.trainer_gpus is 2, but there is 1 GPU"),
+        (3, 2, 2, r"launcher.args.trainer_gpus \+ generator_gpus is 4, but there are 3 GPUs"),
+    ],
+)
+def test_more_than_the_machine_has_is_refused_in_one_line(
+    there: int, trainer: int | Auto, generator: int | Auto, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}.*auto"):
+        plan_gpus(config(), gpus(there), trainer, generator)
 
 
 def test_numbers_that_are_given_stand() -> None:

@@ -120,6 +120,12 @@ def test_without_the_broker_nobody_knows_what_was_lost() -> None:
     assert summary["trajectories_trained"] == 1
 
 
+def test_what_was_lost_is_unknown_if_the_broker_counted_another_run() -> None:
+    """A fork that ends before its first step has the counts of its checkpoint, and a new broker's publications."""
+    summary = summarise([], [], Final("stopped", published=0, dropped=21_000, failed=312))
+    assert summary["trajectories_lost"] is None
+
+
 def test_means_are_over_tokens() -> None:
     metrics = [
         metric(1, **{"staleness/mean": 0.0, "staleness/max": 0, "train/tokens": 30}),

@@ -59,7 +59,7 @@ def assert_as_undisturbed(folder: Path, undisturbed: TrainStep) -> None:
     assert found.equal, found.differs
     left = [file.name for file in checkpoints.folder.iterdir() if file.name.startswith(".")]
     assert not left, "what a killed save leaves is removed by the next trainer"
-    lines = surviving_lines(read_lines(folder / "run/trained.jsonl"))
+    lines = list(surviving_lines(read_lines(folder / "run/trained.jsonl")))
     assert Counter(task for line in lines for task, _ in line["samples"]) == dict.fromkeys(range(2 * STEPS), 2)
 
 
