@@ -6,7 +6,7 @@ local no = refused(ARGV[1])
 if no then return no end
 local known = redis.call('HGET', CTL, 'step')
 if not known then return 'lost' end
-if tonumber(known) >= tonumber(ARGV[2]) then return 'repeat' end
+if tonumber(known) >= tonumber(ARGV[2]) then return 'ok' end
 -- An earlier step is missing: the broker lost recent writes, and its groups hold their slots again.
 if tonumber(known) ~= tonumber(ARGV[2]) - 1 then return 'lost' end
 local groups = 0

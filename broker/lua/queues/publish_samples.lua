@@ -31,9 +31,10 @@ local function publish(task, off, first, last)
       answers[#answers + 1] = 'closed'
       unused[#unused + 1] = body
     elseif place then
-      answers[#answers + 1] = 'dup'
-      -- The same delivery again after a lost reply: its body is there already.
-      if body_of(place) ~= body then unused[#unused + 1] = body end
+      -- The same delivery again after a lost reply gets the same answer: its body is there already.
+      local same = body_of(place) == body
+      answers[#answers + 1] = same and 'ok' or 'dup'
+      if not same then unused[#unused + 1] = body end
     elseif ARGV[i + 3] ~= '' and not keeps(group[3], ARGV[i + 3]) then
       answers[#answers + 1] = 'images'
       unused[#unused + 1] = body
