@@ -50,7 +50,8 @@ def probe_tokens(config: TidemillConfig, policy: Policy) -> tuple[list[int], tup
         return tokens[:length], None
     opening, picture = policy.vision.probe_tokens(policy.causal_lm)
     # Behind the picture: elsewhere a token that stands for images would be text here and there.
-    return [*opening, *(token for token in tokens[:length] if token != policy.vision.token)], picture
+    probe = [*opening, *(token for token in tokens[:length] if token != policy.vision.token)]
+    return probe[: config.model.max_length - 1], picture
 
 
 @torch.no_grad()
