@@ -29,7 +29,7 @@ AdmissionAnswer = Literal["ok", "again", "full", "paused", "done", "moved", "sta
 
 @dataclass(frozen=True)
 class SkippedTask:
-    """A position of the prompt order that the curriculum skips for good: its task is never made."""
+    """A position of the prompt order that the curriculum skips permanently: its task is never made."""
 
     task_id: int
     n: int = 0

@@ -1,6 +1,6 @@
 """Publication of a weight version by the trainer: whole or as a delta, put, announced, and older versions trimmed.
 
-A version number belongs to one set of weights for good: the stream refuses it a second time.
+A version number always belongs to one set of weights: the stream refuses it a second time.
 """
 
 from __future__ import annotations

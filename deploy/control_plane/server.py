@@ -100,7 +100,7 @@ def tell_alert(broker: Broker, service: str, text: str, level: Literal["info", "
 def run_files(folder: Path, host: str, port: int, on_listen: Callable[[str], None]) -> None:
     """Serve the page over the runs in ``folder``, without a broker, until the process is asked to end.
 
-    on_listen: is told the address, with the token unless users set one.
+    on_listen: called with the address, with the token unless users set one.
     """
     token = read_token(None, os.environ)
     reading = reading_token(token)

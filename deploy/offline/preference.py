@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardModelConfig) -> dict[str, Any] | None:
     """Train model.path on the pairs of the ``dpo`` or ``reward_model`` section and write its ``out``.
 
-    Returns what came of it, as ``--json`` prints it; None in all ranks but the first.
+    Returns the result, as ``--json`` prints it; None in all ranks but the first.
     """
     from consumers.offline.loop import MemoryLimits
     from consumers.offline.preference import train_dpo, train_reward_model

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def make_model(config: TidemillConfig, settings: WarmStartConfig) -> dict[str, Any] | None:
     """Train the model of ``warm_start`` into model.path, unless it is there already; ConfigError says why not.
 
-    Started as several ranks (torchrun), all of them train. Returns what came of it, as ``--json`` prints it, with the
+    Started as several ranks (torchrun), all of them train. Returns the result, as ``--json`` prints it, with the
     figures of the training if there was one; None in all ranks but the first.
     """
     configure_logging(config, "sft", "sft")

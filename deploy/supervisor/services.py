@@ -19,7 +19,7 @@ from schemas.control_api import RunStatus
 class ServiceSpec:
     """The specification of a service.
 
-    essential: the run fails if the service fails for good; otherwise if the last replica of its role does.
+    essential: the run fails if the service fails permanently; otherwise if the last replica of its role does.
     optional: the run continues without the service. finishes: exit code 0 means that the run is finished.
     stop_order: services with lower numbers stop earlier. shared_output: no log, but the output of this process.
     """

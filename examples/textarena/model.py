@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 
 from deploy.offline.tiny_model import byte_tokenizer, write_tiny_model
 
-# The game says the same sentences in every game: what is told apart is which of them it was.
+# The game says the same sentences in every game: the model distinguishes which of them it was.
 CHAT_TEMPLATE = """
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}<|guess|>{{- message.content -}}<|end|>

@@ -68,7 +68,7 @@ class CurriculumConfig(Section):
         0.05,
         gt=0,
         le=1,
-        description="Lowest probability with which a prompt is taken, so that no prompt is dropped for good.",
+        description="Lowest probability with which a prompt is taken, so that no prompt is dropped permanently.",
     )
     between: tuple[float, float] = Field((0.2, 0.8), description="Lowest and highest solve rate for band.")
     forget_after: int | None = Field(

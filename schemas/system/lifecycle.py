@@ -136,7 +136,7 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def leaving_aside() -> Iterator[None]:
-    """Leave all that is alive out of the cycle collector's rounds meanwhile; for good where imports are left out.
+    """Leave all that is alive out of the cycle collector's rounds meanwhile; to the end where imports are left out.
 
     Python gives back all or nothing, and looking through what was imported takes half a second.
     """

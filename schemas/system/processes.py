@@ -1,4 +1,4 @@
-"""How a process is told from others, also from a later one that has its number."""
+"""How a process is distinguished from others, also from a later one with the same number."""
 
 from __future__ import annotations
 

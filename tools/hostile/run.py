@@ -37,7 +37,7 @@ ENDING_S = 10.0
 
 @dataclass
 class HostileReport:
-    """What came of a run. escapes, left: one line each; late: seeds of programs that lasted too long.
+    """The result of a run. escapes, left: one line each; late: seeds of programs that lasted too long.
 
     programs: those that came to run; again: starts after one that did not; not_started: with none that did.
     """

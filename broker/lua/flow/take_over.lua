@@ -157,7 +157,7 @@ end
 
 -- The statistics of prompts are as old as the checkpoint if the broker lost them.
 if redis.call('EXISTS', PROMPTS) == 0 and ARGV[2] ~= '' then redis.call('SET', PROMPTS, ARGV[2]) end
--- Numbers never go back: a published version names its weights for good.
+-- Numbers never go back: a published version always names the same weights.
 local version = math.max(tonumber(known[2] or 0), lost and own.version_if_lost or own.version)
 redis.call('SET', LEADER_TERM, leader_term)
 redis.call('HSET', CTL, 'schema', string.format('%d', own.schema), 'leader_term', n, 'version', string.format('%d', version), 'state', 'running')

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- KEYS: LEADER_TERM WEIGHTS
--- ARGV: term, version, manifest. Publishes a version; a number names one set of weights for good. It works if memory is
+-- ARGV: term, version, manifest. Publishes a version; a number always names one set of weights. It works if memory is
 -- full, because only steps free memory; the number of kept versions bounds it.
 local no = refused(ARGV[1])
 if no then return no end

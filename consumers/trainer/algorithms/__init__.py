@@ -1,6 +1,6 @@
 """The RL maths: losses, advantages, aggregation, KL and rejection; and by which names a configuration chooses them.
 
-The names are known without PyTorch, so that a wrong one is told at once.
+The names are known without PyTorch, so that a wrong one is reported at once.
 """
 
 from schemas.plugins import Registry

@@ -50,7 +50,7 @@ def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = Fal
 
 
 def adapt(model: PreTrainedModel, settings: LoraConfig, base: str, seed: int) -> Adapter:
-    """Freeze ``model`` and put an adapter that changes nothing yet on its layers; returns what generators are told.
+    """Freeze ``model`` and put an adapter that changes nothing yet on its layers; returns what generators need.
 
     base: digest of the model. The same ``seed`` gives the same adapter, whatever was drawn before.
     """

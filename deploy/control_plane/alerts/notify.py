@@ -48,7 +48,7 @@ class Notifier:
     def __init__(
         self, settings: NotifyConfig, base: Path, on_failure: Callable[[str], None] = lambda text: None
     ) -> None:
-        """base: folder in which the command runs. on_failure: is told, in a thread, why one was not delivered."""
+        """base: folder in which the command runs. on_failure: called, in a thread, with the reason for a failed one."""
         self._settings, self._base, self._on_failure = settings, base, on_failure
         self._threads: list[threading.Thread] = []
 

@@ -1,6 +1,6 @@
 """One worker process, from the generator's side.
 
-It runs many episodes at once. An episode that reaches its deadline is told to end. If it does not, because it blocks
+It runs many episodes at once. An episode that reaches its deadline is asked to end. If it does not, because it blocks
 the event loop, the process is killed with all its children, and its other episodes become ``neighbour``.
 """
 
@@ -45,7 +45,7 @@ from schemas.system.guarded_process import GuardedProcess
 log = structlog.get_logger()
 START_TIMEOUT_S = 60.0
 CANCEL_S = 1.0
-"""The time for an episode to end after it was told to."""
+"""The time for an episode to end after it was asked to."""
 LATE_S = 0.25
 """The longest delay in noticing a deadline that a pause has moved."""
 PING_S, SILENT_S = 5.0, 20.0

@@ -14,7 +14,7 @@ class GymnasiumText:
     """An environment of gymnasium, by its id.
 
     id: as in ``gymnasium.make``; modules: imported before, since they register environments. args: of ``make``.
-    tag: the action is what stands in the last ``<tag>…</tag>``, else the whole answer; an answer without is told so.
+    tag: the action is the text in the last ``<tag>…</tag>``, else the whole answer; without it the policy gets a hint.
     Actions of discrete spaces are numbers.
     """
 

@@ -1,4 +1,4 @@
-"""Python functions as tools: what the policy is told of them, and a call with arguments that it wrote."""
+"""Python functions as tools: what the policy reads about them, and a call with arguments that it wrote."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_arguments(model: type[M], arguments: str, name: str) -> M:
 class FunctionTool:
     """A function, ``async`` or not, by its name.
 
-    schema: what the policy is told, in the form of chat completions: the docstring, and parameters from type hints and
+    schema: what the policy reads, in the form of chat completions: the docstring, and parameters from type hints and
     defaults. ConfigError when a parameter has no type hint, or one that JSON can't have.
     """
 
@@ -119,7 +119,7 @@ def _arguments_model(function: Callable[..., Any], where: str) -> type[pydantic.
         if parameter.kind not in _CALLABLE:
             raise ConfigError(f"{where}: parameter {parameter} can't be given by its name, and a tool's must")
         if parameter.name not in hints:
-            raise ConfigError(f"{where}: parameter {parameter.name} needs a type hint, from which the policy is told")
+            raise ConfigError(f"{where}: parameter {parameter.name} needs a type hint, which the policy reads")
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         fields[f"argument_{number}"] = (hints[parameter.name], pydantic.Field(default, alias=parameter.name))
     try:

@@ -1,6 +1,6 @@
 """Tools of MCP servers, which are a program that talks over its stdin and stdout, or an address.
 
-A connection that is lost fails its calls, and the policy is told; the next call connects again. No call is repeated by
+A connection that is lost fails its calls, which the policy reads; the next call connects again. No call is repeated by
 itself: the server may have done it already.
 """
 

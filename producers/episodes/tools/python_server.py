@@ -65,7 +65,7 @@ def _run(code: str, scope: dict[str, Any], timeout_s: float) -> bool:
     except TooLong:
         print(f"error: it took longer than {timeout_s:g} s and was interrupted", file=sys.stderr)  # noqa: T201
         return True
-    except BaseException as error:  # noqa: BLE001 - the policy's code: it is told whatever it raises
+    except BaseException as error:  # noqa: BLE001 - the policy's code: it reads whatever it raises
         signal.setitimer(signal.ITIMER_REAL, 0)
         # The first frame is ours.
         traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)

@@ -16,7 +16,7 @@ _WHERE = "generator.workflow.args.tools"
 
 
 class ToolSource(Protocol):
-    """Tools of one origin. schemas: what the policy is told, by name; complete after ``start``."""
+    """Tools of one origin. schemas: what the policy reads, by name; complete after ``start``."""
 
     schemas: dict[str, dict[str, Any]]
 

@@ -35,7 +35,7 @@ class Tools:
     each text of which is cut in its middle; images may be in it, if the policy reads them. max_calls: most model calls
     of an episode, ``agents.max_calls`` where None; one that reaches it ends with finish ``calls``.
 
-    What goes wrong with a call is told to the policy as its result: a tool that there is not, arguments that can't be
+    The policy reads what goes wrong with a call as its result: an unknown tool, arguments that can't be
     read, whatever the function raises.
     """
 

@@ -1,4 +1,4 @@
-"""``tidemill broker``: a server that other machines reach, with a password, which keeps what it was told."""
+"""``tidemill broker``: a server that other machines reach, with a password, which keeps what it stored."""
 
 from __future__ import annotations
 

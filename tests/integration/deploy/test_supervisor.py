@@ -184,7 +184,7 @@ def test_what_dies_again_and_again_is_given_up_with_its_reason(tmp_path: Path, t
 
 
 def test_the_first_to_fail_is_named_not_those_that_failed_after_it(tmp_path: Path, token: str) -> None:
-    # Long enough for the follower to fail, for good, while the broker waits for its second life.
+    # Long enough for the follower to fail permanently while the broker waits for its second life.
     rig = Rig(tmp_path, token, max_restarts=1, backoff_s=DEADLINE_S)
     seen = tmp_path / "seen"
     rig.on_change = lambda change: seen.touch() if "disk full" in change.text else None

@@ -100,7 +100,7 @@ def play(
     chance: float = 0.0,
     seed: int = 0,
 ) -> Played:
-    """Play a conversation turn by turn, the last one's new messages unanswered."""
+    """Play a conversation turn by turn, the last turn's new messages unanswered."""
     rng = random.Random(seed)
     played = Played(Conversation(template, history))
     sent, true = list(opening), list(opening)

@@ -1,6 +1,6 @@
-"""A server that speaks as vLLM's does, and fails as it is told: for faults only, never as proof of compatibility.
+"""A server that speaks as vLLM's does, and fails as the test says: for faults only, never as proof of compatibility.
 
-As a program it takes vLLM's options, of which it heeds ``--port`` only, and samples a token every 10 ms.
+As a program it takes vLLM's options, of which it uses only ``--port``, and samples a token every 10 ms.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def make_config(model: Path, folder: Path, **generator: Any) -> TidemillConfig:
             "sampling": {"n": 2, "max_tokens": 1000},
             "reward": {"terms": [{"name": "exact"}]},
             "generator": {"engine": "scripted", "max_samples": 8, **generator},
-            # Nobody supervises it: agents may have any time that a test gives them.
+            # No supervisor watches it: agents may have any time that a test gives them.
             "supervisor": {"grace_s": 600},
         }
     )

@@ -90,9 +90,9 @@ def _log(line: str) -> None:
 class Outcome:
     """What was published, and what the ends of generators cost.
 
-    calls: different ones that were made. made_again: how often the engine began one anew that it had begun before.
+    calls: different ones that were made. made_again: how often the engine began one that it had begun before.
     in_flight: calls that the engine had begun and whose agent had no answer when their generator ended, over all ends.
-    ended_again, answered_again: calls begun anew though the engine, or the agent, had the answer before.
+    ended_again, answered_again: calls begun a second time though the engine, or the agent, had the answer before.
     slowest_end_s: from the signal to the end of the process.
     """
 
@@ -192,7 +192,7 @@ def _lines(log: Path) -> list[tuple[str, str]]:
 
 
 def _begun_after(lines: Sequence[tuple[str, str]], sign: str) -> int:
-    """How many calls were begun, or gone on with, though a line before says that it had come to this sign."""
+    """How many calls were begun, or resumed, though a line before says that it had come to this sign."""
     seen: set[str] = set()
     found = 0
     for word, call in lines:

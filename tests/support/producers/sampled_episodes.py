@@ -240,7 +240,7 @@ async def _talk(
 
 
 def check_delivered(episode: Episode) -> int:
-    """Every token of each kept answer is trained once, after the very ids and with the log-probability that were told.
+    """Every token of each kept answer is trained once, after the very ids and the log-probability it was read with.
 
     Returns how many these are.
     """

@@ -35,7 +35,7 @@ WORDS = ("how many", "look", "and this?", "?", "a red one")
 class VisionEpisode(msgspec.Struct):
     """An episode as its message, and what its client saw.
 
-    files: of all its images by digest. prompts, answers: token ids of each call as the client was told them. why: how
+    files: of all its images by digest. prompts, answers: token ids of each call as the client read them. why: how
     each prompt came about. shown: images that there were, one that is there twice counted twice.
     """
 
@@ -139,7 +139,7 @@ async def play_vision_episodes(
 async def talk(
     client: AsyncOpenAI, turns: Sequence[list[dict[str, Any]]], rng: np.random.Generator
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Send the turns one after the other, some of them with an old answer left out; what was told of each call."""
+    """Send the turns one after the other, some of them with an old answer left out; what the client read."""
     sent: list[Any] = []
     prompts, answers = [], []
     for parts in turns:

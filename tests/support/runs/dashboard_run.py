@@ -108,7 +108,7 @@ class System:
     def fail_a_group(self) -> str:
         """Give up the newest prompt group, as after too many dead generators; the id of its dead letter."""
         connection = self.connect()
-        body = DeadLetter(source="tasks", reason="nobody could make it", deliveries=9, payload=b"")
+        body = DeadLetter(source="tasks", reason="no generator could make it", deliveries=9, payload=b"")
         for _ in range(20):
             newest = connection.client.xrevrange(connection.keys.tasks, count=1)
             assert newest, "there is no task"

@@ -33,7 +33,7 @@ def test_no_folder_has_more_modules_than_a_reader_keeps_in_mind() -> None:
 
 
 def test_no_module_imports_the_folder_whose_init_imports_it() -> None:
-    """The contract looks at siblings; a circle between a folder's ``__init__`` and a file in it is none of these."""
+    """The contract looks at siblings; a circle between a folder's ``__init__`` and a file in it is not among them."""
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     for folder in sorted(graph.modules):
         for imported in graph.find_modules_directly_imported_by(folder) if graph.find_children(folder) else ():

@@ -21,7 +21,7 @@ from schemas.system.files import LineFile, atomic_folder, atomic_write, commit_f
 
 
 @pytest.mark.parametrize("durable", [False, True])
-@pytest.mark.parametrize("content", ["für alle", b"\x00\xff"])
+@pytest.mark.parametrize("content", ["für Ölöfen", b"\x00\xff"])
 def test_a_file_gets_its_content_and_nothing_else_is_left(tmp_path: Path, content: str | bytes, durable: bool) -> None:
     file = tmp_path / "new" / "state.json"
     atomic_write(file, "before")

@@ -119,7 +119,7 @@ def _end(facts: Facts, task: int, sample: int, reason: str) -> None:
 
 
 def cursor(logs: Iterable[Log], until: float = float("inf")) -> int:
-    """The highest prompt cursor that a feeder was told until then: every task id below it was admitted."""
+    """The highest prompt cursor that a feeder had read by then: every task id below it was admitted."""
     return max(
         (line.data["c"] for log in logs for line in log.lines if line.kind == "admit" and line.at <= until), default=0
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Run the program once, then each case; write what came of them: ``[passed the end, value, too late]``."""
+    """Run the program once, then each case; write the results: ``[passed the end, value, too late]``."""
     said = os.dup(1)
     os.dup2(2, 1)
     key = sys.stdin.readline().strip()

@@ -223,7 +223,7 @@ def test_a_failed_group_is_requeued_from_its_dead_letter(visit: Open, system: Sy
     page = seen.page
     letter = system.fail_a_group()
     row = page.locator(f".letter[data-key='{letter}']")
-    expect(row).to_contain_text("nobody could make it", timeout=PATIENCE_MS)
+    expect(row).to_contain_text("no generator could make it", timeout=PATIENCE_MS)
     row.get_by_role("button", name="Requeue").click()
     confirm(seen, "Requeue")
     expect(row).to_have_count(0)

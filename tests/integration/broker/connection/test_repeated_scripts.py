@@ -70,7 +70,7 @@ BODY = Piece(
 
 
 class History:
-    """A run whose services do what they are told, in any order, each call twice."""
+    """A run whose services make the calls of the test, in any order, each call twice."""
 
     def __init__(self, url: str) -> None:
         config = BrokerConfig(max_deliveries=2)

@@ -1,4 +1,4 @@
-"""Which service an order or a changed setting wakes; no combination of settings stops a run for good."""
+"""Which service an order or a changed setting wakes; no combination of settings stops a run permanently."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ FOREVER = threading.Event().is_set
 
 
 class Call:
-    """A trainer's calls, and members that answer as often as they are told to, without waiting."""
+    """A trainer's calls, and members that answer as often as the test says, without waiting."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker

@@ -162,7 +162,7 @@ def test_of_an_episode_of_several_rows_a_reward_model_reads_the_one_with_the_las
     train_reward_model(model, pairs, pairs, settings, load_tokenizer=HfTokenizer)
     tokenizer = HfTokenizer(model.path)
     alone = as_sampled(tokenizer, "12+34=", "46")
-    # The same answer as the second row, which begins with the first one's prompt; then a sub-agent's.
+    # The same answer as the second row, which begins with the first row's prompt; then a sub-agent's.
     prompt, answer = alone.loss_mask.data.count(0), alone.loss_mask.data.count(1)
     first, last = alone.tokens.numpy()[:prompt].tolist(), alone.tokens.numpy()[prompt:].tolist()
     tokens = [*first, *tokenizer.encode("99"), *last, *tokenizer.encode("7")]

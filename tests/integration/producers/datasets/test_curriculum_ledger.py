@@ -190,7 +190,7 @@ def test_a_group_that_is_made_again_is_not_skipped(broker: Broker, config: Tidem
     run.feed(8)
     again = {slot.task_id for slot in run.training.read_pipeline().slots}
     request = saved(run.training)
-    # Since then everything turned out to be hopeless.
+    # Every prompt has turned out to be hopeless.
     hopeless = change_request(request, prompts=bytes([0, 255, 0, 0]) * PROMPTS)
     wipe(broker)
     run.training, _ = take_over_as(broker, hopeless)

@@ -227,7 +227,7 @@ def test_tasks_of_an_environment_are_a_dataset(imitated: Path, env: str) -> None
 
 @pytest.mark.parametrize("env", GENERATIONS)
 def test_the_policy_is_scored_and_what_happens_to_it_is_not(imitated: Path, env: str) -> None:
-    """A rubric of the first generation makes a 0 of what its functions raise; that is none here."""
+    """A rubric of the first generation makes a 0 of what its functions raise; here it is an error."""
     example = VerifiersTasks(imitated, env=env, args=GENERATIONS[env])[5]
     found = episodes(imitated, example, "3", "4", "crash", "lost")
     samples = [one for one in found if isinstance(one, SampledCompletion)]

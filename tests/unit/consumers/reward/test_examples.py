@@ -115,7 +115,7 @@ def test_halving_finds_every_number_of_the_guessing_example_in_six_turns():
     shown = module.Beginnings()
     beginning = next(shown[i] for i in range(100) if len(shown[i].messages or []) == 5)
     assert [message.role for message in beginning.messages or []] == ["user", "assistant", "user", "assistant", "user"]
-    # A careful player's guesses lead to the number; as many of the careless one's answers as it says are any number.
+    # A careful player's guesses lead to the number; as many of the careless player's guesses as it says are any number.
     for index in range(50):
         low, high, messages = 1, module.LARGEST, shown[index].messages or []
         for guess, said in zip(messages[1::2], messages[2::2], strict=True):

@@ -229,7 +229,7 @@ def test_only_the_judges_worker_sees_its_key(tmp_path: Path, monkeypatch: pytest
         ({"combine": "max"}, "combine 'max' must be mean or majority"),
         ({"samples": 5, "requests_per_minute": 3}, "requests_per_minute 3 must be a number of 5 (samples) or more"),
         ({"request": {"model": "x"}}, "request must be settings such as {temperature: 0}"),
-        ({"tempature": 1}, "unknown argument 'tempature'"),
+        ({"temperatre": 1}, "unknown argument 'temperatre'"),
     ],
 )
 def test_a_wrong_judge_is_one_line(change: dict, reason: str):

@@ -1,4 +1,4 @@
-"""The scorer: rewards are weighted sums of terms, and a wrong term is told before anything starts."""
+"""The scorer: rewards are weighted sums of terms, and a wrong term is reported before anything starts."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_the_largest_reward_is_one(base: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("term", "reason"),
     [
-        ({"name": "exat"}, "did you mean 'exact'"),
+        ({"name": "exct"}, "did you mean 'exact'"),
         ({"name": "length"}, "reward 'length': missing a required argument: 'max_tokens'"),
         (
             {"name": "length", "args": {"max_token": 5}},

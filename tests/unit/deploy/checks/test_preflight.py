@@ -1,4 +1,4 @@
-"""What cannot work is told before anything starts: one line, exit code 2, and nothing is loaded or left behind."""
+"""What cannot work is reported before anything starts: one line, exit code 2, and nothing is loaded or left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tidemill plan``: what it reads of a run, what it is told, and the settings that it names."""
+"""``tidemill plan``: what it reads of a run, its options, and the settings that it names."""
 
 from __future__ import annotations
 

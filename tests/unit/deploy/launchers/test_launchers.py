@@ -92,7 +92,7 @@ def test_a_launcher_of_ones_own_starts_the_run(tmp_path: Path) -> None:
     ("name", "args", "message"),
     [
         ("slrum", {}, r"unknown launcher 'slrum' \(did you mean 'slurm'\?\)"),
-        ("ray", {"adress": "auto"}, r"'adress', did you mean 'address'\?"),
+        ("ray", {"adddrs": "auto"}, r"'adddrs', did you mean 'address'\?"),
         ("local", {"hosts": []}, "'hosts'; it takes trainer_gpus, generator_gpus"),
         ("mine.py:function", {}, r"must be a class with a method launch\(config, fresh\)"),
         ("mine.py:Mine", {}, "missing a required argument: 'file'; it takes file, code"),

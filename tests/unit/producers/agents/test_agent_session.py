@@ -171,7 +171,7 @@ async def test_an_aborted_call_is_handed_over_as_far_as_it_is_and_its_agent_is_t
 ) -> None:
     play = Scene(tokenizer, "one", "...abcdefgh", cut=5)
     await play.ask("Say one")
-    asked = play.ask("Say one", "one", "Go on")
+    asked = play.ask("Say one", "one", "And now")
     await turns()
     await play.engine.abort_all()
     await play.session.interrupted.wait()
@@ -184,7 +184,7 @@ async def test_an_aborted_call_is_handed_over_as_far_as_it_is_and_its_agent_is_t
 
     successor = Scene(tokenizer, "abcdefgh", saved=handed)
     (first,) = await successor.ask("Say one")
-    (second,) = await successor.ask("Say one", "one", "Go on")
+    (second,) = await successor.ask("Say one", "one", "And now")
     assert (first.text, second.text) == ("one", "abcdefgh")
     assert successor.engine.prefixes == [handed.calls[1].tokens.numpy().tolist()]
     assert successor.session.counts.replayed == 1

@@ -255,7 +255,7 @@ def test_response_items_of_one_answer_become_one_message() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "1"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "2"}]},
         {"type": "message", "role": "assistant", "content": "end"},
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "anew"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "more"}]},
         {"role": "assistant", "content": "end 2"},
         {"role": "developer", "content": "shorter"},
     ]
@@ -267,7 +267,7 @@ def test_response_items_of_one_answer_become_one_message() -> None:
     assert messages[2] == said
     assert [(m["role"], m["content"]) for m in messages[3:5]] == [("tool", "1"), ("tool", "2")]
     assert messages[5] == {"role": "assistant", "content": "end"}
-    assert messages[6] == {"role": "assistant", "content": "end 2", "reasoning_content": "anew"}
+    assert messages[6] == {"role": "assistant", "content": "end 2", "reasoning_content": "more"}
     assert messages[7] == {"role": "system", "content": "shorter"}
 
 

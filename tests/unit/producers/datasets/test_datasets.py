@@ -217,7 +217,7 @@ def test_every_registered_dataset_exists():
 @pytest.mark.parametrize(
     ("name", "args", "reason"),
     [
-        ("arithmatic", {}, "did you mean 'arithmetic'"),
+        ("arithmtic", {}, "did you mean 'arithmetic'"),
         ("arithmetic", {"maximum": 3}, "dataset 'arithmetic': unknown argument 'maximum', did you mean 'max'?"),
         ("arithmetic", {"qqq": 3}, "unknown argument 'qqq': one of max, split, heldout_fraction, seed"),
         ("arithmetic", {"max": 0}, "dataset 'arithmetic': argument 'max': 0 is not allowed, must be greater than"),
@@ -306,8 +306,8 @@ def test_rows_are_taken_by_the_values_of_their_fields(tmp_path: Path) -> None:
     some = build("jsonl", tmp_path, path="rows.jsonl", where={"level": [0, 2]})
     assert [some[i].text for i in range(len(some))] == ["0", "2", "3", "5", "6", "8"]
     assert len(build("jsonl", tmp_path, path="rows.jsonl", where={"level": 1})) == 3
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1: no field 'levle', it has 'prompt', 'answer', 'level'"):
-        build("jsonl", tmp_path, path="rows.jsonl", where={"levle": 1})
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: no field 'levels', it has 'prompt', 'answer', 'level'"):
+        build("jsonl", tmp_path, path="rows.jsonl", where={"levels": 1})
 
 
 def test_fields_reach_the_reward_under_other_names(tmp_path: Path) -> None:
@@ -323,5 +323,5 @@ def test_rows_of_a_table_are_taken_by_the_values_of_their_columns(tmp_path: Path
     some = build("hf", tmp_path, path="table", where={"level": [1, 3]}, fields={"difficulty": "level"})
     assert [some[i].text for i in range(len(some))] == ["a", "c", "d"]
     assert some[2].data == {"difficulty": 3, "answer": "z"}
-    with pytest.raises(ConfigError, match="has no column 'levle', it has 'prompt', 'answer', 'level'"):
-        build("hf", tmp_path, path="table", where={"levle": 1})
+    with pytest.raises(ConfigError, match="has no column 'levels', it has 'prompt', 'answer', 'level'"):
+        build("hf", tmp_path, path="table", where={"levels": 1})

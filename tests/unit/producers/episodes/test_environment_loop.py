@@ -273,7 +273,7 @@ async def test_a_game_against_itself_is_a_row_for_each_player_with_that_players_
     engine = SpeakingEngine(tokenizer, lambda prompt: "1")
     await play(config(base, "Nim"), engine, tokenizer, task)
     assert "You play Nim.\n\n5 left" in engine.prompts[0]
-    assert "4 left" not in engine.prompts[2], "a player reads nothing of what the other one was told"
+    assert "4 left" not in engine.prompts[2], "a player reads nothing of what the other one reads"
 
 
 async def test_only_the_players_that_are_named_are_trained_and_rewarded(base: Path, tokenizer: HfTokenizer):

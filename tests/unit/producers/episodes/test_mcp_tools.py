@@ -182,7 +182,7 @@ async def test_the_policy_calls_the_tools_of_a_server(base: Path) -> None:
         ({}, "mcp needs a command or a url"),
         ({"command": ["a"], "url": "http://a"}, "mcp needs a command or a url"),
         ({"command": ["a"], "scope": "run"}, "mcp.scope: Input should be 'episode' or 'worker'"),
-        ({"comand": ["a"]}, "mcp.comand: Extra inputs are not permitted"),
+        ({"commandd": ["a"]}, "mcp.commandd: Extra inputs are not permitted"),
     ],
 )
 def test_a_wrong_setting_is_found_before_the_run(settings: dict[str, Any], wrong: str, tmp_path: Path) -> None:

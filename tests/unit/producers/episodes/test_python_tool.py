@@ -135,7 +135,7 @@ async def test_a_sandbox_that_cannot_be_started_fails_the_sample(
         ({"python": {"timeout_s": 0}}, r"python.timeout_s: Input should be greater than 0"),
         ({"python": {"time": 1}}, r"python.time: Extra inputs are not permitted"),
         ({"python": {"sandbox": "jail"}}, r"sandbox 'jail' must be one of"),
-        ({"pithon": {}}, r"name a function, or give python or mcp"),
+        ({"pythn": {}}, r"name a function, or give python or mcp"),
     ],
 )
 def test_a_wrong_entry_is_found_before_the_run(entry: dict[str, Any], wrong: str, tmp_path: Path) -> None:

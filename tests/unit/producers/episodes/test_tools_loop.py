@@ -223,13 +223,13 @@ async def test_an_episode_ends_at_its_limit_of_calls(base: Path, tokenizer: HfTo
     sample, _ = await one(base, tokenizer, again, "add", agents={"max_calls": 2})
     assert (sample.finish, len(sample.calls)) == ("calls", 2)
     settings = config(base, "add", max_calls=2, agents={"late": "exclude"})
-    (failed,) = await play(settings, SpeakingEngine(tokenizer, again), tokenizer, chat_task("Go on"))
+    (failed,) = await play(settings, SpeakingEngine(tokenizer, again), tokenizer, chat_task("And now"))
     assert failed == FailedSample(0, "its episode reached its limit of 2 model calls", "late")
 
 
 async def test_a_call_in_an_answer_that_was_cut_is_not_run(base: Path, tokenizer: HfTokenizer):
     engine = SpeakingEngine(tokenizer, says(call("add", a=1) + " and then " * 100))
-    (sample,) = await play(config(base, "add"), engine, tokenizer, chat_task("Go on", max_tokens=80))
+    (sample,) = await play(config(base, "add"), engine, tokenizer, chat_task("And now", max_tokens=80))
     assert isinstance(sample, SampledCompletion)
     assert (sample.finish, len(sample.calls), "tool_calls" in sample.metrics) == ("length", 1, False)
 
@@ -238,7 +238,7 @@ async def test_an_episode_whose_next_prompt_does_not_fit_keeps_what_it_has(base:
     settings = config(base, "wait", longest_result=10_000)
     settings.model.max_length = 2000
     engine = SpeakingEngine(tokenizer, says(call("wait", seconds=0), "never"))
-    (sample,) = await play(settings, engine, tokenizer, chat_task("Go on"))
+    (sample,) = await play(settings, engine, tokenizer, chat_task("And now"))
     assert isinstance(sample, SampledCompletion)
     assert (sample.finish, len(sample.calls)) == ("length", 1)
 
@@ -274,7 +274,7 @@ async def test_a_generator_that_ends_does_not_wait_for_a_tool(base: Path, tokeni
     async def interrupt() -> tuple[SampledCompletion | FailedSample, ...]:
         interrupted, engine = asyncio.Event(), SpeakingEngine(tokenizer, says(call("interrupt")))
         user_module(base).SLOW["interrupted"] = interrupted
-        task = chat_task("Go on")
+        task = chat_task("And now")
         (first,) = await asyncio.wait_for(play(settings, engine, tokenizer, task, interrupted=interrupted), 10)
         (second,) = await play(settings, engine, tokenizer, task, interrupted=interrupted)
         return first, second
@@ -294,7 +294,7 @@ async def test_samples_of_a_task_are_sampled_apart(base: Path, tokenizer: HfToke
 async def test_a_tool_without_its_infrastructure_ends_the_generator(base: Path, tokenizer: HfTokenizer):
     engine = SpeakingEngine(tokenizer, says(call("break_it", how="infra")))
     with pytest.raises(InfraError, match="the database is down"):
-        await play(config(base, "break_it"), engine, tokenizer, chat_task("Go on"))
+        await play(config(base, "break_it"), engine, tokenizer, chat_task("And now"))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ async def test_a_tool_without_its_infrastructure_ends_the_generator(base: Path, 
         ({"tools": ["tools.py:add", "tools.py:add_2"]}, "another tool of the name add"),
         ({"tools": ["tools.py:add"], "timeout_s": 0}, r"args\.timeout_s 0 must be a number above 0"),
         ({"tools": ["tools.py:add"], "parallel": 1.5}, r"args\.parallel 1\.5 must be a whole number above 0"),
-        ({"tools": ["tools.py:add"], "paralel": 1}, "unexpected keyword argument 'paralel'"),
+        ({"tools": ["tools.py:add"], "parallels": 1}, "unexpected keyword argument 'parallels'"),
     ],
 )
 def test_wrong_arguments_are_told_before_any_model_loads(base: Path, args: dict[str, Any], message: str):

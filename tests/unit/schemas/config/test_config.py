@@ -202,7 +202,7 @@ def test_a_variable_with_one_underscore_between_section_and_key_is_not_ignored(t
 
 
 def test_variables_that_are_no_settings_are_left_alone(tmp_path: Path) -> None:
-    """Those of the control plane's clients, of anybody else, and what Kubernetes sets for a service of that name."""
+    """Those of the control plane's clients, of other programs, and what Kubernetes sets for a service of that name."""
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump(MINIMAL))
     others = {

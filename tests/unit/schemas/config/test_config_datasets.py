@@ -39,8 +39,8 @@ def test_one_dataset_of_several_is_overridden_by_its_index(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"train": {"nam": "x"}}, "train.name: required and missing; train.nam: unknown key, did you mean 'name'?"),
-        ({"train": [{"nam": "x"}]}, "train.0.name: required and missing"),
+        ({"train": {"nme": "x"}}, "train.name: required and missing; train.nme: unknown key, did you mean 'name'?"),
+        ({"train": [{"nme": "x"}]}, "train.0.name: required and missing"),
         ({"train": []}, r"train: \[\] is not allowed"),
         ({"train": {"name": "jsonl", "weight": 0}}, "train.weight: 0 is not allowed, must be greater than 0"),
         ({"train": {"name": "jsonl", "label": "a/b"}}, "train.label: 'a/b' is not allowed"),

@@ -98,7 +98,7 @@ def test_a_restart_without_a_checkpoint_begins_with_the_untrained_model() -> Non
         [trainer(step(2.0, 1, [0]), step(3.0, 2, [1]))],
         [log("trainer.9", (1.0, "loaded", {"step": 1, "leader_term": 1}), begin(1.1, "2-b"), step(2.0, 1, [0, 1]))],
     ],
-    ids=["a step is missing", "the first steps are missing", "a checkpoint nobody saved"],
+    ids=["a step is missing", "the first steps are missing", "a checkpoint that was never saved"],
 )
 def test_a_broken_chain_of_steps(trainers: list[Log]) -> None:
     assert "surviving_steps" in broken(judge([publications(), *trainers], RULES))

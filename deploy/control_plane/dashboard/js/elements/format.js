@@ -30,7 +30,7 @@ export function small(value) {
   return Math.abs(value) < 1e-3 || Math.abs(value) >= 1e4 ? value.toExponential(1) : value.toPrecision(3);
 }
 
-/** A share that changes little is told to a tenth of a percent. */
+/** A share that changes little is shown to a tenth of a percent. */
 export const share = (value) => (known(value) ? `${(value * 100).toFixed(1)} %` : DASH);
 
 export const percent = (value) => (known(value) ? `${Math.round(value * 100)} %` : DASH);

@@ -42,7 +42,7 @@ function requeue(letter) {
 function drop(letter) {
   confirm({
     title: "Drop the letter", verb: "Drop it", danger: true,
-    body: h("p", null, `What ${letter.source} could not process (${subject(letter)}) is deleted for good.`),
+    body: h("p", null, `What ${letter.source} could not process (${subject(letter)}) is deleted permanently.`),
     act: async () => {
       await ask("DELETE", `v1/dead-letters/${letter.id}`);
       await refresh();

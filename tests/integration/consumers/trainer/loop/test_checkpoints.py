@@ -193,7 +193,7 @@ class Planted:
 def test_a_checkpoint_that_would_run_code_is_refused(
     model: PreTrainedModel, tmp_path: Path, place: str, reading: str
 ) -> None:
-    """Whoever can write the run's folder can write a marker with the right digests, too."""
+    """A process that can write the run's folder can write a marker with the right digests, too."""
     step, trace = make_step(model), tmp_path / "trace"
     path = CheckpointStore(tmp_path / "checkpoints").save(step, step=1, version=1, leader_term=1, extra={})
     file = path / "tensors" / ".metadata"

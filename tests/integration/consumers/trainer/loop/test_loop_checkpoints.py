@@ -218,7 +218,7 @@ def test_the_model_of_a_finished_run_appears_whole_also_on_a_full_disk(
 def test_a_trainer_that_waits_for_room_for_weights_ends_when_asked(
     trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first version that found no room is told of by the next one, which is waited for."""
+    """The first version that found no room is reported by the next one, which is waited for."""
     stop, failures = StopFlag(), []
 
     def full(*_: Any, **__: Any) -> None:

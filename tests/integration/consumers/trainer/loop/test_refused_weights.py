@@ -109,7 +109,7 @@ REASON = "weights version 4 fails its probe"
 
 
 class Run:
-    """A broker, the trainer's watch, and generators that say what they are told to."""
+    """A broker, the trainer's watch, and generators that say what the test sets."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker

@@ -48,7 +48,7 @@ def gradient(step: TrainStep, groups: list[Group]) -> Tensor:
 
 
 def sharing() -> Trajectory:
-    """Two rows: the second begins with the first one's prompt and answer, but not with what came after."""
+    """Two rows: the second begins with the first row's prompt and answer, but not with what came after."""
     body = make_trajectory(0, 0, prompt=3, completion=12, version=4)
     return msgspec.structs.replace(
         body,
