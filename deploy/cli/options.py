@@ -16,6 +16,7 @@ import typer
 
 if TYPE_CHECKING:
     from deploy.client.client import Client
+    from deploy.services.torchrun import Machines
     from schemas.config import TidemillConfig
 
 RUN, WATCH, AFTER, SERVICES, BENCHMARKS = "Run", "Watch and steer", "Afterwards", "Services", "Benchmarks"
@@ -120,13 +121,15 @@ def load(file: Path, overrides: list[str] | None) -> TidemillConfig:
     return load_config(file, overrides or [])
 
 
-def in_ranks(config: TidemillConfig, arguments: list[str], as_json: bool = False) -> None:
+def in_ranks(
+    config: TidemillConfig, arguments: list[str], as_json: bool = False, machines: Machines | None = None
+) -> None:
     """Run this command in trainer.processes ranks and exit; return if there is one rank, or this process is a rank.
 
-    as_json: add ``--json``, which the first rank answers.
+    as_json: add ``--json``, which the first rank answers. machines: the others that train with this one.
     """
     from deploy.services import torchrun
 
-    if config.trainer.processes > 1 and not torchrun.is_rank():
+    if (config.trainer.processes > 1 or machines) and not torchrun.is_rank():
         asked = [*arguments, "--json"] if as_json else arguments
-        raise typer.Exit(torchrun.launch(config.trainer.processes, asked, config.supervisor.grace_s))
+        raise typer.Exit(torchrun.launch(config.trainer.processes, asked, config.supervisor.grace_s, machines))

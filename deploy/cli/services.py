@@ -20,7 +20,7 @@ from deploy.cli.options import (
     print_json,
     result_alone,
 )
-from schemas.errors import ERROR_EXIT
+from schemas.errors import ERROR_EXIT, ConfigError
 
 app = typer.Typer()
 
@@ -44,10 +44,26 @@ def reward(config: ConfigFile, overrides: Overrides = None, name: Name = None, s
 
 
 @app.command(rich_help_panel=SERVICES)
-def trainer(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
+def trainer(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    name: Name = None,
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Machines that train together, each in trainer.processes ranks.")
+    ] = 1,
+    node_rank: Annotated[int, typer.Option(help="Number of this machine, from 0.")] = 0,
+    meet: Annotated[
+        str | None, typer.Option(help="HOST:PORT of machine 0, where the ranks of several machines meet.")
+    ] = None,
+) -> None:
     """Run the trainer in trainer.processes ranks, or as one rank if torchrun started it."""
     loaded = load(config, overrides)
-    in_ranks(loaded, ["trainer", str(config), *(overrides or []), "--name", name or "trainer"])
+    arguments = ["trainer", str(config), *(overrides or []), "--name", name or "trainer"]
+    if nodes > 1 and meet is None:
+        raise ConfigError("--nodes needs --meet HOST:PORT, the address of machine 0")
+    from deploy.services.torchrun import Machines
+
+    in_ranks(loaded, arguments, machines=Machines(nodes, node_rank, meet or "") if nodes > 1 else None)
     from deploy.services.main import run_role
 
     run_role("trainer", loaded, name)

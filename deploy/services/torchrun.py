@@ -1,4 +1,4 @@
-"""The trainer, and whatever else trains, as several processes of this machine, when the configuration asks for them.
+"""The trainer, and whatever else trains, as several processes of this machine, alone or with those of other machines.
 
 PyTorch's own launcher (torchrun), with exit codes that mean the same as those of one process. A rank that ends
 badly takes the others along (consumers/trainer/distributed/watchdog.py); the parent of this process restarts all of
@@ -10,9 +10,36 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from deploy.services.main import command
-from schemas.errors import ERROR_EXIT, HOPELESS, OK_EXIT
+from schemas.errors import ERROR_EXIT, HOPELESS, OK_EXIT, ConfigError
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Several machines that train together, each with the same number of ranks, as one of them sees it.
+
+    count: number of machines. rank: of this one, from 0. meet: HOST:PORT of machine 0, where their ranks meet.
+    """
+
+    count: int
+    rank: int
+    meet: str
+
+    def __post_init__(self) -> None:
+        """ConfigError: a rank that no machine has, or an address without a port."""
+        if not 0 <= self.rank < self.count:
+            raise ConfigError(f"--node-rank {self.rank} must be from 0 to {self.count - 1}: --nodes is {self.count}")
+        host, colon, port = self.meet.rpartition(":")
+        if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65_536):
+            raise ConfigError(f"--meet {self.meet!r} must be HOST:PORT of the first node, such as trainer-0:29500")
+
+    def options(self) -> list[str]:
+        """Return torchrun's options."""
+        host, _, port = self.meet.rpartition(":")
+        where = ["--master-addr", host, "--master-port", port]
+        return ["--nnodes", str(self.count), "--node-rank", str(self.rank), *where]
 
 
 def is_rank() -> bool:
@@ -20,10 +47,11 @@ def is_rank() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
-def launch(processes: int, arguments: Sequence[str], grace_s: float) -> int:
+def launch(processes: int, arguments: Sequence[str], grace_s: float, machines: Machines | None = None) -> int:
     """Run ``tidemill ARGUMENTS`` in ``processes`` ranks until all have ended; returns the exit code.
 
     grace_s: when this process is asked to end it asks all ranks, and kills them after so long.
+    machines: the others that train with this one.
     """
     # Imported here: this takes as long as loading PyTorch.
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -34,9 +62,10 @@ def launch(processes: int, arguments: Sequence[str], grace_s: float) -> int:
     logging.disable(logging.ERROR)
     # Without it the launcher gives each rank one thread, and says so at length.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    options = ["--standalone", "--nproc-per-node", str(processes), "--shutdown-timeout", str(max(1, int(grace_s)))]
+    options = ["--nproc-per-node", str(processes), "--shutdown-timeout", str(max(1, int(grace_s)))]
+    where = machines.options() if machines else ["--standalone"]
     try:
-        run(parse_args([*options, "--no-python", *command(*arguments)]))
+        run(parse_args([*where, *options, "--no-python", *command(*arguments)]))
     except ChildFailedError as error:
         # The ranks have said why; a wrong configuration is wrong for all of them.
         codes = [failure.exitcode for failure in error.failures.values()]

@@ -1,0 +1,66 @@
+"""A trainer on several machines, started by `tidemill trainer` on each: exit codes are those of one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from deploy.services.torchrun import Machines
+from schemas.errors import CONFIG_EXIT, OK_EXIT, ConfigError
+from tests.support.runs.command_line import run_tidemill
+from tests.support.runs.programs import free_port
+
+pytestmark = pytest.mark.integration
+
+MACHINE = """
+import sys
+from deploy.services.torchrun import Machines, launch
+
+sys.exit(launch(1, sys.argv[3:], 5, Machines(2, int(sys.argv[1]), sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--version"], OK_EXIT), (["trainer", "missing.yaml"], CONFIG_EXIT)],
+    ids=["works", "wrong configuration"],
+)
+def test_ranks_of_two_machines_meet_and_their_exit_code_is_the_machines(arguments: list[str], code: int) -> None:
+    """Kubernetes and Slurm start again what may succeed, and never a wrong configuration."""
+    meet = f"127.0.0.1:{free_port()}"
+    machines = [
+        subprocess.Popen([sys.executable, "-c", MACHINE, str(rank), meet, *arguments], stdout=subprocess.DEVNULL)
+        for rank in (0, 1)
+    ]
+    try:
+        assert [machine.wait(timeout=120) for machine in machines] == [code, code]
+    finally:
+        for machine in machines:
+            machine.kill()
+
+
+@pytest.mark.parametrize(
+    ("rank", "meet", "text"),
+    [
+        (2, "trainer-0:29500", "--node-rank 2 must be from 0 to 1: --nodes is 2"),
+        (-1, "trainer-0:29500", "--node-rank -1 must be from 0 to 1"),
+        (0, "trainer-0", "--meet 'trainer-0' must be HOST:PORT"),
+        (0, "trainer-0:", "--meet 'trainer-0:' must be HOST:PORT"),
+        (0, ":29500", "--meet ':29500' must be HOST:PORT"),
+        (0, "trainer-0:99999", "--meet 'trainer-0:99999' must be HOST:PORT"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_named(rank: int, meet: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Machines(2, rank, meet)
+    assert str(caught.value).startswith(text)
+
+
+def test_several_machines_need_a_place_to_meet() -> None:
+    done = run_tidemill("trainer", "examples/arithmetic/config.yaml", "--nodes", "2")
+    assert (done.returncode, done.stderr) == (
+        CONFIG_EXIT,
+        "tidemill: --nodes needs --meet HOST:PORT, the address of machine 0\n",
+    )
