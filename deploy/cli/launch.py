@@ -1,4 +1,4 @@
-"""Commands that start a run: init, which writes a configuration, and up, slurm and ray, which start its services."""
+"""Commands that start a run: init writes a configuration; up, slurm, kubernetes and ray start its services."""
 
 from __future__ import annotations
 
@@ -132,6 +132,63 @@ def slurm(
         print_json({"run": loaded.run.name, "scripts": [str(path) for path in scripts]})
         return
     for path in scripts:
+        print(path)
+
+
+@app.command(rich_help_panel=RUN)
+def kubernetes(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder for the objects; default: kubernetes/ in the run's folder.")
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Namespace of this run alone, which must exist; default: tidemill-NAME.")
+    ] = None,
+    registry: Annotated[str, typer.Option(help="Where the images REGISTRY/tidemill-ROLE are.")] = "registry.example",
+    tag: Annotated[str, typer.Option(help="Version of the images; with GPUs, TAG-cuda.")] = "0.1.0",
+    trainer_nodes: Annotated[int, typer.Option(help="Nodes of the trainer.")] = 1,
+    trainer_gpus: TrainerGpus = "auto",
+    generator_gpus: Gpus = "auto",
+    storage: Annotated[str, typer.Option(help="Size of the volume for the run's files.")] = "200Gi",
+    storage_class: Annotated[
+        str | None, typer.Option(help="Class of the volume; default: that of the cluster.")
+    ] = None,
+    access_mode: Annotated[
+        str, typer.Option(help="ReadWriteMany, or ReadWriteOnce if only one node can mount the volume.")
+    ] = "ReadWriteMany",
+    file: Annotated[
+        list[Path] | None, typer.Option(help="A file for the pods that no setting names; repeatable.")
+    ] = None,
+    broker: Annotated[bool, typer.Option(help="Add a Redis for the run, or use yours.")] = True,
+    keda: Annotated[bool, typer.Option(help="Let KEDA scale by the work that waits.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the Kubernetes objects of a run, with its configuration and files. Review them, then run apply.sh."""
+    loaded = load(config, overrides)
+    from deploy.launchers.kubernetes import Kubernetes
+
+    launcher = Kubernetes(
+        namespace=namespace,
+        registry=registry,
+        tag=tag,
+        trainer_nodes=trainer_nodes,
+        trainer_gpus=_whole(trainer_gpus),
+        generator_gpus=_whole(generator_gpus),
+        storage=storage,
+        storage_class=storage_class,
+        access_mode=access_mode,
+        extra_files=tuple(file or ()),
+        broker=broker,
+        keda=keda,
+        folder=folder,
+    )
+    with result_alone(as_json):
+        written = launcher.prepare(loaded)
+    if as_json:
+        print_json({"run": loaded.run.name, "files": [str(path) for path in written]})
+        return
+    for path in written:
         print(path)
 
 

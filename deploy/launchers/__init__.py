@@ -1,10 +1,11 @@
-"""Ways to start a run: on this machine, on Ray, on Slurm, or with a launcher of yours."""
+"""Ways to start a run: on this machine, on Ray, Slurm or Kubernetes, or with a launcher of yours."""
 
 from schemas.plugins import Registry
 
 LAUNCHERS = Registry(
     "launcher",
     {
+        "kubernetes": "deploy.launchers.kubernetes:Kubernetes",
         "local": "deploy.launchers.local:Local",
         "ray": "deploy.launchers.ray:Ray",
         "slurm": "deploy.launchers.slurm:Slurm",

@@ -13,7 +13,7 @@ class LauncherConfig(Section):
     """The launcher with which `tidemill up` starts the services."""
 
     name: str = Field(
-        "local", description="local (this machine), ray, slurm, or your own as module:name or file.py:name."
+        "local", description="local (this machine), ray, slurm, kubernetes, or your own as module:name or file.py:name."
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the launcher.")
 

@@ -6,15 +6,16 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import kubernetes_validate
 import pytest
 import yaml
 
 from broker.connection import acl
-from broker.connection.keys import GENERATORS, REWARD, Keys
 from schemas.config import load_config
+from schemas.control_api.status import StreamStatus
+from schemas.errors import HOPELESS
 from tests.support.runs.command_line import command_names
 from tests.support.runs.programs import find_program
 
@@ -28,6 +29,10 @@ def documents(part: str) -> list[dict[str, Any]]:
     kustomization = yaml.safe_load((FOLDER / part / "kustomization.yaml").read_text())
     files = [FOLDER / part / name for name in kustomization["resources"]]
     return [document for file in files for document in yaml.safe_load_all(file.read_text())]
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod.get("initContainers", []), *pod["containers"]]
 
 
 def pods() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -54,7 +59,7 @@ def test_every_file_of_a_part_is_in_its_kustomization(part: str) -> None:
     kustomization = yaml.safe_load((FOLDER / part / "kustomization.yaml").read_text())
     generated = [name for entry in kustomization.get("configMapGenerator", []) for name in entry["files"]]
     named = {"kustomization.yaml", *kustomization["resources"], *generated}
-    assert {path.name for path in (FOLDER / part).iterdir()} == named
+    assert {path.name for path in (FOLDER / part).iterdir()} - {"apply.sh"} == named
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -63,7 +68,10 @@ def test_every_part_renders_to_valid_objects(part: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     rendered = [document for document in yaml.safe_load_all(done.stdout) if document]
-    assert all(document["metadata"]["namespace"] == "tidemill" for document in rendered)
+    assert all(
+        document["metadata"].get("namespace") == ("tidemill" if document["kind"] != "PriorityClass" else None)
+        for document in rendered
+    )
     check_schemas(rendered)
     text = yaml.safe_dump(rendered)
     assert "image: tidemill-" not in text, "every image of ours is given a registry"
@@ -74,7 +82,7 @@ def test_no_container_has_more_rights_than_it_needs() -> None:
     for name, pod in pods():
         assert pod["securityContext"]["runAsNonRoot"] is True, name
         assert pod["automountServiceAccountToken"] is False, name
-        for container in pod["containers"]:
+        for container in containers(pod):
             security = container["securityContext"]
             assert security["readOnlyRootFilesystem"] is True, name
             assert security["allowPrivilegeEscalation"] is False, name
@@ -91,37 +99,94 @@ def test_services_are_started_with_commands_that_exist_and_the_configuration_tha
                 words = [*container.get("command", []), *container.get("args", [])]
                 # A Deployment starts again what ends: only the trainer, a Job, may.
                 assert ("--stay" in words) == (container["image"] != "tidemill-trainer")
-                words = [word for word in words if word != "--stay"]
-                assert words[-2] in commands
-                assert words[-1] == "/etc/tidemill/config.yaml"
-                assert container["image"] == f"tidemill-{words[-2]}"
-                started.add(words[-2])
+                assert words[0] in commands
+                assert words[1] == "/etc/tidemill/config.yaml"
+                assert container["image"] == f"tidemill-{words[0]}"
+                started.add(words[0])
     assert started == {"control", "feeder", "reward", "generator", "trainer"}
 
 
-def test_the_configuration_is_valid_and_scaling_names_its_streams() -> None:
-    config = load_config(FOLDER / "run" / "config.yaml", environment={})
-    keys = Keys(config.broker.prefix, config.run.name)
-    groups = {keys.tasks: GENERATORS, keys.trajectories: REWARD}
-    triggers = [
-        trigger["metadata"]
-        for document in documents("keda")
-        if document["kind"] == "ScaledObject"
-        for trigger in document["spec"]["triggers"]
-    ]
-    assert len(triggers) == 2
-    for trigger in triggers:
-        assert groups[trigger["stream"]] == trigger["consumerGroup"]
+def test_the_configuration_is_valid() -> None:
+    load_config(FOLDER / "run" / "config.yaml", environment={})
+
+
+def test_scaling_asks_the_control_plane_for_what_waits_and_may_only_look() -> None:
+    """Redis' own lag counts entries that were deleted unread, and its password is the administrator's."""
+    objects = {document["metadata"]["name"]: document for document in documents("keda")}
+    names = get_args(StreamStatus.model_fields["name"].annotation)
+    assert "waiting" in StreamStatus.model_fields
+    for role, stream in (("generator", "tasks"), ("reward", "trajectories")):
+        (trigger,) = objects[role]["spec"]["triggers"]
+        assert stream in names
+        assert trigger["metadata"]["valueLocation"] == f'streams.#(name=="{stream}").waiting'
+        assert trigger["metadata"]["url"] == "http://control.tidemill:8642/v1/status"
+        secret = objects[trigger["authenticationRef"]["name"]]["spec"]["secretTargetRef"]
+        assert secret == [{"parameter": "token", "name": "tidemill-control", "key": "read_token"}]
+    (control,) = [pod for name, pod in pods() if name == "control"]
+    env = {entry["name"]: entry["value"] for entry in control["containers"][0]["env"]}
+    assert env["TIDEMILL_CONTROL_READ_TOKEN_FILE"] == "/run/secrets/control/read_token"
+
+
+def test_no_number_of_replicas_takes_scaling_back() -> None:
+    for document in documents("run"):
+        if document["metadata"]["name"] in ("generator", "reward") and document["kind"] == "Deployment":
+            assert "replicas" not in document["spec"]
+
+
+def job() -> dict[str, Any]:
+    (found,) = [document for document in documents("run") if document["kind"] == "Job"]
+    return found
+
+
+def test_an_end_that_no_restart_mends_fails_the_job_and_a_drained_node_does_not() -> None:
+    ignored, failed = job()["spec"]["podFailurePolicy"]["rules"]
+    assert ignored == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert failed == {"action": "FailJob", "onExitCodes": {"operator": "In", "values": sorted(HOPELESS)}}
+
+
+def test_a_checkpoint_has_the_grace_of_its_pod() -> None:
+    pod = job()["spec"]["template"]["spec"]
+    env = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
+    granted = load_config(
+        FOLDER / "run" / "config.yaml",
+        environment={"TIDEMILL_SUPERVISOR__GRACE_S": env["TIDEMILL_SUPERVISOR__GRACE_S"]},
+    ).supervisor.grace_s
+    assert 60 < granted < pod["terminationGracePeriodSeconds"]
+
+
+def test_a_trainer_takes_a_node_back_from_generators() -> None:
+    value = {
+        entry["metadata"]["name"]: entry["value"] for entry in documents("run") if entry["kind"] == "PriorityClass"
+    }
+    used = {name: pod.get("priorityClassName") for name, pod in pods()}
+    assert value[used["trainer"]] > value[used["generator"]]
+    assert set(value) == {used["trainer"], used["generator"]}
+
+
+def test_a_model_of_the_hub_is_downloaded_once_into_the_volume() -> None:
+    for name, pod in pods():
+        if name in ("trainer", "generator"):
+            for container in containers(pod):
+                env = {entry["name"]: entry.get("value") for entry in container["env"]}
+                assert env["HF_HOME"].startswith("/tidemill/runs/"), name
+                assert env["HF_TOKEN_PATH"] == "/run/secrets/hub/token", name
+
+
+def test_a_start_does_not_walk_through_the_volume() -> None:
+    for name, pod in pods():
+        assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch", name
 
 
 def test_the_trainers_job_agrees_with_itself_on_its_size() -> None:
-    (job,) = [document for document in documents("run") if document["kind"] == "Job"]
-    (container,) = job["spec"]["template"]["spec"]["containers"]
+    spec = job()["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
     values = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert int(values["NODES"]) == job["spec"]["parallelism"] == job["spec"]["completions"]
-    assert values["GPUS"] == container["resources"]["limits"]["nvidia.com/gpu"]
-    service = job["spec"]["template"]["spec"]["subdomain"]
-    assert f"--master-addr={job['metadata']['name']}-0.{service}" in container["command"]
+    assert int(values["NODES"]) == spec["parallelism"] == spec["completions"]
+    assert {one["resources"]["limits"]["nvidia.com/gpu"] for one in containers(spec["template"]["spec"])} == {
+        values["GPUS"]
+    }
+    service = spec["template"]["spec"]["subdomain"]
+    assert f"--meet={job()['metadata']['name']}-0.{service}:29500" in container["args"]
     assert any(
         document["kind"] == "Service" and document["metadata"]["name"] == service for document in documents("run")
     )
@@ -131,9 +196,11 @@ def test_a_pod_has_the_broker_user_of_its_role_and_no_other() -> None:
     users = {name: name for name in acl.ROLES} | {"control": "operator", "redis": "server"}
     for name, pod in pods():
         secrets = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
-        others = [secret["secretName"] for secret in secrets if secret["secretName"] != "tidemill-control"]
-        assert others == [f"tidemill-broker-{users[name]}"], name
-        assert len(secrets) == 1 + (name == "control"), name
+        mounted = {secret["secretName"] for secret in secrets}
+        expected = {f"tidemill-broker-{users[name]}"} | ({"tidemill-control"} if name == "control" else set())
+        # A token for the hub, for those that load a model.
+        expected |= {"tidemill-hub"} if name in ("trainer", "generator") else set()
+        assert mounted == expected, name
         for container in pod["containers"]:
             for variable in container.get("env", []):
                 assert "secretKeyRef" not in variable.get("valueFrom", {}), name

@@ -1,0 +1,270 @@
+"""A run as Kubernetes objects: a folder for `kubectl`, from one configuration, that you can edit.
+
+The objects are those of ``deploy/kubernetes/run``. A kustomization beside them says what differs: namespace, images,
+sizes, and a ConfigMap with the configuration and the files that it names. This launcher only writes files.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.checks.preflight import check
+from deploy.launchers.gpus import Auto, check_count, engine_width
+from schemas.config import TidemillConfig, dump_config
+from schemas.errors import OK_EXIT, ConfigError
+
+RUNS = Path("/tidemill/runs")
+PATCHES = "patches.yaml"
+PEER_PORT = 8643
+MAX_FILES = 900_000
+"""Bytes of the files in the ConfigMap, of which Kubernetes allows 1 MiB."""
+OF_ONE_NODE = "ReadWriteOnce"
+WITHOUT_VOLUME = ("feeder", "generator", "reward")
+
+
+@dataclass(frozen=True)
+class Kubernetes:
+    """The launcher ``kubernetes``: it writes a folder whose ``apply.sh`` starts the run.
+
+    namespace: one for each run, tidemill-NAME by default; it must exist. registry, tag: of the five images,
+    REGISTRY/tidemill-ROLE:TAG. gpus: of one generator and of each trainer node, with one rank for each; ``auto`` is
+    what the configuration needs. storage: size of the volume, with its class and access mode; if only one node can
+    mount it (ReadWriteOnce), the trainer and the control plane share that node. broker: add a Redis of the run's own.
+    keda: KEDA scales generators and reward services by the work that waits. folder: kubernetes/ in the run's folder by
+    default; files there are replaced.
+    """
+
+    namespace: str | None = None
+    registry: str = "registry.example"
+    tag: str = "0.1.0"
+    trainer_nodes: int = 1
+    trainer_gpus: int | Auto = "auto"
+    generator_gpus: int | Auto = "auto"
+    storage: str = "200Gi"
+    storage_class: str | None = None
+    access_mode: str = "ReadWriteMany"
+    extra_files: Sequence[Path | str] = ()
+    broker: bool = True
+    keda: bool = False
+    folder: Path | str | None = None
+
+    def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
+        """Write the folder as ``prepare`` does, and print its files."""
+        if fresh:
+            raise ConfigError("--fresh does not work with Kubernetes: for a new run, choose another run.name")
+        for path in self.prepare(config):
+            print(path)
+        return OK_EXIT
+
+    def prepare(self, config: TidemillConfig) -> list[Path]:
+        """Check the configuration and write the folder; returns its files, apply.sh last.
+
+        ConfigError for what cannot work, and nothing is written. Models and your code are not checked: pods have them.
+        """
+        check_count("trainer_gpus", self.trainer_gpus)
+        check_count("generator_gpus", self.generator_gpus)
+        self._check(config)
+        check(config, here=False, skip={"user code", "model", "control plane", "folders"})
+        data, named = _portable(config, [Path(file) for file in self.extra_files])
+        folder = Path(self.folder or config.folder / "kubernetes").resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        written = []
+        left_out = {"config.yaml", "kustomization.yaml", *(["autoscaler.yaml"] if self.keda else [])}
+        with as_file(files("deploy") / "kubernetes") as source:
+            parts = [
+                source / "run",
+                *([source / "redis"] if self.broker else []),
+                *([source / "keda"] if self.keda else []),
+            ]
+            for part in parts:
+                for path in sorted(part.iterdir()):
+                    if path.name not in left_out:
+                        written.append(Path(shutil.copy(path, folder)))
+            base = yaml.safe_load((source / "run" / "kustomization.yaml").read_text(encoding="utf-8"))
+        (folder / "apply.sh").chmod(0o755)
+        resources = [path.name for path in written if path.suffix == ".yaml"]
+        for path in named:
+            if path.name in resources:
+                raise ConfigError(f"the file {path} has the name of an object's file: rename it")
+            written.append(Path(shutil.copy(path, folder)))
+        written.append(_write(folder / "config.yaml", data))
+        written.append(_write(folder / PATCHES, *self._patches(config)))
+        written.append(_write(folder / "kustomization.yaml", self._kustomization(config, base, resources, named)))
+        return sorted(written, key=lambda path: (path.name == "apply.sh", path.name))
+
+    def _check(self, config: TidemillConfig) -> None:
+        if self.trainer_nodes < 1:
+            raise ConfigError(f"Kubernetes needs 1 or more trainer nodes, not {self.trainer_nodes}")
+        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", self._namespace(config)):
+            raise ConfigError(
+                f"namespace {self._namespace(config)!r} must have 1 to 63 lower-case letters, digits and hyphens"
+            )
+        if config.run.folder is not None and not (RUNS.parent / config.run.folder).is_relative_to(RUNS):
+            raise ConfigError(f"run.folder {config.run.folder} must be below {RUNS}, where pods mount their volume")
+        if self.access_mode not in ("ReadWriteMany", OF_ONE_NODE):
+            raise ConfigError(f"access_mode {self.access_mode!r} must be ReadWriteMany or {OF_ONE_NODE}")
+        if self.access_mode == OF_ONE_NODE:
+            if config.trainer.publish.transport not in ("redis", "peer"):
+                raise ConfigError(
+                    f"a volume of one node ({OF_ONE_NODE}) needs trainer.publish.transport redis or peer, not"
+                    f" {config.trainer.publish.transport}: generators on other nodes do not see the trainer's files"
+                )
+            if config.warm_start is not None:
+                raise ConfigError(
+                    f"a volume of one node ({OF_ONE_NODE}) excludes warm_start: generators load its model"
+                )
+            if self.trainer_nodes > 1:
+                raise ConfigError(f"a volume of one node ({OF_ONE_NODE}) excludes {self.trainer_nodes} trainer nodes")
+
+    def _namespace(self, config: TidemillConfig) -> str:
+        return self.namespace or f"tidemill-{config.run.name}"
+
+    def _kustomization(
+        self, config: TidemillConfig, base: dict[str, Any], resources: Sequence[str], named: Sequence[Path]
+    ) -> dict[str, Any]:
+        cuda = {role: "-cuda" if self._gpus(config, role) else "" for role in ("trainer", "generator")}
+        images = [
+            {
+                "name": image["name"],
+                "newName": f"{self.registry}/{image['name']}",
+                "newTag": self.tag + cuda.get(image["name"].removeprefix("tidemill-"), ""),
+            }
+            for image in base["images"]
+        ]
+        return base | {
+            "namespace": self._namespace(config),
+            "resources": list(resources),
+            "configMapGenerator": [
+                {"name": "tidemill-config", "files": ["config.yaml", *(path.name for path in named)]}
+            ],
+            "images": images,
+            "patches": [{"path": PATCHES}],
+        }
+
+    def _gpus(self, config: TidemillConfig, role: str) -> int:
+        asked = self.trainer_gpus if role == "trainer" else self.generator_gpus
+        if asked != "auto":
+            return asked
+        return config.trainer.processes if role == "trainer" else engine_width(config)
+
+    def _patches(self, config: TidemillConfig) -> list[dict[str, Any]]:
+        """Return strategic merge patches: what differs from deploy/kubernetes/run."""
+        ranks = self._gpus(config, "trainer")
+        env = [
+            {"name": "NODES", "value": str(self.trainer_nodes)},
+            {"name": "GPUS", "value": str(ranks or config.trainer.processes)},
+        ]
+        pod = {
+            "initContainers": [{"name": "prepare", "resources": _resources(ranks)}],
+            "containers": [{"name": "trainer", "env": env, "resources": _resources(ranks)}],
+        }
+        size = {"parallelism": self.trainer_nodes, "completions": self.trainer_nodes}
+        generator = {"containers": [{"name": "generator", "resources": _resources(self._gpus(config, "generator"))}]}
+        claim: dict[str, Any] = {
+            "accessModes": [self.access_mode],
+            "resources": {"requests": {"storage": self.storage}},
+        }
+        if self.storage_class:
+            claim["storageClassName"] = self.storage_class
+        patches = [
+            _patch("batch/v1", "Job", "trainer", size | {"template": {"spec": pod}}),
+            _patch("apps/v1", "Deployment", "generator", {"template": {"spec": generator}}),
+            _patch("v1", "PersistentVolumeClaim", "tidemill-runs", claim),
+        ]
+        if self.access_mode == OF_ONE_NODE:
+            own: dict[str, Any] = {"volumes": [{"name": "runs", "persistentVolumeClaim": None, "emptyDir": {}}]}
+            patches += [_patch("apps/v1", "Deployment", role, {"template": {"spec": own}}) for role in WITHOUT_VOLUME]
+            patches.append(_patch("apps/v1", "Deployment", "control", {"template": {"spec": _beside("trainer")}}))
+        if self.keda:
+            patches += [_scaled(role, self._namespace(config)) for role in ("reward", "generator")]
+        return patches
+
+
+def _patch(version: str, kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": dict(spec)}
+
+
+def _resources(gpus: int) -> dict[str, Any]:
+    """Return what differs in a container's resources; None removes a GPU that the base asks for."""
+    return {kind: {"nvidia.com/gpu": str(gpus) if gpus else None} for kind in ("requests", "limits")}
+
+
+def _beside(role: str) -> dict[str, Any]:
+    term = {
+        "topologyKey": "kubernetes.io/hostname",
+        "labelSelector": {"matchLabels": {"app": "tidemill", "role": role}},
+    }
+    return {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}}
+
+
+def _scaled(role: str, namespace: str) -> dict[str, Any]:
+    """Return a patch with the control plane's address in this namespace: KEDA asks from its own."""
+    stream, target = {"reward": ("trajectories", "256"), "generator": ("tasks", "32")}[role]
+    metadata = {
+        "url": f"http://control.{namespace}:8642/v1/status",
+        "valueLocation": f'streams.#(name=="{stream}").waiting',
+        "targetValue": target,
+        "authMode": "bearer",
+    }
+    trigger = {"type": "metrics-api", "metadata": metadata, "authenticationRef": {"name": "tidemill-control"}}
+    return _patch("keda.sh/v1alpha1", "ScaledObject", role, {"triggers": [trigger]})
+
+
+def _portable(config: TidemillConfig, extra: Sequence[Path]) -> tuple[dict[str, Any], list[Path]]:
+    """Return the configuration for a pod, and the files beside it: ``extra`` and those that settings name.
+
+    ConfigError: a file that does not exist, two of one name, or more than a ConfigMap holds.
+    """
+    named: dict[str, Path] = {}
+
+    def add(path: Path) -> str:
+        known = named.setdefault(path.name, path.resolve())
+        if known != path.resolve():
+            raise ConfigError(f"the files {known} and {path} have the same name; pods have all files in one folder")
+        return path.name
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: move(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [move(inner) for inner in value]
+        if not isinstance(value, str) or not value or "\n" in value or len(value) > 1_000:
+            return value
+        name, colon, attribute = value.rpartition(":") if ".py:" in value else (value, "", "")
+        path = base / Path(name).expanduser()
+        return f"{add(path)}{colon}{attribute}" if path.is_file() else value
+
+    data = dump_config(config)
+    base = Path(data["run"].pop("base"))
+    data = move(data)
+    if config.trainer.publish.from_peers and not config.trainer.publish.peer.port:
+        # The port that network.yaml opens.
+        data["trainer"]["publish"].setdefault("peer", {})["port"] = PEER_PORT
+    for path in extra:
+        if not path.is_file():
+            raise ConfigError(f"--file {path}: no such file")
+        add(path)
+    if "config.yaml" in named:
+        raise ConfigError(f"the file {named['config.yaml']} has the name of the configuration in the pods: rename it")
+    size = sum(path.stat().st_size for path in named.values())
+    if size > MAX_FILES:
+        largest = max(named.values(), key=lambda path: path.stat().st_size)
+        raise ConfigError(
+            f"the files that the configuration names have {size:,} bytes, and a ConfigMap holds {MAX_FILES:,}: put the"
+            f" largest, {largest}, into the volume, and name it by its path below {RUNS}"
+        )
+    return data, list(named.values())
+
+
+def _write(path: Path, *documents: Mapping[str, Any]) -> Path:
+    text = yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True)
+    path.write_text(text, encoding="utf-8")
+    return path

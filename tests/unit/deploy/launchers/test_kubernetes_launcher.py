@@ -1,0 +1,170 @@
+"""`tidemill kubernetes`: a folder for kubectl, with the configuration, its files and every size written once."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from deploy.launchers.kubernetes import MAX_FILES, Kubernetes
+from schemas.config import load_config, parse_config
+from schemas.errors import ConfigError
+from tests.support.runs.programs import find_program
+
+Objects = dict[tuple[str, str], dict[str, Any]]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A configuration that names a data file and a reward function beside it."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "2+3=", "answer": "5"}\n')
+    (tmp_path / "rewards.py").write_text("def exact(completion, answer):\n    return float(completion == answer)\n")
+    data = {
+        "run": {"name": "sums"},
+        "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct"},
+        "train": {"name": "jsonl", "args": {"path": "prompts.jsonl"}},
+        "reward": {"terms": [{"name": "rewards.py:exact"}]},
+        "generator": {"engine": "vllm", "args": {"tensor_parallel_size": 2}},
+        "trainer": {"processes": 4, "publish": {"transport": "peer"}},
+    }
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def render(file: Path, *overrides: str, **options: Any) -> Objects:
+    """All objects as kubectl would send them, each valid by Kubernetes' own schemas."""
+    folder = file.parent / "objects"
+    Kubernetes(folder=folder, **options).prepare(load_config(file, overrides, environment={}))
+    command = [find_program("kubectl"), "kustomize", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    rendered = [document for document in yaml.safe_load_all(done.stdout) if document]
+    for document in rendered:
+        if not document["apiVersion"].startswith("keda.sh/"):
+            kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    return {(document["kind"], document["metadata"]["name"]): document for document in rendered}
+
+
+def pod(objects: Objects, kind: str, name: str) -> dict[str, Any]:
+    spec: dict[str, Any] = objects[kind, name]["spec"]["template"]["spec"]
+    return spec
+
+
+def test_pods_have_the_configuration_with_the_files_that_it_names(file: Path) -> None:
+    objects = render(file)
+    ((_, files),) = [(name, entry["data"]) for (kind, name), entry in objects.items() if kind == "ConfigMap"]
+    assert files["rewards.py"] == (file.parent / "rewards.py").read_text()
+    assert files["prompts.jsonl"] == (file.parent / "prompts.jsonl").read_text()
+    config = parse_config(yaml.safe_load(files["config.yaml"]), base=Path("/etc/tidemill"))
+    assert config.reward.terms[0].name == "rewards.py:exact"
+    assert config.trainer.publish.peer.port == 8643, "the port that the network policy opens"
+
+
+def test_the_size_of_the_trainer_is_one_number_everywhere(file: Path) -> None:
+    objects = render(file, trainer_nodes=3)
+    job = objects["Job", "trainer"]["spec"]
+    assert (job["parallelism"], job["completions"]) == (3, 3)
+    (container,) = pod(objects, "Job", "trainer")["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert (env["NODES"], env["GPUS"]) == ("3", "4")
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    (generator,) = pod(objects, "Deployment", "generator")["containers"]
+    assert generator["resources"]["limits"]["nvidia.com/gpu"] == "2"
+
+
+def test_without_gpus_nothing_asks_for_one(file: Path) -> None:
+    objects = render(file, trainer_gpus=0, generator_gpus=0, registry="ghcr.io/me", tag="1.2")
+    assert "nvidia.com/gpu" not in yaml.safe_dump([entry for entry in objects.values()]).replace(
+        "key: nvidia.com/gpu", ""
+    )
+    (container,) = pod(objects, "Job", "trainer")["containers"]
+    assert container["image"] == "ghcr.io/me/tidemill-trainer:1.2"
+    assert {"name": "GPUS", "value": "4"} in container["env"], "ranks of the configuration"
+
+
+def test_every_object_is_in_the_namespace_of_the_run(file: Path) -> None:
+    objects = render(file, keda=True)
+    text = yaml.safe_dump(list(objects.values()))
+    assert set(re.findall(r"namespace: (\S+)", text)) == {"tidemill-sums"}
+    assert "http://control.tidemill-sums:8642/v1/status" in text
+    assert not [kind for kind, _ in objects if kind == "HorizontalPodAutoscaler"], "one autoscaler, not two"
+
+
+def test_a_volume_of_one_node_is_mounted_by_trainer_and_control_alone(file: Path) -> None:
+    objects = render(file, access_mode="ReadWriteOnce", storage_class="fast")
+    claim = objects["PersistentVolumeClaim", "tidemill-runs"]["spec"]
+    assert (claim["accessModes"], claim["storageClassName"]) == (["ReadWriteOnce"], "fast")
+    mounted = {
+        name
+        for kind, name in objects
+        if kind in ("Deployment", "Job")
+        for volume in pod(objects, kind, name)["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    assert mounted == {"trainer", "control"}
+    assert "podAffinity" in pod(objects, "Deployment", "control")["affinity"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "text"),
+    [
+        (["trainer.publish.transport=file"], {"access_mode": "ReadWriteOnce"}, "transport redis or peer, not file"),
+        ([], {"access_mode": "ReadWriteOnce", "trainer_nodes": 2}, "excludes 2 trainer nodes"),
+        ([], {"access_mode": "ReadOnlyMany"}, "'ReadOnlyMany' must be ReadWriteMany or ReadWriteOnce"),
+        ([], {"trainer_nodes": 0}, "1 or more trainer nodes, not 0"),
+        ([], {"namespace": "My_Run"}, "namespace 'My_Run' must have"),
+        (["run.folder=/data/run"], {}, "run.folder /data/run must be below /tidemill/runs"),
+        ([], {"extra_files": ["nothing.py"]}, "--file nothing.py: no such file"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_nothing_is_written(
+    file: Path, overrides: list[str], options: dict[str, Any], text: str
+) -> None:
+    folder = file.parent / "objects"
+    with pytest.raises(ConfigError) as caught:
+        Kubernetes(folder=folder, **options).prepare(load_config(file, overrides, environment={}))
+    assert text in str(caught.value)
+    assert not folder.exists()
+
+
+def test_files_that_no_config_map_holds_are_named(file: Path) -> None:
+    (file.parent / "prompts.jsonl").write_text(" " * (MAX_FILES + 1))
+    with pytest.raises(ConfigError, match=r"put the largest, .*prompts\.jsonl, into the volume"):
+        Kubernetes(folder=file.parent / "objects").prepare(load_config(file, environment={}))
+
+
+OBJECTS = "kind: Job\nmetadata:\n  name: trainer\n---\nkind: Service\nmetadata:\n  name: trainer\n"
+KUBECTL = """#!/bin/sh
+printf '%s\\n' "$*" >>"$CALLS"
+case "$*" in
+    "kustomize .") printf "$OBJECTS" ;;
+    *dry-run*) cat >"$CALLS.trial"; exit "$REJECTED" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("rejected", [0, 1])
+def test_a_configuration_is_applied_whole_or_not_at_all(file: Path, rejected: int) -> None:
+    folder = file.parent / "objects"
+    *_, script = Kubernetes(folder=folder).prepare(load_config(file, environment={}))
+    kubectl, calls = file.parent / "bin" / "kubectl", file.parent / "calls"
+    kubectl.parent.mkdir()
+    kubectl.write_text(KUBECTL)
+    kubectl.chmod(0o755)
+    environment = {"PATH": f"{kubectl.parent}:{os.environ['PATH']}", "CALLS": str(calls), "OBJECTS": OBJECTS}
+    environment["REJECTED"] = str(rejected)
+    done = subprocess.run([script], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == rejected, done.stderr
+    said = calls.read_text().splitlines()
+    assert said[:2] == ["kustomize .", "apply --dry-run=server -f -"]
+    changes = ["-n tidemill-sums delete job trainer --ignore-not-found --wait --timeout=330s", "apply -f"]
+    assert [line.rsplit(" /", 1)[0] for line in said[2:]] == ([] if rejected else changes)
+    trial = list(yaml.safe_load_all(Path(f"{calls}.trial").read_text()))
+    assert [entry["metadata"]["name"] for entry in trial] == ["trainer-trial", "trainer"], "the Job that runs stays"
