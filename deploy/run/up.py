@@ -28,6 +28,7 @@ from deploy.run.ending import Ending, finish, note_failed_start
 from deploy.run.folder import claim_name, forget_run, is_finished, refuse_foreign, settle_configuration, sole_user
 from deploy.run.observer import RunObserver
 from deploy.services.main import command
+from deploy.services.spot_notice import watch_spot_notices
 from deploy.supervisor.commands import CommandFollower
 from deploy.supervisor.process import Processes
 from deploy.supervisor.services import Change, ServiceSpec, Starter
@@ -82,6 +83,7 @@ def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False) -> int
         if outcome is not None:
             return run.report(outcome, None)
         supervisor = stack.enter_context(Supervisor(config.supervisor, folder / LOGS, run.observer.on_change, starter))
+        watch_spot_notices(config)
         return run.run(supervisor)
 
 

@@ -19,6 +19,7 @@ from broker.client import Broker
 from deploy.logs import configure_logging
 from deploy.services.allocator import keep_freed_memory
 from deploy.services.finished_run import FinishedRunWatch
+from deploy.services.spot_notice import watch_spot_notices
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 from schemas.run_record import claim_folder
@@ -76,6 +77,7 @@ def run_role(role: str, config: TidemillConfig, name: str | None, stay: bool = T
             log.info(text, run=config.run.name, steps=config.trainer.steps)
             return
         watch.start()
+    watch_spot_notices(config)
     module, _, function = ROLES[role].partition(":")
     with importing():
         run: Callable[[TidemillConfig, str], None] = getattr(importlib.import_module(module), function)

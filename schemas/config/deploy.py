@@ -29,6 +29,11 @@ class SupervisorConfig(Section):
     grace_s: Seconds = Field(
         20.0, description="How long a service may take to end after it is asked to; then it is killed."
     )
+    spot_notices: Literal["aws", "gcp", "azure"] | None = Field(
+        None,
+        description="Cloud of a spot machine: aws, gcp or azure. When it announces that it takes the machine back,"
+        " `tidemill up` or the service that you started there ends in order, as after SIGTERM.",
+    )
 
 
 class DeploymentsConfig(Section):

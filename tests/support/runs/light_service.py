@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from deploy.cli import app
-from deploy.services import finished_run
+from deploy.services import finished_run, spot_notice
 from schemas.system import guard
 from tools.chaos.service import ByteTokenizer
 
 SETTLED = "SETTLED_S"
+METADATA = "METADATA_SERVER"
+"""Variable with the address of a cloud's metadata server that is imitated."""
 
 
 def start_service(
@@ -36,6 +39,9 @@ def main() -> None:
     from producers.generator import context
 
     finished_run.SETTLED_S = float(os.environ.get(SETTLED, finished_run.SETTLED_S))
+    if METADATA in os.environ:
+        servers = spot_notice.SERVERS.items()
+        spot_notice.SERVERS = {cloud: replace(server, base=os.environ[METADATA]) for cloud, server in servers}
     guard.prctl(guard.PR_SET_PDEATHSIG, 9)
     assert hasattr(context, "HfTokenizer")
     setattr(context, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's

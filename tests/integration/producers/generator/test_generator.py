@@ -16,7 +16,8 @@ from broker.connection.embedded import EmbeddedServer
 from broker.queues.tasks import eval_task_id
 from producers.generator import weight_updates as updates_module
 from schemas.config import TidemillConfig, parse_config
-from schemas.errors import InfraError
+from schemas.config.deploy import SupervisorConfig
+from schemas.errors import OK_EXIT, InfraError
 from schemas.messages import Sampling, Task
 from tests.support.broker.prompt_groups import make_trajectory
 from tests.support.broker.trainer_sessions import take_over
@@ -33,7 +34,8 @@ from tests.support.producers.generator_service import (
     versions_in,
     wait_until,
 )
-from tests.support.runs.light_service import start_service
+from tests.support.runs.light_service import METADATA, start_service
+from tests.support.runs.metadata_server import metadata_server
 
 pytestmark = pytest.mark.integration
 
@@ -222,6 +224,38 @@ async def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
             np.testing.assert_array_equal(tokens[: len(before[item.sample].tokens)], before[item.sample].tokens.numpy())
             assert len(tokens) == len(before[item.sample].tokens) + 5, "it resumes from there"
         await wait_until(lambda: broker.connection.client.hlen(broker.connection.keys.partials) == 0)
+
+
+async def test_a_spot_machine_that_is_taken_back_hands_its_samples_over(
+    model: Path, make_broker: Callable[..., Broker], server: EmbeddedServer, tmp_path: Path
+) -> None:
+    broker = make_broker("spot")
+    begin_run(broker, tmp_path, make_task(0, n=3))
+    (tmp_path / "counting.py").write_text(COUNTING)
+    counts = tmp_path / "counts"
+    args = {"token_s": 0.01, "min_length": 900, "max_length": 900}
+    config = make_config(model, tmp_path, engine="counting.py:Counting", args=args)
+    run = config.run.model_copy(update={"name": "spot"})
+    config = config.model_copy(update={"run": run, "supervisor": SupervisorConfig(spot_notices="aws")})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
+
+    def made() -> int:
+        return min((int(count) for count in counts.read_text().split()), default=0) if counts.exists() else 0
+
+    with metadata_server() as (address, _, ended):
+        variables = {"COUNTS": str(counts), METADATA: address}
+        spot = start_service("generator", tmp_path / "config.yaml", "spot", server.url, **variables)
+        try:
+            await wait_until(lambda: spot.poll() is not None or made() > 50, 60)
+            ended.set()
+            assert await asyncio.to_thread(spot.wait, 60) == OK_EXIT
+        finally:
+            spot.kill()
+
+    async with running_generator(config, broker, make_engine(config, min_length=5, max_length=5), name="heir"):
+        for item in await read_published(broker, 3):
+            start = item.loss_mask.data.index(1)
+            assert 50 < len(item.tokens.numpy()[start:]) - 5 <= made(), "it resumes with what came back"
 
 
 def eval_task(version: int, index: int) -> Task:
