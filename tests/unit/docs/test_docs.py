@@ -26,7 +26,12 @@ from schemas.metric_names import METRICS, describe
 
 ROOT = Path(__file__).resolve().parents[3]
 ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md")]
-PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
+READMES = [
+    *(ROOT / "examples").rglob("README.md"),
+    *(ROOT / "benchmarks").glob("README.md"),
+    ROOT / "tools/chaos/README.md",
+]
+PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md")), *sorted(READMES)]
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 SMALLEST = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
