@@ -51,6 +51,6 @@ def schema() -> None:
     """Print the JSON schema of the configuration, for completion and checks in editors."""
     import json
 
-    from schemas.config import TidemillConfig
+    from deploy.checks.editor_schema import editor_schema
 
-    print(json.dumps(TidemillConfig.model_json_schema(), indent=2))
+    print(json.dumps(editor_schema(), indent=2))

@@ -54,7 +54,7 @@ def init(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     as_json: Json = False,
 ) -> None:
-    """Write a configuration and a reward function to start from. Existing files are not replaced."""
+    """Write a configuration, its schema, a reward and prompts to start from. Existing files are not replaced."""
     from deploy.run.new_run import write_new_run
 
     files = write_new_run(folder, name, model, data, steps)

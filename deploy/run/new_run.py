@@ -1,46 +1,57 @@
-"""The files of a new task, written by ``tidemill init``: a configuration, a reward function, a few prompts."""
+"""The files of a new task, written by ``tidemill init``: a configuration with its schema, a reward, a few prompts."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from deploy.checks.editor_schema import FILE, editor_schema
 from schemas.config import load_config
 from schemas.errors import ConfigError
 
 CONFIG = """\
+# yaml-language-server: $schema={schema}
 # What is not here has its default: `tidemill config {file}` prints everything, `tidemill doctor {file}` checks it.
 run:
-  name: {name}
+  name: {name} # its files are in runs/ under this name
 model:
-  path: {model}
-  max_length: 1024
-train:
+  path: {model} # a folder, or a hub id
+  max_length: 1024 # tokens of a prompt with its completion
+train: # prompts to train on
   name: jsonl
-  args: {{path: {data}, chat: true}}
-reward:
-  terms:
+  args: {{path: {data}, chat: true}} # chat: each prompt is a user's message, in the model's chat template
+{held_out}reward:
+  terms: # their weighted sum is the reward
     - name: rewards.py:correct
-sampling: {{n: 8, max_tokens: 512}}
-flow: {{staleness: 4}}
+sampling: {{n: 8, max_tokens: 512}} # n completions of each prompt are compared with one another
+flow: {{staleness: 4}} # a completion may be older than the newest weights by this many steps
 trainer:
   steps: {steps}
-  batch_groups: 16
+  batch_groups: 16 # prompts of one step
   optimizer: {{lr: 1.0e-6}}
 """
-REWARD = '''\
-"""The reward: called with each completion and all fields of its prompt's line, such as answer."""
+HELD_OUT = """\
+eval: # held-out prompts, answered at the first and last step and in between
+  dataset: {name: jsonl, args: {path: heldout.jsonl, chat: true}}
+  every: 20
+"""
+REWARD = r'''"""The reward: called for each completion, with those fields of the prompt's line that it names."""
+
+import re
 
 
-def correct(prompt, completion, prompt_ids, completion_ids, answer=None, **data) -> float:
-    """1 if the completion ends with the answer, else 0."""
-    return float(completion.strip().rstrip(".").endswith(str(answer)))
+def correct(completion, answer):
+    """Return 1 if the last word or number of the completion is the answer, else 0."""
+    words = re.findall(r"-?\w+(?:[.,]\w+)*", completion)
+    return float(words[-1:] == [str(answer)])
 '''
 PROMPTS = [
     {"prompt": f"What is {a} plus {b}? End with the number.", "answer": str(a + b)}
     for a in (3, 8, 12, 27)
     for b in (5, 19, 40, 66)
 ]
+TRAINED = 12
+"""Prompts that are trained on; the others are held out."""
 
 
 def write_new_run(folder: Path, name: str, model: str, data: Path | None, steps: int) -> list[Path]:
@@ -48,15 +59,18 @@ def write_new_run(folder: Path, name: str, model: str, data: Path | None, steps:
 
     data: a file of JSON lines with ``prompt`` and ``answer``; without it one with a few sums is written.
     """
-    texts = {folder / "rewards.py": REWARD}
+    texts = {folder / "rewards.py": REWARD, folder / FILE: json.dumps(editor_schema(), indent=1) + "\n"}
+    held_out = ""
     if data is None:
-        texts[folder / "prompts.jsonl"] = "".join(json.dumps(prompt) + "\n" for prompt in PROMPTS)
+        held_out = HELD_OUT
+        for name_of_file, prompts in (("prompts.jsonl", PROMPTS[:TRAINED]), ("heldout.jsonl", PROMPTS[TRAINED:])):
+            texts[folder / name_of_file] = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
     elif not data.is_file():
         raise ConfigError(f"--data {data} is no file: give JSON lines with prompt and answer")
     file = folder / "config.yaml"
     where = "prompts.jsonl" if data is None else str(data.resolve())
     quoted = {"name": json.dumps(name), "model": json.dumps(model), "data": json.dumps(where)}
-    texts[file] = CONFIG.format(file=file, steps=steps, **quoted)
+    texts[file] = CONFIG.format(file=file, schema=FILE, held_out=held_out, steps=steps, **quoted)
     taken = [str(path) for path in texts if path.exists()]
     if taken:
         raise ConfigError(f"{', '.join(taken)} exists already: give another folder")

@@ -205,7 +205,10 @@ class EvalConfig(Section):
     """Evaluation on held-out prompts, by the same generators and rewards."""
 
     dataset: Annotated[
-        list[EvalDataset], Field(min_length=1), BeforeValidator(_listed), WrapSerializer(_as_written)
+        list[EvalDataset],
+        Field(min_length=1),
+        BeforeValidator(_listed, json_schema_input_type=EvalDataset | list[EvalDataset]),
+        WrapSerializer(_as_written),
     ] = Field(description="Held-out prompts: one dataset, or a list of datasets.")
     every: int = Field(
         50,
@@ -245,7 +248,10 @@ class EvalConfig(Section):
 
 
 TrainDatasets = Annotated[
-    list[TrainDataset], Field(min_length=1), BeforeValidator(_listed), WrapSerializer(_as_written)
+    list[TrainDataset],
+    Field(min_length=1),
+    BeforeValidator(_listed, json_schema_input_type=TrainDataset | list[TrainDataset]),
+    WrapSerializer(_as_written),
 ]
 
 

@@ -72,7 +72,10 @@ class PublishConfig(Section):
     )
     peer: PeerConfig = Field(default_factory=PeerConfig)
     nccl: NcclConfig = Field(default_factory=NcclConfig)
-    delta: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)] = Field(
+    delta: Annotated[
+        Literal["auto", "on", "off"],
+        BeforeValidator(_switch, json_schema_input_type=Literal["auto", "on", "off"] | bool),
+    ] = Field(
         "auto",
         description="Publish only what changed since the last version, if that is at most half of the weights. auto:"
         " with all transports except file, which is read as fast as a delta is applied.",

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jsonschema
 import pytest
 import typer
 import yaml
@@ -19,6 +20,7 @@ from markdown.extensions.toc import slugify
 from pydantic import BaseModel
 
 import tidemill
+from deploy.checks.editor_schema import editor_schema
 from deploy.checks.names import check_names
 from deploy.cli.app import app
 from schemas.config import TidemillConfig, load_config, parse_config
@@ -106,7 +108,9 @@ def test_every_make_target_exists(page: Path) -> None:
 @each_page
 def test_every_yaml_block_is_a_valid_part_of_a_configuration(page: Path) -> None:
     for _, text in fences(page, "yaml"):
-        check_names(parse_config({**SMALLEST, **yaml.safe_load(text)}))
+        config = {**SMALLEST, **yaml.safe_load(text)}
+        check_names(parse_config(config))
+        jsonschema.validate(config, editor_schema())
 
 
 @each_page
@@ -216,6 +220,7 @@ def test_every_python_block_is_a_file_that_a_test_runs(page: Path) -> None:
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: str(file.parent.relative_to(ROOT / "examples")))
 def test_every_example_has_settings_that_exist_and_a_line_that_starts_it(file: Path) -> None:
     check_names(load_config(file, (), {}))
+    jsonschema.validate(yaml.safe_load(file.read_text(encoding="utf-8")), editor_schema())
     readme = (file.parent / "README.md").read_text(encoding="utf-8")
     assert f"tidemill up {file.relative_to(ROOT)}" in readme or "tidemill up config.yaml" in readme
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import typer
 import yaml
@@ -102,10 +103,24 @@ def test_config_prints_what_is_in_effect_without_secrets(work: Path) -> None:
     assert json.loads(run_tidemill("config", file, "trainer.steps=7", "--json").stdout)["trainer.steps"] == 7
 
 
-def test_schema_is_one_that_editors_take() -> None:
-    found = json.loads(run_tidemill("schema").stdout)
-    assert found["properties"]["trainer"]
-    assert "description" in json.dumps(found)
+def test_schema_completes_built_in_names_and_marks_mistakes() -> None:
+    schema = json.loads(run_tidemill("schema").stdout)
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    good = yaml.safe_load(CONFIG)
+    assert list(validator.iter_errors(good)) == []
+    wrong: list[dict[str, Any]] = [
+        {**good, "trainer": {"loss": {"name": "pppo"}}},
+        {**good, "trainer": {"step": 3}},
+        {**good, "reward": {"terms": []}},
+        {key: value for key, value in good.items() if key != "reward"},
+    ]
+    for config in wrong:
+        assert list(validator.iter_errors(config)), config
+    for config in ({**good, "trainer": {"loss": {"name": "mine.py:loss"}}}, {**good, "train": [good["train"]]}):
+        assert list(validator.iter_errors(config)) == []
+    episodes = {**wrong[3], "generator": {"workflow": {"name": "agent", "args": {"run": "a.py:run"}}}}
+    assert list(validator.iter_errors(episodes)) == []
 
 
 def test_init_writes_what_can_be_checked_and_replaces_nothing(tmp_path: Path) -> None:
@@ -117,7 +132,19 @@ def test_init_writes_what_can_be_checked_and_replaces_nothing(tmp_path: Path) ->
     exec((tmp_path / "mine" / "rewards.py").read_text(), space)
     correct = space["correct"]
     assert callable(correct)
-    assert (correct("", "It is 8.", [], [], answer="8"), correct("", "9", [], [], answer="8")) == (1.0, 0.0)
+    for completion in ("It is 8.", "3 + 5 = 8", "**8**"):
+        assert correct(completion, "8") == 1, completion
+    for completion in ("18", "28.", "8 or 9", "-8", "1.8", ""):
+        assert correct(completion, "8") == 0, completion
+    assert correct("It is Paris.", "Paris") == 1
+    prompts = (tmp_path / "mine" / "prompts.jsonl").read_text().splitlines()
+    held_out = (tmp_path / "mine" / "heldout.jsonl").read_text().splitlines()
+    assert config.eval is not None
+    assert (len(prompts), len(held_out), set(prompts) & set(held_out)) == (12, 4, set())
+    text = (tmp_path / "mine" / "config.yaml").read_text()
+    assert text.startswith("# yaml-language-server: $schema=tidemill.schema.json\n")
+    schema = json.loads((tmp_path / "mine" / "tidemill.schema.json").read_text())
+    jsonschema.validate(yaml.safe_load(text), schema)
     before = os.stat(tmp_path / "mine" / "config.yaml")
     again = run_tidemill("init", str(tmp_path / "mine"))
     assert (again.returncode, os.stat(tmp_path / "mine" / "config.yaml")) == (2, before)
