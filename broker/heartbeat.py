@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import psutil
 import redis
 import structlog
 
@@ -64,17 +65,7 @@ def _is_gone(heartbeat: Heartbeat) -> bool:
     """Return whether the process of a heartbeat is known to have ended, or is this one."""
     if not heartbeat.place or heartbeat.place != find_place():
         return False
-    return heartbeat.pid == os.getpid() or not _is_running(heartbeat.pid)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    return heartbeat.pid == os.getpid() or not psutil.pid_exists(heartbeat.pid)
 
 
 class HeartbeatThread:

@@ -18,12 +18,11 @@ import tempfile
 import textwrap
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
 
 import structlog
 
@@ -33,9 +32,9 @@ from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
-from schemas.config import BrokerConfig, TidemillConfig, parse_config
+from schemas.config import BrokerConfig, TidemillConfig
 from tests.support.models.tiny_model import make_tiny_model
-from tests.support.runs.pausable_system import PausableSystem
+from tests.support.runs.pausable_system import PausableSystem, small_config
 from tests.support.trainer.trajectories import make_groups
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +47,7 @@ ELSEWHERE = (
 )
 """Beginnings of files that the small system lacks, runs in processes of their own, or that only declare."""
 STEPS = 4
+PLAIN = {"loss": {"name": "ppo"}, "advantage": {"name": "grpo"}}
 AGENT = """
 import json, urllib.request
 
@@ -156,7 +156,7 @@ def _place(code: CodeType) -> tuple[str, str] | None:
 def record_step(folder: Path) -> Entered:
     """Plan and take one optimizer step: the PPO clip with GRPO's advantages, in float32 on one rank."""
     model = make_tiny_model(folder / "tiny", hidden=32, layers=1)
-    step = build_train_step(_config(model, folder, "step"), policy=Policy(load_model(model, "float32")))
+    step = build_train_step(small_config(model, folder, "step", PLAIN), policy=Policy(load_model(model, "float32")))
     groups = make_groups([4, 4])
     # The first step also makes what later ones keep.
     step.run(step.planner.plan(groups).batch(), version=0)
@@ -167,11 +167,11 @@ def record_step(folder: Path) -> Entered:
 
 def record_system(folder: Path, server: EmbeddedServer) -> dict[str, Entered]:
     """Run a whole system until its steps and its last evaluation are done; returns what each service entered."""
-    config = _config(
+    config = small_config(
         make_tiny_model(folder / "tiny", hidden=32, layers=1),
         folder,
         "walks",
-        trainer={"steps": STEPS, "checkpoint": {"every": 2}, "publish": {"transport": "redis"}},
+        PLAIN | {"steps": STEPS, "checkpoint": {"every": 2}, "publish": {"transport": "redis"}},
         eval={
             "every": 2,
             "sampling": {"n": 1, "max_tokens": 16},
@@ -187,10 +187,11 @@ def record_system(folder: Path, server: EmbeddedServer) -> dict[str, Entered]:
 def record_episode(folder: Path, server: EmbeddedServer) -> Entered:
     """Run generators whose workflow is an agent until a step is trained; returns what the generators entered."""
     (folder / "agent.py").write_text(textwrap.dedent(AGENT))
-    config = _config(
+    config = small_config(
         make_tiny_model(folder / "tiny", hidden=32, layers=1),
         folder,
         "episode",
+        PLAIN,
         generator={"workflow": {"name": "agent", "args": {"run": f"{folder}/agent.py:run"}}},
         reward={"terms": [{"name": "episode"}]},
         model={"max_length": 512},
@@ -212,21 +213,6 @@ def _run(config: TidemillConfig, server: EmbeddedServer, done: Callable[[Pausabl
         finally:
             system.end(*system.running)
     return recorder
-
-
-def _config(path: Path, folder: Path, name: str, **more: Mapping[str, Any]) -> TidemillConfig:
-    given: dict[str, dict[str, Any]] = {
-        "run": {"name": name, "folder": str(folder / name)},
-        "model": {"path": str(path), "dtype": "float32", "max_length": 64},
-        "train": {"name": "arithmetic"},
-        "sampling": {"n": 2, "max_tokens": 16},
-        "reward": {"terms": [{"name": "exact"}]},
-        "generator": {"engine": "scripted", "max_samples": 16, "lease_s": 5, "probe_tolerance": 1e9},
-        "trainer": {"batch_groups": 2, "threads": 1, "loss": {"name": "ppo"}, "advantage": {"name": "grpo"}},
-    }
-    for section, settings in more.items():
-        given[section] = {**given.get(section, {}), **settings}
-    return parse_config(given, base=folder)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from deploy.control_plane.address import address_of
 from deploy.control_plane.files.evaluations import read_evaluations
@@ -146,7 +147,7 @@ def run_state(folder: Path, summary: dict[str, Any], updated: float) -> tuple[st
     """Return the state of a run and its cause, by its files. updated: when the newest of them changed, Unix seconds."""
     holder = _HOLDER.match(_text(folder / LOCK))
     ours = holder is not None and holder[2] == socket.gethostname()
-    if not summary and holder is not None and ours and _lives(int(holder[1])):
+    if not summary and holder is not None and ours and psutil.pid_exists(int(holder[1])):
         return "running", ""
     if summary:
         state, _, cause = str(summary.get("exit_reason", "unknown")).partition(": ")
@@ -213,16 +214,6 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _whole(value: Any) -> int:

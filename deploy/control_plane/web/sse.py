@@ -64,7 +64,6 @@ class Hub:
         self._status = b""
         self._status_number = 0
         self._closed = False
-        self._changed = asyncio.Event()
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> tuple[Callable[..., None], ...]:
         """Return callbacks for the poller's threads: for a status, for metrics, for events."""
@@ -81,8 +80,6 @@ class Hub:
     def status(self, body: bytes) -> None:
         """A new status, as JSON."""
         self._status, self._status_number = frame("status", body), self._status_number + 1
-        self._changed.set()
-        self._changed = asyncio.Event()
         for page in self._pages:
             page.wake.set()
 
@@ -100,14 +97,6 @@ class Hub:
         self._closed = True
         for page in self._pages:
             page.wake.set()
-
-    async def next_status(self, timeout_s: float) -> None:
-        """Wait for the next look at the run, at most so long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return
 
     def _push(self, id: str, data: bytes) -> None:
         for page in self._pages:

@@ -10,9 +10,8 @@ import pytest
 from broker.client import Broker
 from broker.telemetry.stream_lag import read_stream_lags
 from broker.telemetry.trajectories import StoredTrajectory
-from schemas.config import parse_config
 from tests.support.models.tiny_model import make_tiny_model
-from tests.support.runs.pausable_system import PausableSystem
+from tests.support.runs.pausable_system import PausableSystem, small_config
 
 pytestmark = pytest.mark.integration
 
@@ -28,23 +27,7 @@ def system(
 ) -> Iterator[PausableSystem]:
     monkeypatch.chdir(tmp_path)
     name = f"pause-{tmp_path.name[-12:]}".lower().replace("_", "-")
-    config = parse_config(
-        {
-            "run": {"name": name, "folder": str(tmp_path / "run")},
-            "model": {"path": str(model), "dtype": "float32", "max_length": 64},
-            "train": {"name": "arithmetic"},
-            "sampling": {"n": 2, "max_tokens": 16},
-            "reward": {"terms": [{"name": "exact"}]},
-            "generator": {"engine": "scripted", "max_samples": 16, "lease_s": 5, "probe_tolerance": 1e9},
-            "trainer": {
-                "steps": 100_000,
-                "batch_groups": 2,
-                "checkpoint": {"every": 5},
-                "advantage": {"name": "raw"},
-                "threads": 1,
-            },
-        }
-    )
+    config = small_config(model, tmp_path, name, {"steps": 100_000, "checkpoint": {"every": 5}})
     system = PausableSystem(config, lambda: make_broker(name))
     yield system
     system.end(*system.running)

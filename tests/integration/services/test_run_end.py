@@ -11,14 +11,14 @@ import pytest
 
 from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
-from schemas.config import parse_config, save_config
+from schemas.config import save_config
 from schemas.errors import OK_EXIT
 from schemas.run_folder import read_lines
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers.generator_service import make_config, publish_version
 from tests.support.runs.light_service import SETTLED, start_service
-from tests.support.runs.pausable_system import PausableSystem
+from tests.support.runs.pausable_system import PausableSystem, small_config
 
 pytestmark = pytest.mark.integration
 
@@ -35,22 +35,12 @@ def system(
     monkeypatch.chdir(tmp_path)
     name = f"last-{tmp_path.name[-12:]}".lower().replace("_", "-")
     model = make_tiny_model(tmp_path / "tiny", hidden=32, layers=1)
-    config = parse_config(
-        {
-            "run": {"name": name, "folder": str(tmp_path / "run")},
-            "model": {"path": str(model), "dtype": "float32", "max_length": 64},
-            "train": {"name": "arithmetic"},
-            "sampling": {"n": 2, "max_tokens": 16},
-            "reward": {"terms": [{"name": "exact"}]},
-            "generator": {"engine": "scripted", "max_samples": 16, "lease_s": 5, "probe_tolerance": 1e9},
-            "trainer": {"steps": 2, "batch_groups": 2, "advantage": {"name": "raw"}, "threads": 1},
-            "eval": {
-                "every": 1000,
-                "sampling": {"n": 1, "max_tokens": 16},
-                "dataset": {"name": "arithmetic", "limit": SAMPLES},
-            },
-        }
-    )
+    evaluation = {
+        "every": 1000,
+        "sampling": {"n": 1, "max_tokens": 16},
+        "dataset": {"name": "arithmetic", "limit": SAMPLES},
+    }
+    config = small_config(model, tmp_path, name, {"steps": 2}, eval=evaluation)
     system = PausableSystem(config, lambda: make_broker(name))
     yield system
     system.end(*system.running)

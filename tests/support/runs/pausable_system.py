@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from deploy.control_plane.status.run_state import pause_status
@@ -21,9 +22,27 @@ from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
 from producers.feeder import Feeder
 from producers.generator.service import Generator
-from schemas.config import TidemillConfig
+from schemas.config import TidemillConfig, parse_config
 from schemas.system.lifecycle import StopFlag
 from schemas.messages import Score
+
+
+def small_config(
+    model: Path, folder: Path, name: str, trainer: Mapping[str, Any], /, **more: Mapping[str, Any]
+) -> TidemillConfig:
+    """The configuration of a run with the scripted engine and batches of two groups, in a folder of its name."""
+    given: dict[str, Mapping[str, Any]] = {
+        "run": {"name": name, "folder": str(folder / name)},
+        "model": {"path": str(model), "dtype": "float32", "max_length": 64},
+        "train": {"name": "arithmetic"},
+        "sampling": {"n": 2, "max_tokens": 16},
+        "reward": {"terms": [{"name": "exact"}]},
+        "generator": {"engine": "scripted", "max_samples": 16, "lease_s": 5, "probe_tolerance": 1e9},
+        "trainer": {"batch_groups": 2, "threads": 1, "advantage": {"name": "raw"}, **trainer},
+    }
+    for section, settings in more.items():
+        given[section] = {**given.get(section, {}), **settings}
+    return parse_config(given, base=folder)
 
 
 class CountingEngine(ScriptedEngine):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from consumers.reward.scorer import Scorer, check_reward
-from schemas.codec import Array
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, InfraError
-from schemas.messages import Score, Span, Trajectory
+from schemas.messages import Score
+from tests.support.user_code.reward_samples import trajectory
 
 FUNCTIONS = '''
 import asyncio, os, time
@@ -104,14 +104,6 @@ def mixed(prompt, completion, completions, **columns):
 def base(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     return tmp_path
-
-
-def trajectory(completion: str = "46", /, **data) -> Trajectory:
-    return Trajectory(
-        run="r", task_id=0, sample=0, kind="train", tokens=Array.of([1, 2], "i4"), loss_mask=Array.of([0, 1], "u1"),
-        logprobs=Array.of([0.0, 0.0], "f4"), spans=[Span(0, 1, 2)], turns=[], finish="stop", prompt="12+34=",
-        completion=completion, generator="g", data=data,
-    )  # fmt: skip
 
 
 def scoring(base: Path, *terms: dict, workers: int = 1, timeout_s: float = 30.0) -> Scorer:
