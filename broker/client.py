@@ -105,9 +105,7 @@ class Broker:
         """Return the bytes that the run occupies in the broker."""
 
         def measure(client: redis.Redis) -> int:
-            return sum(
-                memory_of(client, key) for key in client.scan_iter(match=f"{self.connection.keys.base}:*", count=1000)
-            )
+            return sum(memory_of(client, key) for key in self.connection.keys.all())
 
         return self.connection.run("measuring the run", measure)
 

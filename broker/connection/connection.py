@@ -7,6 +7,7 @@ retried here, with backoff, until a deadline.
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -196,7 +197,8 @@ class Connection:
                     ) from error
                 if not isinstance(error, redis.exceptions.MovedError):
                     log.warning("waiting for the broker", doing=what, waited_s=round(waited, 1), error=str(error))
-            threading.Event().wait(wait)
+            # Each service at its own moment: a broker that comes back has to answer all of them.
+            threading.Event().wait(random.uniform(wait / 2, wait))
             wait = min(wait * 2, 2.0)
 
     def run_once(self, what: str, operation: Callable[..., T], *args: Any) -> T:

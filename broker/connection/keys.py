@@ -59,6 +59,10 @@ class Keys:
         """The run's name."""
         return self.base.strip("{}").rpartition(":")[2]
 
+    def all(self) -> list[str]:
+        """All keys that a run can have, whether it has them or not: no search of the server is needed."""
+        return [key for name, key in vars(self).items() if name != "base"]
+
     def named(self, names: Sequence[str]) -> list[str]:
         """Keys by the names that scripts declare: ``CTL`` is ``ctl``."""
         return [str(getattr(self, name.lower())) for name in names]

@@ -11,9 +11,10 @@ from typing import Any
 
 from broker.connection.connection import Connection
 from broker.queues.tasks import EVAL_BASE
+from schemas.errors import printable
 from schemas.messages import Score, Trajectory
 
-KEEP = 10_000
+KEEP, KEEP_BYTES = 10_000, 16 * 2**20
 PROMPT, COMPLETION = 4_000, 8_000
 """Characters of a text that are kept."""
 AT_ONCE = 500
@@ -27,9 +28,9 @@ class EvalSamples:
 
     def keep(self, scored: Sequence[tuple[Trajectory, Score]]) -> None:
         """Store samples. Tried once; InfraError if the broker is full or does not answer."""
-        bodies = [json.dumps(describe(trajectory, score)) for trajectory, score in scored]
-        if bodies:
-            self._connection.run_script_once("keep_eval_samples", KEEP, *bodies)
+        lines = [json.dumps(describe(trajectory, score), ensure_ascii=False) for trajectory, score in scored]
+        if lines:
+            self._connection.run_script_once("keep_eval_samples", KEEP, KEEP_BYTES, *map(printable, lines))
 
     def take(self, after: str, written: str) -> list[tuple[str, dict[str, Any]]]:
         """Read samples after the entry ``after``, each with its entry; delete those up to the entry ``written``."""

@@ -33,6 +33,31 @@ ROLES = ("feeder", "generator", "reward", "trainer", "observer")
 DEADLINE_S = 30.0
 
 
+def test_services_that_wait_for_a_broker_come_back_at_different_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float, float]] = []
+
+    def draw(least: float, most: float) -> float:
+        asked.append((least, most))
+        return 0.0
+
+    monkeypatch.setattr("broker.connection.connection.random.uniform", draw)
+    connection = Connection(f"redis://127.0.0.1:{free_port()}", Keys("tidemill", "gone"), 0.2)
+    with pytest.raises(InfraError):
+        connection.run("trying", lambda client: client.ping())
+    assert asked[:3] == [(0.025, 0.05), (0.05, 0.1), (0.1, 0.2)]
+    assert max(most for _, most in asked) <= 2.0
+
+
+def test_the_memory_of_a_run_is_measured_without_a_search_of_the_server(broker: Broker) -> None:
+    take_over(broker)
+    broker.connection.client.config_resetstat()
+    assert broker.measure_memory() > 0
+    commands: Any = broker.connection.client.info("commandstats")
+    assert "cmdstat_scan" not in commands
+    found = {key.decode() for key in broker.connection.client.keys(f"{broker.connection.keys.base}:*")}
+    assert found <= set(broker.connection.keys.all())
+
+
 def test_a_script_that_is_flushed_between_loading_and_calling_is_loaded_again(broker: Broker) -> None:
     tries: list[bytes | None] = []
 

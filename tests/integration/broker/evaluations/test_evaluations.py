@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from broker.client import Broker
+from broker.evaluations import samples as samples_module
 from broker.evaluations.samples import COMPLETION
 from broker.queues.consumer_group import BYTES_AT_ONCE
 from broker.queues.tasks import eval_task_id
@@ -226,6 +227,21 @@ def test_samples_wait_until_they_are_written_and_no_longer(broker: Broker) -> No
     assert broker.connection.client.xlen(broker.connection.keys.eval_samples) == 2
     assert samples.take(found[3][0], found[3][0]) == []
     assert broker.connection.client.xlen(broker.connection.keys.eval_samples) == 0
+
+
+def test_texts_of_any_script_are_kept_within_a_bound_of_bytes(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples_module, "KEEP_BYTES", 300_000)
+    for k in range(200):
+        sample = make_trajectory(eval_task_id(0, k), 0)
+        fields = {name: getattr(sample, name) for name in sample.__struct_fields__ if name != "schema"}
+        text = "\u4e2d" * 2_000 + "\ud800"
+        broker.eval_samples.keep([(type(sample)(**{**fields, "completion": text}), Score(reward=1.0))])
+    client: Any = broker.connection.client
+    assert client.memory_usage(broker.connection.keys.eval_samples, samples=0) <= 300_000
+    found = broker.eval_samples.take("0-0", "")
+    assert found[-1][1]["index"] == 199, "the newest are kept"
+    assert found[-1][1]["sample"]["completion"] == text
+    assert len(found) > 300_000 / (4 * 6_000), "a character takes three bytes, not six"
 
 
 def test_a_long_text_is_cut_and_what_is_no_sample_left_out(broker: Broker) -> None:

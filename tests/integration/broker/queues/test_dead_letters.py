@@ -71,6 +71,18 @@ def test_old_dead_letters_make_room_for_work_when_memory_is_full(small_server: E
     assert left[-1] == 39
 
 
+def test_texts_of_evaluations_make_room_before_dead_letters(small_server: EmbeddedServer) -> None:
+    broker = connect(small_server.url)
+    fail_samples(broker, 4, b"x")
+    client: Any = open_client(small_server.url)
+    for _ in range(40):
+        client.xadd(broker.connection.keys.eval_samples, {"j": b"x" * (MB // 2)})
+    fill_memory(small_server)
+    assert broker.task_queue("g").publish(0, [make_trajectory(0, 40)]) == ["ok"]
+    assert len(broker.dead_letters.list()) == 4
+    assert 0 < client.xlen(broker.connection.keys.eval_samples) < 40, "no more of them go than is needed"
+
+
 def test_the_user_of_each_service_may_make_room(small_server: EmbeddedServer) -> None:
     fail_samples(connect(small_server.url), 40, b"x" * (MB // 2))
     client: Any = open_client(small_server.url)
