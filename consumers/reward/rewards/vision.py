@@ -6,13 +6,15 @@ What they are about is text here: the answer in the completion's last box or ``<
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 from consumers.reward.rewards import grading
 
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_OPEN, _CLOSE = "<answer>", "</answer>"
+_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 _BRACKETS = re.compile(r"\[\s*([^\[\]]{1,40}?)\s*\]")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
 _CHOICE = re.compile(r"(?:option|choice|answer)?\s*\(?([A-Ha-h])\)?\s*[.:)]?", re.IGNORECASE)
@@ -98,8 +100,11 @@ def _marked(text: str) -> str | None:
             if depth == 0:
                 return text[start:end]
         return None
-    tags = _TAG.findall(text)
-    return str(tags[-1]) if tags else None
+    # Searched from the end: a policy may repeat a tag thousands of times.
+    lower = text.translate(_LOWER)
+    end = lower.rfind(_CLOSE)
+    start = lower.rfind(_OPEN, 0, end) if end >= 0 else -1
+    return text[start + len(_OPEN) : end] if start >= 0 else None
 
 
 def _bare(text: str) -> str:
