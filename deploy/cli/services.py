@@ -51,7 +51,9 @@ def trainer(
     nodes: Annotated[
         int, typer.Option(min=1, help="Machines that train together, each in trainer.processes ranks.")
     ] = 1,
-    node_rank: Annotated[int, typer.Option(help="Number of this machine, from 0.")] = 0,
+    node_rank: Annotated[
+        int, typer.Option(help="Number of this machine, from 0.", envvar=["SLURM_NODEID", "JOB_COMPLETION_INDEX"])
+    ] = 0,
     meet: Annotated[
         str | None, typer.Option(help="HOST:PORT of machine 0, where the ranks of several machines meet.")
     ] = None,

@@ -25,6 +25,8 @@ from schemas.run_record import check_record
 
 SCRIPTS = ("job.sh", "services.sbatch", "trainer.sbatch", "generators.sbatch", "submit.sh")
 PREPARE = "prepare.sbatch"
+GRACE_S = 60
+"""Seconds for a checkpoint after Slurm's warning, which comes 180 s before a job's end."""
 NO_GPUS = "no GPUs: Slurm knows of none here; --trainer-gpus and --generator-gpus ask for some"
 
 
@@ -159,16 +161,16 @@ class Slurm:
         return "\n".join([*lines, *(f"#SBATCH {option}" for option in self.sbatch)])
 
     def _trainer(self, config: str) -> str:
-        """Return the trainer's command: a single process needs no torchrun; ranks meet at the job's first node."""
+        """Return the trainer's command: a single process needs no srun; ranks meet at the job's first node."""
         ranks = max(1, _number(self.trainer_gpus))
         if self.trainer_nodes * ranks == 1:
             return f"keep forward {self._command('trainer')} trainer {config}"
+        # A port of the job's own: two runs may have trainers on one node.
         return (
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-            f"keep leave srun --kill-on-bad-exit=1 {self._command('trainer', 'torchrun')} \\\n"
-            f"    --nnodes {self.trainer_nodes} --nproc-per-node {ranks} --shutdown-timeout 60 \\\n"
-            '    --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" \\\n'
-            f"    --no-python tidemill trainer {config}"
+            f"keep leave srun --kill-on-bad-exit=1 {self._command('trainer')} trainer {config} \\\n"
+            f"    trainer.processes={ranks} supervisor.grace_s={GRACE_S} --nodes {self.trainer_nodes} \\\n"
+            '    --meet "$head:$((40000 + SLURM_JOB_ID % 20000))"'
         )
 
 

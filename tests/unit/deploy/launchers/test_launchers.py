@@ -167,11 +167,11 @@ def test_generators_are_an_array_that_is_requeued(tmp_path: Path) -> None:
 
 
 def test_one_trainer_process_needs_no_launcher_and_many_meet_at_the_first_node(tmp_path: Path) -> None:
-    assert "torchrun" not in written(tmp_path)["trainer.sbatch"]
+    assert "srun" not in written(tmp_path)["trainer.sbatch"]
     script = written(tmp_path, trainer_nodes=4, trainer_gpus=8)["trainer.sbatch"]
     assert "#SBATCH --nodes=4\n" in script
-    assert "--nnodes 4 --nproc-per-node 8" in script
-    assert '--rdzv-endpoint "$head:29500"' in script
+    assert "trainer.processes=8 supervisor.grace_s=60 --nodes 4 " in script
+    assert '--meet "$head:$((40000 + SLURM_JOB_ID % 20000))"' in script, "two runs on a node do not share a port"
 
 
 def test_a_model_that_has_to_be_made_is_made_first(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_services_run_in_the_image_of_their_role(tmp_path: Path) -> None:
     assert "run-in control.sif tidemill broker " in services
     assert "run-in generator.sif tidemill generator " in scripts["generators.sbatch"]
     assert "run-in trainer.sif tidemill prepare " in scripts["prepare.sbatch"]
-    assert "run-in trainer.sif torchrun " in scripts["trainer.sbatch"]
+    assert "run-in trainer.sif tidemill trainer " in scripts["trainer.sbatch"]
 
 
 def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
