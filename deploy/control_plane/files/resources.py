@@ -10,25 +10,29 @@ from deploy.control_plane.files.lines import GrowingFile
 from schemas.control_api.run_folders import AlertRecord, Alerts, Resources
 from schemas.run_folder import ALERTS, RESOURCES, parse_line, read_lines
 
+MOST_BYTES = 8 * 2**20
+"""Bytes of the lines that are kept, of the file's own text: those of a day of eight services, or fewer of a week."""
+
 
 class ResourceFile:
-    """Columns of what was written so far, read on as the file grows."""
+    """Columns of what was written so far, read on as the file grows.
+
+    Kept within ``MOST_BYTES``: if there are more, every second of the older half is forgotten, so that a run of weeks
+    has a point every few minutes, and its last hours all of theirs.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._file = GrowingFile(folder / RESOURCES)
-        self._lines: list[dict[str, Any]] = []
+        self._lines: list[tuple[float, bytes]] = []
+        self._size = 0
 
     def read(self, after: float, points: int) -> Resources:
         """What came after a time, as columns of at most ``points`` moments: of more, one in so many."""
-        for begin, text in self._file.read():
-            if begin < 0:
-                self._lines = []
-            elif (line := parse_line(text)) is not None and isinstance(line.get("time"), int | float):
-                self._lines.append(line)
-        found = [line for line in self._lines if line["time"] > after]
+        self._follow()
+        found = [text for time, text in self._lines if time > after]
         every = -(-len(found) // points) if found else 1
         # The newest always, and from there back.
-        kept = found[::-1][::every][::-1]
+        kept = [line for text in found[::-1][::every][::-1] if (line := parse_line(text)) is not None]
         names = sorted({name for line in kept for name in _part(line, "services")})
         queues = sorted({name for line in kept for name in _part(line, "queues")})
 
@@ -43,6 +47,18 @@ class ResourceFile:
             gpu_memory_bytes=_only({name: column(name, "gpu_memory_bytes") for name in names}),
             queues={name: [_number(_part(line, "queues").get(name)) for line in kept] for name in queues},
         )
+
+    def _follow(self) -> None:
+        for begin, text in self._file.read():
+            if begin < 0:
+                self._lines, self._size = [], 0
+            elif (line := parse_line(text)) is not None and isinstance(line.get("time"), int | float):
+                self._lines.append((line["time"], text))
+                self._size += len(text)
+            if self._size > MOST_BYTES:
+                half = len(self._lines) // 2
+                self._lines[:half] = self._lines[:half:2]
+                self._size = sum(len(text) for _, text in self._lines)
 
 
 def read_alerts(folder: Path) -> Alerts:

@@ -38,9 +38,11 @@ LATELY_S = 120.0
 """A run of another machine counts as running if its newest file is younger than this."""
 MASK = "***"
 _SECRET = re.compile(
-    r"(^|[._-])(token|secret|password|passwd|(api|access)[._-]?key|credentials?|webhook)$",
+    r"(^|[._-])(token|secret|password|passwd|(api|access|private|signing)[._-]?key|credentials?|webhook|auth|authorization"
+    r"|cookie|dsn)$|(^|\.)(key$|headers(\.|$)|notify\.command$)",
     re.IGNORECASE,
 )
+_QUERY = re.compile(r"(?<=[?&])([^=&\s]+)=[^&\s]+")
 _CHECKPOINT = re.compile(r"step-(\d{8,})-t\d{4,}")
 _HOLDER = re.compile(r"process (\d+) on (\S+)")
 
@@ -158,11 +160,11 @@ def run_state(folder: Path, summary: dict[str, Any], updated: float) -> tuple[st
 
 
 def mask(name: str, value: Any) -> Any:
-    """Return a setting's value without secrets and without passwords in URLs."""
+    """Return a setting's value without secrets, and without passwords and values of the query in URLs."""
     if _SECRET.search(name) and value is not None:
         return MASK
     if isinstance(value, str) and "://" in value:
-        return hide_password(value)
+        return _QUERY.sub(rf"\1={MASK}", hide_password(value))
     if isinstance(value, list):
         return [mask(name, each) for each in value]
     if isinstance(value, dict):

@@ -20,6 +20,8 @@ HEADER = "Idempotency-Key"
 LONGEST = 255
 KEPT_S = 24 * 3600.0
 MOST = 1000
+MOST_BYTES = 32 * 2**20
+"""Bytes of the answers that are kept; the oldest are forgotten first."""
 
 
 @dataclass
@@ -29,6 +31,11 @@ class _Kept:
     digest: str
     time: float
     messages: list[MutableMapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the answer's body."""
+        return sum(len(message.get("body", b"")) for message in self.messages)
 
 
 class Idempotency:
@@ -82,8 +89,16 @@ class Idempotency:
             # A request that failed may be repeated with its key.
             if answer and answer[0].get("status", 503) < 500 and not answer[-1].get("more_body"):
                 kept.messages = answer
+                self._make_room()
             else:
                 del self._kept[place]
+
+    def _make_room(self) -> None:
+        total = sum(kept.size for kept in self._kept.values())
+        for place in [place for place, kept in self._kept.items() if kept.messages]:
+            if total <= MOST_BYTES:
+                return
+            total -= self._kept.pop(place).size
 
     def _forget(self) -> None:
         now = time.monotonic()

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
+from deploy.control_plane.files import resources
 from deploy.control_plane.files.archive import Archive
 from deploy.control_plane.files.evaluations import read_evaluations, read_prompts
 from deploy.control_plane.files.groups import Sort, Wanted
@@ -305,3 +306,35 @@ def test_secrets_are_masked_and_what_was_changed_is_told(tmp_path: Path) -> None
     assert mask("generator.args.hf_token", "abc") == mask("x.api_key", 5) == "***"
     assert mask("train.args", [{"password": "x", "max_tokens": 5}]) == [{"password": "***", "max_tokens": 5}]
     assert mask("sampling.max_tokens", 5) == 5
+    assert mask("reward.terms", [{"headers": {"X-Anything": "abc"}, "cookie": "abc"}]) == [
+        {"headers": "***", "cookie": "***"}
+    ]
+    for name in (
+        "generator.http.headers.X-Auth",
+        "a.private_key",
+        "a.auth",
+        "a.authorization",
+        "a.dsn",
+        "notify.command",
+    ):
+        assert mask(name, "abc") == "***", name
+    assert mask("train.args.prompt_key", "question") == "question", "the name of a column"
+    url = "https://me:abc@host/judge?key=abc&model=m"
+    assert mask("reward.terms.0.args.url", url) == "https://***@host/judge?key=***&model=***"
+
+
+def test_use_of_machines_over_weeks_is_kept_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "MOST_BYTES", 200_000)
+    services = {f"generator-{i}": {"cpu": 0.5, "memory_bytes": 1e9, "gpu_memory_bytes": 7e10} for i in range(64)}
+    line = {"services": services, "queues": {"tasks": 3}, "slots": 9, "broker_bytes": 10}
+    moments = range(0, 7 * 24 * 3600, 300)
+    with (tmp_path / "resources.jsonl").open("w") as file:
+        for moment in moments:
+            file.write(json.dumps({"time": float(moment), **line}) + "\n")
+    used = resources.ResourceFile(tmp_path)
+    found = used.read(-1.0, 10_000)
+    assert sum(len(text) for _, text in used._lines) <= 200_000, "read whole, the file has 16 MB"
+    assert (found.time[0], found.time[-1]) == (moments[0], moments[-1])
+    assert found.time[-1] - found.time[-2] == 300, "the last hours have all of their points"
+    assert found.cpu["generator-63"] == [0.5] * len(found.time)
+    assert used.read(found.time[-2], 10).time == [moments[-1]]
