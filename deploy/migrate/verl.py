@@ -119,7 +119,7 @@ RULES = (
     ConversionRule("trainer.max_actor_ckpt_to_keep", "trainer.checkpoint.keep", convert=same),
     ConversionRule("trainer.test_freq", "eval.every"),
     ConversionRule("trainer.log_val_generations", "trainer.log_completions", convert=same),
-    ConversionRule("trainer.project_name", note="trackers are given the run's name"),
+    ConversionRule("trainer.project_name", "trainer.tracking.project", convert=same),
     ConversionRule("trainer.val_before_train", note="the first and the last version are always evaluated"),
     ConversionRule("trainer.critic_warmup", note="policy and critic are trained from the first step"),
     ConversionRule(

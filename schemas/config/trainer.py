@@ -141,6 +141,22 @@ AGGREGATION_NAMES = ("constant", "prompt_mean", "sequence_mean", "token_mean")
 """Built-in aggregations, as consumers/trainer/algorithms/aggregation.py registers them."""
 
 
+class TrackingConfig(Section):
+    """Under what names trackers list this run, so that they compare it with others."""
+
+    project: str | None = Field(
+        None,
+        min_length=1,
+        description="Project of the run (in MLflow, its experiment). By default what the tracker's own variable says"
+        " (WANDB_PROJECT, COMET_PROJECT_NAME, CLEARML_PROJECT, MLFLOW_EXPERIMENT_NAME), or tidemill.",
+    )
+    name: str | None = Field(None, min_length=1, description="Name of the run in the project; by default run.name.")
+    group: str | None = Field(
+        None, min_length=1, description="Group of runs to which this one belongs, such as seeds of one experiment."
+    )
+    tags: list[str] = Field(default_factory=list, description="Tags of the run.")
+
+
 class TrainerConfig(Section):
     """The trainer."""
 
@@ -232,6 +248,7 @@ class TrainerConfig(Section):
         " comet_ml, dvclive, swanlab, trackio, or your own GeneralTracker of accelerate as module:name or"
         " file.py:name.",
     )
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     log_completions: int = Field(
         0,
         ge=0,

@@ -11,6 +11,7 @@ import copy
 import difflib
 import functools
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,14 @@ MODULES = {
     "wandb": ["wandb"],
 }
 """accelerate's trackers, and the modules that each can be imported from; the first is also its name for pip."""
+
+VARIABLES = {
+    "clearml": "CLEARML_PROJECT",
+    "comet_ml": "COMET_PROJECT_NAME",
+    "mlflow": "MLFLOW_EXPERIMENT_NAME",
+    "wandb": "WANDB_PROJECT",
+}
+"""The trackers' own variables for the project."""
 
 COLUMNS = ["step", "prompt", "completion", "reward", "terms", "tokens", "finish"]
 """Columns of the table of completions; the terms of the reward are one JSON object."""
@@ -188,12 +197,39 @@ def _start(
     accelerator.project_configuration.set_directories(str(folder))
     accelerator.trackers = []
     accelerator.log_with = [own(config.run.name, str(folder)) if own is not None else name]
+    title, arguments = listed_as(config, name, folder, resumed=resumed)
     accelerator.init_trackers(
-        config.run.name,
+        title,
         config=None if resumed else _flat(config.model_dump(mode="json")),
-        init_kwargs={"wandb": {"id": _identity(folder), "resume": "allow", "dir": str(folder)}},
+        init_kwargs={name: arguments},
     )
     return list(accelerator.trackers)
+
+
+def listed_as(config: TidemillConfig, name: str, folder: Path, *, resumed: bool) -> tuple[str, dict[str, Any]]:
+    """Return what accelerate passes a tracker: the project, or a title if it has none, and arguments of its own."""
+    given = config.trainer.tracking
+    run = given.name or config.run.name
+    project = given.project or os.environ.get(VARIABLES.get(name, ""), "tidemill")
+    group, tags = given.group, given.tags
+    match name:
+        case "wandb":
+            same = {"id": _identity(folder), "resume": "allow", "dir": str(folder)}
+            return project, {**same, "name": run, "group": group, "tags": tags}
+        case "trackio":
+            return project, {"name": run, "group": group, "resume": "allow" if resumed else "never"}
+        case "swanlab":
+            return project, {"name": run, "group": group, "tags": tags}
+        case "clearml":
+            return project, {"task_name": run, "tags": tags}
+        case "mlflow":
+            labels = {"group": group} if group else {}
+            return project, {"run_name": run, "tags": {**labels, **dict.fromkeys(tags, "true")}}
+        case "aim":
+            return run, {"experiment": project}
+        case "comet_ml":
+            return project, {}
+    return run, {}
 
 
 def _last_step(file: Path) -> int:

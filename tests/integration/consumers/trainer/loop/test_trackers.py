@@ -16,7 +16,7 @@ from broker.queues.tasks import eval_task_id
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.records import tracker_thread, trackers
-from consumers.trainer.records.trackers import MODULES, check_trackers
+from consumers.trainer.records.trackers import MODULES, check_trackers, listed_as
 from consumers.trainer.step.build import build_train_step
 from schemas.config import DatasetConfig, EvalConfig, parse_config
 from schemas.errors import ConfigError
@@ -26,6 +26,7 @@ from schemas.system.lifecycle import StopFlag
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.deterministic_run import STEPS, Pipeline, make_config
 from tests.support.trainer.trajectories import make_trajectory
+from tests.support.user_code.docs_code import SMALLEST
 
 pytestmark = pytest.mark.integration
 
@@ -323,3 +324,67 @@ def test_tensorboard_itself(make: Callable[..., Trainer], broker: Broker, tmp_pa
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [event.step for event in found] == [line["step"] for line in lines]
     assert [event.value for event in found] == pytest.approx([line["train/loss"] for line in lines], abs=1e-6)
+
+
+def test_weights_and_biases_lists_runs_by_name_in_one_project(
+    make: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without a connection: what it was started with, and that it has every step."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "sums")
+    real, started, last = wandb.init, [], {}
+
+    def start(**given: Any) -> Any:
+        run = real(**given)
+        finish = run.finish
+
+        def end() -> None:
+            last.update(step=run.step, summary=dict(run.summary))
+            finish()
+
+        monkeypatch.setattr(run, "finish", end)
+        started.append(run)
+        return run
+
+    monkeypatch.setattr(wandb, "init", start)
+    trainer = make("wandb", tracking={"name": "first try", "group": "seeds", "tags": ["small"]})
+    (run,) = started
+    assert (run.project, run.name, run.group, run.tags) == ("sums", "first try", "seeds", ("small",))
+    with Pipeline(broker):
+        trainer.run(StopFlag())
+    assert last["step"] == STEPS
+    assert {"train/loss", "reward/mean"} <= set(last["summary"])
+    assert list((tmp_path / "run" / "trackers").glob("wandb/offline-run-*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "arguments"),
+    [
+        ("trackio", "sums", {"name": "one", "group": "seeds", "resume": "never"}),
+        ("swanlab", "sums", {"name": "one", "group": "seeds", "tags": ["small"]}),
+        ("mlflow", "sums", {"run_name": "one", "tags": {"group": "seeds", "small": "true"}}),
+        ("clearml", "sums", {"task_name": "one", "tags": ["small"]}),
+        ("aim", "one", {"experiment": "sums"}),
+        ("comet_ml", "sums", {}),
+        ("tensorboard", "one", {}),
+    ],
+)
+def test_every_tracker_gets_the_project_and_the_name_where_it_has_them(
+    tmp_path: Path, name: str, title: str, arguments: dict[str, Any]
+) -> None:
+    data = {
+        **SMALLEST,
+        "trainer": {"tracking": {"project": "sums", "name": "one", "group": "seeds", "tags": ["small"]}},
+    }
+    assert listed_as(parse_config(data), name, tmp_path, resumed=False) == (title, arguments)
+
+
+def test_the_project_is_the_trackers_own_variable_or_tidemill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = parse_config({**SMALLEST, "run": {"name": "mine"}})
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    title, arguments = listed_as(config, "wandb", tmp_path, resumed=False)
+    assert (title, arguments["name"], arguments["group"]) == ("tidemill", "mine", None)
+    monkeypatch.setenv("WANDB_PROJECT", "sums")
+    again = listed_as(config, "wandb", tmp_path, resumed=True)
+    assert again == ("sums", arguments), "a resumed run has the same id"
