@@ -51,7 +51,7 @@ CARDS = {
 
 
 @dataclass(frozen=True)
-class Change:
+class PlanChange:
     """A single setting that may make a training fit, as it is written on the command line. ranks: of the trainer."""
 
     text: str
@@ -167,23 +167,23 @@ def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> d
     return answer
 
 
-def changes(config: TidemillConfig, ranks: int, shared: bool) -> list[Change]:
+def changes(config: TidemillConfig, ranks: int, shared: bool) -> list[PlanChange]:
     """Return the single settings that are worth trying."""
     trainer = config.trainer
-    found = [Change(f"{2 * ranks} ranks", 2 * ranks, {})]
+    found = [PlanChange(f"{2 * ranks} ranks", 2 * ranks, {})]
     if not trainer.activation_checkpointing:
-        found.append(Change("trainer.activation_checkpointing=true", ranks, {"activation_checkpointing": True}))
+        found.append(PlanChange("trainer.activation_checkpointing=true", ranks, {"activation_checkpointing": True}))
     if (half := trainer.micro_batch_tokens // 2) >= config.model.max_length:
-        found.append(Change(f"trainer.micro_batch_tokens={half}", ranks, {"micro_batch_tokens": half}))
+        found.append(PlanChange(f"trainer.micro_batch_tokens={half}", ranks, {"micro_batch_tokens": half}))
     if trainer.lora is None and trainer.parallel.tensor == 1:
-        found.append(Change("trainer.lora.rank=16", ranks, {"lora": {"rank": 16}}))
+        found.append(PlanChange("trainer.lora.rank=16", ranks, {"lora": {"rank": 16}}))
     return [change for change in found if not (shared and change.ranks > ranks)]
 
 
 def _tried(config: TidemillConfig, ranks: int, shared: bool) -> dict[str, dict[str, int]]:
     """Return the sizes with one setting changed; one that cannot be computed is left out."""
 
-    def size(change: Change) -> dict[str, int] | None:
+    def size(change: PlanChange) -> dict[str, int] | None:
         values = dump_config(config)
         values["trainer"] = {**values.get("trainer", {}), **change.trainer, "processes": 1}
         try:

@@ -29,7 +29,7 @@ from consumers.trainer.model.lora import adapt
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import TrainStep
-from deploy.planning.shapes import Ledger, ShapesOnly
+from deploy.planning.shapes import MemoryLedger, ShapesOnly
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError
 from schemas.model_folder import resolve_folder
@@ -89,7 +89,7 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
     if on_gpu:
         packing.KERNELS["each"] = packing.KERNELS["varlen"]
         head.CPU_LOGITS = head.CHUNK_LOGITS
-    fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger()
+    fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), MemoryLedger()
     shapes = ShapesOnly(fake, ledger)
     try:
         policy = _empty_policy(config, tried, fake)
@@ -227,7 +227,7 @@ def _measure(
     step: TrainStep,
     reference: nn.Module | None,
     shapes: ShapesOnly,
-    ledger: Ledger,
+    ledger: MemoryLedger,
     number: int,
 ) -> StepSize:
     weights = [local_part(p) for model in (step.policy, reference) if model is not None for p in model.parameters()]

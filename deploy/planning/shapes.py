@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 _aten: Any = torch.ops.aten
 
 
-class Ledger:
+class MemoryLedger:
     """The bytes of all storages that are alive. peak: the most since ``restart``."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class ShapesOnly(TorchDispatchMode):
     flops: of all matrix products and attention so far, by PyTorch's own formulas.
     """
 
-    def __init__(self, fake: FakeTensorMode, ledger: Ledger) -> None:
+    def __init__(self, fake: FakeTensorMode, ledger: MemoryLedger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake, self._ledger = fake, ledger
         self.flops = 0

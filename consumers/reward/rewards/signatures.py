@@ -231,14 +231,14 @@ def _answer_messages(sample: RewardInput) -> list[dict[str, Any]]:
     return [{"role": "assistant", "content": sample.completion}]
 
 
-class Settings(dict[str, Any]):
+class ClassSettings(dict[str, Any]):
     """Arguments of a term as a class of RLinf reads them: ``config.get("scale", 1.0)`` and ``config.scale``."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
             raise AttributeError(f"the term's args have no {name!r}")
         value = self[name]
-        return Settings(value) if isinstance(value, dict) else value
+        return ClassSettings(value) if isinstance(value, dict) else value
 
 
 def from_class(owner: type, args: dict[str, Any]) -> Callable[..., Any]:
@@ -252,7 +252,7 @@ def from_class(owner: type, args: dict[str, Any]) -> Callable[..., Any]:
 
     def prepare(**_: Any) -> None:
         if not made:
-            made.append(owner(Settings(args)))
+            made.append(owner(ClassSettings(args)))
 
     def get_reward(completions: list[str], answer: list[Any] | None = None, **columns: Any) -> Any:
         prepare()

@@ -39,20 +39,20 @@ def credit(samples: Samples, advantage: AnyAdvantage, by_name: bool = False) -> 
 
 
 @dataclass(frozen=True)
-class Weights:
+class SampleWeights:
     """Weights of the samples' loss tokens in the step's loss, float64 [S], and the totals that they divide by."""
 
     samples: Floats
     totals: Totals
 
 
-def weigh(samples: Samples, aggregation: Aggregation, max_tokens: int, mask_truncated: bool = False) -> Weights:
+def weigh(samples: Samples, aggregation: Aggregation, max_tokens: int, mask_truncated: bool = False) -> SampleWeights:
     """Weigh the samples by their loss tokens in all rows; DataError if a weight is not a finite number."""
     masked = samples.truncated & mask_truncated
     counted = np.where(masked, 0, samples.lengths)
     totals = Totals.of(counted, samples.groups, max_tokens)
     found = one_each("weights of the aggregation", aggregation(counted, samples.groups, totals), len(counted))
-    return Weights(np.where(masked, 0.0, found), totals)
+    return SampleWeights(np.where(masked, 0.0, found), totals)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class StepPlan:
 
     samples: Samples
     credit: Credit
-    weights: Weights
+    weights: SampleWeights
     deal: Deal
     rows: list[TrainRow]
     images: ImageFiles | None = None

@@ -19,7 +19,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Conversion:
+class TensorConversion:
     """How some tensors of a model become tensors of its file.
 
     sources: their names in the model. shapes: names and shapes in the file, in its order. model: None if the one source
@@ -38,7 +38,7 @@ class Conversion:
         return [made[name] for name in self.shapes]
 
 
-def conversions(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> list[Conversion]:
+def conversions(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> list[TensorConversion]:
     """Return the conversions that together store tensors of these names and ``shapes`` in memory, one tensor each.
 
     Tensors that only together make one of the file are in one conversion, the last.
@@ -52,10 +52,10 @@ def conversions(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> 
             together.append(name)
             continue
         unchanged = [each is tensor for each in alone.values()] == [True]
-        found.append(Conversion([name], _shapes(alone), None if unchanged else model))
+        found.append(TensorConversion([name], _shapes(alone), None if unchanged else model))
     if together:
         rest = {name: shape for name, shape in stored.items() if not any(name in each.shapes for each in found)}
-        found.append(Conversion(together, rest, model))
+        found.append(TensorConversion(together, rest, model))
     return found
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from consumers.trainer.model.file_layout import Conversion, conversions, dtype_rule
+from consumers.trainer.model.file_layout import TensorConversion, conversions, dtype_rule
 from consumers.trainer.model.lora import NAME, peft_config
 from consumers.trainer.model.policy import DTYPES, Policy
 from schemas.config import ModelConfig
@@ -46,7 +46,7 @@ class FileLayout:
     conversions: in the order of the file. dtypes: of each of the policy's tensors in the file, by its name in memory.
     """
 
-    conversions: Sequence[Conversion]
+    conversions: Sequence[TensorConversion]
     dtypes: Mapping[str, torch.dtype]
 
     @property
@@ -65,7 +65,8 @@ def file_layout(policy: Policy, dtype: str) -> FileLayout:
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if policy.adapter is not None:
         return FileLayout(
-            [Conversion([name], {name: shape}) for name, shape in shapes.items()], dict.fromkeys(weights, DTYPES[dtype])
+            [TensorConversion([name], {name: shape}) for name, shape in shapes.items()],
+            dict.fromkeys(weights, DTYPES[dtype]),
         )
     rule = dtype_rule(policy.causal_lm, DTYPES[dtype])
     return FileLayout(conversions(policy.causal_lm, shapes), {name: rule(name) for name in weights})

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from consumers.trainer.distributed.ranks import local_part
-from consumers.trainer.model.file_layout import Conversion
+from consumers.trainer.model.file_layout import TensorConversion
 from consumers.trainer.model.hf_weights import FileLayout, file_layout, header, whole, wire_weights
 from consumers.trainer.model.policy import DTYPES, Policy
 from schemas.digests import CHUNK_BYTES, digest
@@ -33,7 +33,7 @@ COPY_DEADLINE_S = 600.0
 class Copy:
     """Tensors of a policy, whole, and the views of the file's image that they are converted and copied to."""
 
-    conversion: Conversion
+    conversion: TensorConversion
     sources: Sequence[Tensor]
     views: Sequence[Tensor]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
 from consumers.trainer.algorithms.objective import Objective
+from consumers.trainer.data.credit import AnyAdvantage
+from consumers.trainer.data.load_balancing import Cost
 from consumers.trainer.data.plan import StepPlanner
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
@@ -42,20 +44,11 @@ def build_train_step(
     # Rank 0 reads each model and sends it to the others, one model after the other.
     policy = policy or make_policy(config, empty=not ranks.is_main)
     dtype = DTYPES[config.model.dtype]
-
     function = ADVANTAGES.get(trainer.advantage.name, config.base)
     advantage = bind("trainer.advantage", function, trainer.advantage.args)
-    per_token = getattr(function, "per_token", False)
     # Counted before the policy is sharded: afterwards parameters are parts.
     cost = policy.cost
-    if policy.vision is not None:
-        # A tower that is trained moves on by its momentum in a step of text alone, on however many ranks.
-        policy.vision.always = ranks.world > 1 or not policy.vision.frozen
-
-    if trainer.router_replay:
-        policy.replay_routers()
-    _before_sharding(policy, config, ranks)
-    policy = ranks.prepare(policy, dtype)
+    policy = _shard_policy(policy, config, ranks)
     reference = reference or reference_policy(config, ranks)
     critic = critic or build_critic(config, empty=not ranks.is_main)
     critic_step = None
@@ -64,7 +57,50 @@ def build_train_step(
         critic_step = CriticStep(critic, trainer.critic, trainer.steps, ranks, dtype)
     # Each model of the step computes the same micro-batches: one that pads needs them cut for padding.
     packed = all(model.packed for model in (policy, reference, critic) if model is not None)
-    planner = StepPlanner(
+    planner = _build_planner(config, ranks, policy, advantage, cost, packed)
+    objective = Objective.from_config(trainer, config.base)
+    observers: list[Observer] = [each for each in (watch_experts(policy), policy.router_replay) if each is not None]
+    preparation = Preparation(
+        objective,
+        reference=reference,
+        lora_off=trainer.lora_off,
+        kl_in_reward=trainer.kl.coef if trainer.kl.place == "reward" else 0.0,
+        token_advantage=advantage if getattr(function, "per_token", False) else None,
+        critic=critic_step,
+    )
+    optimizer = build_optimizer(policy.parameters(), trainer.optimizer)
+    update = GradientUpdate(policy, optimizer, ranks, trainer.optimizer.max_grad_norm, dtype)
+    schedule = Schedule(trainer.optimizer, trainer.optimizer.lr, trainer.steps)
+    return TrainStep(
+        policy,
+        planner,
+        objective,
+        update,
+        schedule,
+        ranks,
+        preparation if preparation.needed else None,
+        critic_step,
+        observers,
+    )
+
+
+def _shard_policy(policy: Policy, config: TidemillConfig, ranks: Ranks) -> Policy:
+    """Prepare the policy as configured, and share it out over the ranks."""
+    if policy.vision is not None:
+        # A tower that is trained moves on by its momentum in a step of text alone, on however many ranks.
+        policy.vision.always = ranks.world > 1 or not policy.vision.frozen
+    if config.trainer.router_replay:
+        policy.replay_routers()
+    _before_sharding(policy, config, ranks)
+    return ranks.prepare(policy, DTYPES[config.model.dtype])
+
+
+def _build_planner(
+    config: TidemillConfig, ranks: Ranks, policy: Policy, advantage: AnyAdvantage, cost: Cost, packed: bool
+) -> StepPlanner:
+    """Build the planner of a step. cost: the work of a row; packed: all models of the step take packed rows."""
+    trainer = config.trainer
+    return StepPlanner(
         advantage=advantage,
         aggregation=AGGREGATIONS.get(trainer.aggregation, config.base),
         # Of a data part, whose ranks share the tokens.
@@ -81,34 +117,6 @@ def build_train_step(
         and ranks.layout.context == 1
         and not trainer.router_replay,
         images=None if policy.vision is None else policy.vision.settings,
-    )
-    objective = Objective.from_config(trainer, config.base)
-    observers: list[Observer] = []
-    if (load := watch_experts(policy)) is not None:
-        observers.append(load)
-    if policy.router_replay is not None:
-        observers.append(policy.router_replay)
-    preparation = Preparation(
-        objective,
-        reference=reference,
-        lora_off=trainer.lora_off,
-        kl_in_reward=trainer.kl.coef if trainer.kl.place == "reward" else 0.0,
-        token_advantage=advantage if per_token else None,
-        critic=critic_step,
-    )
-    optimizer = build_optimizer(policy.parameters(), trainer.optimizer)
-    update = GradientUpdate(policy, optimizer, ranks, trainer.optimizer.max_grad_norm, dtype)
-    schedule = Schedule(trainer.optimizer, trainer.optimizer.lr, trainer.steps)
-    return TrainStep(
-        policy,
-        planner,
-        objective,
-        update,
-        schedule,
-        ranks,
-        preparation if preparation.needed else None,
-        critic_step,
-        observers,
     )
 
 
