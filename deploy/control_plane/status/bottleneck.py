@@ -15,6 +15,8 @@ BUSY = 0.2
 """A trainer that waits for less than this share of a step is the limit."""
 MUCH = 0.3
 """A share of the time that is worth naming."""
+WASTED = 0.8
+"""A share of filtered groups that is worth naming before all queues: more services would generate more of the same."""
 
 
 ENDED = {
@@ -34,7 +36,8 @@ class Evidence:
     state, cause: of the run. begun: whether its trainer ever began. missing: roles without a live service. loading:
     services that load their model or recover. unscored, unclaimed: samples and tasks that wait for a reward service
     and for a generator. step_samples: those of one step. load: share of the generators' places that are taken, None
-    without generators. update: share of the time that generators stand still for new weights.
+    without generators. update: share of the time that generators stand still for new weights. filtered: share of the
+    groups that came back and were dropped because their rewards are equal, None before there are enough.
     """
 
     state: RunState
@@ -51,6 +54,7 @@ class Evidence:
     unclaimed: int
     step_samples: int
     load: float | None
+    filtered: float | None
     generated_per_s: float
     trained_per_s: float
 
@@ -65,6 +69,7 @@ def find_bottleneck(seen: Evidence) -> Bottleneck:
             ("weight_update_share", seen.update),
             ("slots_used", seen.active / seen.capacity if seen.capacity else None),
             ("generator_load", seen.load),
+            ("groups_filtered_share", seen.filtered),
             ("samples_without_reward", seen.unscored),
             ("tasks_waiting", seen.unclaimed),
             ("generated_tokens_per_s", seen.generated_per_s),
@@ -92,6 +97,11 @@ def _standing(seen: Evidence) -> tuple[str, str] | None:
     if seen.missing:
         names = _and(seen.missing)
         return _of_role(seen.missing[0]), f"No {names} is alive: the run stands still until there is one."
+    if seen.filtered is not None and seen.filtered > WASTED and (seen.wait is None or seen.wait >= BUSY):
+        return "prompts", (
+            f"Prompts: {seen.filtered:.0%} of the groups are dropped because all their samples have the same reward."
+            " Check the reward function, or use prompts that the model solves sometimes."
+        )
     if seen.wait is None:
         if seen.loading:
             return "nothing", f"Starting: {_and(seen.loading)} {'loads' if len(seen.loading) == 1 else 'load'}."

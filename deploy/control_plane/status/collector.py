@@ -41,6 +41,8 @@ from schemas.model_folder import chat_template
 MEMORY_EVERY_S = 10.0
 RECENT = 20
 """Steps that figures of "now" are taken from."""
+FEW_BATCHES = 4
+"""Batches of dropped groups before the first step from which their reasons are worth naming."""
 STOPPED = 10
 """A step that took so many times the median was not worked on all the time."""
 ROLES = ("supervisor", "control", "feeder", "generator", "reward", "trainer")
@@ -280,6 +282,15 @@ class Collector:
         working = [seconds for seconds in took if seconds <= STOPPED * median(took)]
         return max(0, steps - recent.step[-1]) * sum(working) / len(working)
 
+    def _filtered(self, ledger: LedgerState) -> float | None:
+        """Return the share of groups that equal rewards dropped: in the last steps, or of all before there is one."""
+        if came := sum(self.history.last("groups/complete", RECENT)):
+            return min(1.0, sum(self.history.last("groups/dropped_zero_variance", RECENT)) / came)
+        dropped = sum(ledger.dropped.values())
+        if dropped < FEW_BATCHES * (ledger.batch or 1):
+            return None
+        return ledger.dropped.get("zero_variance", 0) / dropped
+
     def _evidence(
         self,
         state: RunState,
@@ -316,6 +327,7 @@ class Collector:
             unclaimed=stream["tasks"].waiting,
             step_samples=(ledger.batch or 1) * self._plan.n,
             load=min(1.0, taken / places) if places else None,
+            filtered=self._filtered(ledger),
             generated_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in generators),
             trained_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in live if beat.role == "trainer"),
         )

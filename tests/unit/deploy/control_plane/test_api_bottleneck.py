@@ -38,6 +38,7 @@ BUSY = Evidence(
     unclaimed=4,
     step_samples=32,
     load=0.95,
+    filtered=0.1,
     generated_per_s=1000,
     trained_per_s=900,
 )
@@ -54,6 +55,9 @@ BUSY = Evidence(
         ({"active": 3}, "prompts"),
         ({"load": 0.2, "unclaimed": 0}, "staleness"),
         ({"wait": None}, "nothing"),
+        ({"wait": None, "filtered": 0.99}, "prompts"),
+        ({"filtered": 0.9}, "prompts"),
+        ({"filtered": 0.9, "wait": 0.05}, "training"),
         ({"state": "paused"}, "paused"),
         ({"state": "pausing", "cause": "waiting for generator-0"}, "paused"),
         ({"state": "failed", "missing": ["trainer"]}, "nothing"),
@@ -74,6 +78,10 @@ def test_the_bottleneck_names_what_limits_the_run(changes: dict[str, object], li
         ({"begun": False, "wait": None, "missing": ["trainer", "generator"]}, "Starting: no sign of the trainer and"),
         ({"wait": None, "loading": ["generator-0"]}, "Starting: generator-0 loads."),
         ({"wait": None}, "The first step is being made: 20 of 20 prompt groups are under way."),
+        (
+            {"wait": None, "filtered": 1.0},
+            "Prompts: 100% of the groups are dropped because all their samples have the same reward. Check the reward",
+        ),
         ({"missing": ["trainer"]}, "No trainer is alive: the run stands still until there is one."),
         ({"state": "failed", "missing": ["trainer"], "cause": "out of memory"}, "The run has failed. Fix the cause"),
         ({"state": "finished", "missing": ["trainer"]}, "The run is finished: all steps are trained."),
