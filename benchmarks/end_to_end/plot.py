@@ -1,4 +1,4 @@
-"""The picture of benchmarks/end_to_end: held-out accuracy over samples and over minutes, a row for each algorithm."""
+"""The plot of benchmarks/end_to_end: held-out accuracy over samples and over minutes, a row for each algorithm."""
 
 from __future__ import annotations
 

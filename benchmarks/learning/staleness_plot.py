@@ -1,4 +1,4 @@
-"""The picture and the table of benchmarks/learning/staleness.py."""
+"""The plot and the table of benchmarks/learning/staleness.py."""
 
 from __future__ import annotations
 

@@ -154,9 +154,9 @@ class Ledger:
         for task in tasks:
             body, wrong = (b"", None) if isinstance(task, SkippedTask) else check_sendable(task, self._max_bytes)
             prompt = "" if prompts is None else prompts.get(task.task_id, "")
-            pictures = image_args(task if body else None, images or {})
+            image_parts = image_args(task if body else None, images or {})
             letter = letter_of(wrong, self._max_bytes)
-            parts.append((task.task_id, body, task.n, letter, prompt, len(pictures) // 2, *pictures))
+            parts.append((task.task_id, body, task.n, letter, prompt, len(image_parts) // 2, *image_parts))
             unusable.append(wrong)
         answers = self._connection.run_scripts("admit_tasks", [[run.id, *call] for call in split_calls(parts)])
         if any(OTHER_RUN in words for words in answers):

@@ -46,7 +46,7 @@ class WeightPublisher:
         self._publication: WeightPublication | None = None
         self._peers: PeerOrigin | None = None
         check_published(context.rank_group.step.policy, config.model)
-        self._probe, self._picture = probe_tokens(config, context.rank_group.step.policy)
+        self._probe, self._probe_image = probe_tokens(config, context.rank_group.step.policy)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._sending: Future[None] | None = None
         self._full = False
@@ -125,7 +125,7 @@ class WeightPublisher:
         snapshot, logprobs = rank_group.gather(self._probe)
         if not np.isfinite(logprobs).all():
             raise RunFailed(describe_broken(version))
-        probe = Probe(tokens=Array.of(self._probe, "i4"), logprobs=Array.of(logprobs, "f4"), image=self._picture)
+        probe = Probe(tokens=Array.of(self._probe, "i4"), logprobs=Array.of(logprobs, "f4"), image=self._probe_image)
         adapter = rank_group.step.policy.adapter
 
         def send() -> None:

@@ -96,7 +96,7 @@ class StepLog:
             self._log_completions()
         self._broker.metrics.append(figures)
         kept = self._broker.trajectory_store.keep(step, self._samples, batch.terms)
-        self._sample_log.keep_pictures(kept, batch.groups)
+        self._sample_log.keep_images(kept, batch.groups)
         self.write_evaluations()
 
     def write_evaluations(self) -> None:

@@ -109,7 +109,7 @@ def image_size(data: bytes) -> tuple[int, int]:
 
 
 def probe_image(settings: ImageSettings) -> bytes:
-    """Return a fixed picture of two by two tokens, prepared for the model, with which weights are checked."""
+    """Return a fixed image of two by two tokens, prepared for the model, with which weights are checked."""
     from PIL import Image as Pillow
 
     side = 2 * settings.unit

@@ -14,7 +14,7 @@ from schemas.codec import Array, Message
 class Probe(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Check of loaded weights: tokens int32 [T], and their log-probabilities float32 [T-1] (token t+1 given 0..t).
 
-    image: the tokens [start, end) that stand for the fixed picture (schemas/images/), or None.
+    image: the tokens [start, end) that stand for the fixed image (schemas/images/), or None.
     """
 
     tokens: Array

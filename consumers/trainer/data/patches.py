@@ -103,9 +103,9 @@ def positions_of(
 
 
 def probe_batch(settings: ImageSettings, length: int = 4, start: int = 0) -> ImageBatch:
-    """Return the fixed picture with which weights are checked, in one row of ``length`` tokens from ``start`` on."""
+    """Return the fixed image with which weights are checked, in one row of ``length`` tokens from ``start`` on."""
     placed = PlacedImage("probe", start, start + 4)
     found = ImageFiles(settings, {"probe": probe_image(settings)}).batch([[placed]], length)
     if found is None:
-        raise ValueError("a picture is an image")
+        raise ValueError("the probe's image is empty")
     return found

@@ -36,7 +36,7 @@ England more than a thousand years ago, and some of them still work today.
 
 
 def probe_tokens(config: TidemillConfig, policy: Policy) -> tuple[list[int], tuple[int, int] | None]:
-    """Return the tokens of the probe, and for a vision model which of them [start, end) stand for the fixed picture.
+    """Return the tokens of the probe, and for a vision model which of them [start, end) stand for the fixed image.
 
     Without a tokenizer they are random.
     """
@@ -48,17 +48,17 @@ def probe_tokens(config: TidemillConfig, policy: Policy) -> tuple[list[int], tup
         tokens = torch.randint(vocabulary, (length,), generator=generator).tolist()
     if policy.vision is None:
         return tokens[:length], None
-    opening, picture = policy.vision.probe_tokens(policy.causal_lm)
-    # Behind the picture: elsewhere a token that stands for images would be text here and there.
+    opening, image = policy.vision.probe_tokens(policy.causal_lm)
+    # Behind the image: elsewhere a token that stands for images would be text here and there.
     probe = [*opening, *(token for token in tokens[:length] if token != policy.vision.token)]
-    return probe[: config.model.max_length - 1], picture
+    return probe[: config.model.max_length - 1], image
 
 
 @torch.no_grad()
 def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
     """Log-probability of each token after the first at temperature 1, float32 [T-1], by the model's own forward.
 
-    The probe of a vision model begins with the fixed picture.
+    The probe of a vision model begins with the fixed image.
     """
     ids = torch.tensor([list(tokens)], device=policy.device)
     images = None

@@ -54,7 +54,7 @@ class VisionTower:
         self._check(model)
 
     def probe_tokens(self, model: PreTrainedModel) -> tuple[list[int], tuple[int, int]]:
-        """Return the tokens of the fixed picture with those that open and close it, and the range of its own."""
+        """Return the tokens of the fixed image with those that open and close it, and the range of its own."""
         config = model.config
         around = (getattr(config, name, None) for name in ("vision_start_token_id", "vision_end_token_id"))
         opening, closing = ([token] if isinstance(token, int) else [] for token in around)
@@ -97,13 +97,13 @@ class VisionTower:
 
     @torch.no_grad()
     def _check(self, model: PreTrainedModel) -> None:
-        """Raise ConfigError unless the parts, called one by one, compute what the model does on a picture."""
+        """Raise ConfigError unless the parts, called one by one, compute what the model does on an image."""
         if model.device.type == "meta":
             return
         base: Any = model.base_model
         length = 12
-        picture, (start, end) = self.probe_tokens(model)
-        ids = torch.tensor([[*picture, *range(1, 1 + length - len(picture) % length)]], device=model.device)
+        tokens, (start, end) = self.probe_tokens(model)
+        ids = torch.tensor([[*tokens, *range(1, 1 + length - len(tokens) % length)]], device=model.device)
         ids = torch.where((ids == self.token) & (torch.arange(ids.shape[1]) >= end), 0, ids)
         images = probe_batch(self.settings, ids.shape[1], start).to(model.device)
         types = torch.zeros_like(ids).masked_fill(images.marks, 1)
@@ -126,7 +126,7 @@ class VisionTower:
         difference = float((found - own).float().norm() / own.float().norm().clamp(min=1e-9))
         if not difference < (TOLERANCE if own.dtype == torch.float32 else 30 * TOLERANCE):
             raise ConfigError(
-                f"model.kind vision: a model of type {model.config.model_type} computes another result than we do on a"
-                f" picture (relative difference {difference:.2g}), so it can't be trained; supported are"
+                f"model.kind vision: a model of type {model.config.model_type} computes another result than we do on an"
+                f" image (relative difference {difference:.2g}), so it can't be trained; supported are"
                 f" {', '.join(FAMILIES)}"
             )

@@ -1,6 +1,6 @@
 """Whole prompt groups in the run's folder, to be read: samples/train-STEP.jsonl, a line for each group that is kept.
 
-The pictures that the policy saw in them are in samples/images/.
+The images that the policy saw in them are in samples/images/.
 
 Of each step a few groups are kept, with all of their samples: texts, rewards by term, advantages. Nothing
 depends on the files: a full disk loses a line, never a step. The oldest files are deleted when all together are too
@@ -28,9 +28,9 @@ if TYPE_CHECKING:  # it needs PyTorch, and `tidemill up` checks trackers without
 KEEP_BYTES = 512 << 20
 FILE_BYTES = 16 << 20
 """Bytes after which a new file begins."""
-PICTURES = "images"
-PICTURE_BYTES = 256 << 20
-"""Most bytes of all pictures; beyond that the oldest are deleted."""
+IMAGES = "images"
+IMAGE_BYTES = 256 << 20
+"""Most bytes of all images; beyond that the oldest are deleted."""
 LONGEST = 64 << 10
 """Characters of a text after which it is cut."""
 
@@ -47,7 +47,7 @@ class SampleLog:
         self._groups = groups
         self._file: LineFile | None = None
         self._complained = False
-        self._picture_bytes = -1
+        self._image_bytes = -1
 
     def write(
         self, step: int, version: int, groups: Sequence[Group], advantages: Sequence[float], terms: Terms
@@ -60,17 +60,17 @@ class SampleLog:
             for index in choose_groups(groups, self._groups, step):
                 own = advantages[firsts[index] : firsts[index + 1]]
                 self._append(step, json.dumps(group_line(step, version, groups[index], own, terms)))
-                self._keep_pictures(groups[index].images)
+                self._keep_images(groups[index].images)
         except OSError as error:
             self._complain(error)
 
-    def keep_pictures(self, trajectories: Sequence[Trajectory], groups: Sequence[Group]) -> None:
-        """Keep the pictures of these samples, which the broker forgets. groups: where the pictures are."""
+    def keep_images(self, trajectories: Sequence[Trajectory], groups: Sequence[Group]) -> None:
+        """Keep the images of these samples, which the broker forgets. groups: where the images are."""
         wanted = {image.digest for trajectory in trajectories for image in trajectory.images}
         if not self._groups or not wanted:
             return
         try:
-            self._keep_pictures(
+            self._keep_images(
                 {digest: body for group in groups for digest, body in group.images.items() if digest in wanted}
             )
         except OSError as error:
@@ -81,25 +81,25 @@ class SampleLog:
             log.warning("samples are not kept", folder=str(self._folder), error=str(error))
         self._complained = True
 
-    def _keep_pictures(self, images: Mapping[str, bytes]) -> None:
-        folder = self._folder / PICTURES
-        if images and self._picture_bytes < 0:
+    def _keep_images(self, images: Mapping[str, bytes]) -> None:
+        folder = self._folder / IMAGES
+        if images and self._image_bytes < 0:
             folder.mkdir(parents=True, exist_ok=True)
-            self._picture_bytes = sum(file.stat().st_size for file in folder.glob("*.png"))
+            self._image_bytes = sum(file.stat().st_size for file in folder.glob("*.png"))
         for digest, body in images.items():
             file = folder / f"{digest}.png"
             if not file.exists():
                 atomic_write(file, body)
-                self._picture_bytes += len(body)
-        if self._picture_bytes > PICTURE_BYTES:
-            self._drop_old_pictures(folder)
+                self._image_bytes += len(body)
+        if self._image_bytes > IMAGE_BYTES:
+            self._drop_old_images(folder)
 
-    def _drop_old_pictures(self, folder: Path) -> None:
-        """Delete the oldest pictures, down to three quarters of the limit."""
+    def _drop_old_images(self, folder: Path) -> None:
+        """Delete the oldest images, down to three quarters of the limit."""
         for file in sorted(folder.glob("*.png"), key=lambda file: file.stat().st_mtime):
-            if self._picture_bytes <= PICTURE_BYTES * 3 // 4:
+            if self._image_bytes <= IMAGE_BYTES * 3 // 4:
                 break
-            self._picture_bytes -= file.stat().st_size
+            self._image_bytes -= file.stat().st_size
             file.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from broker.connection.stream_pages import KEEP_LINES
 from broker.telemetry.events import StoredEvent
-from deploy.control_plane.files.pictures import ANSWER, Digest, kept_picture, picture_answer
+from deploy.control_plane.files.images import ANSWER, Digest, image_answer, kept_image
 from deploy.control_plane.routes.context import InContext
 from deploy.control_plane.routes.paging import page_of
 from deploy.control_plane.status.collector import evaluation
@@ -148,7 +148,7 @@ def weights(context: InContext, page: Few) -> Weights:
 def image(context: InContext, digest: Digest) -> Response:
     """Return an image that the policy was shown, as the model reads it, from the pipeline or the run's folder."""
     stored = context.broker.images.fetch([digest]).get(digest)
-    return picture_answer(digest, stored or kept_picture(context.plan.folder, digest))
+    return image_answer(digest, stored or kept_image(context.plan.folder, digest))
 
 
 @router.get("/evaluations")

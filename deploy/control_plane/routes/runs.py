@@ -10,8 +10,8 @@ from fastapi.responses import Response, StreamingResponse
 from deploy.control_plane.files.archive import Archive
 from deploy.control_plane.files.evaluations import PromptSort, read_evaluations, read_prompts
 from deploy.control_plane.files.groups import Sort, Wanted
+from deploy.control_plane.files.images import ANSWER, Digest, image_answer, kept_image
 from deploy.control_plane.files.logs import PART, list_logs, read_log
-from deploy.control_plane.files.pictures import ANSWER, Digest, kept_picture, picture_answer
 from deploy.control_plane.files.resources import read_alerts
 from deploy.control_plane.files.tar import tar_members, tar_size, tar_stream
 from deploy.control_plane.routes.context import Context
@@ -131,9 +131,9 @@ def show_group(archive: InArchive, run: Name, step: Number, task_id: Number) -> 
 
 @router.get("/{run}/images/{digest}", response_class=Response, responses=ANSWER)
 def show_image(archive: InArchive, run: Name, digest: Digest) -> Response:
-    """Return a picture that the policy was shown in a sample that is kept, as the model reads it."""
+    """Return an image that the policy was shown in a sample that is kept, as the model reads it."""
     with archive.open(run) as folder:
-        return picture_answer(digest, kept_picture(folder.path, digest))
+        return image_answer(digest, kept_image(folder.path, digest))
 
 
 @router.get("/{run}/evaluations")

@@ -96,38 +96,38 @@ def with_image(task_id: int, digest: str, body: bytes) -> Group:
     return Group(task_id, samples, {digest: body})
 
 
-def test_pictures_of_kept_samples_are_kept_once_and_the_oldest_go(
+def test_images_of_kept_samples_are_kept_once_and_the_oldest_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample_log, "PICTURE_BYTES", 400)
+    monkeypatch.setattr(sample_log, "IMAGE_BYTES", 400)
     log, folder = SampleLog(tmp_path, 1), tmp_path / "samples" / "images"
     groups = [with_image(0, "a" * 32, b"x" * 100), with_image(1, "b" * 32, b"y" * 100)]
     log.write(0, 0, groups, [], {})
     assert [file.name for file in folder.iterdir()] == [f"{'a' * 32}.png"]
     assert [sample["images"] for sample in lines(tmp_path)[0]["samples"]] == [["a" * 32]] * 2
-    log.keep_pictures([groups[1].samples[0][0]], groups)
+    log.keep_images([groups[1].samples[0][0]], groups)
     assert (folder / f"{'b' * 32}.png").read_bytes() == b"y" * 100
     os.utime(folder / f"{'a' * 32}.png", (1, 1))
     again = SampleLog(tmp_path, 1)
     again.write(1, 1, [with_image(2, "c" * 32, b"z" * 250)], [], {})
     assert {file.name[0] for file in folder.iterdir()} == {"c"}, "down to three quarters of what there may be"
-    SampleLog(tmp_path / "none", 0).keep_pictures([groups[1].samples[0][0]], groups)
+    SampleLog(tmp_path / "none", 0).keep_images([groups[1].samples[0][0]], groups)
     assert not (tmp_path / "none").exists()
 
 
-def test_a_picture_that_a_full_disk_cut_off_is_written_once_there_is_room(tmp_path: Path) -> None:
+def test_an_image_that_a_full_disk_cut_off_is_written_once_there_is_room(tmp_path: Path) -> None:
     log, groups = SampleLog(tmp_path, 1), [with_image(0, "a" * 32, b"x" * (2 << 20))]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-        log.keep_pictures([groups[0].samples[0][0]], groups)
+        log.keep_images([groups[0].samples[0][0]], groups)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     folder = tmp_path / "samples" / "images"
-    assert list(folder.glob("*.png")) == [], "half of a picture would be shown as one"
-    log.keep_pictures([groups[0].samples[0][0]], groups)
+    assert list(folder.glob("*.png")) == [], "half of an image would be shown as one"
+    log.keep_images([groups[0].samples[0][0]], groups)
     assert [file.read_bytes() for file in folder.iterdir()] == [b"x" * (2 << 20)]
 
 

@@ -21,18 +21,18 @@ KIND = "image/png"
 ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {KIND: {"schema": {"type": "string", "format": "binary"}}}}}
 """The answer as the API's description has it."""
 
-Digest = Annotated[str, InPath(pattern=f"^{DIGEST}$", description="Of the picture, from a trajectory or a group.")]
+Digest = Annotated[str, InPath(pattern=f"^{DIGEST}$", description="Of the image, from a trajectory or a group.")]
 
 
-def kept_picture(folder: Path, digest: str) -> bytes | None:
-    """Return the picture that a trainer has kept in its run's folder; None if it has not, or has it no more."""
+def kept_image(folder: Path, digest: str) -> bytes | None:
+    """Return the image that a trainer has kept in its run's folder; None if it was never kept, or is deleted."""
     try:
         return (folder / FOLDER / f"{digest}.png").read_bytes()
     except OSError:
         return None
 
 
-def picture_answer(digest: str, body: bytes | None) -> Response:
+def image_answer(digest: str, body: bytes | None) -> Response:
     """Return the response with an image. Refusal if there is no image, or the bytes are not an image."""
     if body is None:
         raise Refusal(404, f"the image {digest} is not in the pipeline, and not among those that are kept")
