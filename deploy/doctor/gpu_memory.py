@@ -14,6 +14,7 @@ from typing import Any
 from deploy.launchers.gpus import UTILIZATION, Gpu, GpuPlan, engine_width
 from producers.engines.factory import engine_name
 from schemas.config import TidemillConfig
+from schemas.config.trainer import CHECKPOINTED_FROM
 
 GB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -101,10 +102,13 @@ def trainer_need(config: TidemillConfig, size: ModelSize, memory_gb: float | Non
     if trainer.lora is not None:
         trained, frozen = trainer.lora.rank * size.linear, float(size.parameters * small)
     kept = size.layers * ACTIVATIONS
-    if trainer.activation_checkpointing:
+    checkpointing = trainer.activation_checkpointing
+    if checkpointing == "auto":
+        checkpointing = size.parameters >= CHECKPOINTED_FROM
+    if checkpointing:
         # The input of each layer, unless it is offloaded to main memory, and the output of attention.
         inputs = 0 if trainer.activation_offload else size.layers
-        kept = inputs + (size.layers if trainer.activation_checkpointing == "selective" else 0) + ACTIVATIONS
+        kept = inputs + (size.layers if checkpointing == "selective" else 0) + ACTIVATIONS
     parts = {
         "weights": (4 * trained + frozen) / ranks,
         "gradients": 4 * trained / ranks,

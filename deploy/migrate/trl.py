@@ -54,7 +54,12 @@ RULES = (
     ConversionRule("adam_beta2", "trainer.optimizer.betas", "0.999 there, 0.95 here by default"),
     ConversionRule("adam_epsilon", "trainer.optimizer.eps", convert=same),
     ConversionRule("max_grad_norm", "trainer.optimizer.max_grad_norm", convert=same),
-    ConversionRule("gradient_checkpointing", "trainer.activation_checkpointing", "on there, off here by default", same),
+    ConversionRule(
+        "gradient_checkpointing",
+        "trainer.activation_checkpointing",
+        "on there; here by default from a billion parameters",
+        same,
+    ),
     ConversionRule("loss_type", "trainer.loss.name, trainer.aggregation", "see below"),
     ConversionRule("importance_sampling_level", "trainer.loss.name", "sequence becomes gspo"),
     ConversionRule("epsilon", "trainer.loss.args.clip_low"),

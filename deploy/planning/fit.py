@@ -171,7 +171,7 @@ def changes(config: TidemillConfig, ranks: int, shared: bool) -> list[PlanChange
     """Return the single settings that are worth trying."""
     trainer = config.trainer
     found = [PlanChange(f"{2 * ranks} ranks", 2 * ranks, {})]
-    if not trainer.activation_checkpointing:
+    if trainer.activation_checkpointing in (False, "auto"):
         found.append(PlanChange("trainer.activation_checkpointing=true", ranks, {"activation_checkpointing": True}))
     if (half := trainer.micro_batch_tokens // 2) >= config.model.max_length:
         found.append(PlanChange(f"trainer.micro_batch_tokens={half}", ranks, {"micro_batch_tokens": half}))

@@ -13,6 +13,10 @@ from schemas.config.publish import PublishConfig
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+CHECKPOINTED_FROM = 1_000_000_000
+"""Parameters from which trainer.activation_checkpointing: auto saves activations."""
+
+
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
@@ -213,10 +217,10 @@ class TrainerConfig(Section):
         1800.0,
         description="How long a rank waits for the others within a step; pauses and waits for batches don't count.",
     )
-    activation_checkpointing: bool | Literal["selective"] = Field(
-        False,
+    activation_checkpointing: bool | Literal["auto", "selective"] = Field(
+        "auto",
         description="Compute activations again in the backward pass, also for the critic: less memory, about a third"
-        " more time. selective: keep the results of attention.",
+        " more time. auto: for models of a billion parameters or more. selective: keep the results of attention.",
     )
     activation_offload: bool = Field(
         False,
@@ -348,7 +352,7 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _check_offload(self) -> TrainerConfig:
-        if self.activation_offload and not self.activation_checkpointing:
+        if self.activation_offload and self.activation_checkpointing in (False, "auto"):
             raise ValueError(
                 "trainer.activation_offload requires trainer.activation_checkpointing: set that to true or selective"
             )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from schemas.errors import ConfigError
 from schemas.system.files import atomic_folder, commit_folder
 
 MARKER = "COMPLETE"
+THREADS = 8
 _OLDER = re.compile(r"step-\d{8,}-e\d{4,}(\.msgpack\.zst)?|EPOCH")
 
 
@@ -28,21 +30,22 @@ def damage(path: Path) -> str | None:
         return f"no {MARKER} marker"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"unreadable {MARKER} marker ({error})"
-    for name, (size, digest) in listed.items():
+    for name, (size, _) in listed.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
-        if _digest(file) != digest:
-            return f"{name} has changed since it was written"
-    return None
+    digests = _digests([path / name for name in listed])
+    changed = [name for (name, (_, digest)), now in zip(listed.items(), digests, strict=True) if now != digest]
+    return f"{changed[0]} has changed since it was written" if changed else None
 
 
 def complete(aside: Path, path: Path) -> None:
     """Write the marker into the folder ``aside``, and rename it to ``path`` once all of it is on the disk."""
     files = sorted(p for p in aside.rglob("*") if p.is_file())
-    listed = {str(p.relative_to(aside)): [p.stat().st_size, _digest(p)] for p in files}
+    digests = _digests(files)
+    listed = {str(p.relative_to(aside)): [p.stat().st_size, digest] for p, digest in zip(files, digests, strict=True)}
     write_json(aside / MARKER, {"files": listed})
     commit_folder(aside, path)
 
@@ -60,6 +63,12 @@ def refuse_older_names(folder: Path) -> None:
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Write JSON as text; equal contents make equal files."""
     file.write_text(json.dumps(content, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _digests(files: Sequence[Path]) -> list[str]:
+    """Return the digests of files, several at a time: hashing is what saving and loading of large models wait for."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="digest") as pool:
+        return list(pool.map(_digest, files))
 
 
 def _digest(file: Path) -> str:

@@ -82,6 +82,8 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.folder = folder
         self.keep = keep
+        self._whole: Path | None = None
+        """The checkpoint whose files were last found as they were written: reading them takes minutes."""
 
     def save(self, train: TrainStep, *, step: int, version: int, leader_term: int, extra: dict[str, Any]) -> Path:
         """Write everything that the next step depends on, and ``extra`` (JSON), as the newest checkpoint.
@@ -151,6 +153,7 @@ class CheckpointStore:
         for path in self._all():
             problem = damage(path)
             if problem is None:
+                self._whole = path
                 return Newest(path, refused)
             refused.append(f"{path.name}: {problem}")
         return Newest(None, refused)
@@ -198,8 +201,8 @@ class CheckpointStore:
         ConfigError if it is of another model.
         """
         with train.ranks.on_all_ranks(f"checkpoint {path} is damaged", InfraError):
-            # Every file is read whole for that: once is enough.
-            problem = damage(path) if train.ranks.is_main else None
+            problem = damage(path) if train.ranks.is_main and path != self._whole else None
+            self._whole = None
             if problem is not None:
                 raise OSError(problem)
         state = read_state(path)

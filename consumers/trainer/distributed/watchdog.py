@@ -97,7 +97,7 @@ def end_process(reason: ExitReason) -> None:
 class RankWatchdog:
     """Ends this process if another rank is lost within its context; each other rank has a connection to rank 0.
 
-    host: where rank 0 can be reached, and where it listens. end: called with the reason to end.
+    host: where this rank reaches rank 0. end: called with the reason to end.
     """
 
     def __init__(
@@ -134,10 +134,11 @@ class RankWatchdog:
 
     def _accept(self) -> None:
         secret = secrets.token_hex(16)
-        with socket.create_server((self._host, 0)) as server:
-            host, port = server.getsockname()
+        # At every address of this machine: what it calls itself need not be what the others call it.
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
             for rank in range(1, self._world):
-                self._channel.send(rank, f"{host} {port} {secret}".encode())
+                self._channel.send(rank, f"{port} {secret}".encode())
             deadline = time.monotonic() + JOIN_S
             while len(self._connections) < self._world - 1:
                 server.settimeout(max(0.01, deadline - time.monotonic()))
@@ -151,8 +152,8 @@ class RankWatchdog:
                     connection.close()
 
     def _join(self) -> None:
-        host, port, secret = self._channel.receive(0).decode().split()
-        connection = socket.create_connection((host, int(port)), timeout=JOIN_S)
+        port, secret = self._channel.receive(0).decode().split()
+        connection = socket.create_connection((self._host, int(port)), timeout=JOIN_S)
         _tell(connection, f"{secret} {self._rank}")
         self._connections[0] = connection
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from consumers.trainer.distributed.layout import number_of_experts
+from consumers.trainer.model.router_replay import has_experts
 
 
 def watch_experts(model: nn.Module) -> ExpertLoad | None:
@@ -31,7 +32,7 @@ class ExpertLoad:
 
     def __init__(self, model: nn.Module, experts: int) -> None:
         """Watch a model whose layers have this many experts."""
-        layers = [m for m in model.modules() if any(p.ndim == 3 for p in m.parameters(recurse=False))]
+        layers = [m for m in model.modules() if has_experts(m)]
         self._experts = experts
         self._counts: list[Tensor | None] = [None] * len(layers)
         for number, layer in enumerate(layers):

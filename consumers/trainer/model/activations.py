@@ -14,16 +14,21 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-Checkpointing = bool | Literal["selective"]
+from schemas.config.trainer import CHECKPOINTED_FROM
+
+Checkpointing = bool | Literal["auto", "selective"]
 
 
 def save_activations(model: PreTrainedModel, checkpointing: Checkpointing, offload: bool = False) -> None:
     """Have a model keep less in backward's memory; call it before the model is sharded.
 
-    checkpointing: False: all is kept. True: each layer's input. ``selective``: also the results of attention. offload:
+    checkpointing: False: all is kept. True: each layer's input. ``selective``: also the results of attention. ``auto``:
+    True for models of CHECKPOINTED_FROM parameters or more. offload:
     keep these inputs in main memory, which is pinned where the model computes on a GPU; only with checkpointing, since
     otherwise weights would be copied as well.
     """
+    if checkpointing == "auto":
+        checkpointing = sum(parameter.numel() for parameter in model.parameters()) >= CHECKPOINTED_FROM
     if not checkpointing:
         return
     arguments: dict[str, Any] = {"use_reentrant": False}

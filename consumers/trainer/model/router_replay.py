@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -22,6 +22,11 @@ from schemas.errors import ConfigError, DataError
 from schemas.messages import RoutedExperts
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Return whether a module itself holds experts: weights of three dimensions that are no convolution's."""
+    return not isinstance(module, nn.Conv1d) and any(p.ndim == 3 for p in module.parameters(recurse=False))
 
 
 class RouterReplay:
@@ -66,8 +71,7 @@ class RouterReplay:
         """Try whether each layer that has experts asks for its choice: a router may be built otherwise."""
         if model.device.type == "meta":
             return
-        # Experts are the modules with weights of three dimensions: one for each expert.
-        mixtures = [name for name, m in model.named_modules() if any(p.ndim == 3 for p in m.parameters(recurse=False))]
+        mixtures = [name for name, module in model.named_modules() if has_experts(module)]
         layers = {int(found[1]) for name in mixtures if (found := _LAYER.search(f"{name}."))}
         ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
         model(input_ids=ids, use_cache=False)

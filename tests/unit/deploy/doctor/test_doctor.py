@@ -107,7 +107,7 @@ def config(**trainer: Any) -> TidemillConfig:
 def test_full_training_takes_sixteen_bytes_a_parameter_over_all_ranks_and_an_adapter_much_less() -> None:
     size = model_size(LLAMA_8B)
     assert size is not None
-    full = trainer_need(config(processes=8), size, 80.0)
+    full = trainer_need(config(processes=8, activation_checkpointing=False), size, 80.0)
     states = sum(full.parts[name] for name in ("weights", "gradients", "optimizer"))
     assert states * 8 * 1024**3 == pytest.approx(16 * size.parameters)
     assert full.fits
@@ -117,6 +117,13 @@ def test_full_training_takes_sixteen_bytes_a_parameter_over_all_ranks_and_an_ada
     assert adapter.parts["optimizer"] < 1
     less = trainer_need(config(activation_checkpointing=True), size, 80.0)
     assert less.parts["activations, roughly"] < full.parts["activations, roughly"] / 8
+    assert trainer_need(config(), size, 80.0).parts == less.parts, "it is on by itself for a model of this size"
+    small = model_size(QWEN_HALF_B)
+    assert small is not None
+    assert (
+        trainer_need(config(), small, 80.0).parts
+        == trainer_need(config(activation_checkpointing=False), small, 80.0).parts
+    )
     selective, offloaded = (
         trainer_need(config(**{"activation_checkpointing": True, **more}), size, 80.0)
         for more in ({"activation_checkpointing": "selective"}, {"activation_offload": True})

@@ -52,7 +52,7 @@ def http(**server: Any) -> dict[str, Any]:
         (merged(trainer={"profile_steps": [-1]}), "trainer.profile_steps.0: -1 is not allowed, must be greater than"),
         (
             merged(trainer={"activation_checkpointing": "yes please"}),
-            "trainer.activation_checkpointing: 'yes please' is not allowed, must be 'selective'",
+            "trainer.activation_checkpointing: 'yes please' is not allowed, must be 'auto' or 'selective'",
         ),
         (
             merged(control={"trusted_proxies": ["x"]}),

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from transformers import PreTrainedModel
 
+from consumers.trainer.checkpoint import store
 from consumers.trainer.checkpoint.files import damage
 from consumers.trainer.checkpoint.state import model_tensors, tensors_of
 from consumers.trainer.checkpoint.store import CheckpointStore, load_tensors
@@ -50,6 +51,22 @@ def advance(step: TrainStep, version: int) -> None:
 
 def same(a: TrainStep, b: TrainStep) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.policy.parameters(), b.policy.parameters(), strict=True))
+
+
+def test_a_checkpoint_that_was_found_whole_is_not_read_again_before_it_is_loaded(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 70B parameters each reading takes a quarter of an hour, in which all ranks wait."""
+    step, checkpoints = make_step(model), CheckpointStore(tmp_path)
+    path = checkpoints.save(step, step=1, version=1, leader_term=1, extra={})
+    read: list[Path] = []
+    monkeypatch.setattr(store, "damage", lambda found: read.append(found) or damage(found))
+    assert checkpoints.newest().path == path
+    checkpoints.load(path, step)
+    assert read == [path]
+    (path / "rng-0.json").write_text("{}")
+    with pytest.raises(InfraError, match="bytes instead of"):
+        checkpoints.load(path, step)
 
 
 def test_the_step_after_loading_is_bit_identical(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from consumers.trainer.model.policy import Policy
+from consumers.trainer.model.router_replay import has_experts
 from tests.support.trainer.train_steps import make_train_step
 from tests.support.trainer.trajectories import make_groups
 
@@ -59,3 +61,11 @@ def test_the_load_of_experts_is_what_the_routers_chose(build: Any) -> None:
     assert metrics["experts_unused"] == pytest.approx(unused)
     again = step.run(step.planner.plan(make_groups([4, 3])).batch(), 0).metrics
     assert again["expert_load_max"] == pytest.approx(worst, rel=0.2), "each step has its own counts"
+
+
+def test_a_convolution_is_no_layer_of_experts() -> None:
+    """Hybrids have one in each layer of linear attention: half of the experts would be called unused."""
+    convolution, experts = nn.Conv1d(8, 8, 4, groups=8), nn.Module()
+    experts.gate_up_proj = nn.Parameter(torch.zeros(8, 4, 4))
+    assert convolution.weight.ndim == 3
+    assert (has_experts(convolution), has_experts(experts), has_experts(nn.Linear(4, 4))) == (False, True, False)

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from consumers.offline.preference import _scorer
+from consumers.trainer.model import activations
 from consumers.trainer.model.compile import what_lacks
 from consumers.trainer.model.parity import train_without_noise
 from consumers.trainer.model.policy import Policy, load_model
@@ -153,6 +154,15 @@ def test_activations_that_are_computed_again_give_the_same_step(model: Path, che
     found, again = train(make_step(model, freeze=freeze, activation_checkpointing=checkpointing), model)
     assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
     assert all(torch.allclose(kept[name], again[name], atol=1e-5) for name in kept)
+
+
+@pytest.mark.parametrize(("parameters_from", "again"), [(1, True), (10**9, False)])
+def test_large_models_compute_activations_again_by_themselves(
+    model: Path, monkeypatch: pytest.MonkeyPatch, parameters_from: int, again: bool
+) -> None:
+    """With the defaults a step of 3B parameters would need more than the memory of a GPU."""
+    monkeypatch.setattr(activations, "CHECKPOINTED_FROM", parameters_from)
+    assert make_step(model).policy.causal_lm.is_gradient_checkpointing is again
 
 
 def test_activations_between_layers_wait_in_main_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

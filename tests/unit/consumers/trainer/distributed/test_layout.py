@@ -179,7 +179,8 @@ def pair() -> tuple[RankWatchdog, RankWatchdog, queue.Queue[ExitReason]]:
     """Two connected ranks, and the reasons of the first."""
     reasons: queue.Queue[ExitReason] = queue.Queue()
     wire = Wire()
-    first = RankWatchdog(0, 2, wire, "127.0.0.1", reasons.put)  # type: ignore[arg-type]
+    # A machine may call itself what no other one reaches, as Debian's /etc/hosts does.
+    first = RankWatchdog(0, 2, wire, "127.0.1.1", reasons.put)  # type: ignore[arg-type]
     second = RankWatchdog(1, 2, wire, "127.0.0.1", lambda reason: None)  # type: ignore[arg-type]
     meeting = threading.Thread(target=first.__enter__)
     meeting.start()
