@@ -8,6 +8,8 @@ from typing import Any
 
 from schemas.errors import ConfigError
 
+PROVENANCE = "sft.json"
+"""File beside a model that warm_start made: how it was made."""
 WITHOUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 
 

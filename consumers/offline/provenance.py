@@ -10,8 +10,6 @@ from schemas.config import WarmStartConfig
 
 ENCODING = "as generators"
 """How prompts become tokens; models that were made in another way are made again."""
-DETAILS = "sft.json"
-"""File in the model's folder that holds, among others, the digest of its settings."""
 
 
 def settings_digest(settings: WarmStartConfig, seed: int, dtype: str, base: Path | None = None) -> str:

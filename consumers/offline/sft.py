@@ -37,7 +37,7 @@ from consumers.offline.loop import (
     answer_logprobs,
 )
 from consumers.offline.pairs import batches
-from consumers.offline.provenance import DETAILS, settings_digest
+from consumers.offline.provenance import settings_digest
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
@@ -45,6 +45,7 @@ from consumers.trainer.model.hf_weights import named_weights, save_weights
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from schemas.config import WarmStartConfig
 from schemas.errors import ConfigError, DataError
+from schemas.model_folder import PROVENANCE
 
 Pair: TypeAlias = tuple[Prompt, str]
 Source: TypeAlias = str | Path | Callable[[Path, int], None]
@@ -134,7 +135,7 @@ def train_sft(
         save_weights(model.causal_lm, named_weights(model), aside, dtype, main=ranks.is_main)
         if ranks.is_main:
             tokenizer.save(aside)
-            (aside / DETAILS).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+            (aside / PROVENANCE).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     return result
 
 

@@ -70,11 +70,19 @@ def inspect(
         "control plane": lambda: check_control(config),
         "model": lambda: check_models(config),
     }
+    unusable = False
     for name, make in checks.items():
         if name not in skip:
-            yield run_check(name, make)
+            found = run_check(name, make)
+            unusable |= name == "model" and found.level == "fail"
+            yield found
     if "user code" not in skip:
-        yield from _check_user_code(config, thorough, step_s)
+        # What reads the model would ask the Hub again, with its retries, and fail by the same cause.
+        yield from _check_user_code(config, thorough and not unusable, step_s)
+    if thorough and unusable:
+        yield Finding(
+            "prompts, model size", "warn", "not checked: there is no model", "see the line of the model above"
+        )
 
 
 def check_packages(config: TidemillConfig, here: bool = True) -> str:

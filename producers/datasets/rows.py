@@ -114,7 +114,10 @@ class RowReader:
         else:
             data = {name: _field(row, column, where) for name, column in self.fields.items()}
         if self.answer is not None:
-            data["answer"] = _field(row, self.answer, where)
+            try:
+                data["answer"] = _field(row, self.answer, where)
+            except DataError as error:
+                raise DataError(f"{error}; if rows have no answer, set the dataset's argument answer to null") from None
         return data
 
 

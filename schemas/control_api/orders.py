@@ -48,6 +48,19 @@ class SettingsChange(RequestBody):
     checkpoint_every: int | None = Field(None, ge=1, le=1_000_000)
 
 
+CONFIGURED = {
+    "staleness": "flow.staleness",
+    "batch": "trainer.batch_groups",
+    "concurrency": "generator.max_samples",
+    "lr": "trainer.optimizer.lr",
+    "steps": "trainer.steps",
+    "temperature": "sampling.temperature",
+    "eval_every": "eval.every",
+    "checkpoint_every": "trainer.checkpoint.every",
+}
+"""The setting of the configuration in whose place each of them is."""
+
+
 class PauseRequest(RequestBody):
     """Body of POST /v1/pause. wait_s: longest wait for the pause, seconds; the answer says whether it is done."""
 

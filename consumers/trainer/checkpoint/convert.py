@@ -29,8 +29,7 @@ def export_checkpoint(
     if adapter and config.trainer.lora is None:
         raise ConfigError("this run has no trainer.lora, so there is no adapter to export: leave --adapter out")
     stage("checking the checkpoint")
-    path = CheckpointStore(config.folder / "checkpoints").at(step)
-    out = out or config.folder / "exports" / (f"{path.name}-adapter" if adapter else path.name)
+    path, out = find_export(config, step, out, adapter)
     with whole_folder(out, "folder with --to") as aside:
         stage(f"loading {path.name}")
         policy = make_policy(config)
@@ -45,3 +44,9 @@ def export_checkpoint(
             save_model(policy, aside, config.model.dtype)
         copy_tokenizer(config.model, aside)
     return path, out
+
+
+def find_export(config: TidemillConfig, step: int | None, out: Path | None, adapter: bool) -> tuple[Path, Path]:
+    """Return the checkpoint to export, and the folder for it. ConfigError if the checkpoint is missing or damaged."""
+    path = CheckpointStore(config.folder / "checkpoints").at(step)
+    return path, out or config.folder / "exports" / (f"{path.name}-adapter" if adapter else path.name)

@@ -27,7 +27,7 @@ from consumers.trainer.model.policy import DTYPES, Policy
 from schemas.config import ModelConfig
 from schemas.errors import ConfigError, DataError
 from schemas.messages import TensorSpec
-from schemas.model_folder import resolve_folder
+from schemas.model_folder import PROVENANCE, resolve_folder
 from schemas.weight_files import check_fits, left_out, read_shapes
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -191,8 +191,9 @@ def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
     """Put the model's tokenizer and its other settings beside its new weights, file by file as they are.
 
     The list of a model's weight files stays behind: the new ones are one file, and vLLM reads only what a list names.
+    How warm_start made the model is not copied: it does not describe the new weights.
     """
     for file in resolve_folder(model.path, weights=False).iterdir():
         wanted = file.suffix in (".json", ".txt", ".jinja", ".model") and not file.name.endswith(".index.json")
-        if wanted and not (folder / file.name).exists():
+        if wanted and file.name != PROVENANCE and not (folder / file.name).exists():
             shutil.copy2(file, folder / file.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from deploy.control_plane.routes.context import InContext
 from deploy.control_plane.routes.paging import page_of
 from deploy.control_plane.status.collector import evaluation
 from deploy.control_plane.web.paging import Page, cut
+from deploy.control_plane.web.refusal import Refusal
 from deploy.control_plane.web.sse import EventStream, Hub, timeline_event
 from schemas.control_api import (
     Evaluations,
@@ -28,6 +30,7 @@ from schemas.control_api import (
     Weights,
     WeightVersion,
 )
+from schemas.metric_names import describe
 
 JSON = "application/json"
 EVENT_ID = r"^[0-9]{1,19}(-[0-9]{1,19})?$"
@@ -73,6 +76,11 @@ def metrics_history(
 ) -> Response:
     """Return the trainer's metrics as columns, in rising steps. A cursor is the number of a step."""
     found = context.poller.history(page.number(), page.limit, page.newest, set(name) if name else None)
+    for one in name or () if found.names else ():
+        if one not in found.names and not describe(one):
+            close = difflib.get_close_matches(one, found.names, n=3)
+            hint = f"; did you mean {', '.join(close)}?" if close else "; `names` lists the run's"
+            raise Refusal(404, f"the run has no metric {one!r}{hint}")
     return Response(found.model_dump_json(), media_type=JSON)
 
 

@@ -27,6 +27,7 @@ from deploy.terminal.page import History, plain_line
 from schemas.config import BrokerConfig, SupervisorConfig, TidemillConfig, parse_config
 from schemas.errors import InfraError
 from schemas.messages import Event
+from tests.support.broker.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 DEADLINE_S = 20.0
@@ -101,6 +102,31 @@ def test_settings_that_changed_since_the_last_attempt_are_in_the_timeline(
             pass
         assert len(texts(broker)) == told
     assert texts(broker) == [f"up: resumes with changed settings: trainer.steps {first.trainer.steps} -> 20"]
+
+
+def test_a_changed_configuration_replaces_what_a_user_set_before_and_the_rest_is_named(
+    server: EmbeddedServer, broker: Broker, tmp_path: Path
+) -> None:
+    first = live_config(tmp_path)
+    name = broker.connection.keys.run
+    first = first.model_copy(
+        update={
+            "run": first.run.model_copy(update={"name": name}),
+            "broker": first.broker.model_copy(update={"url": server.url}),
+        }
+    )
+    settle_configuration(first)
+    take_over(broker)
+    broker.ledger.change_settings({"steps": 80, "lr": 1e-5})
+    second = first.model_copy(update={"trainer": first.trainer.model_copy(update={"steps": 60})})
+    run = SupervisedRun(second, tmp_path / "config.yaml", Processes(), settle_configuration(second))
+    with run.observer.timeline.to(run.take_name()):
+        pass
+    assert broker.ledger.read_state().settings == {"lr": 1e-5}
+    assert texts(broker)[-1] == (
+        f"up: settings from an earlier attempt are in force: lr=1e-05; `tidemill set {name} lr=default` restores the"
+        " configuration's"
+    )
 
 
 def test_the_live_view_does_not_say_twice_what_the_supervisor_did(broker: Broker, tmp_path: Path) -> None:

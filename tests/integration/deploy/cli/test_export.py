@@ -76,8 +76,11 @@ def export(config: TidemillConfig, step: int | None = None, out: Path | None = N
 def test_the_export_is_the_model_that_was_trained(
     tmp_path: Path, model: Path, run: TidemillConfig, trained: tuple[Path, TrainStep]
 ) -> None:
+    (model / "sft.json").write_text("{}")
     folder = export(run)
     assert folder == tmp_path / "run/exports/step-00000002-t0001"
+    assert (folder / "tokenizer.json").is_file()
+    assert not (folder / "sft.json").exists(), "how a warm start made the first weights"
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     for (name, want), got in zip(trained[1].policy.causal_lm.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(want, got), name
@@ -170,6 +173,13 @@ def test_an_export_goes_to_the_hub_with_a_card_of_the_runs_figures(
         assert "0.375 over the first 2 steps" in card
         assert "| 2 | 8 | 0.625 |" in card
         assert "lr: 0.001" in card
+        assert str(tmp_path) not in card, "a folder of this machine says nothing to others"
+        assert f"the folder {model.name}" in card
+
+        assert run_tidemill("export", str(folder), "--step", "2").returncode == 0
+        later = run_tidemill("export", str(folder), "--step", "2", "--push", "me/again", "--json")
+        assert later.returncode == 0, later.stderr
+        assert set(hub.files["me/again"]) == set(sent), "what is there is uploaded"
 
         monkeypatch.setenv("HF_TOKEN", "hf_wrong")
         refused = run_tidemill(*arguments[:4], "--to", str(tmp_path / "other"), "--push", "me/sums")

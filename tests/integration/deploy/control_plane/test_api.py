@@ -225,6 +225,9 @@ def test_metrics_and_history_follow_the_steps(api: ControlPlane) -> None:
     api.broker.metrics.append({"step": 1, "reward/mean": 0.5, "staleness/histogram": {"0": 4, "2": 1}})
     api.wait("the step", lambda: api.ask("GET", "/v1/metrics-history")[1]["step"] == [1])
     assert api.ask("GET", "/v1/metrics-history?name=reward/mean")[1]["series"] == {"reward/mean": [0.5]}
+    status, problem = api.ask("GET", "/v1/metrics-history?name=reward/meen")
+    assert (status, problem["detail"]) == (404, "the run has no metric 'reward/meen'; did you mean reward/mean?")
+    assert api.ask("GET", "/v1/metrics-history?name=train/loss")[1]["series"] == {}, "one that is not measured yet"
     with urlopen(f"{api.url}/metrics", timeout=DEADLINE_S) as page:
         text = page.read().decode()
     assert 'tidemill_staleness_versions_bucket{le="1.0"} 4.0' in text

@@ -72,7 +72,7 @@ def test_the_command_names_settings_that_share_out_all_gpus(tmp_path: Path) -> N
     config = tmp_path / "my.yaml"
     config.write_text(CONFIG.format(folder=tmp_path / "run"))
     write_run(tmp_path / "run")
-    given = ["--gpus", "6", "--trained-tokens-per-s", "500", "--json"]
+    given = ["flow.staleness=8", "--gpus", "6", "--trained-tokens-per-s", "500", "--json"]
     done = CliRunner().invoke(app, ["plan", str(config), *given])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -84,3 +84,13 @@ def test_the_command_names_settings_that_share_out_all_gpus(tmp_path: Path) -> N
     speeds = {plan["staleness"]: plan["tokens_per_s"] for plan in found["plans"]}
     assert speeds[start["flow.staleness"]] >= 0.95 * max(speeds.values())
     assert speeds[0] < speeds[4]
+
+
+@pytest.mark.parametrize("bound", [0, 2, 8])
+def test_no_staleness_above_the_configured_one_is_recommended(tmp_path: Path, bound: int) -> None:
+    config = tmp_path / "my.yaml"
+    config.write_text(CONFIG.format(folder=tmp_path / "run") + f"flow: {{staleness: {bound}}}\n")
+    done = CliRunner().invoke(app, ["plan", str(config), "--json"])
+    found = json.loads(done.stdout)
+    assert found["start_from"]["flow.staleness"] <= bound
+    assert [one["staleness"] for one in found["plans"]] == [0, 1, 2, 4, 8], "the others are shown all the same"
