@@ -101,7 +101,7 @@ KEY_NOTES = {
     "questions": "list: users' questions to the current policy that no generator has taken yet",
     "answers": "stream: the newest answers to these",
 }
-"""What is behind each key of broker/connection/keys.py; a new key without a line here fails the build."""
+"""Content of each key of broker/connection/keys.py; a new key without a line here fails the build."""
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -124,7 +124,7 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def abilities() -> str:
-    """What engines may lack, and which do."""
+    """Abilities that engines may lack, and which do."""
     engines = {
         **{name: ENGINES.get(name).lacks for name in ENGINES.names if name != "http"},
         **{f"http, {dialect}": make_dialect(dialect).lacks for dialect in TESTED},
@@ -316,7 +316,7 @@ def script_table() -> str:
 
 
 def plugin_table() -> str:
-    """What is built in, by setting, each with its arguments and the first paragraph of its documentation."""
+    """Built-in names by setting, each with its arguments and the first paragraph of its documentation."""
     rows = []
     for setting, registry in REGISTRIES.items():
         for number, name in enumerate(registry.names):
@@ -340,7 +340,7 @@ def definition(path: str) -> Definition:
 
 
 def arguments(found: Definition) -> list[str]:
-    """What ``args`` may hold: ``name=default``, or the name alone of one that has to be given."""
+    """Keys that ``args`` may hold: ``name=default``, or the name alone of one that has to be given."""
     made = next((part for part in found.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"), None)
     if isinstance(found, ast.ClassDef) and made is None:
         # The fields of a dataclass.
@@ -362,7 +362,7 @@ def metric_table() -> str:
 
 
 def migration_table(rules: tuple[ConversionRule, ...]) -> str:
-    """What becomes of each setting of another system; those without a counterpart last."""
+    """The conversion of each setting of another system; those without a counterpart last."""
     with_one = [[f"`{rule.theirs}`", f"`{rule.ours}`", rule.note] for rule in rules if rule.ours]
     without = [[f"`{rule.theirs}`", "-", rule.note] for rule in rules if not rule.ours]
     return table(["There", "Here", "Note"], with_one + without)

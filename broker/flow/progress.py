@@ -93,7 +93,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class TakeoverRequest:
-    """What a trainer that takes the run over knows, from its checkpoint or from its own steps.
+    """Knowledge of a trainer that takes the run over, from its checkpoint or from its own steps.
 
     owner: the run; without an id it is not compared with the broker's.
     batch, staleness, window, steps, max_uncommitted (most steps that no checkpoint covers): as configured.

@@ -90,7 +90,7 @@ def find_gpus() -> list[Gpu]:
 
 
 def ask(command: Sequence[str]) -> str:
-    """What a program of the machine prints; "" where it is missing, fails or does not answer."""
+    """Return the output of a program of the machine; "" where it is missing, fails or does not answer."""
     if shutil.which(command[0]) is None:
         return ""
     try:

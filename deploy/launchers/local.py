@@ -29,7 +29,7 @@ class Local(Processes):
         self._there: list[Gpu] = []
 
     def plan(self, config: TidemillConfig) -> GpuPlan:
-        """What this run's services would get of this machine's GPUs; ConfigError when they can't have it."""
+        """Return the share of this machine's GPUs for each service of this run; ConfigError when they can't have it."""
         self._there = find_gpus()
         return plan_gpus(config, self._there, *self._wanted)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ConversionRule:
-    """What becomes of one setting of the other system.
+    """The conversion of one setting of the other system.
 
     theirs: its key. ours: the setting it becomes, empty without a counterpart, several separated by commas.
     note: how the value changes, or why there is no counterpart; the migration page shows it.

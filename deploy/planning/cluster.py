@@ -1,4 +1,4 @@
-"""What a plan is made of: how long answers are, what a GPU can do, and how GPUs and slots are shared out.
+"""The inputs of a plan: how long answers are, what a GPU can do, and how GPUs and slots are shared out.
 
 Nothing here does I/O; seconds are those of the real system.
 """
@@ -36,7 +36,7 @@ def _lengths(mix: LengthMix, task_id: int, samples: int) -> npt.NDArray[np.int64
 
 @dataclass(frozen=True)
 class ClusterRates:
-    """What the hardware does.
+    """Rates of the hardware.
 
     step_s, row_s: a generator's next token for b samples takes step_s + b * row_s seconds. most: samples that it has in
     flight at most. trained_tokens_per_s: of one GPU of the trainer. publish_s: from the end of a step until generators

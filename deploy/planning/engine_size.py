@@ -1,4 +1,4 @@
-"""What an engine holds in a card's memory: weights, and keys and values of the samples in flight."""
+"""An engine's use of a card's memory: weights, and keys and values of the samples in flight."""
 
 from __future__ import annotations
 

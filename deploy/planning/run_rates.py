@@ -20,7 +20,7 @@ LEAST = 5
 
 @dataclass(frozen=True)
 class Known:
-    """What a plan is made from. source: of each figure, in words."""
+    """Inputs of a plan. source: of each figure, in words."""
 
     rates: ClusterRates
     mix: LengthMix

@@ -1,4 +1,4 @@
-"""What this process shows of a run that it supervises: the live view, the timeline, and alerts of the run.
+"""The display of a run that this process supervises: the live view, the timeline, and alerts of the run.
 
 ``RunObserver`` hears the supervisor's changes and looks at the run as the control plane does, in threads: a broker that
 does not answer never stops the supervisor.

@@ -45,7 +45,7 @@ FIXED_LINES = 18
 
 @dataclass(frozen=True)
 class History:
-    """What the page shows beside the status.
+    """Content of the page beside the status.
 
     rewards: mean reward of each of the last steps, oldest first. evaluations: by version. events: newest last.
     restarts: by service, of those that this process supervises; None if it supervises none.

@@ -13,7 +13,7 @@ from schemas.errors import DataError
 from schemas.messages import ChatMessage, ContentPart
 
 MARK = "<image>"
-"""What stands in a text for an image of its row, as in Geometry3K."""
+"""Mark in a text for an image of its row, as in Geometry3K."""
 _PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 _KINDS = "a path, bytes, a data: URL, or an image of the datasets library"
 

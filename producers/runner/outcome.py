@@ -1,4 +1,4 @@
-"""What an agent returns, and the ``episode`` that it is given to report results earlier."""
+"""The result that an agent returns, and the ``episode`` that it is given to report results earlier."""
 
 from __future__ import annotations
 

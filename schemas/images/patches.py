@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 ORIENTATION = 0x0112
-"""What a camera notes of how it was held."""
+"""The EXIF tag for the orientation of the camera."""
 MOST_PIXELS = 1 << 26
 """Pixels of the largest image file that is decoded."""
 

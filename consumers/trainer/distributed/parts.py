@@ -38,7 +38,7 @@ class ParallelModule(nn.Module):
 
     @property
     def tried(self) -> dict[str, bool]:
-        """What was found out about the language model by computing with its weights, of which only rank 0 has all."""
+        """Findings about the language model by computing with its weights, of which only rank 0 has all."""
         return {"packed": self.packed}
 
     def adopt(self, tried: Mapping[str, bool]) -> None:

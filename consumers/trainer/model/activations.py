@@ -1,4 +1,4 @@
-"""What is kept of a forward pass until backward, and where: less memory for more time, and the same gradient.
+"""The part of a forward pass that is kept until backward: less memory for more time, and the same gradient.
 
 Layers may be computed again in backward, wholly or all but their attention, whose cost grows with the square of a
 sample's length; what is kept between layers may wait in main memory.

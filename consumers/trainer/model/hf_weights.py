@@ -41,7 +41,7 @@ _UNDER = ".base_layer."
 
 @dataclass(frozen=True)
 class FileLayout:
-    """What a published file of a policy holds, and how it is made of the policy's weights.
+    """Content of a published file of a policy, and how it is made of the policy's weights.
 
     conversions: in the order of the file. dtypes: of each of the policy's tensors in the file, by its name in memory.
     """

@@ -1,1 +1,1 @@
-"""What a run writes down: trackers, samples, evaluations and the machine it ran on."""
+"""Records of a run: trackers, samples, evaluations and the machine it ran on."""

@@ -30,7 +30,7 @@ class TrackerThread:
     def __init__(self, name: str) -> None:
         self.name = name
         self.error: Exception | None = None
-        """What a call raised."""
+        """The exception that a call raised."""
         self._calls: queue.Queue[Call | None] = queue.Queue(ROOM)
         self._done = threading.Condition()
         self._left = 0

@@ -29,11 +29,11 @@ LARGEST = 2.0**40
 INTERVAL = 200
 """Steps without an overflow after which the scale is doubled."""
 LOWERED = 4.0
-"""What the scale is divided by after an overflow."""
+"""Divisor of the scale after an overflow."""
 
 
 class Summed(Protocol):
-    """What one pass over the micro-batches adds up beside the gradient."""
+    """Sums of one pass over the micro-batches, beside the gradient."""
 
     @property
     def loss(self) -> float:
@@ -70,7 +70,7 @@ S = TypeVar("S", bound=Summed)
 
 @dataclass(frozen=True)
 class Update(Generic[S]):
-    """What an update found. sums: of all ranks. norm: of the gradient before clipping. skipped: no weight changed."""
+    """Result of an update. sums: of all ranks. norm: of the gradient before clipping. skipped: no weight changed."""
 
     sums: S
     norm: float

@@ -44,7 +44,7 @@ class StepResult:
 
 
 class Observer(Protocol):
-    """What watches forward passes for metrics of its own, such as the load of experts."""
+    """A watcher of forward passes with metrics of its own, such as the load of experts."""
 
     def result(self, add: Callable[[list[float]], list[float]]) -> dict[str, float]:
         """Return the metrics since the last step; ``add`` is a sum over all ranks."""

@@ -111,7 +111,7 @@ class RunWatch:
 
 
 def resource_line(status: RunStatus, now: float) -> dict[str, Any]:
-    """What services use and how long the queues are, as one line of the file."""
+    """Resources of the services and lengths of the queues, as one line of the file."""
     services = {
         service.name: {name: round(service.figures[name], 3) for name in USED if name in service.figures}
         for service in status.services

@@ -33,7 +33,7 @@ _ORDER: dict[str, Callable[[GroupHead], float]] = {
     "spread": lambda head: -(head.std or 0.0),
     "longest": lambda head: -(head.tokens or 0.0),
 }
-"""What groups are sorted by; of equals the newest comes first."""
+"""Sort keys of groups; of equals the newest comes first."""
 
 
 @dataclass(frozen=True)

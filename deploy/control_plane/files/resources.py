@@ -27,7 +27,7 @@ class ResourceFile:
         self._size = 0
 
     def read(self, after: float, points: int) -> Resources:
-        """What came after a time, as columns of at most ``points`` moments: of more, one in so many."""
+        """Measurements after a time, as columns of at most ``points`` moments: of more, one in so many."""
         self._follow()
         found = [text for time, text in self._lines if time > after]
         every = -(-len(found) // points) if found else 1

@@ -61,7 +61,7 @@ class RunFolder:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What summary.json holds; {} without one."""
+        """Content of summary.json; {} without one."""
         return read_object(self.path / SUMMARY)
 
     def head(self) -> RunHead | None:

@@ -20,7 +20,7 @@ MOST = 2**53
 """Whole numbers below are exact as floats."""
 _ENTRY = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")
 Place = tuple[float, str]
-"""What things are ordered by: a number, and among those of the same number a name."""
+"""A sort key: a number, and among those of the same number a name."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError)
-"""What some of its scorers raise on a malformed answer."""
+"""Exceptions of some of its scorers for a malformed answer."""
 
 
 class Retry:

@@ -75,7 +75,7 @@ print(json.dumps({name: got_through(attempt) for name, attempt in tries.items()}
 
 @dataclass(frozen=True)
 class SandboxProbe:
-    """What a sandbox prevents and allows, in plain words."""
+    """Texts for what a sandbox prevents and allows."""
 
     blocked: list[str]
     allowed: list[str]
