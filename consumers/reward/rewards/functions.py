@@ -52,7 +52,8 @@ def code(
 
     The program is the last fenced block, or all of the completion. ``cases`` are ``{stdin, stdout}``,
     ``{call, equals}`` or ``{test}``; ``tests`` are texts of assertions, and ``setup`` is run before. ``timeout_s``:
-    seconds of computing of a case, and half of those that it may take; after two that took longer the rest has failed.
+    seconds of computing of a case, and half of those that it may take, which are a third of reward.timeout_s at most;
+    after two that took longer the rest has failed.
     Without ``partial``: 1 if all pass. A sandbox that can't be started excludes the sample.
     """
     settings = programs.CodeSettings(sandbox, timeout_s, memory_mb, processes, partial, python, command)

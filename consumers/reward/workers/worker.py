@@ -93,17 +93,19 @@ def main() -> int:
     if not others and first.concurrency:
         asyncio.run(_serve_many(channel, first, setup.timeout_s))
     else:
-        _serve(channel, terms, batch=0 if others else first.batch, wait_s=first.wait_s)
+        _serve(channel, terms, batch=0 if others else first.batch, wait_s=first.wait_s, timeout_s=setup.timeout_s)
     return 0
 
 
-def _serve(channel: WorkerChannel, terms: dict[int, Term], batch: int, wait_s: float) -> None:
+def _serve(channel: WorkerChannel, terms: dict[int, Term], batch: int, wait_s: float, timeout_s: float) -> None:
     """Do one call after the other; of a function of lists, up to ``batch`` calls at once."""
     # For as long as the process lives, so that a client which an async function keeps stays usable.
     finish = asyncio.new_event_loop().run_until_complete
     while (call := channel.receive(_CALL)) is not None:
         if not batch:
+            token = CLOCK.set(CallClock(timeout_s))
             channel.send(WorkerReply(call.number, terms[call.term].call(call.sample, finish)))
+            CLOCK.reset(token)
             continue
         calls = [call]
         full = time.monotonic() + wait_s

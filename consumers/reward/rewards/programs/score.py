@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from consumers.reward.rewards.clock import call_clock
 from consumers.reward.rewards.programs import harness
 from schemas.errors import ConfigError
 from schemas.system.sandbox.jail import choose
@@ -25,6 +26,10 @@ _TOLERANCE = 1e-6
 _OUTPUT_BYTES = 1 << 20
 _LATE = 2
 """After so many cases that took too long the rest is not run: it has failed."""
+_SHARE = 1 / (_LATE + 1)
+"""Of the time until the call's deadline, what a case may take: late cases leave a part of it for the others."""
+_MOST = 0.85
+"""Of the time until the call's deadline, what one run of the program may take."""
 _HARNESS = Path(harness.__file__).read_bytes()
 
 
@@ -141,6 +146,8 @@ class _Runner:
         self._sandbox = choose(settings.sandbox)
         self._python: Interpreter = find_interpreter(settings.python)
         self._program, self._setup = program, setup
+        self._wall_s = min(2 * settings.timeout_s, _SHARE * call_clock().left())
+        """Seconds that a case may take."""
 
     def printing(self, cases: Sequence[dict[str, Any]]) -> int:
         """Return how many cases of stdin and stdout it passes, each in its own run."""
@@ -166,7 +173,7 @@ class _Runner:
             "program": self._program,
             "setup": self._setup,
             "cases": [{name: case[name] for name in ("call", "test") if name in case} for case in cases],
-            "wall_s": 2 * self._settings.timeout_s,
+            "wall_s": self._wall_s,
             "late": _LATE,
         }
         files = {"harness.py": _HARNESS, "case.json": _bytes(json.dumps(told))}
@@ -187,8 +194,8 @@ class _Runner:
         if settings.command is not None:
             command = [part.replace("{file}", arguments[0]) for part in settings.command]
         limits = Limits(
-            # One more, for the program itself.
-            wall_s=2 * settings.timeout_s * (cases if cases == 1 else cases + 1),
+            # One more, for the program itself; and a moment is left to answer in.
+            wall_s=min(self._wall_s * (cases if cases == 1 else cases + 1), _MOST * call_clock().left()),
             cpu_s=settings.timeout_s,
             memory_mb=settings.memory_mb,
             output_bytes=_OUTPUT_BYTES,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.rewards.code import KINDS, measure_code
+from consumers.reward.rewards.clock import CLOCK, CallClock, call_clock
 from consumers.reward.rewards.functions import code
 from consumers.reward.rewards.programs.score import extract, read_cases
 from consumers.reward.rewards.terms import RewardInput, resolve
@@ -17,6 +18,8 @@ from schemas.system.sandbox import jail
 from tests.support.user_code.sandboxes import sandbox
 
 ADD = "def add(a, b):\n    return a + b\n"
+CALLS = {"cases": [{"call": "f(1)", "equals": 1}, {"call": "f(2)", "equals": 2}]}
+STDIN = {"cases": [{"stdin": "1", "stdout": "1"}, {"stdin": "2", "stdout": "2"}]}
 ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(2, 2) == 5"]
 
 
@@ -49,6 +52,27 @@ def test_partial_credit_is_the_share_of_the_cases_that_pass() -> None:
 def test_what_a_program_prints_is_compared_line_by_line(program: str, value: float) -> None:
     cases = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "4 5", "stdout": "9"}]
     assert score(program, cases=cases) == value
+
+
+@pytest.mark.parametrize("given", [CALLS, STDIN], ids=["calls", "stdin"])
+def test_a_program_that_hangs_is_wrong_before_its_worker_is_killed(given: dict[str, Any]) -> None:
+    """A policy that learns to wait must be told; a killed worker would exclude the sample instead."""
+    token = CLOCK.set(CallClock(6.0))
+    try:
+        assert score("import time\ntime.sleep(600)\n", timeout_s=30.0, **given) == 0.0
+        assert call_clock().left() > 0.0, "in time for the answer"
+    finally:
+        CLOCK.reset(token)
+
+
+def test_a_call_that_hangs_leaves_time_for_the_others() -> None:
+    program = "import time\ndef f(n):\n    return time.sleep(600) if n == 1 else n"
+    token = CLOCK.set(CallClock(9.0))
+    try:
+        cases = [{"call": f"f({n})", "equals": n} for n in range(4)]
+        assert score(program, timeout_s=30.0, cases=cases) == 0.75
+    finally:
+        CLOCK.reset(token)
 
 
 def test_the_value_of_a_call_is_compared_outside() -> None:
