@@ -93,6 +93,13 @@ def check_agent(config: TidemillConfig) -> Finding | str:
     text = f"{calls} calls, {rows} {'row' if rows == 1 else 'rows'}"
     if sample.reward is not None:
         text += f", reward {sample.reward:g}"
+    if sample.reward is not None and all(term.name != "episode" for term in config.reward.terms):
+        return Finding(
+            "agent episode",
+            "warn",
+            f"{text}; no reward term uses the reward that the agent returned",
+            "set reward.terms to [], or add the term episode to it",
+        )
     if ignored := sample.metrics.get("ignored_settings"):
         text += f", {ignored:g} sampling settings of the agent are ignored"
     if played.replayed < calls:

@@ -5,6 +5,7 @@ The model without its weights, the lengths of prompts, how turns of episodes are
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -159,3 +160,18 @@ def _measured_step_s(file: Path) -> float | None:
         line["time/total_s"] - sum(line.get(name, 0.0) for name in waited) for line in last if "time/total_s" in line
     ]
     return round(median(seconds), 3) if seconds else None
+
+
+def start_tools(config: TidemillConfig) -> str:
+    """Start the servers of the workflow's tools, as a generator does, and name the tools. ConfigError if one fails."""
+    from producers.episodes.tools.sources import ToolBox
+
+    async def list_tools() -> list[str]:
+        tools = ToolBox(config.generator.workflow.args.get("tools"), config.base)
+        try:
+            await tools.start()
+            return sorted(tools.schemas)
+        finally:
+            await tools.close()
+
+    return ", ".join(asyncio.run(list_tools()))

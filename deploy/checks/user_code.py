@@ -57,6 +57,8 @@ def checks(config: TidemillConfig, thorough: bool = False, step_s: float | None 
         from deploy.checks import thorough as more
 
         yield "prompts", partial(more.measure_prompts, config)
+        if config.generator.workflow.name == "tools":
+            yield "tools", partial(more.start_tools, config)
         if config.generator.workflow.name in EPISODE_WORKFLOWS:
             yield "joined turns", partial(more.check_bridge, config)
         if config.generator.workflow.name == "agent":

@@ -10,10 +10,11 @@ import asyncio
 import importlib.util
 import json
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import pydantic
 import structlog
@@ -26,6 +27,8 @@ from schemas.system.guarded_process import environment
 log = structlog.get_logger()
 
 _CLOSE_S = 10.0
+OUR_PYTHON = "{python}"
+"""Program of a command that stands for the Python which runs Tidemill."""
 
 
 class McpSettings(pydantic.BaseModel, extra="forbid"):
@@ -59,23 +62,29 @@ class McpSource:
 
     async def start(self) -> None:
         """Ask the server what tools it has. ConfigError if it can't be reached, or lacks one that is wanted."""
-        connection = _Connection(self._settings, self._base, self._name)
-        try:
-            session = await connection.session()
-            async with asyncio.timeout(self._settings.start_timeout_s):
-                found = await _list_tools(session)
-        except (ToolLost, TimeoutError) as error:
-            await connection.close()
-            raise ConfigError(f"the MCP server {self._name} does not say what tools it has: {error}") from error
+        shared = self._settings.scope == "worker"
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+            connection = _Connection(self._settings, self._base, self._name, sys.stderr if shared else errors)
+            try:
+                session = await connection.session()
+                async with asyncio.timeout(self._settings.start_timeout_s):
+                    found = await _list_tools(session)
+            except (ToolLost, TimeoutError) as error:
+                await connection.close()
+                errors.seek(0)
+                last = [line.strip() for line in errors if line.strip()][-1:]
+                raise ConfigError(
+                    f"the MCP server {self._name} does not say what tools it has: {'; '.join(last) or error}"
+                ) from error
+            if not shared:
+                await connection.close()
         wanted = self._settings.tools
         for name in wanted or ():
             if name not in found:
                 raise ConfigError(f"the MCP server {self._name} has no tool {name!r}; it has {', '.join(found)}")
         self.schemas = {name: schema for name, schema in found.items() if wanted is None or name in wanted}
-        if self._settings.scope == "worker":
+        if shared:
             self._shared = connection
-        else:
-            await connection.close()
 
     async def close(self) -> None:
         """End the connection that all episodes share."""
@@ -141,8 +150,9 @@ class McpTool:
 class _Connection:
     """A session with a server, begun at the first call, and again after it was lost."""
 
-    def __init__(self, settings: McpSettings, base: Path, name: str) -> None:
-        self._settings, self._base, self._name = settings, base, name
+    def __init__(self, settings: McpSettings, base: Path, name: str, errors: TextIO = sys.stderr) -> None:
+        """errors: receives what a server that is a program writes to its stderr; a file with a descriptor."""
+        self._settings, self._base, self._name, self._errors = settings, base, name, errors
         self._lock = asyncio.Lock()
         self._session: Any = None
         self._ended = asyncio.Event()
@@ -221,8 +231,9 @@ class _Connection:
             return streamable_http_client(str(settings.url))
         shown = environment(settings.env)
         program, *arguments = settings.command
+        program = sys.executable if program == OUR_PYTHON else program
         parameters = StdioServerParameters(command=program, args=arguments, env=shown, cwd=self._base)
-        return stdio_client(parameters, errlog=sys.stderr)
+        return stdio_client(parameters, errlog=self._errors)
 
 
 async def _list_tools(session: Any) -> dict[str, dict[str, Any]]:

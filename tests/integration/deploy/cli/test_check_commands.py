@@ -85,6 +85,30 @@ def test_doctor_plays_one_episode(tmp_path: Path) -> None:
     assert "a replay reused all of them" in done.stdout
 
 
+def test_doctor_warns_of_an_agents_reward_that_no_term_uses(tmp_path: Path) -> None:
+    done = run_tidemill("doctor", str(write(tmp_path, "run")), "reward.terms=[{name: exact}]", "--json")
+    found = {line["name"]: line for line in json.loads(done.stdout)}["agent episode"]
+    assert (found["level"], found["advice"]) == ("warn", "set reward.terms to [], or add the term episode to it")
+
+
+def test_doctor_lists_the_tools_of_servers_or_says_why_one_does_not_start(tmp_path: Path) -> None:
+    file = write(tmp_path, "run")
+    (tmp_path / "server.py").write_text("import nothing_of_this_name")
+    tools = "generator.workflow={name: tools, args: {tools: [mcp: {command: ['{python}', server.py]}]}}"
+    done = run_tidemill("doctor", str(file), tools, "reward.terms=[{name: exact}]", "--json")
+    found = {line["name"]: line for line in json.loads(done.stdout)}
+    assert (found["tools"]["level"], done.returncode) == ("fail", 2)
+    assert "No module named 'nothing_of_this_name'" in found["tools"]["text"]
+
+
+def test_doctor_asks_for_a_model_that_is_not_there_once(tmp_path: Path) -> None:
+    file = write(tmp_path, "run")
+    done = run_tidemill("doctor", str(file), "model.path=nowhere/at-all", "--json")
+    found = json.loads(done.stdout)
+    assert [line["name"] for line in found if "nowhere/at-all" in line["text"]] == ["model"]
+    assert "not checked" in {line["name"]: line["text"] for line in found}["prompts, model size"]
+
+
 def test_doctor_says_how_turns_are_joined_and_whether_times_fit(tmp_path: Path) -> None:
     done = run_tidemill("doctor", str(write(tmp_path, "run")), "--json", "--step-s", "2")
     found = {line["name"]: line for line in json.loads(done.stdout)}

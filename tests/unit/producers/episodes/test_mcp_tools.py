@@ -196,6 +196,13 @@ async def test_a_server_that_cannot_be_reached_is_found_at_the_start(tmp_path: P
         await source.start()
 
 
+async def test_a_server_that_ends_at_once_says_its_last_line(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text("import nothing_of_this_name")
+    source = McpSource({"command": ["{python}", "server.py"]}, tmp_path, "tools")
+    with pytest.raises(ConfigError, match="ModuleNotFoundError: No module named 'nothing_of_this_name'"):
+        await source.start()
+
+
 async def test_a_tool_that_the_server_lacks_is_found_at_the_start(base: Path) -> None:
     async def run() -> None:
         async with started(base, tools=["subtract"]):
