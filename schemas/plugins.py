@@ -108,7 +108,10 @@ def check_arguments(kind: str, function: Any, args: dict[str, Any]) -> None:
     try:
         inspect.signature(function).bind_partial(**args)
     except TypeError as error:
-        raise ConfigError(f"{kind}.args {args}: {error}") from error
+        known = inspect.signature(function).parameters
+        close = [name for arg in args if arg not in known for name in difflib.get_close_matches(arg, known, n=1)]
+        hint = f" (did you mean {', '.join(map(repr, close))}?)" if close else ""
+        raise ConfigError(f"{kind}.args {args}: {error}{hint}") from error
 
 
 def check_method(kind: str, owner: Any, method: str, parameters: Sequence[str]) -> None:

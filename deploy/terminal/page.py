@@ -111,7 +111,9 @@ def plain_line(status: RunStatus, history: History) -> str:
     parts.append(f"slots {status.ledger.active}/{status.ledger.capacity}")
     if status.remaining_s is not None:
         parts.append(f"{clock(status.remaining_s)} to go")
-    if status.state != "running":
+    if status.state == "starting" and status.bottleneck.text.startswith("Starting"):
+        parts.append(status.bottleneck.text)
+    elif status.state != "running":
         parts.append(_state(status))
     return "  ".join(parts)
 

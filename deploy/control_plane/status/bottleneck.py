@@ -92,7 +92,7 @@ def _standing(seen: Evidence) -> tuple[str, str] | None:
     if seen.state in ("pausing", "draining"):
         what = "A pause was ordered" if seen.state == "pausing" else "The run is being drained"
         return "paused", f"{what}; {seen.cause or 'waiting for its services'}."
-    if seen.missing and (not seen.begun or seen.wait is None):
+    if seen.missing and (seen.state == "starting" or not seen.begun or seen.wait is None):
         return "nothing", f"Starting: no sign of the {_and(seen.missing)} yet."
     if seen.missing:
         names = _and(seen.missing)

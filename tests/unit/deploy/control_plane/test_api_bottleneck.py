@@ -76,6 +76,7 @@ def test_the_bottleneck_names_what_limits_the_run(changes: dict[str, object], li
     ("changes", "text"),
     [
         ({"begun": False, "wait": None, "missing": ["trainer", "generator"]}, "Starting: no sign of the trainer and"),
+        ({"state": "starting", "missing": ["trainer"]}, "Starting: no sign of the trainer yet."),
         ({"wait": None, "loading": ["generator-0"]}, "Starting: generator-0 loads."),
         ({"wait": None}, "The first step is being made: 20 of 20 prompt groups are under way."),
         (

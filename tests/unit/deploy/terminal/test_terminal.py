@@ -120,7 +120,9 @@ def test_a_run_nothing_is_known_of_can_be_drawn() -> None:
     empty = nothing.ledger.model_copy(update={"active": 0, "capacity": 0})
     nothing = nothing.model_copy(update={"ledger": empty})
     assert "starting" in drawn(nothing, History())
-    assert plain_line(nothing, History()) == "step 0/10  slots 0/0  starting"
+    assert plain_line(nothing, History()) == (
+        "step 0/10  slots 0/0  Starting: no sign of the trainer, generator, reward and feeder yet."
+    )
 
 
 def test_pause_and_a_lost_broker_are_shown() -> None:

@@ -273,7 +273,11 @@ def base(tmp_path: Path) -> Path:
         ),
         ("Coroutine", {}, "run must yield or return an async iterator"),
         ("Without", {}, r"generator.workflow Without has no method run\(rollout\)"),
-        ("Fine", {"hnit": "?"}, r"generator.workflow.args \{'hnit': '\?'\}: got an unexpected keyword argument 'hnit'"),
+        (
+            "Fine",
+            {"hnit": "?"},
+            r"args \{'hnit': '\?'\}: got an unexpected keyword argument 'hnit' \(did you mean 'hint'\?\)",
+        ),
     ],
 )
 def test_a_workflow_that_cannot_be_called_is_refused(base: Path, name: str, args: dict[str, str], says: str) -> None:

@@ -26,7 +26,10 @@ const order = (name) => {
   const at = SECTIONS.indexOf(section(name));
   return [at < 0 ? SECTIONS.length : at, name];
 };
-const compare = (a, b) => order(a)[0] - order(b)[0] || (a < b ? -1 : 1);
+/** The first charts of their sections: what most users look for. */
+const FIRST = ["reward/mean", "reward/unfiltered_mean", "reward/std", "train/loss", "train/entropy", "train/grad_norm", "time/total_s"];
+const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
+const compare = (a, b) => order(a)[0] - order(b)[0] || rank(a) - rank(b) || (a < b ? -1 : 1);
 
 /** Seconds of training at each step: a trainer that took over may count from 0. */
 function running(values) {
