@@ -48,9 +48,9 @@ def correct(completion, answer):
 PROMPTS = [
     {"prompt": f"What is {a} plus {b}? End with the number.", "answer": str(a + b)}
     for a in (3, 8, 12, 27)
-    for b in (5, 19, 40, 66)
+    for b in (5, 19, 40, 66, 7, 14, 58, 72, 31, 90)
 ]
-TRAINED = 12
+TRAINED = 32
 """Prompts that are trained on; the others are held out."""
 
 

@@ -140,7 +140,7 @@ def test_init_writes_what_can_be_checked_and_replaces_nothing(tmp_path: Path) ->
     prompts = (tmp_path / "mine" / "prompts.jsonl").read_text().splitlines()
     held_out = (tmp_path / "mine" / "heldout.jsonl").read_text().splitlines()
     assert config.eval is not None
-    assert (len(prompts), len(held_out), set(prompts) & set(held_out)) == (12, 4, set())
+    assert (len(prompts), len(held_out), set(prompts) & set(held_out)) == (32, 8, set())
     text = (tmp_path / "mine" / "config.yaml").read_text()
     assert text.startswith("# yaml-language-server: $schema=tidemill.schema.json\n")
     schema = json.loads((tmp_path / "mine" / "tidemill.schema.json").read_text())
