@@ -2,7 +2,7 @@
 
 Exit code 0 ends the episode; with any other code it has failed, and the last line on stderr is the reason. A program
 writes its reward to the file TIDEMILL_RESULT, in the form of a function's result: a number, or an object of reward,
-turns, metrics and data. Its output goes to the generator's log, never into a result.
+turns, metrics and data. The first MiB of its output goes to the generator's log, and never into a result.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from schemas.system.guarded_process import GuardedProcess, environment
 log = structlog.get_logger()
 _TAIL = 4096
 """Bytes of stderr that are kept for the reason of a failure."""
+_MOST_OUTPUT = 1 << 20
+"""Bytes of each of stdout and stderr that are copied to the log; an agent may write without an end."""
 _MOST_BYTES = 1 << 22
 """Bytes of a result."""
 _NOT_REGULAR = "TIDEMILL_RESULT is not a regular file"
@@ -87,9 +89,9 @@ class CommandRunner:
         began = time.monotonic()
         if self._jail is not None:
             await self._jail.start(job.base_url)
-        read_end, write_end = os.pipe()
-        errors = await _open_pipe(read_end)
-        starting = asyncio.ensure_future(asyncio.to_thread(self._start, job, folder, write_end))
+        (out, stdout), (err, stderr) = os.pipe(), os.pipe()
+        output, errors = await _open_pipe(out), await _open_pipe(err)
+        starting = asyncio.ensure_future(asyncio.to_thread(self._start, job, folder, stdout, stderr))
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -98,8 +100,9 @@ class CommandRunner:
         except OSError as error:
             return AgentResult("raised", error=f"it cannot be started: {error.strerror}", error_type="OSError")
         finally:
-            os.close(write_end)
-        copying = asyncio.create_task(_copy(errors))
+            os.close(stdout)
+            os.close(stderr)
+        copying = [asyncio.create_task(_copy(stream)) for stream in (errors, output)]
         ended = asyncio.create_task(process.wait())
         stopping = asyncio.create_task(stop.wait())
         why: Kind = "died"
@@ -117,17 +120,18 @@ class CommandRunner:
             ended.cancel()
             await asyncio.wait({ended, stopping})
             how = await asyncio.shield(asyncio.to_thread(process.kill))
-            # The pipe ends when the last process that holds it has ended.
-            await asyncio.wait({copying}, timeout=CANCEL_S)
-            copying.cancel()
+            # A pipe ends when the last process that holds it has ended.
+            await asyncio.wait(copying, timeout=CANCEL_S)
+            for one in copying:
+                one.cancel()
         result = await asyncio.to_thread(_read_result, folder)
-        last = copying.result() if copying.done() and not copying.cancelled() else ""
+        last = copying[0].result() if copying[0].done() and not copying[0].cancelled() else ""
         code = process.exit_code
         if self._jail is not None and code is not None and code > _SIGNALLED:
             code, how = _SIGNALLED - code, signal.Signals(code - _SIGNALLED).name
         return _judge(why, how, code, last, result, job, time.monotonic() - began)
 
-    def _start(self, job: AgentJob, folder: Path, stderr: int) -> GuardedProcess:
+    def _start(self, job: AgentJob, folder: Path, stdout: int, stderr: int) -> GuardedProcess:
         (folder / "agent").mkdir()
         task = folder / "agent" / "task.json"
         task.write_text(json.dumps(job.task), encoding="utf-8")
@@ -149,9 +153,8 @@ class CommandRunner:
         if self._jail is not None:
             command, shown = self._jail.command(command, folder, job.base_url, shown)
         with open(os.devnull, "rb") as nothing:
-            # The program's output need not be told apart from ours: both are logs.
             return GuardedProcess(
-                command, "agent", shown, stdin=nothing.fileno(), stdout=2, stderr=stderr, folder=self._base
+                command, "agent", shown, stdin=nothing.fileno(), stdout=stdout, stderr=stderr, folder=self._base
             )
 
 
@@ -163,13 +166,16 @@ async def _open_pipe(read_end: int) -> asyncio.StreamReader:
     return reader
 
 
-async def _copy(errors: asyncio.StreamReader) -> str:
-    """Copy stderr to our own as it arrives; returns its last line."""
-    tail = b""
-    while data := await errors.read(1 << 16):
+async def _copy(output: asyncio.StreamReader) -> str:
+    """Copy what arrives to our own stderr, up to a limit; return the last line, beyond the limit too."""
+    tail, left = b"", _MOST_OUTPUT
+    while data := await output.read(1 << 16):
         tail = (tail + data)[-_TAIL:]
         with contextlib.suppress(OSError):
-            os.write(2, data)
+            os.write(2, data[:left])
+            if left and len(data) >= left:
+                os.write(2, b"\nthe agent writes more, which is left out\n")
+        left = max(0, left - len(data))
     lines = tail.decode("utf-8", "replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
