@@ -41,7 +41,7 @@ class Train(msgspec.Struct, tag="train"):
     """Take an optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing.
 
     lr, steps: peak learning rate and steps of the run, as the schedule has them now. images: bytes of the rows' images
-    by digest.
+    by digest. updates: number of micro-batches of each minibatch.
     """
 
     version: int
@@ -50,6 +50,7 @@ class Train(msgspec.Struct, tag="train"):
     lr: float
     steps: int
     images: dict[str, bytes] = {}
+    updates: Sequence[int] = ()
 
 
 class Gather(msgspec.Struct, tag="gather"):
@@ -139,7 +140,9 @@ class RankGroup:
         for rank in range(1, self.ranks.world):
             part = self.ranks.layout.dp_rank_of(rank)
             share, images = plan.share(part), plan.files(part)
-            self._send(rank, Train(version, share, str(trace or ""), schedule.lr, schedule.steps, images))
+            self._send(
+                rank, Train(version, share, str(trace or ""), schedule.lr, schedule.steps, images, plan.deal.updates)
+            )
         return self._run_step(plan.batch(self.ranks.dp_rank), version, trace)
 
     def gather(self, tokens: Sequence[int]) -> tuple[Snapshot, npt.NDArray[np.float32]]:
@@ -226,7 +229,8 @@ class RankGroup:
             trace = Path(command.trace) if command.trace else None
             self.step.schedule.lr, self.step.schedule.steps = command.lr, command.steps
             images = self.step.planner.files(command.images)
-            batch = StepBatch([collate(rows, images) for rows in command.micro_batches])
+            micro_batches = [collate(rows, images) for rows in command.micro_batches]
+            batch = StepBatch(micro_batches, updates=command.updates)
             self._run_step(batch, command.version, trace)
         elif isinstance(command, Gather):
             self.gather(command.tokens)

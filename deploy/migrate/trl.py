@@ -13,7 +13,7 @@ from typing import Any
 from deploy.migrate.conversion import Conversion, ConversionRule, same, schedule
 
 DTYPES = ("float32", "bfloat16", "float16")
-ONE_UPDATE = "a batch makes one update here, then generators get weights; flow.staleness says how old samples may be"
+ONE_BATCH = "a step trains one batch, by trainer.minibatches updates; flow.staleness says how old samples may be"
 NOT_SAMPLED = "not supported: log-probabilities would not be the policy's"
 GENERATORS = "generators are services of their own, found through the broker"
 MISMATCH = "ratios are taken to the generator's own log-probabilities; add trainer.rejection for a rule"
@@ -42,9 +42,9 @@ RULES = (
     ),
     ConversionRule("max_steps", "trainer.steps"),
     ConversionRule("num_train_epochs", "trainer.steps", "epochs times prompts divided by batch_groups"),
-    ConversionRule("num_iterations", note=ONE_UPDATE),
-    ConversionRule("steps_per_generation", note=ONE_UPDATE),
-    ConversionRule("generation_batch_size", note=ONE_UPDATE),
+    ConversionRule("num_iterations", "trainer.epochs", convert=same),
+    ConversionRule("steps_per_generation", note=ONE_BATCH),
+    ConversionRule("generation_batch_size", note=ONE_BATCH),
     ConversionRule("learning_rate", "trainer.optimizer.lr", convert=same),
     ConversionRule("lr_scheduler_type", "trainer.optimizer.schedule", "constant, linear, cosine"),
     ConversionRule("warmup_steps", "trainer.optimizer.warmup_steps", "a share of the steps below 1"),

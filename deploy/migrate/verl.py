@@ -34,10 +34,11 @@ RULES = (
     ConversionRule("data.shuffle", "train.shuffle", convert=same),
     ConversionRule("data.train_max_samples", "train.limit", convert=lambda count: count if count > 0 else None),
     ConversionRule(
-        "data.train_batch_size", note="a batch makes one update: trainer.batch_groups is ppo_mini_batch_size"
+        "data.train_batch_size",
+        note="trainer.batch_groups is ppo_mini_batch_size; see trainer.minibatches",
     ),
     ConversionRule(f"{ACTOR}.ppo_mini_batch_size", "trainer.batch_groups", "prompts", same),
-    ConversionRule(f"{ACTOR}.ppo_epochs", note="each batch is trained once"),
+    ConversionRule(f"{ACTOR}.ppo_epochs", "trainer.epochs", convert=same),
     ConversionRule(f"{ACTOR}.ppo_max_token_len_per_gpu", "trainer.micro_batch_tokens", convert=same),
     ConversionRule(f"{ACTOR}.ppo_micro_batch_size_per_gpu", note=MEMORY),
     ConversionRule(f"{ACTOR}.use_dynamic_bsz", note="always: micro-batches are cut by tokens"),

@@ -164,8 +164,17 @@ class TrackingConfig(Section):
 class TrainerConfig(Section):
     """The trainer."""
 
-    steps: int = Field(1000, ge=1, description="Optimizer steps; each makes one weight version.")
+    steps: int = Field(1000, ge=1, description="Steps; each trains one batch and makes one weight version.")
     batch_groups: int = Field(32, ge=1, description="Prompt groups in one step.")
+    epochs: int = Field(
+        1, ge=1, description="How often a step trains its batch. Advantages are those before the first update."
+    )
+    minibatches: int = Field(
+        1,
+        ge=1,
+        description="Parts of whole prompt groups into which a step cuts its batch. Each gets an update of its own, so"
+        " that a step makes epochs * minibatches updates. At most batch_groups.",
+    )
     micro_batch_tokens: int = Field(
         16384,
         ge=8,
@@ -307,6 +316,15 @@ class TrainerConfig(Section):
         """Return whether the reference policy is the policy without its adapter."""
         kl = self.kl
         return bool(kl.coef) and self.lora is not None and kl.model is None and kl.reference != "model"
+
+    @model_validator(mode="after")
+    def _check_minibatches(self) -> TrainerConfig:
+        if self.minibatches > self.batch_groups:
+            raise ValueError(
+                f"trainer.minibatches {self.minibatches} must be at most trainer.batch_groups, {self.batch_groups}: a"
+                " minibatch has whole prompt groups"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_reference(self) -> TrainerConfig:

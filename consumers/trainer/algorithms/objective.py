@@ -102,7 +102,7 @@ class Objective:
     def with_proximal(self, inputs: LossInputs, version: int) -> LossInputs:
         """The inputs with proximal log-probabilities, if the loss uses them and they are not there yet.
 
-        A step makes one update, so the weights it starts with are those of its own forward pass.
+        In a step of one update, the weights it starts with are those of its own forward pass; see Preparation.
         """
         if inputs.proximal_logprobs is not None or not self.loss.needs_proximal:
             return inputs

@@ -6,8 +6,8 @@ deal. The same groups give the same plan, so a replay is exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from consumers.trainer.data.load_balancing import (
     work,
 )
 from consumers.trainer.data.patches import ImageFiles
-from consumers.trainer.data.rows import Floats, Samples, TrainRow, cut
+from consumers.trainer.data.rows import Floats, Ints, Samples, TrainRow, cut
 from schemas.images import ImageSettings
 
 
@@ -36,6 +36,12 @@ def credit(samples: Samples, advantage: AnyAdvantage, by_name: bool = False) -> 
         return give_finer_credit(advantage, samples, by_name)
     found = one_each("advantages", advantage(samples.rewards, samples.groups), len(samples.rewards))
     return Credit([float(found[row.sample]) for row in samples.rows], found)
+
+
+def split(samples: Samples, minibatches: int) -> Ints:
+    """Return the minibatch of each sample, int64 [S]: whole groups, spread evenly, in the order of their task ids."""
+    count = int(samples.groups.max(initial=-1)) + 1
+    return samples.groups * min(minibatches, count) // max(count, 1)
 
 
 @dataclass(frozen=True)
@@ -55,17 +61,34 @@ def weigh(samples: Samples, aggregation: Aggregation, max_tokens: int, mask_trun
     return SampleWeights(np.where(masked, 0.0, found), totals)
 
 
+def weigh_minibatches(
+    weights: SampleWeights, samples: Samples, minibatch: Ints, weigh_part: Callable[[Samples], SampleWeights]
+) -> SampleWeights:
+    """Weigh each minibatch's samples as if there were no others, so that its loss is a mean of its own."""
+    found = weights.samples.copy()
+    for number in np.unique(minibatch):
+        part = minibatch == number
+        found[part] = weigh_part(
+            replace(
+                samples, groups=samples.groups[part], lengths=samples.lengths[part], truncated=samples.truncated[part]
+            )
+        ).samples
+    return SampleWeights(found, weights.totals)
+
+
 @dataclass(frozen=True)
 class Deal:
     """Which rank trains which rows.
 
     shares: indices of the rows of each data-parallel rank's micro-batches, ``[dp_rank][micro-batch][...]``. loads: work
     of each rank, float64 [dp_size]. shared_fraction: of the tokens of all rows, those computed with another row.
+    updates: number of micro-batches of each minibatch, which is the same on every rank.
     """
 
     shares: Shares
     loads: Floats
     shared_fraction: float
+    updates: Sequence[int] = ()
 
 
 def deal(
@@ -84,7 +107,24 @@ def deal(
     )
     shared = sum(count_shared(families, [rows for micro_batches in dealt for rows in micro_batches]))
     loads = np.array([sum(each) for each in work(dealt, costs, families, cost.token)], dtype=np.float64)
-    return Deal(dealt, loads, shared / max(1, sum(tokens)))
+    return Deal(dealt, loads, shared / max(1, sum(tokens)), [len(dealt[0])])
+
+
+def deal_minibatches(samples: Samples, minibatch: Ints, deal_part: Callable[[Samples], Deal]) -> Deal:
+    """Deal the rows of each minibatch by themselves, one minibatch after the other."""
+    numbers = [int(minibatch[row.sample]) for row in samples.rows]
+    parts = [[r for r, number in enumerate(numbers) if number == wanted] for wanted in sorted(set(numbers))]
+    dealt = [deal_part(replace(samples, rows=[samples.rows[r] for r in part])) for part in parts]
+    tokens = [sum(len(samples.rows[r].tokens) for r in part) for part in parts]
+    return Deal(
+        [
+            [[part[r] for r in rows] for part, each in zip(parts, dealt, strict=True) for rows in each.shares[rank]]
+            for rank in range(len(dealt[0].shares))
+        ],
+        np.sum([each.loads for each in dealt], axis=0),
+        sum(each.shared_fraction * count for each, count in zip(dealt, tokens, strict=True)) / max(1, sum(tokens)),
+        [count for each in dealt for count in each.updates],
+    )
 
 
 @dataclass(frozen=True)
@@ -114,15 +154,19 @@ class StepPlan:
 
     def batch(self, dp_rank: int = 0) -> StepBatch:
         """Make the tensors of a rank's micro-batches, with the plan that they are a part of."""
-        return StepBatch([collate(rows, self.images) for rows in self.share(dp_rank)], self)
+        return StepBatch([collate(rows, self.images) for rows in self.share(dp_rank)], self, self.deal.updates)
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A rank's part of one optimizer step; plan: the whole of it, on the rank that made it."""
+    """A rank's part of one step; plan: the whole of it, on the rank that made it.
+
+    updates: number of micro-batches of each minibatch, in their order; by default all are one minibatch.
+    """
 
     micro_batches: list[MicroBatch]
     plan: StepPlan | None = None
+    updates: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -137,7 +181,8 @@ class StepPlanner:
     row, which ranks share evenly. by_name: see credit.py. mask_truncated: samples that ended at a limit have weight 0
     and count in no mean of the loss; their rewards are still compared with the others'. share_prefixes: whether the
     policy computes once what rows of a micro-batch begin with. images: how the model wants images, None for a model of
-    text.
+    text. minibatches: into how many parts of whole groups a step is cut, each for an update of its own; advantages are
+    compared over the whole step.
     """
 
     advantage: AnyAdvantage
@@ -151,6 +196,7 @@ class StepPlanner:
     mask_truncated: bool = False
     share_prefixes: bool = False
     images: ImageSettings | None = None
+    minibatches: int = 1
 
     def files(self, bodies: Mapping[str, bytes]) -> ImageFiles | None:
         """Return these images with the way in which the model wants them; None for a model of text."""
@@ -163,8 +209,12 @@ class StepPlanner:
         """
         samples = cut(groups)
         given = credit(samples, self.advantage, self.by_name)
-        weights = weigh(samples, self.aggregation, self.max_tokens, self.mask_truncated)
-        dealt = deal(samples, self.dp_size, self.micro_batch_tokens, self.cost, self.packed, self.share_prefixes)
+        weights, dealt = self._weigh(samples), None
+        if self.minibatches > 1 and samples.rows:
+            minibatch = split(samples, self.minibatches)
+            weights = weigh_minibatches(weights, samples, minibatch, self._weigh)
+            dealt = deal_minibatches(samples, minibatch, self._deal)
+        dealt = dealt or self._deal(samples)
         rows = [
             TrainRow(
                 row,
@@ -178,3 +228,9 @@ class StepPlanner:
         ]
         images = self.files({digest: body for group in groups for digest, body in group.images.items()})
         return StepPlan(samples, given, weights, dealt, rows, images)
+
+    def _weigh(self, samples: Samples) -> SampleWeights:
+        return weigh(samples, self.aggregation, self.max_tokens, self.mask_truncated)
+
+    def _deal(self, samples: Samples) -> Deal:
+        return deal(samples, self.dp_size, self.micro_batch_tokens, self.cost, self.packed, self.share_prefixes)

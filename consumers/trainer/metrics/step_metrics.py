@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -131,6 +132,30 @@ class StepMeter:
         ages = range(-int(less_youngest), int(oldest) + 1)
         counts = add([float(self.staleness[age]) for age in ages])
         self.staleness = Counter({age: int(tokens) for age, tokens in zip(ages, counts, strict=True) if tokens})
+
+    @classmethod
+    def combine(cls, meters: Sequence[StepMeter], epochs: int) -> StepMeter:
+        """Combine the updates of a step, of all ranks: each token counts once, with its mean over the epochs.
+
+        The gap to the rollout policy is that of the first update alone, before which the weights were those of the
+        version.
+        """
+        if len(meters) == 1:
+            return meters[0]
+        first = meters[0]
+        sums = {name: sum(meter.sums[name] for meter in meters) / epochs for name in first.sums}
+        sums["loss"] = sum(meter.loss for meter in meters) / len(meters)
+        largest = {name: max(meter.largest[name] for meter in meters) for name in first.largest}
+        largest["gap"] = first.largest["gap"]
+        log_ratios = [sum(counts) / epochs for counts in zip(*(meter.log_ratios for meter in meters), strict=True)]
+        staleness = sum((meter.staleness for meter in meters), Counter[int]())
+        return cls(
+            first.version,
+            sums | {"gap": first.sums["gap"], "gap_tokens": first.sums["gap_tokens"]},
+            largest,
+            log_ratios,
+            Counter({age: tokens // epochs for age, tokens in staleness.items()}),
+        )
 
     def result(self) -> dict[str, float]:
         """Return the token metrics of the step. Means are over its loss tokens; without any they are 0."""

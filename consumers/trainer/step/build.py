@@ -67,6 +67,7 @@ def build_train_step(
         kl_in_reward=trainer.kl.coef if trainer.kl.place == "reward" else 0.0,
         token_advantage=advantage if getattr(function, "per_token", False) else None,
         critic=critic_step,
+        score_proximal=trainer.epochs * trainer.minibatches > 1 and objective.loss.needs_proximal,
     )
     optimizer = build_optimizer(policy.parameters(), trainer.optimizer)
     update = GradientUpdate(policy, optimizer, ranks, trainer.optimizer.max_grad_norm, dtype)
@@ -81,6 +82,7 @@ def build_train_step(
         preparation if preparation.needed else None,
         critic_step,
         observers,
+        trainer.epochs,
     )
 
 
@@ -117,6 +119,7 @@ def _build_planner(
         and ranks.layout.context == 1
         and not trainer.router_replay,
         images=None if policy.vision is None else policy.vision.settings,
+        minibatches=trainer.minibatches,
     )
 
 

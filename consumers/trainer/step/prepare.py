@@ -29,7 +29,8 @@ from consumers.trainer.step.critic import CriticStep
 class Preparation:
     """The passes before the gradient; ``token_advantage`` is a TokenAdvantage, arguments bound.
 
-    lora_off: the reference is the policy without its adapter, and no second model.
+    lora_off: the reference is the policy without its adapter, and no second model. score_proximal: several updates
+    follow, and the loss compares with the policy before the first.
     """
 
     objective: Objective
@@ -38,12 +39,14 @@ class Preparation:
     kl_in_reward: float = 0.0
     token_advantage: TokenAdvantage | None = None
     critic: CriticStep | None = None
+    score_proximal: bool = False
 
     @property
     def needed(self) -> bool:
         """Whether there is anything to prepare."""
         asked = (self.reference, self.token_advantage, self.critic, self.objective.loss.select_tokens)
-        return self.lora_off or bool(self.kl_in_reward) or any(each is not None for each in asked)
+        flags = self.lora_off or self.score_proximal or bool(self.kl_in_reward)
+        return flags or any(each is not None for each in asked)
 
     def run(
         self, policy: Policy, batch: Sequence[MicroBatch], version: int, all_reduce_sum: AllReduceSum
@@ -59,13 +62,14 @@ class Preparation:
         if self.critic is not None:
             batch = [replace(micro, values=self.critic.values(micro)) for micro in batch]
         batch = self._with_advantages(batch, all_reduce_sum)
-        if self.objective.loss.select_tokens is None:
+        select_tokens = self.objective.loss.select_tokens
+        if select_tokens is None and not self.score_proximal:
             return batch
         inputs = [
             self.objective.with_proximal(micro.loss_inputs(self._score(policy, micro, replayed=True)), version)
             for micro in batch
         ]
-        kept = self.objective.loss.select_tokens(inputs, all_reduce_sum)
+        kept = [micro.kept for micro in batch] if select_tokens is None else select_tokens(inputs, all_reduce_sum)
         return [
             replace(micro, proximal_logprobs=seen.proximal_logprobs, kept=chosen)
             for micro, seen, chosen in zip(batch, inputs, kept, strict=True)

@@ -1,14 +1,15 @@
 """The optimizer step: micro-batches in, a weight update and its metrics out.
 
-The step knows neither the broker nor which algorithm it runs. Gradients are sums of weighted token
-losses, so they don't depend on how the batch was cut. A step whose loss or gradient is not finite
-changes no weight, not the critic's either, and its result says so.
+The step knows neither the broker nor which algorithm it runs. It makes one update for each minibatch, in as many
+epochs as configured. Gradients are sums of weighted token losses, so they don't depend on how a minibatch was cut. An
+update whose loss or gradient is not finite changes no weight, not the critic's either, and the step's result says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -22,7 +23,7 @@ from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.critic import CriticStep
-from consumers.trainer.step.gradient_update import GradientUpdate, Schedule
+from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Update
 from consumers.trainer.step.prepare import Preparation
 
 
@@ -59,7 +60,8 @@ class TrainStep:
         batch = step.planner.plan(groups).batch()
         result = step.run(batch, version=7)      # the policy is version 8 now
 
-    planner: what makes batches of groups. policy: on its device, sharded over ``ranks`` if these are several.
+    planner: what makes batches of groups. policy: on its device, sharded over ``ranks`` if these are several. epochs:
+    how often a step trains its batch.
     """
 
     policy: Policy
@@ -71,20 +73,20 @@ class TrainStep:
     preparation: Preparation | None = None
     critic: CriticStep | None = None
     observers: Sequence[Observer] = ()
+    epochs: int = 1
 
     def run(self, batch: StepBatch, version: int) -> StepResult:
-        """Update the weights once; ``version`` is that of the weights before the step."""
+        """Update the weights for each minibatch of each epoch; ``version`` is that of the weights before the step."""
         timer = StepTimer()
         with timer.phase("prepare"):
             micro_batches: Sequence[MicroBatch] = [micro.to(self.policy.device) for micro in batch.micro_batches]
             if self.preparation is not None:
                 micro_batches = self.preparation.run(self.policy, micro_batches, version, self.ranks.all_reduce_sum)
         lr = self.schedule.at(self.schedule.done + 1)
-        with timer.phase("optimizer"):
-            update = self.update.run(lambda: self._accumulate(micro_batches, version, timer), lr)
-        meter = update.sums
-        with timer.phase("critic"):
-            critic_metrics = {} if update.skipped else self._train_critic(micro_batches, meter.sums["tokens"])
+        minibatches = _cut(micro_batches, batch.updates)
+        updates = [self._update(minibatch, version, lr, timer) for _ in range(self.epochs) for minibatch in minibatches]
+        meter = StepMeter.combine([update.sums for update, _ in updates], self.epochs)
+        skipped = [update.skipped for update, _ in updates]
         # A skipped step counts: the schedule follows the steps of the run.
         self.schedule.done += 1
         metrics = {
@@ -95,15 +97,26 @@ class TrainStep:
                 for observer in self.observers
                 for name, value in observer.result(self.ranks.sum_over_ranks).items()
             },
-            **critic_metrics,
-            "grad_norm": update.norm,
+            **_means([critic_metrics for _, critic_metrics in updates]),
+            "grad_norm": sum(update.norm for update, _ in updates) / len(updates),
             "lr": lr,
-            "skipped": float(update.skipped),
+            "skipped": sum(skipped) / len(skipped),
             **self.update.metrics(),
         }
+        if "forward_flops" in metrics:
+            metrics["forward_flops"] *= self.epochs
         per_token = self.preparation is not None and self.preparation.token_advantage is not None
         advantages = batch.plan.credit.samples.tolist() if batch.plan and not per_token else ()
-        return StepResult(metrics, dict(sorted(meter.staleness.items())), update.skipped, timer.lap(), advantages)
+        return StepResult(metrics, dict(sorted(meter.staleness.items())), all(skipped), timer.lap(), advantages)
+
+    def _update(
+        self, minibatch: Sequence[MicroBatch], version: int, lr: float, timer: StepTimer
+    ) -> tuple[Update[StepMeter], dict[str, float]]:
+        """Update policy and critic once; returns the policy's update and the critic's metrics."""
+        with timer.phase("optimizer"):
+            update = self.update.run(lambda: self._accumulate(minibatch, version, timer), lr)
+        with timer.phase("critic"):
+            return update, {} if update.skipped else self._train_critic(minibatch, update.sums.sums["tokens"])
 
     def _accumulate(self, batch: Sequence[MicroBatch], version: int, timer: StepTimer) -> StepMeter:
         """Run forward and backward for each micro-batch; returns the metrics of this rank."""
@@ -138,3 +151,15 @@ class TrainStep:
             return {}
         self.critic.steps = self.schedule.steps
         return self.critic.run(batch, tokens, self.schedule.done)
+
+
+def _cut(micro_batches: Sequence[MicroBatch], updates: Sequence[int]) -> list[Sequence[MicroBatch]]:
+    """Cut a step's micro-batches into minibatches of these sizes; into one if there are none."""
+    ends = list(accumulate(updates)) or [len(micro_batches)]
+    return [micro_batches[start:end] for start, end in pairwise([0, *ends])]
+
+
+def _means(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the updates that have it."""
+    found = {name: [metrics[name] for metrics in updates if name in metrics] for each in updates for name in each}
+    return {name: sum(values) / len(values) for name, values in found.items()}

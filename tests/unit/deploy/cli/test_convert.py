@@ -132,8 +132,8 @@ def test_a_yaml_file_of_trl(tmp_path: Path) -> None:
     assert [(term["name"], term["weight"]) for term in terms] == [("format", 0.5), ("my.rewards:exact", 2.0)]
     assert (config["eval"]["every"], config["eval"]["dataset"]["args"]["split"]) == (50, "test")
     assert (config["trainer"]["trackers"], config["trainer"]["processes"]) == (["wandb", "tensorboard"], 4)
-    assert config["trainer"]["batch_groups"] == 4
-    for text in ("lr_scheduler_type: polynomial", "num_iterations", "Not known, left out: made_up", "3 epochs"):
+    assert (config["trainer"]["batch_groups"], config["trainer"]["epochs"]) == (4, 4)
+    for text in ("lr_scheduler_type: polynomial", "Not known, left out: made_up", "3 epochs"):
         assert any(text in note for note in notes), text
 
 

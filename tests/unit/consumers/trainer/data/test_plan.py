@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -21,13 +23,20 @@ from schemas.messages import Span, Trajectory
 from tests.support.trainer.trajectories import make_groups, make_trajectory
 
 
-def planned(groups: list[Group], budget: int = 64, aggregation: str = "token_mean", dp_size: int = 1) -> StepPlan:
+def planned(
+    groups: list[Group],
+    budget: int = 64,
+    aggregation: str = "token_mean",
+    dp_size: int = 1,
+    minibatches: int = 1,
+) -> StepPlan:
     return StepPlanner(
         advantage=centered,
         aggregation=AGGREGATIONS.get(aggregation),
         micro_batch_tokens=budget,
         max_tokens=7,
         dp_size=dp_size,
+        minibatches=minibatches,
     ).plan(groups)
 
 
@@ -146,6 +155,33 @@ def test_ranks_share_a_step_whose_numbers_are_those_of_one(sizes: list[int], see
         (r.sequence, r.cut.sample, r.advantage, r.weight) for r in one.rows
     ]
     assert len({len(many.share(rank)) for rank in range(dp_size)}) == 1
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+    dp_size=st.integers(1, 3),
+    minibatches=st.integers(2, 4),
+)
+def test_a_minibatch_is_whole_groups_with_weights_of_its_own(
+    sizes: list[int], seed: int, dp_size: int, minibatches: int
+) -> None:
+    """Every row is in one of them, rewards are compared over the step, and ranks make equally many updates."""
+    groups = make_groups(sizes, seed)
+    whole, cut = planned(groups), planned(groups, dp_size=dp_size, minibatches=minibatches)
+    assert cut.credit.samples.tolist() == whole.credit.samples.tolist()
+    assert len(cut.deal.updates) == min(minibatches, len(groups))
+    ends = np.cumsum([0, *cut.deal.updates])
+    seen: list[set[int]] = []
+    for start, end in pairwise(ends):
+        rows = [row for r in range(dp_size) for part in cut.share(r)[start:end] for row in part]
+        seen.append({row.group for row in rows})
+        tokens = sum(row.cut.loss_tokens for row in rows)
+        assert sum(row.weight * row.cut.loss_tokens for row in rows) == pytest.approx(float(tokens > 0))
+    assert sum(len(each) for each in seen) == len(set().union(*seen)) == len(groups)
+    assert {len(cut.share(rank)) for rank in range(dp_size)} == {ends[-1]}
+    assert sorted(r for rank in cut.deal.shares for rows in rank for r in rows) == list(range(len(cut.rows)))
 
 
 def test_a_rank_without_samples_has_a_row_without_a_loss() -> None:
