@@ -57,8 +57,9 @@ METRICS: dict[str, str] = {
     "train/entropy_std": "Its standard deviation over tokens.",
     "train/grad_norm": "Norm of the gradient before it was clipped; peaks come before trouble.",
     "train/lr": "Learning rate of the step.",
-    "train/skipped": "1 if loss or gradient was not finite: no weight was changed. The step counts, and makes a version"
-    " with the same weights as the one before; ten in a row end the run.",
+    "train/skipped": "Share of the step's updates that changed no weight, because loss or gradient was not finite. A"
+    " step without an update counts, and makes a version with the same weights as the one before; ten in a row end the"
+    " run.",
     "train/loss_scale": "Factor on the loss in float16.",
     "train/loss_{}": "Mean over tokens of what a loss gives as a metric.",
     "train/kl": "Estimate (k3) of the divergence between the policy that sampled and the one in training: grows with"
