@@ -70,7 +70,8 @@ def fit(config: TidemillConfig, gpus: int, gpu: str, as_json: bool) -> None:
     if shared:
         room -= int(card.memory * (shared_utilization(config, 1) or 0.0))
     size = rehearse_apart(config, ranks)
-    helping = _tried(config, ranks, shared) if total(size) > room else {}
+    others = _tried(config, ranks, shared) if total(size) > room else {}
+    helping = {text: one for text, one in others.items() if total(one) < total(size)}
     best = min(helping, key=lambda text: total(helping[text])) if helping else None
 
     from deploy.planning.engine_size import size_engine
