@@ -145,7 +145,7 @@ ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 VARIABLE = re.compile(r"\$(?!\{?HOME\b)(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 """A variable of the shell, its default if it has one; HOME is known everywhere."""
-OVERRIDE = re.compile(r"^\+{0,2}([a-z_]+(?:\.[a-z_]+)+)=(.*)$", re.DOTALL)
+OVERRIDE = re.compile(r"^\+{0,2}([a-z_]\w*(?:\.\w+)+)=(.*)$", re.DOTALL)
 
 
 def read_script(text: str) -> dict[str, Any]:
@@ -260,18 +260,28 @@ def _optimizer(done: Conversion, known: Mapping[str, Any]) -> None:
         done.to_do.append(f"{optimizer}.warmup_steps: {ratio:g} of trainer.steps")
 
 
+FILL_IN = "FILL_IN"
+"""In the place of a name that Tidemill does not have."""
+
+
 def _loss(done: Conversion, known: Mapping[str, Any]) -> None:
     mode = known.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     name = LOSSES.get(mode)
     if name is None:
         done.left_out.append((f"{ACTOR}.policy_loss.loss_mode", f"{mode} is not built in; it can be one of your own"))
-    done.set("trainer.loss.name", name)
+    # Never our default instead: another algorithm would be trained. FILL_IN is refused before anything starts.
+    done.set("trainer.loss.name", name or FILL_IN)
     clip = known.get(f"{ACTOR}.clip_ratio", 0.2)
     low, high = known.get(f"{ACTOR}.clip_ratio_low", clip), known.get(f"{ACTOR}.clip_ratio_high", clip)
     if name in ("ppo", "gspo"):
         done.set("trainer.loss.args", {"clip_low": low, "clip_high": high})
     elif name == "cispo":
         done.set("trainer.loss.args", {"clip_high": high})
+        if f"{ACTOR}.clip_ratio_low" in known:
+            done.left_out.append((f"{ACTOR}.clip_ratio_low", f"{low}; cispo clips above only"))
+    else:
+        asked = [f"{ACTOR}.{key}" for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")]
+        done.left_out += [(key, f"{known[key]}; no argument of {name or mode} here") for key in asked if key in known]
     if name == "ppo":
         done.set("trainer.loss.args.dual_clip", known.get(f"{ACTOR}.clip_ratio_c"))
     mean = known.get(f"{ACTOR}.loss_agg_mode", "token-mean")
@@ -284,7 +294,7 @@ def _loss(done: Conversion, known: Mapping[str, Any]) -> None:
         advantage = "centered"
     if advantage is None:
         done.left_out.append(("algorithm.adv_estimator", f"{estimator} is not one of {', '.join(ADVANTAGES)}"))
-    done.set("trainer.advantage.name", advantage)
+    done.set("trainer.advantage.name", advantage or FILL_IN)
     if advantage in ("gae", "reinforce_pp"):
         done.set("trainer.advantage.args.gamma", float(known.get("algorithm.gamma", 1.0)))
     if advantage == "gae":

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.checks.names import check_names
 from deploy.migrate import trl, verl
 from deploy.migrate.conversion import ConversionRule
 from schemas.config import TidemillConfig, parse_config
 from schemas.config.loading import _paths
+from schemas.errors import ConfigError
 from tests.support.runs.command_line import run_tidemill
 
 TRL_SCRIPT = """
@@ -155,6 +157,12 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
         assert any(text in note for note in notes), text
 
 
+def test_a_key_with_a_digit_is_not_lost(tmp_path: Path) -> None:
+    added = " \\\n    trainer.v1.trainer_mode=separate_async\n"
+    _, notes = convert(tmp_path, "run.sh", VERL_SCRIPT.rstrip("\n") + added)
+    assert any("trainer.v1: trainer_mode" in note for note in notes), notes
+
+
 def test_variables_of_a_script_of_verl(tmp_path: Path) -> None:
     """As its examples have them: files are set further up, the engine is an argument with a default."""
     script = """ENGINE=${1:-vllm}
@@ -179,6 +187,28 @@ python3 -m verl.trainer.main_ppo \\
         "To do: model.path: a folder or a hub id",
     ):
         assert any(text in note for note in notes), text
+
+
+@pytest.mark.parametrize(
+    ("mode", "loss", "notes"),
+    [
+        (
+            "geo_mean",
+            "FILL_IN",
+            ("policy_loss.loss_mode: geo_mean is not built in", "clip_ratio_low: 0.1; no argument of geo_mean here"),
+        ),
+        ("cispo", "cispo", ("clip_ratio_low: 0.1; cispo clips above only",)),
+    ],
+)
+def test_no_algorithm_of_verl_becomes_another_one(tmp_path: Path, mode: str, loss: str, notes: tuple[str, ...]) -> None:
+    actor = "actor_rollout_ref.actor"
+    added = f" {actor}.policy_loss.loss_mode={mode} {actor}.clip_ratio_low=0.1 algorithm.adv_estimator=remax\n"
+    config, found = convert(tmp_path, "run.sh", VERL_SCRIPT.rstrip("\n") + " \\\n   " + added)
+    assert (config["trainer"]["loss"]["name"], config["trainer"]["advantage"]["name"]) == (loss, "FILL_IN")
+    for text in (*notes, "algorithm.adv_estimator: remax is not one of"):
+        assert any(text in note for note in found), (text, found)
+    with pytest.raises(ConfigError, match="FILL_IN"):
+        check_names(parse_config(config))
 
 
 def test_a_yaml_file_of_verl(tmp_path: Path) -> None:
