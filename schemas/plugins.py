@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -105,10 +105,12 @@ def fit_arguments(kind: str, function: Any, args: dict[str, Any]) -> dict[str, A
 
 def check_arguments(kind: str, function: Any, args: dict[str, Any]) -> None:
     """Raise ConfigError unless ``function``, or a class when it is built, has parameters of these names."""
+    known: Mapping[str, Any] = {}
     try:
-        inspect.signature(function).bind_partial(**args)
+        signature = inspect.signature(function)
+        known = signature.parameters
+        signature.bind_partial(**args)
     except TypeError as error:
-        known = inspect.signature(function).parameters
         close = [name for arg in args if arg not in known for name in difflib.get_close_matches(arg, known, n=1)]
         hint = f" (did you mean {', '.join(map(repr, close))}?)" if close else ""
         raise ConfigError(f"{kind}.args {args}: {error}{hint}") from error
