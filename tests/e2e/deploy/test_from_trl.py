@@ -43,7 +43,7 @@ TINY = {
 def commands(heading: str) -> list[list[str]]:
     """The commands that stand below a heading of the page."""
     section = PAGE.read_text(encoding="utf-8").partition(f"### {heading}\n")[2].partition("\n##")[0]
-    return [line.split()[1:] for line in section.splitlines() if line.startswith("    tidemill ")]
+    return [found[1].split() for found in re.finditer(r"^    (?:[A-Z_]+=\S+ )?tidemill (.+)$", section, re.MULTILINE)]
 
 
 @pytest.fixture
