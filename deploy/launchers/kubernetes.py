@@ -22,7 +22,7 @@ from schemas.config import TidemillConfig, dump_config
 from schemas.errors import OK_EXIT, ConfigError
 
 RUNS = Path("/tidemill/runs")
-PATCHES = "patches.yaml"
+PATCHES, PRIORITY = "patches.yaml", "priority.yaml"
 PEER_PORT = 8643
 MAX_FILES = 900_000
 """Bytes of the files in the ConfigMap, of which Kubernetes allows 1 MiB."""
@@ -90,9 +90,9 @@ class Kubernetes:
                         written.append(Path(shutil.copy(path, folder)))
             base = yaml.safe_load((source / "run" / "kustomization.yaml").read_text(encoding="utf-8"))
         (folder / "apply.sh").chmod(0o755)
-        resources = [path.name for path in written if path.suffix == ".yaml"]
+        resources = [path.name for path in written if path.suffix == ".yaml" and path.name != PRIORITY]
         for path in named:
-            if path.name in resources:
+            if path.name in (*resources, PRIORITY, PATCHES, "kustomization.yaml", "apply.sh"):
                 raise ConfigError(f"the file {path} has the name of an object's file: rename it")
             written.append(Path(shutil.copy(path, folder)))
         written.append(_write(folder / "config.yaml", data))

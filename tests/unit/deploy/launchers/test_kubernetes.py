@@ -59,7 +59,7 @@ def test_every_file_of_a_part_is_in_its_kustomization(part: str) -> None:
     kustomization = yaml.safe_load((FOLDER / part / "kustomization.yaml").read_text())
     generated = [name for entry in kustomization.get("configMapGenerator", []) for name in entry["files"]]
     named = {"kustomization.yaml", *kustomization["resources"], *generated}
-    assert {path.name for path in (FOLDER / part).iterdir()} - {"apply.sh"} == named
+    assert {path.name for path in (FOLDER / part).iterdir()} - {"apply.sh", "priority.yaml"} == named
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -68,9 +68,8 @@ def test_every_part_renders_to_valid_objects(part: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     rendered = [document for document in yaml.safe_load_all(done.stdout) if document]
-    assert all(
-        document["metadata"].get("namespace") == ("tidemill" if document["kind"] != "PriorityClass" else None)
-        for document in rendered
+    assert all(document["metadata"]["namespace"] == "tidemill" for document in rendered), (
+        "the end of a run deletes it all"
     )
     check_schemas(rendered)
     text = yaml.safe_dump(rendered)
@@ -155,9 +154,9 @@ def test_a_checkpoint_has_the_grace_of_its_pod() -> None:
 
 
 def test_a_trainer_takes_a_node_back_from_generators() -> None:
-    value = {
-        entry["metadata"]["name"]: entry["value"] for entry in documents("run") if entry["kind"] == "PriorityClass"
-    }
+    classes = list(yaml.safe_load_all((FOLDER / "run" / "priority.yaml").read_text()))
+    check_schemas(classes)
+    value = {entry["metadata"]["name"]: entry["value"] for entry in classes}
     used = {name: pod.get("priorityClassName") for name, pod in pods()}
     assert value[used["trainer"]] > value[used["generator"]]
     assert set(value) == {used["trainer"], used["generator"]}

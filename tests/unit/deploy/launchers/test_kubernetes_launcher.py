@@ -91,6 +91,7 @@ def test_without_gpus_nothing_asks_for_one(file: Path) -> None:
 
 def test_every_object_is_in_the_namespace_of_the_run(file: Path) -> None:
     objects = render(file, keda=True)
+    assert not [kind for kind, _ in objects if kind == "PriorityClass"], "other runs use it when this one is deleted"
     text = yaml.safe_dump(list(objects.values()))
     assert set(re.findall(r"namespace: (\S+)", text)) == {"tidemill-sums"}
     assert "http://control.tidemill-sums:8642/v1/status" in text
@@ -164,7 +165,11 @@ def test_a_configuration_is_applied_whole_or_not_at_all(file: Path, rejected: in
     assert done.returncode == rejected, done.stderr
     said = calls.read_text().splitlines()
     assert said[:2] == ["kustomize .", "apply --dry-run=server -f -"]
-    changes = ["-n tidemill-sums delete job trainer --ignore-not-found --wait --timeout=330s", "apply -f"]
+    changes = [
+        "apply -f priority.yaml",
+        "-n tidemill-sums delete job trainer --ignore-not-found --wait --timeout=330s",
+        "apply -f",
+    ]
     assert [line.rsplit(" /", 1)[0] for line in said[2:]] == ([] if rejected else changes)
     trial = list(yaml.safe_load_all(Path(f"{calls}.trial").read_text()))
     assert [entry["metadata"]["name"] for entry in trial] == ["trainer-trial", "trainer"], "the Job that runs stays"
