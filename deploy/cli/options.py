@@ -122,14 +122,20 @@ def load(file: Path, overrides: list[str] | None) -> TidemillConfig:
 
 
 def in_ranks(
-    config: TidemillConfig, arguments: list[str], as_json: bool = False, machines: Machines | None = None
+    config: TidemillConfig,
+    arguments: list[str],
+    as_json: bool = False,
+    ranks: int | None = None,
+    machines: Machines | None = None,
 ) -> None:
-    """Run this command in trainer.processes ranks and exit; return if there is one rank, or this process is a rank.
+    """Run this command in several ranks and exit; return if there is one rank, or this process is a rank.
 
-    as_json: add ``--json``, which the first rank answers. machines: the others that train with this one.
+    as_json: add ``--json``, which the first rank answers. ranks: on this machine, trainer.processes by default.
+    machines: the others that train with this one.
     """
     from deploy.services import torchrun
 
-    if (config.trainer.processes > 1 or machines) and not torchrun.is_rank():
+    count = ranks or config.trainer.processes
+    if (count > 1 or machines) and not torchrun.is_rank():
         asked = [*arguments, "--json"] if as_json else arguments
-        raise typer.Exit(torchrun.launch(config.trainer.processes, asked, config.supervisor.grace_s, machines))
+        raise typer.Exit(torchrun.launch(count, asked, config.supervisor.grace_s, machines))

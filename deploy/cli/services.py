@@ -48,9 +48,8 @@ def trainer(
     config: ConfigFile,
     overrides: Overrides = None,
     name: Name = None,
-    nodes: Annotated[
-        int, typer.Option(min=1, help="Machines that train together, each in trainer.processes ranks.")
-    ] = 1,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine; default: trainer.processes.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that train together, with as many ranks each.")] = 1,
     node_rank: Annotated[
         int, typer.Option(help="Number of this machine, from 0.", envvar=["SLURM_NODEID", "JOB_COMPLETION_INDEX"])
     ] = 0,
@@ -58,14 +57,15 @@ def trainer(
         str | None, typer.Option(help="HOST:PORT of machine 0, where the ranks of several machines meet.")
     ] = None,
 ) -> None:
-    """Run the trainer in trainer.processes ranks, or as one rank if torchrun started it."""
+    """Run the trainer in as many ranks as asked for, or as one rank if torchrun started it."""
     loaded = load(config, overrides)
     arguments = ["trainer", str(config), *(overrides or []), "--name", name or "trainer"]
     if nodes > 1 and meet is None:
         raise ConfigError("--nodes needs --meet HOST:PORT, the address of machine 0")
     from deploy.services.torchrun import Machines
 
-    in_ranks(loaded, arguments, machines=Machines(nodes, node_rank, meet or "") if nodes > 1 else None)
+    machines = Machines(nodes, node_rank, meet or "") if nodes > 1 else None
+    in_ranks(loaded, arguments, ranks=ranks, machines=machines)
     from deploy.services.main import run_role
 
     run_role("trainer", loaded, name)

@@ -169,7 +169,7 @@ class Slurm:
         return (
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
             f"keep leave srun --kill-on-bad-exit=1 {self._command('trainer')} trainer {config} \\\n"
-            f"    trainer.processes={ranks} supervisor.grace_s={GRACE_S} --nodes {self.trainer_nodes} \\\n"
+            f"    supervisor.grace_s={GRACE_S} --ranks {ranks} --nodes {self.trainer_nodes} \\\n"
             '    --meet "$head:$((40000 + SLURM_JOB_ID % 20000))"'
         )
 

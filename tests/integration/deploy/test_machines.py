@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from deploy.services import torchrun
 from deploy.services.torchrun import Machines
 from schemas.errors import CONFIG_EXIT, OK_EXIT, ConfigError
 from tests.support.runs.command_line import run_tidemill
@@ -56,6 +57,22 @@ def test_a_machine_that_cannot_be_is_named(rank: int, meet: str, text: str) -> N
     with pytest.raises(ConfigError) as caught:
         Machines(2, rank, meet)
     assert str(caught.value).startswith(text)
+
+
+def test_a_layout_may_span_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """trainer.processes is the whole trainer's number then, and --ranks that of this machine."""
+    asked: list[tuple[int, Machines | None]] = []
+
+    def launch(ranks: int, arguments: list[str], grace_s: float, machines: Machines | None) -> int:
+        asked.append((ranks, machines))
+        return OK_EXIT
+
+    monkeypatch.setattr(torchrun, "launch", launch)
+    layout = ["trainer.processes=4", "trainer.parallel.tensor=4"]
+    where = ["--ranks", "2", "--nodes", "2", "--node-rank", "1", "--meet", "trainer-0:29500"]
+    done = run_tidemill("trainer", "examples/arithmetic/config.yaml", *layout, *where)
+    assert done.returncode == OK_EXIT, done.stderr
+    assert asked == [(2, Machines(2, 1, "trainer-0:29500"))]
 
 
 def test_several_machines_need_a_place_to_meet() -> None:
