@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from schemas.control_api.run_folders import LogHead, LogPart, Logs
@@ -17,8 +18,11 @@ def list_logs(folder: Path) -> Logs:
     heads = []
     for file in sorted((folder / LOGS).glob("*.log")):
         try:
-            known = file.stat()
+            known = file.lstat()
         except OSError:
+            continue
+        if not stat.S_ISREG(known.st_mode):
+            # A process that writes the folder could plant a link to a file that only this process can read.
             continue
         heads.append(LogHead(service=file.stem, bytes=known.st_size, updated=known.st_mtime))
     return Logs(logs=heads)
@@ -32,7 +36,8 @@ def read_log(folder: Path, service: str, after: int | None, most: int = PART) ->
     if service not in {head.service for head in list_logs(folder).logs}:
         return None
     try:
-        with (folder / LOGS / f"{service}.log").open("rb") as stream:
+        file = os.open(folder / LOGS / f"{service}.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(file, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             start = max(0, size - most) if after is None else after if after <= size else 0
             stream.seek(start)

@@ -128,7 +128,7 @@ class RunFolder:
         found = []
         for path in (self.path / CHECKPOINTS).glob("step-*"):
             named = _CHECKPOINT.fullmatch(path.name)
-            if named and path.is_dir():
+            if named and path.is_dir() and not path.is_symlink():
                 try:
                     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
                 except FileNotFoundError:

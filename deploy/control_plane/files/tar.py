@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def tar_stream(folder: Path, members: Sequence[tarfile.TarInfo]) -> Iterator[byt
     for member in members:
         yield _head(member)
         left = member.size
-        with (folder.parent / member.name).open("rb") as file:
+        with os.fdopen(os.open(folder.parent / member.name, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             while left:
                 part = file.read(min(PART, left))
                 if not part:

@@ -284,6 +284,20 @@ def test_a_log_is_followed_from_its_end(tmp_path: Path) -> None:
     assert replaced.lines == ["again"]
 
 
+def test_links_that_were_planted_in_a_run_show_nothing(tmp_path: Path) -> None:
+    run, outside = make_run(tmp_path / "run"), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_text("SECRET\n")
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs" / "link.log").symlink_to(outside / "secret")
+    os.mkfifo(run / "logs" / "pipe.log")
+    (run / "checkpoints").mkdir(exist_ok=True)
+    (run / "checkpoints" / "step-00000009-t0001").symlink_to(outside)
+    assert not {"link", "pipe"} & {head.service for head in list_logs(run).logs}
+    assert read_log(run, "link", None) is read_log(run, "pipe", None) is None
+    assert "step-00000009-t0001" not in [one.name for one in RunFolder(run).checkpoints().checkpoints]
+
+
 @pytest.mark.parametrize("service", ["nobody", "../config", "..", "trainer.log"])
 def test_no_other_file_is_read_as_a_log(tmp_path: Path, service: str) -> None:
     assert read_log(make_run(tmp_path / "run"), service, None, 1024) is None
