@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -26,6 +27,7 @@ from schemas.config import TidemillConfig
 
 LOOK_S = 2.0
 TIMEOUT_S = 2.0
+LOADING_S = 10.0
 MAX_ANSWER = 65_536
 AWS, GOOGLE = "http://169.254.169.254", "http://metadata.google.internal"
 
@@ -45,7 +47,7 @@ class MetadataServer:
     token_path: str | None = None
 
     def read(self) -> str | None:
-        """Return the notice, None if there is none. OSError if the server can't be asked; it may take 4 s."""
+        """Return the notice, or None without one. OSError or HTTPException: the server can't be asked."""
         headers = dict(self.headers)
         if self.token_path is not None:
             asked = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
@@ -103,7 +105,8 @@ class SpotNoticeWatch:
         while (notice := self._look()) is None:
             time.sleep(LOOK_S)
         log.warning("this machine is taken back, its processes end in order", notice=notice)
-        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        due = time.monotonic() + LOADING_S
+        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and time.monotonic() < due:
             # A process that is still loading its libraries does not know yet how to end well.
             time.sleep(LOOK_S)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -111,7 +114,7 @@ class SpotNoticeWatch:
     def _look(self) -> str | None:
         try:
             return self._server.read()
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             if not self._warned:
                 log.warning(
                     "notices of the cloud can't be read, it is asked again", why=str(error), url=self._server.base

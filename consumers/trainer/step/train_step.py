@@ -154,7 +154,7 @@ class TrainStep:
 
 
 def _cut(micro_batches: Sequence[MicroBatch], updates: Sequence[int]) -> list[Sequence[MicroBatch]]:
-    """Cut a step's micro-batches into minibatches of these sizes; into one if there are none."""
+    """Cut a step's micro-batches into minibatches of these sizes, by default into one."""
     ends = list(accumulate(updates)) or [len(micro_batches)]
     return [micro_batches[start:end] for start, end in pairwise([0, *ends])]
 

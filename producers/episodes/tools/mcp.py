@@ -64,7 +64,7 @@ class McpSource:
         """Ask the server what tools it has. ConfigError if it can't be reached, or lacks one that is wanted."""
         shared = self._settings.scope == "worker"
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-            connection = _Connection(self._settings, self._base, self._name, sys.stderr if shared else errors)
+            connection = _Connection(self._settings, self._base, self._name, None if shared else errors)
             try:
                 session = await connection.session()
                 async with asyncio.timeout(self._settings.start_timeout_s):
@@ -150,8 +150,8 @@ class McpTool:
 class _Connection:
     """A session with a server, begun at the first call, and again after it was lost."""
 
-    def __init__(self, settings: McpSettings, base: Path, name: str, errors: TextIO = sys.stderr) -> None:
-        """errors: receives what a server that is a program writes to its stderr; a file with a descriptor."""
+    def __init__(self, settings: McpSettings, base: Path, name: str, errors: TextIO | None = None) -> None:
+        """errors: receives what a server that is a program writes to its stderr, by default that of this process."""
         self._settings, self._base, self._name, self._errors = settings, base, name, errors
         self._lock = asyncio.Lock()
         self._session: Any = None
@@ -233,7 +233,7 @@ class _Connection:
         program, *arguments = settings.command
         program = sys.executable if program == OUR_PYTHON else program
         parameters = StdioServerParameters(command=program, args=arguments, env=shown, cwd=self._base)
-        return stdio_client(parameters, errlog=self._errors)
+        return stdio_client(parameters, errlog=self._errors or sys.stderr)
 
 
 async def _list_tools(session: Any) -> dict[str, dict[str, Any]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from dataclasses import replace
 from typing import get_args
 
 import pytest
 
-from deploy.services.spot_notice import SERVERS, announces_end
+from deploy.services.spot_notice import SERVERS, SpotNoticeWatch, announces_end
 from schemas.config.deploy import SupervisorConfig
 from tests.support.runs.metadata_server import metadata_server
 from tests.support.runs.programs import free_port
@@ -28,6 +30,22 @@ def test_each_cloud_is_asked_as_it_documents(cloud: str) -> None:
 def test_a_machine_that_is_in_no_cloud_is_an_error_to_tell(cloud: str) -> None:
     with pytest.raises(OSError, match="refused"):
         replace(SERVERS[cloud], base=f"http://127.0.0.1:{free_port()}").read()
+
+
+def test_an_answer_that_is_no_http_does_not_end_the_watch() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"what?\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        asked = replace(SERVERS["gcp"], base=f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert SpotNoticeWatch(asked)._look() is None, "it is asked again"
+        thread.join(10)
 
 
 @pytest.mark.parametrize(
