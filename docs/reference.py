@@ -13,6 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +27,8 @@ from consumers.reward.rewards import REWARDS
 from consumers.reward.rewards.signatures import FIELDS
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from deploy.launchers import LAUNCHERS
-from deploy.migrate import trl, verl
 from deploy.migrate.conversion import ConversionRule
+from deploy.migrate.convert import SYSTEMS
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
 from producers.engines.base import ABILITIES
@@ -376,6 +377,5 @@ REFERENCES: dict[str, Callable[[], str]] = {
     "keys": key_table,
     "scripts": script_table,
     "plugins": plugin_table,
-    "trl": lambda: migration_table(trl.RULES),
-    "verl": lambda: migration_table(verl.RULES),
+    **{name: partial(migration_table, system.rules) for name, system in SYSTEMS.items()},
 }

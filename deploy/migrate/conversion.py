@@ -1,25 +1,41 @@
-"""A conversion of another system's settings: rules, the resulting configuration, and notes."""
+"""A conversion of another system's settings: rules, the resulting configuration, and notes.
+
+Promises: every setting of the file is carried over or named with its value. `Conversion.finish` names what no rule
+and no function dealt with, so that a rule that is missing or that fails to apply can't lose a setting.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+FILL_IN = "FILL_IN"
+"""In the place of a name that Tidemill does not have: refused before anything starts, so that no default is trained."""
+
+
+class Unread(str):
+    """Source of a value that only running the script could tell."""
 
 
 @dataclass(frozen=True)
 class ConversionRule:
     """The conversion of one setting of the other system.
 
-    theirs: its key. ours: the setting it becomes, empty without a counterpart, several separated by commas.
-    note: how the value changes, or why there is no counterpart; the migration page shows it.
+    theirs: its key; ``section.*`` is every key of a section that has no rule of its own.
+    ours: the setting it becomes, empty without a counterpart, several separated by commas.
+    note: how the value changes, or why there is no counterpart and what to do; the migration page shows it.
     convert: makes our value of theirs, None where the value is dealt with together with others.
+    idle: values that ask for nothing, such as False of an option that is off.
     """
 
     theirs: str
     ours: str = ""
     note: str = ""
     convert: Callable[[Any], Any] | None = None
+    idle: tuple[Any, ...] = ()
 
 
 def same(value: Any) -> Any:
@@ -29,12 +45,47 @@ def same(value: Any) -> Any:
 
 @dataclass
 class Conversion:
-    """The configuration so far, and what was not carried over: their keys with the reason, and those of no rule."""
+    """The configuration so far, and what was not carried over.
 
+    found: the other system's settings by key, those with known values in `known`. left_out: keys with the reason.
+    unknown: keys of no rule. to_do: what is left to do.
+    """
+
+    found: Mapping[str, Any]
+    rules: Iterable[ConversionRule]
     config: dict[str, Any] = field(default_factory=dict)
-    left_out: list[tuple[str, str]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     to_do: list[str] = field(default_factory=list)
+    _named: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Carry over what a rule does by itself, and note what has no counterpart, is not known or can't be read."""
+        self.known = {key: value for key, value in self.found.items() if not isinstance(value, Unread)}
+        for key, value in self.found.items():
+            rule = self.rule(key)
+            if isinstance(value, Unread):
+                self.ask(f"{key} is {value!s}, which only a run of the script tells: set {_ours(rule)}", key)
+            elif rule is None:
+                self.unknown.append(key)
+            elif not rule.ours:
+                self.leave(key, rule.note)
+            elif rule.convert is not None:
+                self.set(rule.ours, rule.convert(value))
+
+    def rule(self, key: str) -> ConversionRule | None:
+        """Return the rule of a key: its own, else that of the innermost section."""
+        by_key = {rule.theirs: rule for rule in self.rules}
+        parts = key.split(".")
+        sections = (".".join([*parts[:length], "*"]) for length in range(len(parts) - 1, -1, -1))
+        return next((by_key[name] for name in (key, *sections) if name in by_key), None)
+
+    def get(self, path: str) -> Any:
+        """Return ``a.b.c`` of the configuration, None if it is not set."""
+        node: Any = self.config
+        for name in path.split("."):
+            node = node.get(name) if isinstance(node, dict) else None
+        return node
 
     def set(self, path: str, value: Any) -> None:
         """Set ``a.b.c`` of the configuration, unless the value is None."""
@@ -46,32 +97,64 @@ class Conversion:
             node = node.setdefault(section, {})
         node[name] = value
 
-    def apply(self, rules: Iterable[ConversionRule], found: Mapping[str, Any]) -> None:
-        """Carry over what a rule does by itself, and note what has no counterpart or is not known."""
-        by_key = {rule.theirs: rule for rule in rules}
-        for key, value in found.items():
-            rule = by_key.get(key)
-            if rule is None:
-                self.unknown.append(key)
-            elif not rule.ours:
-                self.left_out.append((key, rule.note))
-            elif rule.convert is not None:
-                self.set(rule.ours, rule.convert(value))
+    def ask(self, text: str, *keys: str) -> None:
+        """Note what is left to do, and that it deals with these keys."""
+        self.to_do.append(text)
+        self._named.update(keys)
+
+    def leave(self, key: str, reason: str) -> None:
+        """Note why a setting is not carried over."""
+        self.left_out[key] = reason
+
+    def finish(self) -> None:
+        """Name each setting that was neither carried over nor named."""
+        for key, value in self.known.items():
+            rule = self.rule(key)
+            if rule is None or key in self.left_out or key in self._named or value in rule.idle:
+                continue
+            if not any(self.get(_setting(path)) is not None for path in rule.ours.split(", ")):
+                self.leave(key, f"not carried over; see {rule.ours}" + (f" ({rule.note})" if rule.note else ""))
 
     def notes(self) -> list[str]:
         """Return the notes, a line each: what is left to do, then what was left out."""
         lines = [f"To do: {text}" for text in self.to_do]
-        lines += [f"Left out: {key}: {reason}" for key, reason in self.left_out]
-        return lines + [f"Not known, left out: {keys}" for keys in _by_section(self.unknown)]
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for key, reason in self.left_out.items():
+            reasons.setdefault((key.rpartition(".")[0], reason), []).append(key)
+        lines += [f"Left out: {', '.join(map(self._written, keys))}: {reason}" for (_, reason), keys in reasons.items()]
+        sections: dict[str, list[str]] = {}
+        for key in self.unknown:
+            sections.setdefault(key.rpartition(".")[0], []).append(key)
+        return lines + [f"Not known, left out: {', '.join(map(self._written, keys))}" for keys in sections.values()]
+
+    def _written(self, key: str) -> str:
+        value = " ".join(str(self.found[key]).split()) if key in self.found else None
+        return key if value is None else f"{key}={value}"
 
 
-def _by_section(keys: list[str]) -> list[str]:
-    """Return the keys, those of one section in one line."""
-    sections: dict[str, list[str]] = {}
-    for key in keys:
-        section, _, name = key.rpartition(".")
-        sections.setdefault(section, []).append(name)
-    return [f"{section}: {', '.join(names)}".removeprefix(": ") for section, names in sections.items()]
+def _setting(path: str) -> str:
+    """Return the part of a rule's path that can be looked up: what is in a list has no path of its own."""
+    return path.partition(".N.")[0]
+
+
+def _ours(rule: ConversionRule | None) -> str:
+    return rule.ours if rule is not None and rule.ours else "the setting that you need"
+
+
+@dataclass(frozen=True)
+class ForeignSystem:
+    """Another system that configurations are converted from.
+
+    looks_like: whether a file, given with its text, is one of its own. read: its settings by key, with `Unread` for
+    what only running it could tell; ConfigError, ValueError. convert: carries over what rules alone can't, for a
+    trainer of so many processes; TypeError, ValueError, AttributeError for a value of a wrong type.
+    """
+
+    title: str
+    rules: tuple[ConversionRule, ...]
+    looks_like: Callable[[Path, str], bool]
+    read: Callable[[Path, str], Mapping[str, Any]]
+    convert: Callable[[Conversion, int], None]
 
 
 def schedule(name: Any) -> str | None:
@@ -80,3 +163,8 @@ def schedule(name: Any) -> str | None:
         if str(name).startswith(ours):
             return ours
     return None
+
+
+def run_name(text: Any) -> str | None:
+    """Return a name that run.name allows: lower-case letters, digits, - and _; None if nothing is left."""
+    return re.sub(r"[^a-z0-9_-]+", "-", str(text or "").lower()).strip("-_")[:63] or None

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from deploy.migrate import trl, verl
-from deploy.migrate.conversion import Conversion
+from deploy.migrate.conversion import Conversion, ForeignSystem
 from schemas.errors import ConfigError
 
-SYSTEMS = {"trl": "TRL", "verl": "verl"}
+SYSTEMS: dict[str, ForeignSystem] = {"verl": verl.SYSTEM, "trl": trl.SYSTEM}
+"""By the name that ``--from`` takes. The first that a file looks like reads it; TRL takes any mapping in YAML."""
 
 
 def convert_file(file: Path, system: str | None = None, processes: int = 1) -> tuple[str, Conversion]:
-    """Convert a script or a YAML file; returns the system's name with the conversion. ConfigError.
+    """Convert a script or a configuration file; returns the system's title with the conversion. ConfigError.
 
-    system: trl or verl, by default what the file looks like. processes: ranks that trained there.
+    system: a name of SYSTEMS, by default what the file looks like. processes: ranks that trained there.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -25,45 +25,35 @@ def convert_file(file: Path, system: str | None = None, processes: int = 1) -> t
         raise ConfigError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
     if system not in (None, *SYSTEMS):
         raise ConfigError(f"--from: {system!r} is not known, must be one of {', '.join(SYSTEMS)}")
-    found, looks = _read(file, text)
-    system = system or looks
-    try:
-        done = trl.convert(found, processes) if system == "trl" else verl.convert(found, processes)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} holds a value of another type than {SYSTEMS[system]} gives it: {error}") from error
-    if "path" not in done.config.get("model", {}):
-        done.set("model.path", "MODEL")
-        done.to_do.append("model.path: a folder or a hub id")
-    return SYSTEMS[system], done
+    chosen = system or next((name for name, one in SYSTEMS.items() if one.looks_like(file, text)), None)
+    if chosen is None:
+        titles = ", ".join(one.title for one in SYSTEMS.values())
+        raise ConfigError(f"{file} looks like a file of none of {titles}: there is nothing to convert")
+    return SYSTEMS[chosen].title, convert_text(file, text, SYSTEMS[chosen], processes)
 
 
-def _read(file: Path, text: str) -> tuple[dict[str, Any], str]:
-    """Return the settings by key, and the system that they look like."""
+def convert_text(file: Path, text: str, system: ForeignSystem, processes: int = 1) -> Conversion:
+    """Convert the text of a file, whose path tells its name and what is beside it. ConfigError."""
     try:
-        if file.suffix == ".py":
-            found = trl.read_script(file, text)
-            if found is None:
-                raise ConfigError(f"{file} calls no GRPOConfig, there is nothing to convert")
-            return found, "trl"
-        if file.suffix in (".sh", ".bash"):
-            found = verl.read_script(text)
-            if not found:
-                raise ConfigError(f"{file} has no overrides such as data.train_batch_size=1024")
-            return found, "verl"
-        tree = yaml.safe_load(text)
+        found = system.read(file, text)
     except (SyntaxError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {file}: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file} must hold settings, it holds {type(tree).__name__}")
-    if {"actor_rollout_ref", "algorithm"} & set(tree):
-        return dict(verl.flatten(tree)), "verl"
-    return {str(key): value for key, value in tree.items()}, "trl"
+    try:
+        done = Conversion(found, system.rules)
+        system.convert(done, processes)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} holds a value of another type than {system.title} gives it: {error}") from error
+    if done.get("model.path") is None:
+        done.set("model.path", "MODEL")
+        done.ask("model.path: a folder or a hub id")
+    done.finish()
+    return done
 
 
 def render(file: Path, system: str, done: Conversion) -> str:
     """Return the configuration as YAML, headed by what is left to do and what was left out."""
     lines = [f"# Converted from {file.name} of {system}. Try it with: tidemill doctor"]
     lines += [f"# {note}" for note in done.notes()]
-    order = ("run", "model", "train", "eval", "sampling", "reward", "flow", "generator", "trainer")
+    order = ("run", "model", "train", "eval", "sampling", "reward", "flow", "generator", "trainer", "dpo")
     config = {name: done.config[name] for name in order if name in done.config}
     return "\n".join(lines) + "\n" + yaml.safe_dump(config, sort_keys=False, allow_unicode=True)

@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.migrate.conversion import Conversion, ConversionRule, same, schedule
+import yaml
+
+from deploy.migrate.conversion import Conversion, ConversionRule, ForeignSystem, Unread, run_name, same, schedule
+from schemas.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 ONE_BATCH = "a step trains one batch, by trainer.minibatches updates; flow.staleness says how old samples may be"
@@ -178,10 +181,6 @@ def _literal(node: ast.expr) -> Any:
         return Unread(ast.unparse(node))
 
 
-class Unread(str):
-    """Source of a value that only running the script could tell."""
-
-
 def _imported(text: str) -> dict[str, str]:
     """Return modules by the names that a script imports from them."""
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and not node.level]
@@ -199,18 +198,13 @@ def _function(node: ast.expr, file: Path, imported: Mapping[str, str]) -> str:
     return f"{file.stem}_rewards.py:{name}"
 
 
-def convert(found: Mapping[str, Any], processes: int = 1) -> Conversion:
+def convert(done: Conversion, processes: int = 1) -> None:
     """Convert settings of TRL, in its own defaults where they differ from ours and decide what is trained."""
-    done = Conversion()
-    known = {key: value for key, value in found.items() if not isinstance(value, Unread) and value is not None}
-    for key, value in found.items():
-        if isinstance(value, Unread):
-            done.to_do.append(f"{key} is {value!s} in the script, which is not run: set {_ours(key)}")
-    done.apply(RULES, known)
+    known = {key: value for key, value in done.known.items() if value is not None}
     done.set("sampling.max_tokens", known.get("max_completion_length", 512))
     if "vllm_max_model_length" not in known:
         done.set("model.max_length", known.get("max_completion_length", 512) + 1024)
-        done.to_do.append("model.max_length leaves 1,024 tokens for the prompt: TRL has no bound of its own")
+        done.ask("model.max_length leaves 1,024 tokens for the prompt: TRL has no bound of its own")
     _sampling(done, known)
     _steps(done, known, processes)
     _loss(done, known)
@@ -224,11 +218,6 @@ def convert(found: Mapping[str, Any], processes: int = 1) -> Conversion:
     trackers = known.get("report_to", [])
     trackers = [trackers] if isinstance(trackers, str) else trackers
     done.set("trainer.trackers", [name for name in trackers if name not in ("none", "all")] or None)
-    return done
-
-
-def _ours(key: str) -> str:
-    return next((rule.ours for rule in RULES if rule.theirs == key and rule.ours), "the setting that you need")
 
 
 def _sampling(done: Conversion, known: Mapping[str, Any]) -> None:
@@ -237,9 +226,7 @@ def _sampling(done: Conversion, known: Mapping[str, Any]) -> None:
         done.set("sampling.top_p", top_p)
         done.set("sampling.top_k", top_k or -1)
         done.set("generator.allow_truncated", True)
-    if known.get("run_name"):
-        name = "".join(c if c.isalnum() or c in "-_" else "-" for c in str(known["run_name"]).lower())
-        done.set("run.name", name.strip("-_")[:63] or None)
+    done.set("run.name", run_name(known.get("run_name")))
 
 
 def _steps(done: Conversion, known: Mapping[str, Any], processes: int) -> None:
@@ -252,20 +239,20 @@ def _steps(done: Conversion, known: Mapping[str, Any], processes: int) -> None:
         done.set("trainer.steps", steps)
     else:
         epochs = known.get("num_train_epochs", 3)
-        done.to_do.append(f"trainer.steps: {epochs:g} epochs are {epochs:g} * prompts / trainer.batch_groups steps")
+        done.ask(f"trainer.steps: {epochs:g} epochs are {epochs:g} * prompts / trainer.batch_groups steps")
     optimizer = "trainer.optimizer"
     done.set(f"{optimizer}.betas", [known.get("adam_beta1", 0.9), known.get("adam_beta2", 0.999)])
     name = known.get("lr_scheduler_type", "linear")
     done.set(f"{optimizer}.schedule", schedule(name))
     if schedule(name) is None:
-        done.left_out.append(("lr_scheduler_type", f"{name} is not one of constant, linear, cosine"))
+        done.leave("lr_scheduler_type", "not one of constant, linear, cosine")
     warmup = known.get("warmup_ratio") or known.get("warmup_steps", 0)
     if warmup >= 1:
         done.set(f"{optimizer}.warmup_steps", int(warmup))
     elif warmup and steps > 0:
         done.set(f"{optimizer}.warmup_steps", round(warmup * steps))
     elif warmup:
-        done.to_do.append(f"{optimizer}.warmup_steps: {warmup:g} of trainer.steps")
+        done.ask(f"{optimizer}.warmup_steps: {warmup:g} of trainer.steps")
 
 
 def _loss(done: Conversion, known: Mapping[str, Any]) -> None:
@@ -275,7 +262,7 @@ def _loss(done: Conversion, known: Mapping[str, Any]) -> None:
     args: dict[str, float] = {"clip_low": low, "clip_high": high}
     name = "dr_grpo" if kind == "dr_grpo" else "dapo"
     if kind in ("luspo", "vespo"):
-        done.left_out.append(("loss_type", f"{kind} is not built in; it can be a loss of your own, as file.py:name"))
+        done.leave("loss_type", "not built in; it can be a loss of your own, as file.py:name")
     elif known.get("importance_sampling_level") == "sequence":
         name = "gspo"
     elif kind == "cispo":
@@ -303,7 +290,7 @@ def _rewards(done: Conversion, known: Mapping[str, Any]) -> None:
             script, _, name = function.partition(":")
             terms.append({"name": function})
             if script.endswith("_rewards.py"):
-                done.to_do.append(f"{script}: move the reward function {name} there, from the script that trains")
+                done.ask(f"{script}: move the reward function {name} there, from the script that trains")
         elif "." in function:
             terms.append({"name": ":".join(function.rsplit(".", 1))})
         else:
@@ -314,13 +301,13 @@ def _rewards(done: Conversion, known: Mapping[str, Any]) -> None:
     for term, weight in zip(terms, weights, strict=False):
         term["weight"] = weight
     if not terms:
-        done.to_do.append("reward.terms: name your reward function as file.py:name")
+        done.ask("reward.terms: name your reward function as file.py:name")
     done.set("reward.terms", terms or [{"name": "exact"}])
 
 
 def _data(done: Conversion, known: Mapping[str, Any]) -> None:
     if not known.get("dataset_name"):
-        done.to_do.append("train: name the dataset, such as {name: jsonl, args: {path: prompts.jsonl}}")
+        done.ask("train: name the dataset, such as {name: jsonl, args: {path: prompts.jsonl}}")
     # Its prompts are texts or conversations in the column prompt, and rewards read the other columns.
     args: dict[str, Any] = {"path": known.get("dataset_name") or "DATASET"}
     if known.get("dataset_config"):
@@ -344,3 +331,22 @@ def _data(done: Conversion, known: Mapping[str, Any]) -> None:
             done.set("eval.sampling.n", known["num_generations_eval"])
             done.set("eval.sampling.temperature", known.get("temperature", 1.0))
         done.set("eval.sampling.max_tokens", known.get("max_completion_length", 512))
+
+
+def _looks_like(file: Path, text: str) -> bool:
+    return file.suffix in (".py", ".yaml", ".yml")
+
+
+def _read(file: Path, text: str) -> dict[str, Any]:
+    if file.suffix == ".py":
+        found = read_script(file, text)
+        if found is None:
+            raise ConfigError(f"{file} calls no GRPOConfig, there is nothing to convert")
+        return found
+    tree = yaml.safe_load(text)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} must hold settings, it holds {type(tree).__name__}")
+    return {str(key): value for key, value in tree.items()}
+
+
+SYSTEM = ForeignSystem("TRL", RULES, _looks_like, _read, convert)

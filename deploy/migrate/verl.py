@@ -8,12 +8,22 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
-from deploy.migrate.conversion import Conversion, ConversionRule, same, schedule
+from deploy.migrate.conversion import (
+    FILL_IN,
+    Conversion,
+    ConversionRule,
+    ForeignSystem,
+    Unread,
+    run_name,
+    same,
+    schedule,
+)
+from schemas.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -165,7 +175,7 @@ def read_script(text: str) -> dict[str, Any]:
         if match := OVERRIDE.match(word):
             value = expand(match[2])
             # A variable in braces would be read as a mapping.
-            found[match[1]] = value if VARIABLE.search(value) else yaml.safe_load(value) if value else None
+            found[match[1]] = Unread(value) if VARIABLE.search(value) else _number(yaml.safe_load(value))
         elif match := ASSIGNMENT.match(word):
             variables[match[1]] = expand(match[2])
     return found
@@ -181,29 +191,20 @@ def flatten(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield key, value
 
 
-def convert(found: Mapping[str, Any], processes: int = 1) -> Conversion:
+def convert(done: Conversion, processes: int = 1) -> None:
     """Convert settings of verl, in its own defaults where they differ from ours and decide what is trained."""
-    done = Conversion()
-    known = {key: _number(value) for key, value in found.items()}
-    for key, value in found.items():
-        if isinstance(value, str) and VARIABLE.search(value):
-            del known[key]
-            done.to_do.append(f"{key}: {value} is given to the script from outside")
-    done.apply(RULES, known)
+    known = done.known
     done.set("model.max_length", known.get("data.max_prompt_length", 512) + known.get("data.max_response_length", 512))
     done.set("sampling.max_tokens", known.get("data.max_response_length", 512))
     done.set("sampling.n", known.get(f"{ROLLOUT}.n", 1))
     done.set("trainer.batch_groups", known.get(f"{ACTOR}.ppo_mini_batch_size", 256))
     updates = known.get("data.train_batch_size", 1024) / known.get(f"{ACTOR}.ppo_mini_batch_size", 256)
     if updates > 1:
-        done.to_do.append(
-            f"verl made {updates:g} updates of each batch: flow.staleness {updates - 1:.0f} allows samples as old"
-        )
+        done.ask(f"verl made {updates:g} updates of each batch: flow.staleness {updates - 1:.0f} allows samples as old")
     _run(done, known, processes)
     _optimizer(done, known)
     _loss(done, known)
     _data(done, known)
-    return done
 
 
 def _number(value: Any) -> Any:
@@ -214,16 +215,15 @@ def _number(value: Any) -> Any:
 
 
 def _run(done: Conversion, known: Mapping[str, Any], processes: int) -> None:
-    name = re.sub(r"[^a-z0-9_-]+", "-", str(known.get("trainer.experiment_name", "")).lower()).strip("-_")
-    done.set("run.name", name[:63] or None)
+    done.set("run.name", run_name(known.get("trainer.experiment_name")))
     gpus = int(known.get("trainer.n_gpus_per_node", 1)) * int(known.get("trainer.nnodes", 1))
     if processes > 1:
         done.set("trainer.processes", processes)
     elif gpus > 1:
-        done.to_do.append(f"trainer.processes: verl's {gpus} GPUs are to be shared out between trainer and generators")
+        done.ask(f"trainer.processes: verl's {gpus} GPUs are to be shared out between trainer and generators")
     if "trainer.total_training_steps" not in known:
         epochs = known.get("trainer.total_epochs", 30)
-        done.to_do.append(f"trainer.steps: {epochs:g} epochs are {epochs:g} * prompts / trainer.batch_groups steps")
+        done.ask(f"trainer.steps: {epochs:g} epochs are {epochs:g} * prompts / trainer.batch_groups steps")
     loggers = known.get("trainer.logger", [])
     loggers = [loggers] if isinstance(loggers, str) else loggers
     done.set("trainer.trackers", [name for name in loggers if name not in ("console", "file")] or None)
@@ -235,7 +235,7 @@ def _run(done: Conversion, known: Mapping[str, Any], processes: int) -> None:
     engine = known.get(f"{ROLLOUT}.name")
     done.set("generator.engine", engine if engine == "vllm" else None)
     if engine not in (None, "vllm"):
-        done.left_out.append((f"{ROLLOUT}.name", f"{engine}: generators run vllm or transformers"))
+        done.leave(f"{ROLLOUT}.name", "generators run vllm or transformers")
     top_p, top_k = known.get(f"{ROLLOUT}.top_p", 1), known.get(f"{ROLLOUT}.top_k", -1)
     if top_p < 1 or top_k > 0:
         done.set("sampling.top_p", top_p)
@@ -257,18 +257,14 @@ def _optimizer(done: Conversion, known: Mapping[str, Any]) -> None:
     elif ratio and steps:
         done.set(f"{optimizer}.warmup_steps", round(ratio * steps))
     elif ratio:
-        done.to_do.append(f"{optimizer}.warmup_steps: {ratio:g} of trainer.steps")
-
-
-FILL_IN = "FILL_IN"
-"""In the place of a name that Tidemill does not have."""
+        done.ask(f"{optimizer}.warmup_steps: {ratio:g} of trainer.steps")
 
 
 def _loss(done: Conversion, known: Mapping[str, Any]) -> None:
     mode = known.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     name = LOSSES.get(mode)
     if name is None:
-        done.left_out.append((f"{ACTOR}.policy_loss.loss_mode", f"{mode} is not built in; it can be one of your own"))
+        done.leave(f"{ACTOR}.policy_loss.loss_mode", "not built in; it can be one of your own")
     # Never our default instead: another algorithm would be trained. FILL_IN is refused before anything starts.
     done.set("trainer.loss.name", name or FILL_IN)
     clip = known.get(f"{ACTOR}.clip_ratio", 0.2)
@@ -278,22 +274,24 @@ def _loss(done: Conversion, known: Mapping[str, Any]) -> None:
     elif name == "cispo":
         done.set("trainer.loss.args", {"clip_high": high})
         if f"{ACTOR}.clip_ratio_low" in known:
-            done.left_out.append((f"{ACTOR}.clip_ratio_low", f"{low}; cispo clips above only"))
+            done.leave(f"{ACTOR}.clip_ratio_low", "cispo clips above only")
     else:
         asked = [f"{ACTOR}.{key}" for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")]
-        done.left_out += [(key, f"{known[key]}; no argument of {name or mode} here") for key in asked if key in known]
+        for key in asked:
+            if key in known:
+                done.leave(key, f"no argument of {name or mode} here")
     if name == "ppo":
         done.set("trainer.loss.args.dual_clip", known.get(f"{ACTOR}.clip_ratio_c"))
     mean = known.get(f"{ACTOR}.loss_agg_mode", "token-mean")
     done.set("trainer.aggregation", AGGREGATIONS.get(mean))
     if mean not in AGGREGATIONS:
-        done.left_out.append((f"{ACTOR}.loss_agg_mode", f"{mean} is not one of {', '.join(AGGREGATIONS)}"))
+        done.leave(f"{ACTOR}.loss_agg_mode", f"not one of {', '.join(AGGREGATIONS)}")
     estimator = known.get("algorithm.adv_estimator", "gae")
     advantage = ADVANTAGES.get(estimator)
     if advantage == "grpo" and known.get("algorithm.norm_adv_by_std_in_grpo") is False:
         advantage = "centered"
     if advantage is None:
-        done.left_out.append(("algorithm.adv_estimator", f"{estimator} is not one of {', '.join(ADVANTAGES)}"))
+        done.leave("algorithm.adv_estimator", f"not one of {', '.join(ADVANTAGES)}")
     done.set("trainer.advantage.name", advantage or FILL_IN)
     if advantage in ("gae", "reinforce_pp"):
         done.set("trainer.advantage.args.gamma", float(known.get("algorithm.gamma", 1.0)))
@@ -321,11 +319,11 @@ def _data(done: Conversion, known: Mapping[str, Any]) -> None:
     files = known.get("data.train_files")
     done.config["train"] = {**_dataset(files, known), **done.config.get("train", {})}
     if not files:
-        done.to_do.append("train.args.path: the folder of your Parquet files")
+        done.ask("train.args.path: the folder of your Parquet files")
     for key in ("data.train_files", "data.val_files"):
         more = known.get(key)
         if isinstance(more, list) and len(more) > 1:
-            done.to_do.append(f"{key}: the first of {len(more)} files is taken, the others are {', '.join(more[1:])}")
+            done.ask(f"{key}: the first of {len(more)} files is taken, the others are {', '.join(more[1:])}")
     if known.get("data.val_files") and known.get("trainer.test_freq", -1) > 0:
         done.set("eval.dataset", _dataset(known["data.val_files"], known))
         done.set("eval.every", known["trainer.test_freq"])
@@ -337,7 +335,7 @@ def _data(done: Conversion, known: Mapping[str, Any]) -> None:
         term = f"{path}:{known.get('custom_reward_function.name', 'compute_score')}"
     else:
         term = "gsm8k" if "gsm8k" in str(files) else "math"
-        done.to_do.append(f"reward.terms: verl chooses by data_source; {term} is a guess from the name of the files")
+        done.ask(f"reward.terms: verl chooses by data_source; {term} is a guess from the name of the files")
     done.set("reward.terms", [{"name": term}])
 
 
@@ -352,3 +350,24 @@ def _dataset(files: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     if known.get("data.prompt_key", "prompt") != "prompt":
         args["prompt"] = known["data.prompt_key"]
     return {"name": "hf", "args": args}
+
+
+def _looks_like(file: Path, text: str) -> bool:
+    if file.suffix in (".sh", ".bash"):
+        return True
+    return file.suffix in (".yaml", ".yml") and re.search(r"^(actor_rollout_ref|algorithm):", text, re.M) is not None
+
+
+def _read(file: Path, text: str) -> dict[str, Any]:
+    if file.suffix in (".sh", ".bash"):
+        found = read_script(text)
+        if not found:
+            raise ConfigError(f"{file} has no overrides such as data.train_batch_size=1024")
+        return found
+    tree = yaml.safe_load(text)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} must hold settings, it holds {type(tree).__name__}")
+    return {key: _number(value) for key, value in flatten(tree)}
+
+
+SYSTEM = ForeignSystem("verl", RULES, _looks_like, _read, convert)

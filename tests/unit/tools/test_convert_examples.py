@@ -1,0 +1,52 @@
+"""The count of what `tidemill convert` makes of examples finds what is lost, by means that are not the converter's."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deploy.migrate.conversion import Conversion, ConversionRule
+from deploy.migrate.convert import SYSTEMS
+from tools.convert_examples import command_line, measure
+
+SCRIPT = """
+set -x
+n=$((2 * 4))
+more=(trainer.logger='["console"]' "data.train_files=$HOME/a b/train.parquet")
+if [[ $n -gt 4 ]]; then more+=(trainer.nnodes=${NODES:-1}); fi
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=$n "${more[@]}" $@
+"""
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bwrap, in which bash runs no program")
+
+
+def test_bash_tells_the_command_line_of_a_script(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(SCRIPT + "touch " + str(tmp_path / "made") + "\n")
+    assert command_line(file) == [
+        *("python3", "-m", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8"),
+        *('trainer.logger=["console"]', "data.train_files=~/a b/train.parquet", "trainer.nnodes=1"),
+    ]
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_setting_that_makes_no_difference_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A converter whose rules say that they carry a setting over, and that does not."""
+    file = tmp_path / "run.sh"
+    file.write_text("python3 -m verl.trainer.main_ppo data.train_batch_size=8 data.kept=2 data.lost=1\n")
+    rules = (
+        ConversionRule("data.train_batch_size", "trainer.batch_groups", convert=int),
+        ConversionRule("data.kept", note="told"),
+        ConversionRule("data.lost", "trainer.batch_groups"),
+    )
+
+    def nothing(done: Conversion, processes: int) -> None:
+        done.set("reward.terms", [{"name": "exact"}])
+
+    monkeypatch.setitem(SYSTEMS, "verl", replace(SYSTEMS["verl"], rules=rules, convert=nothing))
+    found = measure(file, "verl")
+    assert (found["lost"], found["misread"]) == (["data.lost"], [])
+    assert (found["outcome"], "train" in found["why"]) == ("malformed", True)
