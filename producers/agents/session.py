@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -99,9 +100,9 @@ class Session:
         self._sample = sample
         self._save = save
         self._saved = {call.key: call for call in saved.calls} if saved else {}
-        self._asked: Counter[bytes] = Counter()
+        self._asked: defaultdict[bytes, set[int]] = defaultdict(set)
         self._numbers: dict[str, int] = {}
-        self._digests: dict[int, bytes] = {}
+        self._places: dict[int, tuple[bytes, int]] = {}
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[object]] = set()
         self._sampling_now = 0
@@ -177,7 +178,8 @@ class Session:
         if self._ended:
             return
         self.conversation.remove(call)
-        self._asked[self._digests.pop(call)] -= 1
+        digest, place = self._places.pop(call)
+        self._asked[digest].discard(place)
 
     def set_reward(self, value: float, completion_id: str | None = None) -> None:
         """Set the reward of the episode, or of one answer. SessionError if there is no such answer."""
@@ -245,16 +247,20 @@ class Session:
 
     async def _answer(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[SampledAnswer]:
         """Sample, parse and record every choice; if one is aborted, hand the episode over instead."""
+        places = self._take_places(prompt.digest, request.n)
         self._sampling_now += 1
         self._settled.clear()
         try:
-            completions = await self._sample_all(request, prompt, room)
+            completions = await self._sample_all(request, prompt, room, places)
             if not any(completion.finish == "abort" for completion in completions):
                 async with self._lock:
                     self._check_open()
                     parsed = await asyncio.to_thread(self._parse, request, prompt, completions)
-                    return self._record(prompt, completions, parsed)
+                    return self._record(prompt, places, completions, parsed)
             await self._keep_aborted(prompt, completions)
+        except BaseException:
+            self._asked[prompt.digest].difference_update(places)
+            raise
         finally:
             self._sampling_now -= 1
             if not self._sampling_now:
@@ -263,20 +269,18 @@ class Session:
         await asyncio.Event().wait()
         return []
 
-    async def _sample_all(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[Completion]:
-        """Sample every choice: from the record if the same tokens were asked before, else by the engine."""
-        self._asked[prompt.digest] += request.n
-        try:
-            return await self._sample_keys(request, prompt, room, prompt.digest)
-        except BaseException:
-            self._asked[prompt.digest] -= request.n
-            raise
+    def _take_places(self, digest: bytes, n: int) -> list[int]:
+        """Number requests for equal tokens by the first free numbers: what nobody received is asked for again."""
+        taken = self._asked[digest]
+        places = list(itertools.islice((k for k in itertools.count() if k not in taken), n))
+        taken.update(places)
+        return places
 
-    async def _sample_keys(
-        self, request: CallRequest, prompt: NextPrompt, room: int, digest: bytes
+    async def _sample_all(
+        self, request: CallRequest, prompt: NextPrompt, room: int, places: Sequence[int]
     ) -> list[Completion]:
-        first = self._asked[digest] - request.n
-        keys = [digest_key(digest, first + k) for k in range(request.n)]
+        """Sample every choice: from the record if the same tokens were asked before, else by the engine."""
+        keys = [digest_key(prompt.digest, place) for place in places]
         limit = min(self._sampling.max_tokens, room, request.max_tokens or room)
         sampling = msgspec.structs.replace(
             self._sampling, max_tokens=limit, stop=[*self._sampling.stop, *request.stop], seed=self._seed()
@@ -333,7 +337,11 @@ class Session:
         ]
 
     def _record(
-        self, prompt: NextPrompt, completions: Sequence[Completion], parsed: Sequence[ParsedAnswer]
+        self,
+        prompt: NextPrompt,
+        places: Sequence[int],
+        completions: Sequence[Completion],
+        parsed: Sequence[ParsedAnswer],
     ) -> list[SampledAnswer]:
         if self.limit == "length":
             # The agent has shortened its history, so it continues.
@@ -342,12 +350,12 @@ class Session:
         self.counts.prompt_tokens += len(prompt.ids)
         self._calls_tools = any(answer.tool_calls for answer in parsed)
         answers: list[SampledAnswer] = []
-        for completion, answer in zip(completions, parsed, strict=True):
+        for place, completion, answer in zip(places, completions, parsed, strict=True):
             self.counts.parse_failures += answer.failures
             number = self.conversation.add(prompt, completion, answer.message())
             answers.append(_answer(number, answer, prompt, completion))
             self._numbers[answers[-1].id] = number
-            self._digests[number] = prompt.digest
+            self._places[number] = (prompt.digest, place)
             self.finish_of_last = completion.finish
         return answers
 

@@ -138,6 +138,23 @@ async def test_a_call_that_nobody_waits_for_any_more_is_no_call(tokenizer: HfTok
     assert again.session.counts.replayed == 1
 
 
+async def test_equal_requests_whose_answer_is_lost_get_the_same_answer_again(tokenizer: HfTokenizer) -> None:
+    before = Scene(tokenizer, "alpha", "beta", "gamma")
+    for _ in range(3):
+        await before.ask("go")
+    scene = Scene(tokenizer, saved=before.session.partial())
+    tasks = [scene.ask("go") for _ in range(3)]
+    received = [(await task)[0] for task in tasks]
+    assert {answer.text for answer in received} == {"alpha", "beta", "gamma"}
+    for lost in received[:2]:
+        scene.session.forget(lost.call)
+        assert (await scene.ask("go"))[0].text == lost.text
+    texts = [tokenizer.decode(call.tokens.numpy().tolist()) for call in scene.session.conversation.records()]
+    assert len(texts) == 3
+    assert len(set(texts)) == 3
+    assert scene.session.counts.replayed == 5
+
+
 async def test_a_cancelled_call_gives_its_places_in_the_engine_back(tokenizer: HfTokenizer) -> None:
     play = Scene(tokenizer, *["..."] * 8, "nine")
     asked = [play.ask(f"Wait {at}") for at in range(8)]
