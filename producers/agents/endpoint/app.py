@@ -6,9 +6,11 @@ one of the two. ``/s/TOKEN/NAME/v1`` names a sub-agent.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from starlette.applications import Starlette
@@ -38,7 +40,14 @@ from producers.agents.protocol import OpenSession, OpenSessions, SessionError
 from schemas.config.agents import AgentsConfig
 from schemas.errors import TidemillError
 
-MAX_BODY = 256 * 2**20
+MAX_BODY = 64 * 2**20
+"""Bytes of a request. A whole sample has to fit into broker.max_message_bytes, 16 MiB by default."""
+MAX_READING = 4 * MAX_BODY
+"""Bytes of all requests that are being read."""
+BODY_S = 120.0
+"""How long a client may take to send a request."""
+SMALL_BODY = 2**18
+"""Bytes up to which a request is decoded in the event loop."""
 PREFIXES = ("", "/s/{token}", "/s/{token}/{name}")
 
 
@@ -77,6 +86,7 @@ class Endpoint:
         self._settings = settings
         self._keep_alive_s = keep_alive_s
         self._patience_s = patience_s
+        self._reading = 0
         self._states: weakref.WeakKeyDictionary[OpenSession, SessionState] = weakref.WeakKeyDictionary()
 
     def app(self) -> Starlette:
@@ -104,11 +114,18 @@ class Endpoint:
 
         async def handle(request: Request) -> Response | StreamingReply:
             session = self._session(request)
-            body = await _body(request)
             state = self._state(session)
             asker = self._asker(request, session, state)
-            model_request = protocol.read(read_json(body), asker)
-            digest = hashlib.blake2b(request.scope["path"].encode() + b"\0" + body, digest_size=16).digest()
+
+            def read(body: bytes) -> tuple[bytes, ModelRequest]:
+                digest = hashlib.blake2b(request.scope["path"].encode() + b"\0" + body, digest_size=16).digest()
+                return digest, protocol.read(read_json(body), asker)
+
+            async with self._body(request) as body:
+                if len(body) <= SMALL_BODY:
+                    digest, model_request = read(body)
+                else:
+                    digest, model_request = await asyncio.to_thread(read, body)
             retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
             generation = state.generations.ask(digest, retry, lambda: session.complete(model_request.call))
             return StreamingReply(
@@ -124,11 +141,32 @@ class Endpoint:
 
         async def handle(request: Request) -> Response:
             session = self._session(request)
-            body = await _body(request)
-            reply = await answer(body, self._asker(request, session, self._state(session)))
+            async with self._body(request) as body:
+                reply = await answer(body, self._asker(request, session, self._state(session)))
             return _json(200, reply)
 
         return _guarded(handle, protocol)
+
+    @contextlib.asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """Hold the whole body. SessionError if it is too long, too slow, or too much is being read already."""
+        chunks, size = [], 0
+        try:
+            try:
+                async with asyncio.timeout(BODY_S):
+                    async for chunk in request.stream():
+                        size += len(chunk)
+                        self._reading += len(chunk)
+                        if size > MAX_BODY:
+                            raise SessionError(413, "body_too_long", f"the body has more than {MAX_BODY} bytes")
+                        if self._reading > MAX_READING:
+                            raise SessionError(503, "overloaded", f"{MAX_READING} bytes of requests are read, retry")
+                        chunks.append(chunk)
+            except TimeoutError as error:
+                raise SessionError(408, "body_too_slow", f"the body was not sent within {BODY_S:g} s") from error
+            yield b"".join(chunks)
+        finally:
+            self._reading -= size
 
     def _session(self, request: Request) -> OpenSession:
         token = request.path_params.get("token")
@@ -160,17 +198,6 @@ def _guarded(
             return Response(status_code=400)
 
     return guarded
-
-
-async def _body(request: Request) -> bytes:
-    """Read the whole body; SessionError if it is too long."""
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY:
-            raise SessionError(413, "body_too_long", f"the body has more than {MAX_BODY} bytes")
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _json(status: int, body: JSON) -> Response:
