@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import redis
@@ -75,10 +75,11 @@ class Heartbeats:
         heartbeat = self.read(service)
         return None if heartbeat is None else max(0.0, self.read_clock() - heartbeat.time)
 
-    def list_heard(self, within_s: float) -> list[str]:
-        """List the services with a readable heartbeat of the last ``within_s`` seconds, by name."""
+    def list_heard(self, within_s: float, roles: Collection[str] = ()) -> list[str]:
+        """List the services with a readable heartbeat of the last ``within_s`` seconds, by name; roles: only these."""
         now = self.read_clock()
-        return [heartbeat.service for heartbeat in self.list() if now - heartbeat.time < within_s]
+        heard = (heartbeat for heartbeat in self.list() if now - heartbeat.time < within_s)
+        return [heartbeat.service for heartbeat in heard if not roles or heartbeat.role in roles]
 
     def list(self) -> list[Heartbeat]:
         """List the last heartbeat of every service by name, except those of another version of Tidemill."""

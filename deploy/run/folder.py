@@ -67,9 +67,9 @@ def refuse_foreign(config: TidemillConfig, fresh: bool) -> None:
     url = find_url(config.broker.url)
     if url is not None:
         check_server_now(url)
-        Broker.connect(config, any_schema=fresh).owner.refuse_other(
-            Owner.of(record.id if record else "", folder), forget=fresh
-        )
+        broker, owner = Broker.connect(config, any_schema=fresh), Owner.of(record.id if record else "", folder)
+        broker.owner.refuse_other(owner, forget=fresh)
+        refuse_copy(broker, owner)
     if not fresh:
         return
     if not is_run_folder(folder):
@@ -77,6 +77,19 @@ def refuse_foreign(config: TidemillConfig, fresh: bool) -> None:
     model = Path(config.model.path).resolve()
     if model.is_relative_to(folder) and model != folder and is_run_name(model.relative_to(folder).parts[0]):
         raise ConfigError(f"--fresh would delete model.path {model}: move it out of the run's folder {folder}")
+
+
+def refuse_copy(broker: Broker, owner: Owner) -> None:
+    """Raise ConfigError if this run, known by its identity, is alive in another folder: this one is a copy."""
+    other = broker.owner.read()
+    if other is None or other.id != owner.id or other.is_beside(owner):
+        return
+    if alive := broker.heartbeats.list_heard(LIVE_S, roles=("supervisor", "trainer")):
+        raise ConfigError(
+            f"the folder {owner.folder} is a copy of a run that is alive in {other.folder} on {other.host}, with"
+            f" heartbeats of {', '.join(alive)} in the last {LIVE_S:.0f} s: stop that run first to move it here, or"
+            " set another run.name to fork it"
+        )
 
 
 def claim_name(config: TidemillConfig) -> None:

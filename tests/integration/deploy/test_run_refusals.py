@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import yaml
@@ -147,6 +148,30 @@ def test_a_run_whose_checkpoints_were_deleted_is_begun_anew_only_with_fresh(
     with sole_user(config.folder):
         forget_run(config)
     assert shared.owner.read() is None
+
+
+@pytest.mark.parametrize("role", ["trainer", "generator"])
+def test_a_copied_folder_takes_nothing_over_while_the_run_is_alive(
+    shared: Broker, models: tuple[Path, Path], tmp_path: Path, role: str
+) -> None:
+    name = shared.connection.keys.run
+    first = load_config(write_config(tmp_path / "mine", models[0], name))
+    shared.owner.claim(Owner.of(claim_folder(first).id, first.folder))
+    file = write_config(tmp_path / "copy", models[0], name)
+    copy = load_config(file)
+    copytree(first.folder, copy.folder)
+    refuse_foreign(copy, fresh=False)
+    beat(shared, role)
+    refuse_foreign(first, fresh=False)
+    if role == "generator":
+        refuse_foreign(copy, fresh=False)
+        return
+    line = refused(run_tidemill("up", str(file)))
+    assert f"{copy.folder} is a copy of a run that is alive in {first.folder}" in line
+    assert "set another run.name to fork it" in line
+    owner = shared.owner.read()
+    assert owner is not None
+    assert owner.folder == str(first.folder)
 
 
 def test_fresh_deletes_nothing_of_a_run_that_is_alive(
