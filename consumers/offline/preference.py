@@ -82,17 +82,19 @@ def train_dpo(
     ``progress``.
     """
     ranks = ranks or Ranks()
-    check_model(model.path, ranks.layout, model.trust_remote_code)
+    check_model(model.path, ranks.layout, model.trust_remote_code, model.max_length)
     with whole_folder(settings.out, "dpo.out", main=ranks.is_main) as aside:
         tokenizer = load_tokenizer(model.path)
         empty = not ranks.is_main
         policy = Policy(
-            load_model(model.path, "float32", model.trust_remote_code, empty=empty, max_length=model.max_length)
+            load_model(model.path, "float32", model.trust_remote_code, empty=empty, max_length=model.max_length),
+            max_length=model.max_length,
         )
         limits.apply(policy.causal_lm)
         policy = ranks.prepare(policy, DTYPES[model.dtype])
         reference = Policy(
-            load_model(model.path, model.dtype, model.trust_remote_code, empty=empty, max_length=model.max_length)
+            load_model(model.path, model.dtype, model.trust_remote_code, empty=empty, max_length=model.max_length),
+            max_length=model.max_length,
         )
         policy.share_prefixes = reference.share_prefixes = limits.share_prefixes
         reference = ranks.prepare(reference.requires_grad_(False), DTYPES[model.dtype])
@@ -139,7 +141,7 @@ def train_reward_model(
         raise ConfigError(
             f"trainer.parallel.context {ranks.layout.context}: a reward model reads whole sequences; set it to 1"
         )
-    check_model(model.path, ranks.layout, model.trust_remote_code)
+    check_model(model.path, ranks.layout, model.trust_remote_code, model.max_length)
     with whole_folder(settings.out, "reward_model.out", main=ranks.is_main) as aside:
         tokenizer = load_tokenizer(model.path)
         # Its head is new.

@@ -41,15 +41,15 @@ def size_engine(config: TidemillConfig, parameters: int, card_bytes: int, shared
     settings = AutoConfig.from_pretrained(
         resolve_folder(config.model.path, weights=False), trust_remote_code=config.model.trust_remote_code
     ).get_text_config()
-    token = _token_bytes(settings, kind, int(args.get("tensor_parallel_size", 1)), width)
+    token = _token_bytes(settings, kind, int(args.get("tensor_parallel_size", 1)), width, config.model.max_length)
     if token is None:
         return EngineSize(share, weights, None, None)
     room = share * card_bytes - weights - ACTIVATIONS
     return EngineSize(share, weights, token, max(0, int(room // (token * config.model.max_length))))
 
 
-def _token_bytes(settings: Any, kind: int, tensor: int, width: int) -> int | None:
-    if not has_plain_attention(settings) or getattr(settings, "kv_lora_rank", None):
+def _token_bytes(settings: Any, kind: int, tensor: int, width: int, max_length: int) -> int | None:
+    if not has_plain_attention(settings, max_length) or getattr(settings, "kv_lora_rank", None):
         return None
     heads = int(getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads)
     of_head = int(getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads)

@@ -84,7 +84,7 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
         joined.prepare = lambda model, dtype=torch.float32: model  # type: ignore[method-assign]
     # A mesh asks tensors for values: make all that the step uses before there are none.
     _ = joined.mesh, joined._sharding_mesh, joined._data_group
-    check_model(config.model.path, joined.layout, config.model.trust_remote_code)
+    check_model(config.model.path, joined.layout, config.model.trust_remote_code, config.model.max_length)
     tried = _try_small(config)
     if on_gpu:
         packing.KERNELS["each"] = packing.KERNELS["varlen"]
@@ -135,7 +135,7 @@ def _empty_policy(
     causal_lm = load_model(path, dtype, model.trust_remote_code, empty=True)
     adapter = None if settings is None else adapt(causal_lm, settings, "", config.run.seed)
     # It tries nothing on a model without weights.
-    policy = Policy(causal_lm, adapter)
+    policy = Policy(causal_lm, adapter, max_length=model.max_length)
     policy.adopt(tried)
     trained = {name: p.requires_grad for name, p in causal_lm.named_parameters()}
     with fake:
@@ -152,7 +152,7 @@ def _try_small(config: TidemillConfig) -> dict[str, bool]:
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     try:
         model = AutoModelForCausalLM.from_config(shrink(settings), dtype=torch.float32)
-        return Policy(model.eval()).tried
+        return Policy(model.eval(), max_length=config.model.max_length).tried
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ConfigError(
             f"model.path {config.model.path!r} ({settings.model_type}) cannot be sized: a small model of this kind"

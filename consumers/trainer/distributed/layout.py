@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
+from transformers.activations import ACT2FN
 
 from schemas.config import ParallelConfig
 from schemas.errors import ConfigError
@@ -67,8 +68,13 @@ class Layout:
         return {name: size for name, size in asdict(self).items() if name != "shard"}
 
 
-def check_model(path: str | Path, layout: Layout, trust_remote_code: bool = False) -> None:
-    """Refuse, by its config.json alone, a model that a layout cannot cut: ConfigError says what does not divide."""
+def check_model(
+    path: str | Path, layout: Layout, trust_remote_code: bool = False, max_length: int | None = None
+) -> None:
+    """Refuse, by its config.json alone, a model that a layout cannot cut: ConfigError says what does not divide.
+
+    max_length: tokens of the longest row, None if it is not known.
+    """
     if layout.tensor == 1 and layout.context == 1:
         return
     try:
@@ -77,17 +83,23 @@ def check_model(path: str | Path, layout: Layout, trust_remote_code: bool = Fals
         ).get_text_config()
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    problem = _tensor_problem(config, layout) or _context_problem(config, layout)
+    problem = _tensor_problem(config, layout) or _context_problem(config, layout, max_length)
     if problem is not None:
         raise ConfigError(f"model {str(path)!r} ({config.model_type}): {problem}")
 
 
-def has_plain_attention(config: Any) -> bool:
-    """Return whether each layer of a model attends to all tokens before: no windows, chunks or running state."""
-    kinds = getattr(config, "layer_types", None)
+def has_plain_attention(config: Any, max_length: int | None = None) -> bool:
+    """Return whether each layer of a model attends to all tokens before: no windows, chunks or running state.
+
+    max_length: tokens of the longest row; a window of as many leaves nothing out. None: every window counts.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if window and max_length is not None and window >= max_length:
+        return kinds <= {*_PLAIN_LAYERS, "sliding_attention"}
     if kinds:
-        return set(kinds) <= _PLAIN_LAYERS
-    return not (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
+        return kinds <= _PLAIN_LAYERS
+    return not (window and getattr(config, "use_sliding_window", True))
 
 
 def number_of_experts(config: Any) -> int:
@@ -107,6 +119,12 @@ def _tensor_problem(config: Any, layout: Layout) -> str | None:
         return None
     if not getattr(config, "base_model_tp_plan", None):
         return f"transformers has no tensor-parallel plan for it, so trainer.parallel.tensor {tensor} must be 1"
+    activation = getattr(config, "hidden_act", None)
+    if isinstance(activation, str) and activation in ACT2FN and [*ACT2FN[activation].parameters()]:
+        return (
+            f"its activation function {activation} has parameters, which transformers' tensor-parallel plan leaves out,"
+            f" so trainer.parallel.tensor {tensor} must be 1"
+        )
     heads, kv_heads = _heads(config)
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     sizes |= {name: value for name in _WIDTHS if isinstance(value := getattr(config, name, None), int)}
@@ -121,11 +139,11 @@ def _tensor_problem(config: Any, layout: Layout) -> str | None:
     return None
 
 
-def _context_problem(config: Any, layout: Layout) -> str | None:
+def _context_problem(config: Any, layout: Layout, max_length: int | None) -> str | None:
     context, tensor = layout.context, layout.tensor
     if context == 1:
         return None
-    if not has_plain_attention(config):
+    if not has_plain_attention(config, max_length):
         return (
             f"it has layers with windowed or linear attention, whose tokens cannot be exchanged for heads, so"
             f" trainer.parallel.context {context} must be 1"

@@ -36,7 +36,7 @@ def make_policy(config: TidemillConfig, empty: bool = False) -> Policy:
         return load_policy(config, model.path, "float32", empty)
     causal_lm = load_model(model.path, model.dtype, model.trust_remote_code, empty=empty, max_length=model.max_length)
     adapter = adapt(causal_lm, settings, _base(model.path), config.run.seed)
-    return Policy(causal_lm, adapter)
+    return Policy(causal_lm, adapter, max_length=model.max_length)
 
 
 def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = False) -> Policy:
@@ -45,8 +45,9 @@ def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = Fal
     vision, max_length = model.kind == "vision", model.max_length
     causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty, max_length)
     if model.kind == "text":
-        return Policy(causal_lm)
-    return Policy(causal_lm, vision=VisionTower(causal_lm, image_settings_of(model), model.freeze_vision))
+        return Policy(causal_lm, max_length=max_length)
+    tower = VisionTower(causal_lm, image_settings_of(model), model.freeze_vision)
+    return Policy(causal_lm, vision=tower, max_length=max_length)
 
 
 def adapt(model: PreTrainedModel, settings: LoraConfig, base: str, seed: int) -> Adapter:

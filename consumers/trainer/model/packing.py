@@ -189,17 +189,17 @@ def pack(inputs: Tensor, lengths: Tensor, context: Part | None = None, share: bo
 
 
 @torch.no_grad()
-def switch_to_packing(model: PreTrainedModel) -> bool:
+def switch_to_packing(model: PreTrainedModel, max_length: int | None = None) -> bool:
     """Give the model packed attention if it computes the same with it, and return whether it does.
 
     Short sequences, two of which begin alike, are computed packed and side by side: a model with a state that runs on
     differs. So does one to which transformers gives a mask made from positions, which restart where a sequence begins,
     but not where shared tokens end. Sliding windows and chunks show only in long sequences, so models that have them
-    stay as they are, as do those with an attention of their own.
+    stay as they are, unless the window covers ``max_length`` tokens, as do those with an attention of their own.
     """
     config = model.config.get_text_config()
     device = model.device
-    if device.type == "meta" or not has_plain_attention(config):
+    if device.type == "meta" or not has_plain_attention(config, max_length):
         return False
     tokens = torch.arange(1, 25, device=device).reshape(3, 8) % config.vocab_size
     tokens[2, :3] = tokens[0, :3]
@@ -251,8 +251,9 @@ def attend(
     tokens each of the sequences. shared: N is the number of distinct tokens of the sequences. ValueError if the model
     asks for another kind of attention.
     """
-    if softcap is not None or s_aux is not None or sliding_window is not None:
-        raise ValueError("packed attention has no soft cap, no sinks and no sliding window")
+    longest = key.shape[-2] if cu_seq_lens_q is None else max_length_q
+    if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
+        raise ValueError("packed attention has no soft cap, no sinks and no sliding window that leaves tokens out")
     if cu_seq_lens_q is None:
         out = F.scaled_dot_product_attention(
             query,

@@ -54,18 +54,22 @@ class Policy(ParallelModule):
     """
 
     def __init__(
-        self, causal_lm: PreTrainedModel, adapter: Adapter | None = None, vision: VisionTower | None = None
+        self,
+        causal_lm: PreTrainedModel,
+        adapter: Adapter | None = None,
+        vision: VisionTower | None = None,
+        max_length: int | None = None,
     ) -> None:
         """Wrap a loaded model. adapter: the part of it that is trained (lora.py); None if all of it is.
 
-        vision: the tower of a model that reads images.
+        vision: the tower of a model that reads images. max_length: tokens of the longest row, None if unknown.
         """
         super().__init__()
         self.vision = vision
         self.adapter = adapter
         self.causal_lm = causal_lm
         self.chunked = _head_is_plain(causal_lm)
-        self.packed = self.chunked and switch_to_packing(causal_lm)
+        self.packed = self.chunked and switch_to_packing(causal_lm, max_length)
         self.router_replay: RouterReplay | None = None
         if vision is not None and not self.chunked and not self.device.type == "meta":
             raise ConfigError(

@@ -141,7 +141,7 @@ def _check_models(config: TidemillConfig, ranks: Ranks) -> None:
     if trainer.kl.coef and not trainer.lora_off and trainer.kl.device != "cpu":
         paths[trainer.kl.model or model.path] = None
     for path in paths:
-        check_model(path, ranks.layout, model.trust_remote_code)
+        check_model(path, ranks.layout, model.trust_remote_code, model.max_length)
 
 
 def build_critic(config: TidemillConfig, empty: bool = False) -> Critic | None:
@@ -150,7 +150,8 @@ def build_critic(config: TidemillConfig, empty: bool = False) -> Critic | None:
     if settings is None:
         return None
     path, max_length = settings.model or model.path, model.max_length
-    return Critic(load_model(path, "float32", model.trust_remote_code, empty=empty, max_length=max_length))
+    causal_lm = load_model(path, "float32", model.trust_remote_code, empty=empty, max_length=max_length)
+    return Critic(causal_lm, max_length)
 
 
 def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:

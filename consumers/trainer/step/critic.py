@@ -22,7 +22,7 @@ from schemas.config import CriticConfig
 class Critic(ParallelModule):
     """The body of a causal language model and a value for the state before each token; at first it says 0."""
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, max_length: int | None = None) -> None:
         super().__init__()
         hidden = causal_lm.config.get_text_config().hidden_size
         head = nn.Linear(hidden, 1, bias=False, dtype=causal_lm.dtype)
@@ -30,7 +30,7 @@ class Critic(ParallelModule):
         # In the place of the vocabulary, so that nothing of it is kept, sharded or saved.
         causal_lm.set_output_embeddings(head)
         self.causal_lm = causal_lm
-        self.packed = switch_to_packing(causal_lm)
+        self.packed = switch_to_packing(causal_lm, max_length)
 
     def adopt(self, tried: Mapping[str, bool]) -> None:
         self.packed = tried["packed"]

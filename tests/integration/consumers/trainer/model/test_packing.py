@@ -157,6 +157,17 @@ def test_a_model_with_a_sliding_window_stays_padded() -> None:
     assert model.config._attn_implementation == before
 
 
+def test_a_window_that_no_row_reaches_is_packed() -> None:
+    policy = Policy(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16)), max_length=16)
+    assert policy.packed
+    tokens, mask, lengths = rows_of([15, 6], seed=1)
+    tokens %= 64
+    with torch.no_grad():
+        packed, padded = (policy(tokens, tokens[:, 1:], mask, read).logprobs for read in (lengths, None))
+    assert torch.allclose(packed, padded, atol=1e-5)
+    assert not Policy(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16)), max_length=17).packed
+
+
 def test_a_model_with_a_mask_of_its_own_stays_padded() -> None:
     """Doge adds to the mask what it learns, which is nothing at first."""
     policy = Policy(DogeForCausalLM(DogeConfig(**SMALL)).eval())

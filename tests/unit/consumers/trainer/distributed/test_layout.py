@@ -81,6 +81,11 @@ def test_settings_that_do_not_go_together_are_refused(trainer: dict[str, Any], s
             Layout(tensor=2, expert=2),
             "number of experts 5 cannot be cut",
         ),
+        (
+            {"model_type": "apertus", "hidden_act": "xielu"},
+            Layout(tensor=2),
+            "activation function xielu has parameters",
+        ),
         ({"model_type": "gpt2"}, Layout(tensor=2), "no tensor-parallel plan for it"),
         ({}, Layout(context=3), "8 attention heads cannot be dealt to trainer.parallel.context 3"),
         ({}, Layout(context=8, tensor=2), "4 attention heads of a rank at trainer.parallel.tensor 2 cannot be dealt"),
@@ -102,6 +107,20 @@ def test_a_model_that_cannot_be_cut_is_refused(
 )
 def test_a_model_that_can_be_cut_is_not(tmp_path: Path, layout: Layout) -> None:
     check_model(write(tmp_path), layout)
+
+
+@pytest.mark.parametrize("max_length", [8, 9, None])
+def test_a_window_that_covers_the_longest_row_is_none(tmp_path: Path, max_length: int | None) -> None:
+    for changes in (
+        {"model_type": "mistral", "sliding_window": 8},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+    ):
+        path = write(tmp_path, **changes)
+        if max_length == 8:
+            check_model(path, Layout(context=2), max_length=max_length)
+        else:
+            with pytest.raises(ConfigError, match="windowed"):
+                check_model(path, Layout(context=2), max_length=max_length)
 
 
 def test_where_nothing_is_cut_the_model_is_not_looked_at() -> None:
