@@ -270,7 +270,7 @@ class Session:
         return []
 
     def _take_places(self, digest: bytes, n: int) -> list[int]:
-        """Number requests for equal tokens by the first free numbers: what nobody received is asked for again."""
+        """Number requests for equal tokens by the first free numbers: a number whose answer was lost is used again."""
         taken = self._asked[digest]
         places = list(itertools.islice((k for k in itertools.count() if k not in taken), n))
         taken.update(places)

@@ -58,7 +58,7 @@ class ModelRequest:
 
 
 def read_json(body: bytes) -> JSON:
-    """Return the object in a request's body, if it is none that would take the memory of the process."""
+    """Return the object in a request's body; SessionError if decoding it would take too much memory."""
     if 4 * (body.count(b"[") + body.count(b"{")) + body.count(b",") > MAX_VALUES:
         raise bad_request(f"the body has more than {MAX_VALUES} values, of which a list or an object counts as four")
     try:
