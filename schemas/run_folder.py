@@ -41,6 +41,8 @@ CONTROL_TOKEN = "control_token"
 """Token that a control plane on loopback made for itself; only the run's owner may read it."""
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
+PYTHON = "python"
+"""Folder of what Python objects became, before the run starts in its folder: functions, data, the configuration."""
 FILES = frozenset(
     {
         *(CONFIG, LOCK, SUMMARY, PLOT, METRICS, TRAINED, EVALUATIONS, SAMPLES, RESOURCES, ALERTS, ENVIRONMENT),
@@ -49,6 +51,7 @@ FILES = frozenset(
             CONTROL_TOKEN,
             CHECKPOINTS,
             LOGS,
+            PYTHON,
             "redis_url",
             "model",
             "batches",
@@ -76,7 +79,9 @@ def is_run_name(name: str) -> bool:
 
 def is_run_folder(folder: Path) -> bool:
     """Return whether a folder is a run's, is empty, or does not exist."""
-    return not folder.is_dir() or not any(folder.iterdir()) or any((folder / mark).exists() for mark in _MARKS)
+    if not folder.is_dir() or all(path.name == PYTHON for path in folder.iterdir()):
+        return True
+    return any((folder / mark).exists() for mark in _MARKS)
 
 
 def named_config(run: str, overrides: Sequence[str] = ()) -> TidemillConfig | None:

@@ -6,7 +6,7 @@ change with any release.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from consumers.trainer.algorithms.losses import LossFunction, LossInputs, LossOutput, log_ratio
     from deploy.client.client import Client, connect
+    from deploy.python.started_run import Callback, StartedRun
     from producers.datasets.base import Dataset, Example
     from producers.engines.base import Engine
     from producers.workflows.base import FailedSample, RolloutContext, Workflow
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Callback",
     "ChatMessage",
     "Client",
     "ConfigError",
@@ -41,6 +43,7 @@ __all__ = [
     "RefusedError",
     "RolloutContext",
     "SampledCompletion",
+    "StartedRun",
     "TidemillConfig",
     "TidemillError",
     "Trajectory",
@@ -51,11 +54,13 @@ __all__ = [
     "log_ratio",
     "parse_config",
     "run",
+    "start",
 ]
 
 _MODULES = {
     "consumers.trainer.algorithms.losses": ("LossFunction", "LossInputs", "LossOutput", "log_ratio"),
     "deploy.client.client": ("Client", "connect"),
+    "deploy.python.started_run": ("Callback", "StartedRun"),
     "producers.datasets.base": ("Dataset", "Example"),
     "producers.engines.base": ("Engine",),
     "producers.workflows.base": ("FailedSample", "RolloutContext", "Workflow"),
@@ -67,21 +72,70 @@ _MODULES = {
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
 
-def run(config: TidemillConfig | Path | str, overrides: Sequence[str] = (), *, fresh: bool = False) -> int:
+def run(
+    config: TidemillConfig | Mapping[str, Any] | Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    rewards: Sequence[Any] | None = None,
+    train: Any = None,
+    eval: Any = None,
+    fresh: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> int:
     """Run everything until the training is done, as ``tidemill up`` does; resumes a stopped run.
 
-    config: a configuration, or its YAML file, for which alone overrides such as ``trainer.steps=50`` count.
-    fresh: delete what an earlier run left.
-    Returns the command's exit code, 0 when all steps are done; ConfigError for a wrong configuration. Ends as the
-    command does at SIGINT and SIGTERM, so it belongs into the main thread.
+    The arguments are those of ``start``. Returns the command's exit code, 0 when all steps are done; ConfigError for a
+    wrong configuration. In the main thread it ends as the command does at SIGINT and SIGTERM; in another thread, and
+    with callbacks, the run is a process of its own.
     """
-    from deploy.checks.names import check_names
-    from deploy.launchers.factory import build_launcher
-    from schemas.config import load_config
+    import threading
 
-    loaded = load_config(Path(config), list(overrides)) if isinstance(config, Path | str) else config
-    check_names(loaded)
+    if callbacks or threading.current_thread() is not threading.main_thread():
+        options: Any = {"rewards": rewards, "train": train, "eval": eval, "fresh": fresh, "callbacks": callbacks}
+        with start(config, overrides, **options) as started:
+            started.wait()
+        return started.exit_code or 0
+    from deploy.launchers.factory import build_launcher
+
+    loaded = _settled(config, overrides, rewards, train, eval)
     return build_launcher(loaded).launch(loaded, fresh)
+
+
+def start(
+    config: TidemillConfig | Mapping[str, Any] | Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    rewards: Sequence[Any] | None = None,
+    train: Any = None,
+    eval: Any = None,
+    fresh: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> StartedRun:
+    """Start or resume a run as a process of its own and return at once; from a notebook, a thread, an event loop.
+
+    config: a configuration, a mapping, or a YAML file, for which alone overrides such as ``trainer.steps=50`` count.
+    rewards: the terms of the reward: functions, names, or sections such as ``{"name": f, "weight": 0.5}``.
+    train, eval: prompts to train on and held-out ones: rows, a ``datasets.Dataset``, a name, or a section.
+    fresh: delete what an earlier run left. ConfigError for a wrong configuration, and for what can't be carried.
+    """
+    from deploy.python.started_run import StartedRun
+
+    return StartedRun(_settled(config, overrides, rewards, train, eval), fresh, callbacks)
+
+
+def _settled(
+    config: TidemillConfig | Mapping[str, Any] | Path | str,
+    overrides: Sequence[str],
+    rewards: Sequence[Any] | None,
+    train: Any,
+    held_out: Any,
+) -> TidemillConfig:
+    from deploy.checks.names import check_names
+    from deploy.python.objects import settle_objects
+
+    loaded = settle_objects(config, overrides, rewards, train, held_out)
+    check_names(loaded)
+    return loaded
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ def make_card(config: TidemillConfig, checkpoint: str, adapter: bool) -> str:
     rows = [
         ("Base model", config.model.path if on_hub else f"the folder {Path(base).name}"),
         ("Data", ", ".join(datasets)),
-        ("Reward", ", ".join(term.name for term in config.reward.terms)),
+        ("Reward", ", ".join(term.label for term in config.reward.terms)),
         ("Loss", f"{config.trainer.loss.name}, advantage {config.trainer.advantage.name}"),
         ("Steps", f"{step}, of {config.trainer.batch_groups} prompts with {config.sampling.n} samples each"),
         ("Peak learning rate", f"{config.trainer.optimizer.lr:g}"),

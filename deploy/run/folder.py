@@ -24,7 +24,7 @@ from deploy.control_plane.files.run_folder import flatten, mask
 from deploy.control_plane.status.run_state import LIVE_S
 from schemas.config import TidemillConfig, load_config, save_config
 from schemas.errors import ConfigError
-from schemas.run_folder import CONFIG, LOCK, SUMMARY, is_run_folder, is_run_name, read_object
+from schemas.run_folder import CONFIG, LOCK, PYTHON, SUMMARY, is_run_folder, is_run_name, read_object
 from schemas.run_record import check_record, claim_folder, read_record
 from schemas.urls import hide_password
 
@@ -158,8 +158,8 @@ def forget_run(config: TidemillConfig) -> None:
         raise ConfigError(
             f"--fresh deletes nothing: a `tidemill broker` uses {config.folder / 'broker'}, stop it first"
         )
-    # A broker that was started for the run has its data and password here.
-    kept = {LOCK, "broker", "redis_url"} if shared else {LOCK}
+    # A broker that was started for the run has its data and password here, Python what it has just written.
+    kept = {LOCK, PYTHON, "broker", "redis_url"} if shared else {LOCK, PYTHON}
     for path in config.folder.iterdir():
         if path.name in kept or not is_run_name(path.name):
             continue

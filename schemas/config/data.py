@@ -150,6 +150,11 @@ class RewardTerm(Section):
     )
 
     @property
+    def label(self) -> str:
+        """The name by which metrics and samples show it: of a file with an absolute path, only the function's."""
+        return self.name.rpartition(":")[2] if self.name.startswith("/") else self.name
+
+    @property
     def right_or_wrong(self) -> bool:
         """Whether it adds 1 for a correct answer and 0 otherwise."""
         graded = self.name == "code" and self.args.get("partial", True)

