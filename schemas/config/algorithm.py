@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from schemas.config.base import ModelPath, Section
+from schemas.config.base import ModelPath, Section, TermName
 
 RECIPES = {
     "dapo": ("token_mean", "grpo"),
@@ -127,7 +127,7 @@ class AdvantageConfig(Section):
         description="Drop and replace groups whose mean reward is not above the first and below the second number."
         " DAPO's filter for rewards of 0 and 1 is [0, 1].",
     )
-    filter_term: str | None = Field(
+    filter_term: TermName | None = Field(
         None,
         description="Label of the term in reward.terms, such as exact, whose values decide whether a group is"
         " dropped. By default the sum of all terms decides, in which a penalty on length makes the rewards of solved"

@@ -20,6 +20,15 @@ OWN_VARIABLES = ("REDIS_URL", "TIDEMILL_")
 """Prefixes of environment variables that hold the broker's address, passwords and tokens."""
 
 
+def term_label(name: str) -> str:
+    """The name by which metrics and samples show a term: of a file with an absolute path, only the function's."""
+    return name.rpartition(":")[2] if name.startswith("/") else name
+
+
+TermName = Annotated[str, AfterValidator(term_label)]
+"""A term of the reward, given by its name or by its label; read as its label."""
+
+
 class Section(BaseModel):
     """Base of a section: unknown keys are errors; values are checked, never guessed; numbers are finite."""
 

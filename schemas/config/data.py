@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializerFunctionWrapHandler, WrapSerializer, model_validator
 
-from schemas.config.base import Seconds, Section, shown_variable
+from schemas.config.base import Seconds, Section, TermName, shown_variable, term_label
 from schemas.config.generator import SamplingConfig
 
 
@@ -151,8 +151,8 @@ class RewardTerm(Section):
 
     @property
     def label(self) -> str:
-        """The name by which metrics and samples show it: of a file with an absolute path, only the function's."""
-        return self.name.rpartition(":")[2] if self.name.startswith("/") else self.name
+        """The name by which metrics and samples show it."""
+        return term_label(self.name)
 
     @property
     def right_or_wrong(self) -> bool:
@@ -178,7 +178,7 @@ class RewardConfig(Section):
     correct_from: float = Field(
         1.0, description="Lowest reward of a correct sample, for accuracy, pass@k and solve rates."
     )
-    correct_term: str | None = Field(
+    correct_term: TermName | None = Field(
         None,
         description="Label of the term, such as exact, that decides whether a sample is correct; by default the sum"
         " decides.",

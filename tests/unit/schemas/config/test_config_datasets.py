@@ -120,3 +120,12 @@ def test_a_share_of_correct_samples_is_an_accuracy_if_the_configuration_says_wha
 
 def test_without_held_out_prompts_there_is_no_accuracy() -> None:
     assert not parse_config({**MINIMAL, "train": {"name": "jsonl"}}).has_accuracy
+
+
+def test_a_term_of_a_file_with_an_absolute_path_is_named_by_its_path_or_its_function() -> None:
+    reward = {"terms": [{"name": "/home/me/rewards.py:digits"}, {"name": "length"}]}
+    for name in ("/home/me/rewards.py:digits", "digits"):
+        sections = {"reward": {**reward, "correct_term": name}, "trainer": {"advantage": {"filter_term": name}}}
+        config = parse_config({**MINIMAL, "train": {"name": "jsonl"}, **sections})
+        assert (config.reward.correct_term, config.trainer.advantage.filter_term) == ("digits", "digits")
+        assert config.reward.terms[0].label == "digits"
