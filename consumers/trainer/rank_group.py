@@ -23,6 +23,7 @@ from consumers.trainer.data.collate import collate
 from consumers.trainer.data.groups import Group
 from consumers.trainer.data.plan import StepBatch
 from consumers.trainer.data.rows import TrainRow
+from consumers.trainer.distributed.offload import StateOffload
 from consumers.trainer.metrics.timing import traced
 from consumers.trainer.model.hf_weights import save_model
 from consumers.trainer.model.probe import reference_logprobs
@@ -85,11 +86,19 @@ class Compare(msgspec.Struct, tag="compare"):
     path: str
 
 
+class Offload(msgspec.Struct, tag="offload"):
+    """Move the state of training to main memory."""
+
+
+class Onload(msgspec.Struct, tag="onload"):
+    """Move the state of training back to the device."""
+
+
 class Dismiss(msgspec.Struct, tag="dismiss"):
     """End: the training is over."""
 
 
-Command: TypeAlias = Train | Gather | Save | Load | Export | Compare | Dismiss
+Command: TypeAlias = Train | Gather | Save | Load | Export | Compare | Offload | Onload | Dismiss
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
@@ -118,6 +127,7 @@ class RankGroup:
         self._dtype = config.model.dtype
         self._snapshots = Snapshots(step.policy, self._dtype, main=self.ranks.is_main, sharded=self.ranks.world > 1)
         self._snapshot: Snapshot | None = None
+        self.state = _state_of(step, config.trainer.offload)
         step.update.optimizer.register_step_pre_hook(lambda *_: self._wait_copied())
 
     def train(
@@ -201,6 +211,17 @@ class RankGroup:
         self._send_to_all(Compare(str(path)))
         return compare(self.step, path)
 
+    def offload(self) -> None:
+        """Move what trainer.offload names to main memory, on all ranks; until ``onload`` there is no step or weight."""
+        self._send_to_all(Offload())
+        self._wait_copied()
+        self.state.offload()
+
+    def onload(self) -> None:
+        """Move it back."""
+        self._send_to_all(Onload())
+        self.state.onload()
+
     def dismiss(self) -> None:
         """End the work of the other ranks."""
         self._send_to_all(Dismiss())
@@ -242,6 +263,10 @@ class RankGroup:
             self.export(Path(command.folder))
         elif isinstance(command, Compare):
             self.compare(Path(command.path))
+        elif isinstance(command, Offload):
+            self.offload()
+        elif isinstance(command, Onload):
+            self.onload()
 
     def _wait_copied(self) -> None:
         """Wait until the snapshot's weights are copied, before they change."""
@@ -260,3 +285,12 @@ class RankGroup:
     def _send(self, rank: int, command: Command) -> None:
         if self.ranks.is_main:
             self.ranks.channel.send(rank, _encoder.encode(command))
+
+
+def _state_of(step: TrainStep, what: str) -> StateOffload:
+    """Return the part of the training state that trainer.offload names."""
+    reference = step.preparation.reference if step.preparation is not None else None
+    critic = step.critic
+    models = [step.policy, reference, critic.critic if critic else None] if what == "all" else []
+    optimizers = [step.update.optimizer, *([critic.update.optimizer] if critic else [])] if what != "none" else []
+    return StateOffload(step.policy.device, [model for model in models if model is not None], optimizers)

@@ -1,1 +1,1 @@
-"""Several trainer processes: collectives, the command channel, the watchdog."""
+"""Several trainer processes: collectives, the command channel, the watchdog, state in main memory."""

@@ -1,6 +1,7 @@
 """What tests run on four ranks: the gradient of one batch under every layout of the ranks, beside that of one process.
 
-Rank 0 reports the largest relative error of any parameter's gradient, that of the norm, and what a rank holds.
+Rank 0 reports the largest relative error of any parameter's gradient, that of the norm, and what a rank holds. The
+parameters were in main memory once before.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from consumers.trainer.data.load_balancing import shares
+from consumers.trainer.distributed.offload import StateOffload
 from consumers.trainer.distributed.ranks import Ranks, local_part
 from consumers.trainer.metrics.expert_load import watch_experts
 from consumers.trainer.model.activations import Checkpointing, save_activations
@@ -100,6 +102,12 @@ def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
     policy = make_policy(case)
     save_activations(policy.causal_lm, case.checkpointing, case.offload)
     policy = ranks.prepare(policy)
+    away = StateOffload(policy.device, [policy], [])
+    before = [local_part(p).clone() for p in policy.parameters()]
+    away.offload()
+    freed = all(local_part(p).untyped_storage().nbytes() == 0 for p in policy.parameters())
+    away.onload()
+    restored = all(map(torch.equal, before, map(local_part, policy.parameters())))
     load = watch_experts(policy)
     dealt = shares(
         LENGTHS[: case.rows], LENGTHS[: case.rows], ranks.dp_size, MICRO_BATCH_TOKENS * ranks.layout.context
@@ -121,6 +129,7 @@ def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
         "norm_error": abs(norm - wanted_norm) / wanted_norm,
         "clipped": clipped,
         "micro_batches": len(dealt),
+        "offloaded": freed and restored,
         "share": sum(local_part(p).nbytes for p in policy.parameters()) / whole_bytes,
         "load": {} if load is None else load.result(ranks.sum_over_ranks),
         "wanted_load": wanted_load,

@@ -28,7 +28,8 @@ def run_steps(
 ) -> None:
     """Train steps ``first`` to ``last`` of groups of these ``sizes``, and report to a file in ``folder``.
 
-    trainer: more settings of the configuration's trainer.
+    trainer: more settings of the configuration's trainer. With ``offload`` among them, the state is in main memory
+    for a moment before each step.
     """
     config = parse_config(
         {
@@ -44,10 +45,26 @@ def run_steps(
     with ranks.watchdog():
         step = build_train_step(config, ranks)
         rank_group = RankGroup(config, step)
+        if "offload" in trainer:
+            check_freed(rank_group, config.trainer.offload)
         if ranks.is_main:
-            lead(rank_group, folder, first, last, sizes, dtype)
+            lead(rank_group, folder, first, last, sizes, dtype, away="offload" in trainer)
         else:
             rank_group.follow()
+
+
+def check_freed(rank_group: RankGroup, what: str) -> None:
+    """Have this rank check, each time its state is offloaded, that the memory is gone."""
+    step, offload = rank_group.step, rank_group.state.offload
+
+    def offload_and_check() -> None:
+        offload()
+        states = [value for values in step.update.optimizer.state.values() for value in values.values()]
+        for tensor in [*states, *(step.policy.parameters() if what == "all" else ())]:
+            assert (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage().nbytes() == 0
+        print("freed", flush=True)
+
+    rank_group.state.offload = offload_and_check  # type: ignore[method-assign]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,7 +77,9 @@ def episodes(seed: int) -> Group:
     return Group(99, [(make_episode(99, s, 9, seed), float(s % 2)) for s in range(3)])
 
 
-def lead(rank_group: RankGroup, folder: Path, first: int, last: int, sizes: Sequence[int], dtype: str) -> None:
+def lead(
+    rank_group: RankGroup, folder: Path, first: int, last: int, sizes: Sequence[int], dtype: str, away: bool = False
+) -> None:
     newest = rank_group.checkpoint_store.newest().path
     assert (newest is not None) == (first > 0)
     if newest is not None:
@@ -75,6 +94,9 @@ def lead(rank_group: RankGroup, folder: Path, first: int, last: int, sizes: Sequ
         before = {name: local(tensor).to(getattr(torch, dtype)) for name, tensor in weights}
         # As late as can be: when the optimizer is about to change the weights.
         snapshot.wait = snapshot.fill  # type: ignore[method-assign]
+        if away:
+            rank_group.offload()
+            rank_group.onload()
         results.append(rank_group.train([*make_groups(sizes, seed=version), episodes(version)], version))
         snapshot.write(file)
         written = load_file(file)

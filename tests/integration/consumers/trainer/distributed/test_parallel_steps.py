@@ -55,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     others = [
         Job("another", 2, 3, LAYOUTS["context 2, tensor 2"], source="shard 2, tensor 2"),
         Job("published", 2, 2, LAYOUTS["context 2, tensor 2"], source="alone"),
+        Job("away", 0, 2, LAYOUTS["shard 2, tensor 2"], trainer={"offload": "all"}),
     ]
     for name, (settings, first, then) in BESIDE.items():
         written = Job(f"{name} in parts", 0, 2, LAYOUTS[first], trainer=settings)
@@ -84,6 +85,14 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_steps_are_those_of_one_rank(folder: Path, name: str) -> None:
     assert_same(report(folder, name, 0, 4), report(folder, "alone", 0, 1))
+
+
+def test_two_steps_are_the_same_to_the_bit_if_the_state_was_in_main_memory_between_them(folder: Path) -> None:
+    away, stayed = folder / "away", folder / "shard 2, tensor 2"
+    assert (away / "weights").read_bytes() == (stayed / "weights").read_bytes()
+    files = [file.relative_to(stayed) for file in stayed.rglob("*.distcp")]
+    assert len(files) == 4
+    assert all((away / file).read_bytes() == (stayed / file).read_bytes() for file in files)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -137,6 +146,7 @@ def test_the_gradient_is_that_of_one_process(found: dict[str, Any], name: str) -
     assert case["error"] <= 5e-6, case["worst"]
     assert case["norm_error"] <= 1e-6
     assert case["clipped"] == pytest.approx(1e-3, rel=1e-3)
+    assert case["offloaded"], "the parameters were in main memory before, and their own memory was free"
     if CASES[name].rows > 4:
         assert case["micro_batches"] >= 3, "a gradient is summed over several"
 

@@ -93,6 +93,36 @@ def test_two_ranks_train_like_one(one: dict[str, Any], two: dict[str, Any]) -> N
     same(two, one)
 
 
+@pytest.mark.parametrize(
+    ("world", "dtype", "settings"),
+    [
+        (2, "float32", {}),
+        (1, "bfloat16", {}),
+        (2, "float32", {"advantage": {"name": "gae"}, "critic": {}, "kl": {"coef": 0.1}, "offload": "optimizer"}),
+        (2, "bfloat16", {"lora": {"rank": 4, "alpha": 8.0}}),
+    ],
+    ids=["sharded", "one rank in half precision", "critic and reference, optimizers alone", "adapter"],
+)
+def test_training_is_the_same_to_the_bit_if_the_state_was_in_main_memory_before_each_step(
+    model: Path, folders: Path, world: int, dtype: str, settings: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.id.replace(" ", "-")
+    away = launch(world, model, folders / f"{name}-away", 0, 3, dtype=dtype, **{"offload": "all", **settings})
+    settings.pop("offload", None)
+    stayed = launch(world, model, folders / f"{name}-stayed", 0, 3, dtype=dtype, **settings)
+    assert (folders / f"{name}-away.txt").read_text().count("freed") == 3 * world
+    for report in (away, stayed):
+        for metrics in report["metrics"]:
+            metrics.pop("tokens_per_s", None)
+    assert away == stayed
+    files = [f for f in (folders / f"{name}-stayed").rglob("*") if f.suffix in (".safetensors", ".distcp")]
+    assert files
+    for file in files:
+        assert (
+            folders / f"{name}-away" / file.relative_to(folders / f"{name}-stayed")
+        ).read_bytes() == file.read_bytes()
+
+
 def test_a_rank_without_samples_takes_part(model: Path, folders: Path) -> None:
     """Three ranks, two samples."""
     small, alone = (launch(world, model, folders / f"few-{world}", 0, 1, [2]) for world in (3, 1))
