@@ -89,7 +89,8 @@ def parser() -> argparse.ArgumentParser:
         "--workload",
         choices=settings.WORKLOADS,
         default="both",
-        help="what generators do: complete texts, serve agents, or agents for every third task (%(default)s)",
+        help="what generators do: complete texts, serve agents, agents for every third task, or programs as agents for"
+        " every third task (%(default)s)",
     )
     found.add_argument(
         "--weights", choices=("file", "redis", "peer", "nccl"), help="how weights travel; by the seed as a rule"

@@ -15,7 +15,7 @@ from benchmarks.rewards.server import FlakyJudge
 from broker.connection.keys import Keys
 from tools.chaos import settings
 from tools.chaos.agents import faults as faults_agents
-from tools.chaos.faults import broker, network, poison, processes, user
+from tools.chaos.faults import broker, floods, network, poison, processes, user
 from tools.chaos.judging.evidence import EvidenceWriter, Log, read_logs
 from tools.chaos.judging.oracle import Loss, cursor, gather
 from tools.chaos.judging.recovery import Hit
@@ -27,7 +27,7 @@ from tools.chaos.server import Server
 from tools.chaos.service import FULL_DISK
 from tools.chaos.world import KINDS, Fault, Strike, World
 
-MODULES = (processes, faults_agents, broker, network, poison, user)
+MODULES = (processes, faults_agents, broker, floods, network, poison, user)
 """Importing them fills KINDS."""
 TICK_S = 0.02
 LOOK_S = 0.2

@@ -23,7 +23,7 @@ CURRICULUM = [
 """Overrides with which few prompts come back often, and of those that were seen many are skipped."""
 JUDGE_SAYS = 7.0
 """The verdict of the flaky judge on every sample, so that a verdict that it never gave is seen."""
-WORKLOADS = ("text", "agents", "both")
+WORKLOADS = ("text", "agents", "both", "programs")
 DEADLINE_S = 8.0
 """Of an agent's episode."""
 AGENT = Path(__file__).with_name("agents") / "agent.py"
@@ -40,7 +40,7 @@ SERVICES = {
 
 def is_for_agents(task_id: int, workload: str) -> bool:
     """Whether a task is played by agents."""
-    return workload == "agents" or (workload == "both" and task_id % 3 == 0)
+    return workload == "agents" or (workload in ("both", "programs") and task_id % 3 == 0)
 
 
 def configuration(folder: Path, seed: int, workload: str, judge_url: str | None = None) -> dict[str, Any]:
@@ -51,6 +51,8 @@ def configuration(folder: Path, seed: int, workload: str, judge_url: str | None 
     workflow: dict[str, Any] = {"name": f"{USER_CODE}:TextTurn", "args": {"folder": str(folder)}}
     if workload != "text":
         workflow = {"name": "agent", "args": {"run": f"{AGENT}:run", "args": {"folder": str(folder)}}}
+    if workload == "programs":
+        workflow["args"] = {"command": [sys.executable, str(AGENT), str(folder)]}
     terms: list[dict[str, Any]] = [
         {"name": f"{USER_CODE}:inline"},
         {"name": f"{USER_CODE}:pooled", "args": {"folder": str(folder)}},

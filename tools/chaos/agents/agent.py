@@ -1,6 +1,7 @@
 """The run's agent: two to four calls with short tools between them, and misbehaviour while a file of the suite says so.
 
-Runs in the generators' worker processes, with the standard library alone. Its reward is a checksum of the token ids
+Runs in the generators' worker processes, with the standard library alone; with the workload ``programs`` each episode
+is a process of its own, which also leaves files behind that are no files. Its reward is a checksum of the token ids
 that it was answered with, so that the judge finds the right one in what is trained. The flag file is
 ``misbehave-agent`` in the suite's folder, see user_code.py.
 """
@@ -8,6 +9,7 @@ that it was answered with, so that the judge finds the right one in what is trai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -18,6 +20,7 @@ import threading
 import time
 import urllib.request
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +29,9 @@ SHARE = 0.2
 TRIES = 6
 TIMEOUT_S = 4.0
 PAUSE_S = 0.1
+CROWD = 200
+FLOOD_BYTES = 96 << 20
+DEEP = 2_000
 STYLES = ("chat", "chat", "chat", "once", "rewritten", "helper", "ids")
 
 
@@ -160,6 +166,76 @@ async def misbehave(variety: str, base_url: str) -> None:
                 await ask(base_url, {"messages": [{"role": "user", "content": "again"}]})
         case "asks too much":
             await ask(base_url, {"messages": [{"role": "user", "content": "x" * 10_000}]})
+        case "asks hundreds at once":
+            again = json.dumps({"messages": [{"role": "user", "content": "again"}]}).encode()
+            asked = [post(base_url + "/chat/completions", again, 0) for _ in range(CROWD)]
+            await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), TIMEOUT_S)
+        case "sends a flood":
+            await flood(base_url)
+        case "opens hundreds of connections":
+            await hold_connections(base_url)
+
+
+async def flood(base_url: str) -> None:
+    """Send a body far beyond what the endpoint takes, for as long as it reads."""
+    parts = urlsplit(base_url)
+    _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    try:
+        head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {FLOOD_BYTES}\r\n\r\n"
+        writer.write(head.encode())
+        for _ in range(FLOOD_BYTES >> 16):
+            writer.write(b"[" * (1 << 16))
+            await asyncio.wait_for(writer.drain(), TIMEOUT_S)
+    except (TimeoutError, OSError):
+        return
+    finally:
+        writer.close()
+
+
+async def hold_connections(base_url: str) -> None:
+    """Begin hundreds of requests, and end none of them for a while."""
+    parts, writers = urlsplit(base_url), []
+    try:
+        for _ in range(CROWD):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            writer.write(f"POST {parts.path}/chat/completions HTTP/1.1\r\nhost: x\r\n".encode())
+            writers.append(writer)
+        await asyncio.sleep(TIMEOUT_S / 2)
+    except OSError:
+        return
+    finally:
+        for writer in writers:
+            writer.close()
+
+
+def leave_files(variety: str, folder: Path) -> None:
+    """Leave something in an episode's folder that its generator must neither open nor follow, nor fail to remove."""
+    result = folder / "result.json"
+    match variety:
+        case "a pipe":
+            os.mkfifo(result)
+        case "a link":
+            result.symlink_to("/dev/zero")
+        case "a folder":
+            result.mkdir()
+        case "deep folders":
+            with contextlib.suppress(OSError):
+                here = os.open(folder, os.O_RDONLY)
+                for _ in range(DEEP):
+                    os.mkdir("d", dir_fd=here)
+                    below = os.open("d", os.O_RDONLY, dir_fd=here)
+                    os.close(here)
+                    here = below
+        case "many files":
+            for number in range(DEEP):
+                (folder / f"{number}.txt").touch()
+        case "a locked folder":
+            (folder / "locked").mkdir()
+            (folder / "locked" / "file").touch()
+            (folder / "locked").chmod(0)
+        case "a flood of output":
+            for _ in range(DEEP):
+                print("x" * 10_000)
 
 
 def block() -> None:
@@ -208,8 +284,40 @@ VARIETIES = (
     "asks after its end",
     "asks without end",
     "asks too much",
+    "asks hundreds at once",
+    "sends a flood",
+    "opens hundreds of connections",
     "returns an object",
     "returns NaN",
     "returns text",
     "returns unknown keys",
 )
+LEFT = ("a pipe", "a link", "a folder", "deep folders", "many files", "a locked folder", "a flood of output")
+"""What a program leaves behind."""
+
+
+class ProgramEpisode:
+    """The episode of a program: its side effects are not kept for another attempt."""
+
+    id = os.environ.get("TIDEMILL_EPISODE", "")
+
+    async def once(self, name: str, effect: Callable[[], Any]) -> Any:
+        """Do it."""
+        return effect()
+
+
+def main() -> None:
+    """Play the episode of the environment's variables and write its result."""
+    folder = Path(sys.argv[1])
+    task, result = Path(os.environ["TIDEMILL_TASK"]), Path(os.environ["TIDEMILL_RESULT"])
+    reward = asyncio.run(
+        run(json.loads(task.read_text()), os.environ["OPENAI_BASE_URL"], ProgramEpisode(), folder=str(folder))
+    )
+    if misbehaviour(folder):
+        leave_files(random.choice(LEFT), result.parent)
+    if not os.path.lexists(result):
+        result.write_text(json.dumps(reward if isinstance(reward, dict) else {"reward": reward}, default=str))
+
+
+if __name__ == "__main__":
+    main()

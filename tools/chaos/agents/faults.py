@@ -26,7 +26,7 @@ class KillWorker(Fault):
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
         guardian = rng.random() < GUARDIANS
-        found = _choose(world, rng, "guard.py" if guardian else "runner")
+        found = _choose(world, rng, "guard.py" if guardian else _program(world))
         if found is None:
             return None
         name, pid = found
@@ -41,7 +41,7 @@ class StopWorker(Fault):
     kind, weight = "agent worker stopped", 3.0
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
-        found = _choose(world, rng, "runner")
+        found = _choose(world, rng, _program(world))
         if found is None:
             return None
         name, pid = found
@@ -109,6 +109,10 @@ class BadAgents(Misbehave):
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
         return super().strike(world, rng) if world.workload != "text" else None
+
+
+def _program(world: World) -> str:
+    return "agent.py" if world.workload == "programs" else "runner"
 
 
 def _endpoint(world: World, rng: random.Random) -> str | None:

@@ -70,7 +70,7 @@ class ChangeSettings(Fault):
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
         staleness, batch = rng.randint(0, settings.STALENESS), rng.randint(1, settings.GROUPS)
-        broker = _broker(world)
+        broker = open_broker(world)
         try:
             state = broker.ledger.read_state()
             window = broker.connection.client.hget(world.keys.ctl, "window")
@@ -89,7 +89,7 @@ class ChangeSettings(Fault):
 
         def back() -> bool:
             try:
-                return _broker(world).ledger.change_settings(
+                return open_broker(world).ledger.change_settings(
                     {"staleness": settings.STALENESS, "batch": settings.GROUPS}
                 )
             except (TidemillError, redis.RedisError):
@@ -106,7 +106,7 @@ class Purge(Fault):
     kind, weight = "purge of a live run", 2.0
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
-        broker = _broker(world)
+        broker = open_broker(world)
         try:
             if not world.server.up or not broker.heartbeats.list_heard(LIVE_S / 2):
                 return None
@@ -129,7 +129,7 @@ class SecondRun(Fault):
         if any(guest.asked == "intruder" for guest in world.fleet.guests):
             return None
         try:
-            control = _broker(world).run_control.read() if world.server.up else None
+            control = open_broker(world).run_control.read() if world.server.up else None
         except (TidemillError, redis.RedisError):
             return None
         # A server that knows of no run has nothing to refuse it by.
@@ -162,5 +162,5 @@ class LostConnections(Fault):
         return Strike(name, again, 0.2)
 
 
-def _broker(world: World) -> Broker:
+def open_broker(world: World) -> Broker:
     return Broker(Connection(world.server.url, world.keys, PATIENCE_S), BrokerConfig(deadline_s=PATIENCE_S))
