@@ -78,7 +78,7 @@ class _Arguments(pydantic.BaseModel, extra="forbid"):
 
 
 class PythonTool:
-    """An interpreter, started at its first call. Calls wait for each other."""
+    """An interpreter, started at its first call; between calls it is stopped. Calls wait for each other."""
 
     def __init__(self, sandbox: Sandbox, python: Interpreter, settings: PythonSettings) -> None:
         self._sandbox, self._python, self._settings = sandbox, python, settings
@@ -113,9 +113,19 @@ class PythonTool:
                 # Its answer would be read as that of the next call.
                 await self.close()
                 raise
+            await self._pause()
         if failed:
             raise ToolError(text.rstrip("\n"))
         return text.rstrip("\n")
+
+    async def _pause(self) -> None:
+        """Keep threads and programs that the code started from computing until the next call."""
+        if self._running is not None:
+            pausing = asyncio.ensure_future(asyncio.to_thread(self._running.pause))
+            try:
+                await asyncio.shield(pausing)
+            finally:
+                await pausing
 
     async def close(self) -> None:
         """End the interpreter; the next call starts another one."""
@@ -124,7 +134,8 @@ class PythonTool:
             await asyncio.shield(asyncio.to_thread(running.close))
 
     async def _start(self) -> asyncio.StreamReader:
-        if self._answers is not None:
+        if self._answers is not None and self._running is not None:
+            await asyncio.to_thread(self._running.resume)
             return self._answers
         settings = self._settings
         limits = Limits(_ALWAYS_S, _ALWAYS_S, settings.memory_mb, processes=settings.processes)

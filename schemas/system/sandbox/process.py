@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
@@ -25,6 +25,8 @@ _END_S = 2.0
 """How long bwrap may take to end after its child."""
 _LONGEST = 5
 """So many times its wall time a program gets at most where it waits for a processor."""
+_MOST_LOOKS = 100
+"""So often processes are looked for that are to stop."""
 
 
 class Program(Protocol):
@@ -157,6 +159,22 @@ class Running:
                     stream.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    def pause(self) -> None:
+        """Stop the program and all that it started, until ``resume``; end it if it starts more than can be stopped."""
+        stopped: set[int] = set()
+        for _ in range(_MOST_LOOKS):
+            found = set(guard.descendants(self._program.pid, guard.parents())) - stopped
+            if not found:
+                return
+            # What one of them started before it was stopped is found by the next look.
+            _signal(found, signal.SIGSTOP)
+            stopped |= found
+        self.close()
+
+    def resume(self) -> None:
+        """Let the program and all that it started run again."""
+        _signal(guard.descendants(self._program.pid, guard.parents()), signal.SIGCONT)
+
     def finish(self, stdin: bytes, limits: Limits) -> Outcome:
         """Give it its input, wait for its end within the limits. InfraError if it was not started, or not let run."""
         began = time.monotonic()
@@ -236,6 +254,12 @@ class Running:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 waits.append(int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9)
         return sum(waits[:2]) + max(waits[2:], default=0.0)
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _read(stream: IO[bytes]) -> bytes | None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from producers.episodes.tools.functions import ToolError
@@ -15,6 +16,7 @@ from producers.workflows.base import FailedSample, find_workflow
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, InfraError
 from schemas.system.sandbox.jail import Sandbox
+from tests.support.producers.generator_service import wait_until
 from tests.support.producers.played_episodes import SpeakingEngine, chat_task, chat_tokenizer, loop_config, play
 from tests.support.user_code.sandboxes import left_with, mark, sandbox
 
@@ -93,6 +95,33 @@ def test_nothing_is_left_after_the_episode() -> None:
     code = f"import os\nif os.fork() == 0:\n    os.setsid(); os.execv('/usr/bin/sleep', ['{word}', '1000'])"
     assert results(code, "1") == ["", "1"]
     assert not left_with(word)
+
+
+BUSY = """
+import itertools, subprocess, sys, threading
+children = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(3)]
+turns = itertools.count()
+def turn():
+    while True: next(turns)
+threading.Thread(target=turn, daemon=True).start()
+"""
+
+
+async def test_nothing_computes_between_calls() -> None:
+    async with PythonSource({"memory_mb": 2048}, "tools").open() as tools:
+        python = tools["python"]
+        await python.call(json.dumps({"code": BUSY}), 30.0)
+        await wait_until(lambda: interpreters() == ["stopped"] * 4)
+        found = await python.call(json.dumps({"code": "[child.poll() for child in children]"}), 30.0)
+        assert found == "[None, None, None]", "they run on with the next call"
+        await wait_until(lambda: interpreters() == ["stopped"] * 4)
+    assert interpreters() == []
+
+
+def interpreters() -> list[str]:
+    """What the interpreters in sandboxes below this process do."""
+    below = [one for one in psutil.Process().children(recursive=True) if one.name() != "bwrap"]
+    return [one.status() for one in below if {str(1 << 16), "while True: pass"} & set(one.cmdline())]
 
 
 def answers(*texts: str) -> Any:
