@@ -24,9 +24,12 @@ from deploy.supervisor.restart_policy import RestartState, State
 from deploy.supervisor.services import Change, Exit, RunningService, ServiceSpec, Starter
 from schemas.config import SupervisorConfig
 from schemas.errors import CONFIG_EXIT, HOPELESS, OK_EXIT, RUN_FAILED_EXIT, ConfigError, InfraError
+from schemas.system.files import cut_log
 
 TICK_S = 0.1
 SWEEP_S = 3.0
+LOGS_EVERY_S = 10.0
+MOST_LOG_BYTES = 256 << 20
 """How long to look for orphans of a killed guardian."""
 KILL_DEADLINE_S = 15.0
 
@@ -91,6 +94,7 @@ class Supervisor:
         self._starter = starter or Processes()
         self._policy = policy
         self._logs = logs
+        self._logs_due = 0.0
         self._on_change = on_change
         self._services: dict[str, _Service] = {}
         self._factories: dict[str, Callable[[int], ServiceSpec]] = {}
@@ -195,12 +199,16 @@ class Supervisor:
         now = time.monotonic() if now is None else now
         for service in list(self._services.values()):
             self._collect(service, now)
+            if now >= self._logs_due and cut_log(service.log, MOST_LOG_BYTES):
+                service.log_start = 0
             if service.kill_at is not None and now >= service.kill_at:
                 service.overdue = True
                 self._kill(service)
             may_start = not self._stopping or service.spec.name in self._kept
             if service.lifecycle.state is State.WAITING and now >= service.lifecycle.due and may_start:
                 self._start(service, now)
+        if now >= self._logs_due:
+            self._logs_due = now + LOGS_EVERY_S
         if now < self._sweep_until:
             self._orphans.sweep(self._guards())
         if any(s.lifecycle.state is State.FINISHED for s in self._services.values()):

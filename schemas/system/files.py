@@ -46,6 +46,26 @@ def atomic_write(file: Path, content: str | bytes, *, durable: bool = False, pri
         fsync(file.parent)
 
 
+def cut_log(file: Path, most: int) -> bool:
+    """If a log has more than ``most`` bytes, keep its newest quarter under NAME.1, and empty it; whether that was so.
+
+    Processes that append to it continue to. What is written between copying and emptying is lost.
+    """
+    try:
+        size = file.stat().st_size
+        if size <= most:
+            return False
+        with file.open("rb") as stream:
+            stream.seek(size - most // 4)
+            stream.readline()
+            newest = stream.read()
+        atomic_write(file.with_name(f"{file.name}.1"), newest)
+        os.truncate(file, 0)
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``folder`` that takes its name, durably, when the block ends without an error.

@@ -6,6 +6,7 @@ be written is logged once and does not disturb the run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -21,9 +22,12 @@ from schemas.config import TidemillConfig
 from schemas.config.deploy import Occasion
 from schemas.control_api import RunStatus
 from schemas.run_folder import ALERTS, RESOURCES
+from schemas.system.files import atomic_write
 
 EVERY_S = 10.0
 """Seconds between two lines of the resources' file."""
+MOST_BYTES = 64 << 20
+"""Bytes of the resources' file; of more, the older half is thinned."""
 USED = ("cpu", "memory_bytes", "gpu_memory_bytes")
 ENDS: tuple[Occasion, ...] = ("finished", "failed", "stopped")
 
@@ -66,6 +70,7 @@ class RunWatch:
             if time.monotonic() >= self._due:
                 self._due = time.monotonic() + EVERY_S
                 self._append(RESOURCES, resource_line(status, now))
+                self._thin(RESOURCES)
 
     def ended(self, how: Occasion, cause: str, status: RunStatus | None = None) -> None:
         """Notify users how the run ended."""
@@ -99,6 +104,15 @@ class RunWatch:
                 time=time.time(),
             )
         )
+
+    def _thin(self, name: str) -> None:
+        """Of a file beyond its bound, keep every second line of the older half."""
+        file = self._folder / name
+        with contextlib.suppress(OSError):
+            if file.stat().st_size > MOST_BYTES:
+                lines = file.read_bytes().splitlines(keepends=True)
+                older = lines[: len(lines) // 2]
+                atomic_write(file, b"".join(older[::2] + lines[len(older) :]))
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         try:

@@ -22,6 +22,8 @@ from schemas.run_folder import SAMPLES, parse_line
 
 HEAD_CHARACTERS = 200
 BINS = 10
+MOST_GROUPS = 20_000
+"""Groups that are listed, about 3 KB of memory each; of more, the oldest steps are left out."""
 TRUNCATED = ("length", "calls", "deadline")
 Sort = Literal["newest", "oldest", "reward_low", "reward_high", "spread", "longest"]
 LAST = sys.float_info.max
@@ -122,6 +124,8 @@ class GroupFiles:
                     self._forget(name)
                 elif (read := _read(line)) is not None:
                     self._kept[read[0].step, read[0].task_id] = Kept(read[0], name, begin, read[1])
+                    if len(self._kept) > MOST_GROUPS * 5 // 4:
+                        self._kept = dict(sorted(self._kept.items())[-MOST_GROUPS:])
 
     def _forget(self, name: str) -> None:
         self._kept = {key: kept for key, kept in self._kept.items() if kept.file != name}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from deploy.supervisor import supervisor as supervisor_module
 from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.restart_policy import State
 from deploy.supervisor.services import Change, ServiceSpec
@@ -167,6 +168,28 @@ def test_what_dies_is_started_again_and_counted(tmp_path: Path, token: str) -> N
         # Three processes of this life and its guardian; nothing of the former two.
         wait_for("a full family", lambda: len(marked(token)) == 4)
     assert any(text.startswith("killed by SIGKILL") for text in rig.texts("reward"))
+
+
+def test_a_service_that_writes_very_much_keeps_its_newest_lines_and_its_reason(
+    tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "MOST_LOG_BYTES", 100_000)
+    monkeypatch.setattr(supervisor_module, "LOGS_EVERY_S", 0.0)
+    rig = Rig(tmp_path, token, max_restarts=0)
+    newest, go = tmp_path / "logs" / "reward.log.1", tmp_path / "go"
+    code = f"""
+    import os
+    while not os.path.exists({str(go)!r}):
+        print("x" * 1000, flush=True)
+    raise SystemError("no more to say")
+    """
+    with rig.supervisor as supervisor:
+        supervisor.add(rig.spec("reward", script(code)))
+        rig.run_until("a log that was cut", newest.exists)
+        go.touch()
+        outcome = rig.run()
+    assert (outcome.reason, "no more to say" in str(outcome.cause)) == ("failed", True)
+    assert 0 < newest.stat().st_size < 100_000
 
 
 def test_what_dies_again_and_again_is_given_up_with_its_reason(tmp_path: Path, token: str) -> None:

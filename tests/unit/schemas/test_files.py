@@ -17,7 +17,7 @@ from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError, InfraError
 from schemas.run_record import JoinedRun, check_record, claim_folder, read_record, record_file
 from schemas.system import files
-from schemas.system.files import LineFile, atomic_folder, atomic_write, commit_folder
+from schemas.system.files import LineFile, atomic_folder, atomic_write, commit_folder, cut_log
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -34,6 +34,21 @@ def test_a_private_file_is_its_owners_also_where_a_public_one_was_left_half_writ
     (tmp_path / ".secret.writing").write_text("half")
     atomic_write(tmp_path / "secret", "password", private=True)
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_log_beyond_its_bound_is_emptied_under_who_appends_to_it(tmp_path: Path) -> None:
+    log = tmp_path / "generator-0.log"
+    with log.open("a", buffering=1) as stream:
+        for number in range(100):
+            stream.write(f"line {number}\n")
+        assert not cut_log(log, 10_000)
+        assert cut_log(log, 400)
+        stream.write("line 100\n")
+    assert log.read_text() == "line 100\n"
+    kept = (tmp_path / "generator-0.log.1").read_text().splitlines()
+    assert 0 < len(kept) < 20
+    assert kept == [f"line {number}" for number in range(100 - len(kept), 100)]
+    assert not cut_log(tmp_path / "missing.log", 1)
 
 
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from broker.health import SILENT_S, ProbeServer, Pulse
-from deploy.control_plane.alerts import notify
+from deploy.control_plane.alerts import notify, run_watch
 from deploy.control_plane.alerts.alerts import AlertRules
 from deploy.control_plane.alerts.run_watch import RunWatch
 from deploy.control_plane.files.resources import ResourceFile, read_alerts
@@ -126,6 +126,20 @@ def test_use_and_alerts_are_in_the_runs_folder(tmp_path: Path) -> None:
     RunWatch(config(tmp_path), lambda text, level: told.append(text)).observe(status())
     assert read_alerts(tmp_path).alerts[0].over is not None
     assert told[-1] == "alert run_failed is over"
+
+
+def test_the_file_of_a_run_of_months_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_watch, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(run_watch, "EVERY_S", 0.0)
+    used = ResourceFile(tmp_path)
+    watch = RunWatch(config(tmp_path), lambda text, level: None)
+    for _ in range(200):
+        watch.observe(status())
+        assert (tmp_path / "resources.jsonl").stat().st_size <= 10_000
+        used.read(0, 1_000)
+    times = [json.loads(line)["time"] for line in (tmp_path / "resources.jsonl").read_text().splitlines()]
+    assert times == sorted(times)
+    assert used.read(0, 1_000).time == times, "a reader that follows sees that the file was replaced"
 
 
 def test_many_moments_are_thinned_and_the_newest_stays(tmp_path: Path) -> None:

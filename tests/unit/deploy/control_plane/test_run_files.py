@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
+from deploy.control_plane.files import groups as group_files
 from deploy.control_plane.files import resources
 from deploy.control_plane.files.archive import Archive
 from deploy.control_plane.files.evaluations import read_evaluations, read_prompts
@@ -335,6 +336,17 @@ def test_secrets_are_masked_and_what_was_changed_is_told(tmp_path: Path) -> None
     assert mask("train.args.prompt_key", "question") == "question", "the name of a column"
     url = "https://me:abc@host/judge?key=abc&model=m"
     assert mask("reward.terms.0.args.url", url) == "https://***@host/judge?key=***&model=***"
+
+
+def test_of_very_many_groups_the_newest_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_files, "MOST_GROUPS", 8)
+    folder = make_run(tmp_path / "run", steps=1)
+    for step in range(2, 100):
+        line = json.dumps(group_line(step, 1, 4))
+        (folder / "samples" / f"train-{step:08d}.jsonl").write_text(line + "\n")
+    found = RunFolder(folder).groups.list(Wanted(), "newest", Page(99))
+    assert 8 <= found.kept <= 10
+    assert [head.step for head in found.groups] == list(range(99, 99 - found.kept, -1))
 
 
 def test_use_of_machines_over_weeks_is_kept_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
