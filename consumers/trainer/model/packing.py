@@ -14,6 +14,7 @@ sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,7 @@ from importlib.util import find_spec
 from itertools import groupby, pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
+import structlog
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,7 +44,11 @@ tokens. scale: of the scores, 1/sqrt(D) when None.
 """
 OLDEST_GPU = (8, 0)
 """Lowest compute capability at which both flash kernels work."""
+LARGEST_HEAD = 256
+"""Largest size of a head that both flash kernels take."""
 ATTENTION = "tidemill_packed"
+
+log = structlog.get_logger()
 
 
 class _Repeat(torch.autograd.Function):
@@ -302,6 +308,29 @@ def _installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
+def _flash(kernel: Kernel) -> Kernel:
+    """Give a flash kernel the sizes that it takes: heads of one size for all three, a multiple of 8.
+
+    Multi-head latent attention has other sizes of queries and keys than of values (arXiv:2405.04434). Added zeros
+    change neither scores nor values.
+    """
+
+    def call(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
+        size = value.shape[-1]
+        width = -(-max(query.shape[-1], size) // 8) * 8
+        if width > LARGEST_HEAD:
+            return cast(Tensor, _each(query, key, value, starts, longest, scale))
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        query, key, value = (
+            tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))
+            for tensor in (query, key, value)
+        )
+        return kernel(query, key, value, starts, longest, scale).narrow(-1, 0, size)
+
+    return call
+
+
+@_flash
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
     """Call the kernel of the package flash_attn, which takes grouped heads as they are (arXiv:2307.08691)."""
     from flash_attn import flash_attn_varlen_func
@@ -312,6 +341,7 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longe
     return cast(Tensor, out)[None]
 
 
+@_flash
 def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
     out = varlen_attn(
         *_flat(query, key, value),
@@ -350,6 +380,37 @@ def _flat(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
 
 def _grouped(query: Tensor, key: Tensor) -> bool:
     return key.shape[1] != query.shape[1]
+
+
+def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Try the kernel that training uses here, forward and backward, and replace it by ``each`` if it fails.
+
+    config: of a text model in transformers, for the number and the sizes of its heads.
+    """
+    name = choose_kernel(device, dtype)
+    if name == "each":
+        return
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    latent = getattr(config, "qk_rope_head_dim", None)
+    if latent:
+        size = config.qk_nope_head_dim + latent
+    groups = heads if latent else getattr(config, "num_key_value_heads", None) or heads
+    shapes = (heads, size), (groups, size), (groups, getattr(config, "v_head_dim", None) or size)
+    query, key, value = (
+        torch.randn(1, count, 24, width, device=device, dtype=dtype, requires_grad=True) for count, width in shapes
+    )
+    starts = torch.tensor([0, 9, 24], device=device, dtype=torch.int32)
+    try:
+        found = KERNELS[name](query, key, value, starts, 15, None)
+        found.float().square().sum().backward()
+        wrong = not torch.allclose(found, _each(query, key, value, starts, 15, None), rtol=0.05, atol=0.05)
+        problem = "its result is wrong" if wrong else ""
+    except (RuntimeError, ValueError, ImportError) as error:
+        problem = str(error).splitlines()[0]
+    if problem:
+        log.warning("an attention kernel does not work here; each sequence is computed alone", kernel=name, why=problem)
+        KERNELS[name] = _each
 
 
 KERNELS: dict[KernelName, Kernel] = {"flash_attn": _flash_attn, "varlen": _varlen, "each": _each}

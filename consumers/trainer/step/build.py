@@ -13,6 +13,7 @@ from consumers.trainer.metrics.expert_load import watch_experts
 from consumers.trainer.model.activations import save_activations
 from consumers.trainer.model.compile import compile_layers
 from consumers.trainer.model.lora import load_policy, make_policy
+from consumers.trainer.model.packing import try_kernel
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.critic import Critic, CriticStep
 from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, build_optimizer
@@ -57,6 +58,8 @@ def build_train_step(
         critic_step = CriticStep(critic, trainer.critic, trainer.steps, ranks, dtype)
     # Each model of the step computes the same micro-batches: one that pads needs them cut for padding.
     packed = all(model.packed for model in (policy, reference, critic) if model is not None)
+    if policy.packed:
+        try_kernel(policy.causal_lm.config.get_text_config(), ranks.accelerator.device, dtype)
     planner = _build_planner(config, ranks, policy, advantage, cost, packed)
     objective = Objective.from_config(trainer, config.base)
     observers: list[Observer] = [each for each in (watch_experts(policy), policy.router_replay) if each is not None]

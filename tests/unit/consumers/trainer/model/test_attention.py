@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,69 @@ def test_flash_attn_is_asked_for_the_same(packed: tuple[torch.Tensor, ...], monk
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     found = KERNELS["flash_attn"](*packed, 5, 0.3)
     torch.testing.assert_close(found, KERNELS["each"](*packed, 5, 0.3))
+
+
+@pytest.mark.parametrize(("head", "value_head", "seen"), [(24, 16, 24), (16, 20, 24), (20, 20, 24), (264, 8, None)])
+@pytest.mark.parametrize("scale", [0.3, None])
+def test_a_flash_kernel_gets_heads_of_one_size_that_it_takes(
+    head: int, value_head: int, seen: int | None, scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Multi-head latent attention has larger queries and keys than values; the kernels take none above 256."""
+    sizes: list[int] = []
+
+    def flash_attn_varlen_func(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        starts: torch.Tensor,
+        *_: object,
+        softmax_scale: float,
+        **__: object,
+    ) -> torch.Tensor:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256
+        assert q.shape[-1] % 8 == 0
+        sizes.append(q.shape[-1])
+        return KERNELS["each"](*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)), starts, 5, softmax_scale)[0]
+
+    package = ModuleType("flash_attn")
+    package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, heads, 9, head, generator=generator) for heads in (4, 2))
+    value = torch.randn(1, 2, 9, value_head, generator=generator)
+    given = (query, key, value, torch.tensor([0, 3, 4, 9], dtype=torch.int32), 5, scale)
+    found = KERNELS["flash_attn"](*given)
+    assert sizes == ([] if seen is None else [seen])
+    assert found.shape == (1, 9, 4, value_head)
+    torch.testing.assert_close(found, KERNELS["each"](*given))
+
+
+def refused(*_: object) -> torch.Tensor:
+    raise RuntimeError("varlen_fwd: head dimension 12 is not supported\nand more")
+
+
+def right(*given: Any) -> torch.Tensor:
+    return KERNELS["each"](*given)
+
+
+def wrong(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
+    return KERNELS["each"](query, key, value + 1, *others)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize(("kernel", "stays"), [(right, True), (refused, False), (wrong, False)])
+def test_a_kernel_that_fails_with_the_models_heads_is_replaced_before_training(
+    kernel: Any, stays: bool, latent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "choose_kernel", lambda *_: "varlen")
+    monkeypatch.setitem(KERNELS, "varlen", kernel)
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=48)
+    if latent:
+        config = SimpleNamespace(
+            num_attention_heads=4, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, head_dim=4
+        )
+    packing.try_kernel(config, torch.device("cpu"), torch.float32)
+    assert KERNELS["varlen"] is (kernel if stays else KERNELS["each"])
 
 
 def packed_rows(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
