@@ -254,8 +254,9 @@ def whiten(
 
 
 def _sum_backwards(rows: Tensor, factor: float) -> Tensor:
-    """out_t = rows_t + factor * out_(t+1), [S, L]."""
-    out = rows.clone()
-    for place in range(rows.shape[1] - 2, -1, -1):
-        out[:, place] += factor * out[:, place + 1]
+    """out_t = rows_t + factor * out_(t+1), [S, L]: each pass doubles how far a sum reaches (Hillis, Steele 1986)."""
+    out, reach = rows, 1
+    while reach < rows.shape[1]:
+        out = torch.cat([out[:, :-reach] + factor**reach * out[:, reach:], out[:, -reach:]], dim=1)
+        reach *= 2
     return out
