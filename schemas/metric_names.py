@@ -44,7 +44,7 @@ METRICS: dict[str, str] = {
     "groups/filtered_fraction": "Share of them that was dropped because it would teach nothing: wasted generation.",
     "groups/dropped": "Groups that ended without being trained since the last step.",
     "groups/dropped_{}": "The same by reason: zero_variance, mean_reward, partial, stale, no_reward, no_tokens,"
-    " not_finite.",
+    " not_finite, mismatch.",
     "samples/failed": "Samples that no generator could finish, of groups that came back since the last step.",
     "samples/failed_{}": "The same by kind: of agents raised, died, neighbour, late and no_call; of all not_finite, for"
     " log-probabilities that are not finite, and workflow, for a workflow that raised.",
@@ -84,6 +84,12 @@ METRICS: dict[str, str] = {
     " weights: it should be tiny. Left out in a step without such tokens.",
     "train/logprob_gap_max": "The largest of these differences.",
     "train/logprob_gap_tokens": "Tokens that it was measured on.",
+    "mismatch/{}/gap": "Mean difference of log-probabilities, trainer against this generator, over its tokens of the"
+    " step; of the 32 generators with the largest. A generator far from the others is drained, see trainer.mismatch.",
+    "mismatch/{}/kl": "Mean divergence (k3) of the two on these tokens.",
+    "mismatch/{}/tokens": "Number of these tokens.",
+    "mismatch/{}/age_{}/gap": "The same over tokens of samples whose oldest token is so many versions older than the"
+    " step's: at age 0 it should be tiny. The other two figures exist for each age, too.",
     "train/advantage_abs_mean": "Mean size of the samples' advantages.",
     "train/advantage_mean": "Mean advantage of a token.",
     "train/advantage_std": "Its standard deviation.",

@@ -26,8 +26,9 @@ class ControlState:
     resume; checkpoint, stop: numbers of the last such order, 0 for none. by, since: who paused or resumed, and when
     (Unix seconds). replicas: wanted, by role; scaled: number of the last such order, by role. settings: those that
     users changed, by name, see SettingsChange in schemas/control_api/orders.py. evaluate: weight version to evaluate,
-    -1 for none. asked: number of questions to the policy so far. run_id, run_since: identity of the run
-    (schemas/run_record.py), empty if unknown, and when its first attempt began (Unix seconds).
+    -1 for none. mismatch: process of each generator that is drained because of a mismatch, by name. asked: number of
+    questions to the policy so far. run_id, run_since: identity of the run (schemas/run_record.py), empty if unknown,
+    and when its first attempt began (Unix seconds).
     """
 
     pause: PauseMode = "none"
@@ -43,6 +44,7 @@ class ControlState:
     settings: Mapping[str, float] = field(default_factory=dict)
     evaluate: int = -1
     asked: int = 0
+    mismatch: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> ControlState:
@@ -62,6 +64,7 @@ class ControlState:
             settings=parse_settings(fields),
             evaluate=int(fields.get("evaluate", -1)),
             asked=int(fields.get("asked", 0)),
+            mismatch=_named(fields, "mismatch:"),
         )
 
 
@@ -72,7 +75,11 @@ def parse_settings(fields: Mapping[str, str]) -> dict[str, float]:
 
 
 def _by_role(fields: Mapping[str, str], prefix: str) -> dict[str, int]:
-    return {name.removeprefix(prefix): int(value) for name, value in fields.items() if name.startswith(prefix)}
+    return {role: int(value) for role, value in _named(fields, prefix).items()}
+
+
+def _named(fields: Mapping[str, str], prefix: str) -> dict[str, str]:
+    return {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
 
 
 class RunControl:
@@ -137,6 +144,10 @@ class RunControl:
     def evaluate(self, version: int, by: str) -> bool:
         """Order an evaluation of a weight version once it exists; False if it was ordered already."""
         return self._give("evaluate", version, by)
+
+    def drain(self, generator: str, process: str, by: str) -> bool:
+        """Order a generator to take no more tasks as long as it is this process; False if that is ordered already."""
+        return self._give(f"mismatch:{generator}", process, by)
 
     def _give(self, order: str, value: str | int, by: str) -> bool:
         return bool(self._connection.run_script("set_run_control", order, value, by) == b"ok")

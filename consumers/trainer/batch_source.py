@@ -14,6 +14,7 @@ from consumers.trainer.metrics.dataset_metrics import curriculum_figures
 from consumers.trainer.metrics.group_metrics import episode_metrics, term_metrics
 from consumers.trainer.metrics.throughput import CountRate
 from consumers.trainer.pause import PauseFollower
+from consumers.trainer.publishing import find_drained
 from schemas.errors import InfraError, RunFailed
 from schemas.messages import BatchRecord, GroupRef, Member
 from schemas.system.lifecycle import StopFlag
@@ -45,6 +46,7 @@ class BatchSource:
         self._pause = pause
         self._on_idle = on_idle
         self._notify = context.notify
+        self._heartbeats = context.broker.heartbeats
         self._taken: list[tuple[Group, list[ScoredSample]]] = []
         self._generated = CountRate()
         self._deadline = 0.0
@@ -89,7 +91,8 @@ class BatchSource:
                 return False
             self.intake.discard_ended({slot.task_id for slot in pipeline.slots} | self._taken_ids())
             chosen = self.intake.choose(self._untaken_slots(pipeline), pipeline.batch - len(self._taken))
-            self._taken += self.intake.take(chosen, pipeline.staleness)
+            drained = find_drained(pipeline.control, self._heartbeats) if pipeline.control.mismatch else ()
+            self._taken += self.intake.take(chosen, pipeline.staleness, drained)
             if len(self._taken) >= pipeline.batch:
                 return True
             # Groups that are dropped as stale may be many.

@@ -6,7 +6,7 @@ The others are kept until a step takes them, and their outcomes until a checkpoi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import structlog
 
@@ -90,8 +90,13 @@ class GroupIntake:
             chosen.append(slot.task_id)
         return chosen
 
-    def take(self, task_ids: Sequence[int], staleness: int) -> Iterator[tuple[Group, list[ScoredSample]]]:
-        """Load the trajectories of groups, and drop groups that are too old or do not fit the model."""
+    def take(
+        self, task_ids: Sequence[int], staleness: int, drained: Collection[str] = ()
+    ) -> Iterator[tuple[Group, list[ScoredSample]]]:
+        """Load the trajectories of groups, and drop groups that are too old or do not fit the model.
+
+        drained: generators whose samples are not trained.
+        """
         version = self._progress.version
         taken = [self._buffer.take(task_id) for task_id in task_ids]
         scored = [[outcome for outcome in outcomes if outcome.trajectory_id] for outcomes in taken]
@@ -110,6 +115,9 @@ class GroupIntake:
                 log.warning("a sample of the group can't be trained", task_id=task_id, reason=why)
                 self._failures.failed(task_id, why)
                 self._end_group(task_id, outcomes, "unreadable", "failed")
+                continue
+            if any(body.generator in drained for body, _ in samples):
+                self._end_group(task_id, outcomes, "mismatch")
                 continue
             # A sample may have no token of its own, because its environment failed at once: it has no age.
             oldest = min((body.oldest_version for body, _ in samples if body.oldest_version >= 0), default=None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 
 import structlog
 
@@ -20,7 +21,7 @@ from consumers.trainer.data.groups import Batch
 from consumers.trainer.leadership import Leadership
 from consumers.trainer.model.hf_weights import copy_tokenizer
 from consumers.trainer.pause import PauseFollower
-from consumers.trainer.publishing import RefusalWatch, WeightPublisher
+from consumers.trainer.publishing import MismatchWatch, RefusalWatch, WeightPublisher
 from consumers.trainer.step.train_step import TrainStep
 from consumers.trainer.step_log import StepLog
 from schemas.config import TidemillConfig
@@ -49,6 +50,7 @@ class Trainer:
         self.leadership = Leadership(context, self.step_log.evaluations)
         self.publisher = WeightPublisher(context, self.leadership)
         self.refusal_watch = RefusalWatch(context)
+        self.mismatch_watch = MismatchWatch(context)
         self.checkpoints = Checkpointing(context)
         self.pause = PauseFollower(context, save=self.checkpoints.save_now)
 
@@ -153,7 +155,8 @@ class Trainer:
         self.step_log.trained(batch)
         with self.timer.phase("publish"):
             self.publisher.publish()
-        self.step_log.finished(batch, result)
+        figures = {**batch.figures, **self.mismatch_watch.observe(batch, result)}
+        self.step_log.finished(replace(batch, figures=figures), result)
         self.session.complete_step(batch.record, batch.solve_rates)
 
     def finish(self, stop: StopFlag) -> None:

@@ -1,6 +1,7 @@
 """Publication of weight versions, in a thread, so that the next step starts at once.
 
-A run ends here if no generator can use its weights.
+Two watches look at what generators make of them: a run ends if no generator can use its weights, and a generator whose
+tokens are not from the weights that they name is drained.
 """
 
 from __future__ import annotations
@@ -11,14 +12,19 @@ import numpy as np
 import structlog
 
 from broker.flow.fencing import term_number
+from broker.flow.run_control import ControlState
 from broker.heartbeat import FRESH_S
+from broker.telemetry.heartbeats import Heartbeats
 from broker.weights.delta_writer import DeltaWriter
 from broker.weights.publication import WeightPublication
 from broker.weights.transports import NcclOrigin, PeerOrigin, make_transport
 from consumers.trainer.context import TrainerContext, describe_broken
+from consumers.trainer.data.groups import Batch
 from consumers.trainer.leadership import Leadership
+from consumers.trainer.metrics.mismatch import KL_BOUNDS, MismatchJudge, SampleMismatch, mismatch_metrics
 from consumers.trainer.model.hf_weights import check_published
 from consumers.trainer.model.probe import probe_tokens
+from consumers.trainer.step.train_step import StepResult
 from schemas.codec import Array
 from schemas.errors import DiskError, InfraError, RunFailed
 from schemas.messages import Probe
@@ -196,3 +202,63 @@ class RefusalWatch:
             )
             context.notify("run_failed", "error", text)
             raise RunFailed(text)
+
+
+def find_drained(control: ControlState, heartbeats: Heartbeats) -> set[str]:
+    """Return the generators whose samples must not be trained. One of a new process is trusted again."""
+    running = {beat.service: beat.process for beat in heartbeats.list()}
+    return {name for name, process in control.mismatch.items() if running.get(name, process) == process}
+
+
+class MismatchWatch:
+    """Compares the log-probabilities of each generator with the trainer's, and drains one that is at fault.
+
+    A generator that has ended is not drained: nothing more comes of it, and another process may get its name.
+    """
+
+    def __init__(self, context: TrainerContext) -> None:
+        self._context = context
+        settings, sampling = context.config.trainer.mismatch, context.config.sampling
+        dtype = context.config.model.dtype
+        # Neither samples from the policy as the trainer computes it.
+        other = sampling.top_p < 1 or sampling.top_k > 0 or context.config.generator.engine == "scripted"
+        kl = settings.kl or (None if other else KL_BOUNDS[dtype])
+        self._drains = settings.action == "drain"
+        self._judge = MismatchJudge(dtype, settings.ratio, kl)
+        self._told: dict[str, str] = {}
+        """Process of each generator that was reported, by name."""
+
+    def observe(self, batch: Batch, result: StepResult) -> dict[str, float]:
+        """Judge the generators of a step's samples; return the step's metrics of them."""
+        trained = [sample for group in batch.groups for sample, _ in group.samples]
+        samples = [
+            SampleMismatch(sample.generator, batch.record.version - sample.oldest_version, *result.samples[index])
+            for index, sample in enumerate(trained)
+            if index in result.samples
+        ]
+        for name, problem in self._judge.add(samples).items():
+            self._report(name, problem)
+        return mismatch_metrics(samples)
+
+    def _report(self, name: str, problem: str) -> None:
+        context = self._context
+        heartbeats = context.broker.heartbeats
+        now = heartbeats.read_clock()
+        alive = {
+            beat.service: beat.process
+            for beat in heartbeats.list()
+            if beat.role == "generator" and now - beat.time < FRESH_S
+        }
+        process = alive.pop(name, None)
+        if process is None or self._told.get(name) == process:
+            return
+        self._told[name] = process
+        control = context.broker.run_control.read() or ControlState()
+        others = set(alive) - find_drained(control, heartbeats)
+        if self._drains and others:
+            context.broker.run_control.drain(name, process, "trainer")
+            done = "it gets no more tasks, and its samples end as mismatch"
+        else:
+            done = "no other generator is alive" if self._drains else "trainer.mismatch.action is report"
+        log.warning("a generator is not the policy that it names", generator=name, reason=problem)
+        context.notify("mismatch", "error", f"{name}: {problem}; {done}")

@@ -21,6 +21,7 @@ from schemas.config import TidemillConfig
 from schemas.errors import TidemillError
 from schemas.messages import Event
 from schemas.run_record import JoinedRun
+from schemas.system.processes import identify_process
 
 log = structlog.get_logger()
 
@@ -72,6 +73,12 @@ class GeneratorContext:
             PartialSaver(partials),
             ImagePlaceholders.of(config),
         )
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether this process must take no more tasks, because the trainer found a mismatch."""
+        found = self.orders.control.mismatch.get(self.name)
+        return found is not None and found == identify_process()
 
     def report(self, name: str, text: str) -> None:
         """Report an event to the broker in the background; log it if that fails. Call it in the event loop."""

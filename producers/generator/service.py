@@ -30,6 +30,7 @@ from producers.tasks import make_sampling
 from producers.workflows.base import WorkflowServices, running
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, ConfigError, InfraError, describe_error, first_error
+from schemas.messages.telemetry import DRAINED
 from schemas.run_record import JoinedRun
 from schemas.system.lifecycle import StopFlag, until_stopped
 
@@ -162,7 +163,8 @@ class Generator:
             "update_pause_s": self._updates.last_load_s,
             "evaluating": float(self._updates.evaluating),
         }
-        return "paused" if frozen else self._state, self._updates.version, metrics
+        state = DRAINED if self._state == "running" and self._context.is_drained else self._state
+        return "paused" if frozen else state, self._updates.version, metrics
 
 
 def engine_settings(config: TidemillConfig, name: str) -> EngineSettings:

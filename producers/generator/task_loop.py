@@ -115,7 +115,9 @@ class TaskLoop:
 
     @property
     def limit(self) -> int:
-        """The most samples in flight at once, by order or by configuration."""
+        """The most samples in flight at once, by order or by configuration; 0 while this generator is drained."""
+        if self._context.is_drained:
+            return 0
         generator = self._config.generator
         return self._context.orders.capacity(generator.agents.episodes if self._is_agent else generator.max_samples)
 

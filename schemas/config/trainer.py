@@ -145,6 +145,28 @@ AGGREGATION_NAMES = ("constant", "prompt_mean", "sequence_mean", "token_mean")
 """Built-in aggregations, as consumers/trainer/algorithms/aggregation.py registers them."""
 
 
+class MismatchConfig(Section):
+    """What is done about a generator whose log-probabilities are not those of the policy that it names."""
+
+    action: Literal["drain", "report"] = Field(
+        "drain",
+        description="drain: the generator gets no more tasks until its process is restarted, and groups with its"
+        " samples are dropped as mismatch. The last generator is never drained. report: only an event.",
+    )
+    ratio: float = Field(
+        4.0,
+        gt=1,
+        description="How many times the median of the other generators its mean difference may be, over tokens of the"
+        " same versions.",
+    )
+    kl: float | None = Field(
+        None,
+        gt=0,
+        description="Largest mean KL (k3) between trainer and generator at the same weights. By default 1e-5 in"
+        " float32 and 0.015 in 16 bits; no bound with sampling.top_p or sampling.top_k, which change the distribution.",
+    )
+
+
 class TrackingConfig(Section):
     """Under what names trackers list this run, so that they compare it with others."""
 
@@ -190,6 +212,7 @@ class TrainerConfig(Section):
     rejection: list[RejectionConfig] = Field(
         default_factory=list, description="Rules on the mismatch between trainer and rollout policy; none by default."
     )
+    mismatch: MismatchConfig = Field(default_factory=MismatchConfig)
     aggregation: str = Field(
         "token_mean",
         description="How the losses of tokens become one number: token_mean, sequence_mean, prompt_mean, constant, or"

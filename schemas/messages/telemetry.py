@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from schemas.codec import Message
+from schemas.system.processes import identify_process
+
+DRAINED = "mismatch"
+"""State of a generator that takes no tasks because its log-probabilities are not those of the policy."""
 
 
 class Heartbeat(Message, kw_only=True, tag="heartbeat"):
@@ -24,6 +28,11 @@ class Heartbeat(Message, kw_only=True, tag="heartbeat"):
     figures: dict[str, float] = {}
     acknowledged: dict[str, int] = {}
     place: str = ""
+
+    @property
+    def process(self) -> str:
+        """Return what tells its process from others of the same name, as ``identify_process`` does."""
+        return identify_process(self.host, self.place, self.pid)
 
 
 class Event(Message, kw_only=True, tag="event"):

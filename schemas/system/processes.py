@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 
@@ -13,6 +14,11 @@ def find_place() -> str:
         return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return ""
+
+
+def identify_process(host: str = "", place: str = "", pid: int = 0) -> str:
+    """Return a text that no two processes share; by default that of this process."""
+    return f"{host or socket.gethostname()}/{place or find_place()}/{pid or os.getpid()}"
 
 
 def find_start(pid: int) -> str:

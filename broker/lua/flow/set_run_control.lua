@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- KEYS: CTL RUN_CONTROL CHANGES ORDERS
--- ARGV: pause, checkpoint, stop, evaluate or replicas:ROLE; its value; who orders it. Each order gets the next number
+-- ARGV: pause, checkpoint, stop, evaluate, mismatch:GENERATOR or replicas:ROLE; its value; who orders it. Each order gets the next number
 -- and wakes the services that wait. Admission reads `paused` alone; the value of evaluate is a weight version. Returns
 -- 'same' if nothing changes, and the number of a checkpoint or a stop. The same number of replicas is an order
 -- nevertheless, because a replica that failed may be missing.
@@ -14,7 +14,7 @@ elseif order == 'checkpoint' or order == 'stop' then
   local number = redis.call('HINCRBY', RUN_CONTROL, order, 1)
   ordered('run_control')
   return number
-elseif order == 'evaluate' then
+elseif order == 'evaluate' or string.find(order, '^mismatch:') then
   if redis.call('HGET', RUN_CONTROL, order) == value then return 'same' end
   redis.call('HSET', RUN_CONTROL, order, value)
 else

@@ -46,7 +46,11 @@ _SIDE = math.ceil(math.asinh(LOG_RATIO_LIMIT / _FINEST) * _PER_UNIT)
 
 @dataclass
 class StepMeter:
-    """Adds up the metrics of a step; ``version`` is that of the weights in training, tokens carry theirs."""
+    """Adds up the metrics of a step; ``version`` is that of the weights in training, tokens carry theirs.
+
+    samples: by the index of a sample in the step, its loss tokens, the sums over them of ``|log r|`` and of ``kl``, and
+    how many of them are in rows that the weights in training sampled alone.
+    """
 
     version: int
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_BASE_SUMS, 0.0))
@@ -59,6 +63,7 @@ class StepMeter:
     )
     log_ratios: list[float] = field(default_factory=lambda: [0.0] * (2 * _SIDE + 1))
     staleness: Counter[int] = field(default_factory=Counter)
+    samples: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict)
 
     @torch.no_grad()
     def add(self, batch: MicroBatch, scores: TokenScores, output: LossOutput, loss: Tensor) -> None:
@@ -104,6 +109,16 @@ class StepMeter:
         sums["gap"] += float(gap.sum())
         sums["gap_tokens"] += gap.numel()
         self.largest["gap"] = max(self.largest["gap"], float(gap.max()) if gap.numel() else 0.0)
+        self._count_samples(batch, difference.abs(), kl, current[mask])
+
+    def _count_samples(self, batch: MicroBatch, gap: Tensor, kl: Tensor, current: Tensor) -> None:
+        """Add what the loss tokens of each sample have: gap, kl float64 [N], current bool [N]."""
+        of = batch.sample[:, None].expand(batch.mask.shape)[batch.mask]
+        samples, places = of.unique(return_inverse=True)
+        values = torch.stack([torch.ones_like(gap), gap, kl, current.to(gap.dtype)], dim=1)
+        found = gap.new_zeros(len(samples), 4).index_add_(0, places, values).cpu().numpy()
+        for sample, sums in zip(samples.tolist(), found, strict=True):
+            self.samples[sample] = self.samples.get(sample, 0.0) + sums
 
     def _count_advantages(self, advantages: Tensor) -> None:
         sums, largest = self.sums, self.largest
@@ -132,13 +147,19 @@ class StepMeter:
         ages = range(-int(less_youngest), int(oldest) + 1)
         counts = add([float(self.staleness[age]) for age in ages])
         self.staleness = Counter({age: int(tokens) for age, tokens in zip(ages, counts, strict=True) if tokens})
+        size = 1 + int(most([float(max(self.samples, default=-1))])[0])
+        own = np.zeros((size, 4))
+        for sample, found in self.samples.items():
+            own[sample] = found
+        total = np.array(add(own.ravel().tolist()) if size else []).reshape(-1, 4)
+        self.samples = {sample: found for sample, found in enumerate(total) if found[0]}
 
     @classmethod
     def combine(cls, meters: Sequence[StepMeter], epochs: int) -> StepMeter:
         """Combine the updates of a step, of all ranks: each token counts once, with its mean over the epochs.
 
-        The gap to the rollout policy is that of the first update alone, before which the weights were those of the
-        version.
+        The gap to the rollout policy, and all of ``samples``, is that of the first update alone, before which the
+        weights were those of the version.
         """
         if len(meters) == 1:
             return meters[0]
@@ -155,6 +176,7 @@ class StepMeter:
             largest,
             log_ratios,
             Counter({age: tokens // epochs for age, tokens in staleness.items()}),
+            first.samples,
         )
 
     def result(self) -> dict[str, float]:

@@ -7,11 +7,13 @@ update whose loss or gradient is not finite changes no weight, not the critic's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ class StepResult:
     """The outcome of a step. metrics: for logs. staleness: loss tokens by age in versions. skipped: no weight changed.
 
     seconds: of each phase, ``total`` and what is in none of them, ``other``. advantages: of each sample, on the rank
-    that made the plan; empty if tokens have advantages of their own.
+    that made the plan; empty if tokens have advantages of their own. samples: see StepMeter.
 
     A skipped step counts, and makes a version with the weights of the one before.
     """
@@ -42,6 +44,7 @@ class StepResult:
     skipped: bool
     seconds: dict[str, float]
     advantages: Sequence[float] = ()
+    samples: Mapping[int, npt.NDArray[np.float64]] = field(default_factory=dict)
 
 
 class Observer(Protocol):
@@ -107,7 +110,8 @@ class TrainStep:
             metrics["forward_flops"] *= self.epochs
         per_token = self.preparation is not None and self.preparation.token_advantage is not None
         advantages = batch.plan.credit.samples.tolist() if batch.plan and not per_token else ()
-        return StepResult(metrics, dict(sorted(meter.staleness.items())), all(skipped), timer.lap(), advantages)
+        ages = dict(sorted(meter.staleness.items()))
+        return StepResult(metrics, ages, all(skipped), timer.lap(), advantages, meter.samples)
 
     def _update(
         self, minibatch: Sequence[MicroBatch], version: int, lr: float, timer: StepTimer

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from schemas.control_api import RunStatus
+from schemas.messages.telemetry import DRAINED
 
 AlertLevel = Literal["warning", "error"]
 STUCK = "no_progress"
@@ -98,6 +99,9 @@ class AlertRules:
             if old:
                 text = f"an entry of {' and '.join(old)} has been waiting for more than {OLD_WORK_S / 60:.0f} minutes"
                 yield Alert("old_work", "warning", text)
+        if drained := [service.name for service in status.services if service.live and service.state == DRAINED]:
+            text = f"{', '.join(drained)}: log-probabilities are not those of the policy; see the event mismatch"
+            yield Alert("mismatch", "error", f"{text}, then restart or remove it")
         if status.pause.waiting_for:
             text = f"a pause was ordered, and these have not followed: {', '.join(status.pause.waiting_for)}"
             yield Alert("pause_stuck", "warning", text)

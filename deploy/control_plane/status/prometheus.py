@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from broker.connection.counters import CLOSED, COMMIT_SECONDS, COMMITS, DUPLICATE, FENCED, LEASES_EXPIRED
 from broker.connection.keys import GENERATORS, REWARD
 from schemas.control_api import RunState, RunStatus
+from schemas.messages.telemetry import DRAINED
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = get_args(RunState)
@@ -137,6 +138,8 @@ class StatusMetrics(Collector):
         roles = sorted({service.role for service in live} | {"feeder", "generator", "reward", "trainer"})
         counts = ((role, sum(service.role == role for service in live)) for role in roles)
         yield _labelled("services_live", "Services with a recent heartbeat", "role", counts)
+        drained = sum(service.state == DRAINED for service in live)
+        yield _gauge("generators_drained", "Generators whose log-probabilities are not those of the policy", drained)
         tokens = ((role, sum(x.tokens_per_s for x in live if x.role == role)) for role in ("generator", "trainer"))
         yield _labelled("tokens_per_second", "Tokens generated and trained a second", "role", tokens)
         yield InfoMetricFamily("tidemill_build", "This release", {"version": version("tidemill")})

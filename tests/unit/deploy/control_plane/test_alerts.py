@@ -50,12 +50,15 @@ def service(role: str, **figures: float) -> ServiceStatus:
     )
 
 
+SERVICES = [service(role, cpu=0.5, memory_bytes=1e9) for role in ("feeder", "generator", "reward", "trainer")]
+
+
 def status(**changes: Any) -> RunStatus:
-    whole = [service(role, cpu=0.5, memory_bytes=1e9) for role in ("feeder", "generator", "reward", "trainer")]
+    SERVICES = [service(role, cpu=0.5, memory_bytes=1e9) for role in ("feeder", "generator", "reward", "trainer")]
     base = make_status()
     ledger = base.ledger.model_copy(update={"balanced": True})
     streams = [stream.model_copy(update={"oldest_s": 1.0}) for stream in base.streams]
-    given = {"state": "running", "cause": "", "services": whole, "ledger": ledger, "streams": streams}
+    given = {"state": "running", "cause": "", "services": SERVICES, "ledger": ledger, "streams": streams}
     return base.model_copy(update=given | changes)
 
 
@@ -95,6 +98,7 @@ def test_a_paused_run_is_not_stuck() -> None:
         ({"state": "unreachable"}, "broker_silent", 60),
         ({"services": [service("trainer")]}, "service_missing", 120),
         ({"state": "failed", "cause": "no memory"}, "run_failed", 0),
+        ({"services": [one.model_copy(update={"state": "mismatch"}) for one in SERVICES]}, "mismatch", 0),
         ({"dead_letters": 11}, "dead_letters", 0),
         ({"counters": {"fenced": 1.0}}, "trainer_replaced", 0),
         ({"counters": {"leases_expired:generators": 101.0}}, "leases_expire", 0),

@@ -1,0 +1,145 @@
+"""The mismatch of each generator: how far its log-probabilities are from the trainer's, and whether that is a fault.
+
+Tokens of older weights differ because the policy has changed since. A generator is therefore compared with the others
+over tokens of the same version, and with a bound only over tokens of the weights in training. Differences have heavy
+tails, and those of a sample depend on one another. An excess is a fault only if it is also larger than ``SIGMAS``
+standard errors over whole samples (a t-test against the allowed mean, which one strange sample can't pass).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+LEAST_TOKENS, LEAST_SAMPLES = 1000, 32
+"""A generator is judged each time that it has so many new tokens and samples."""
+SIGMAS = 4.0
+KL_BOUNDS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 0.015, "float16": 0.015}
+"""Largest mean KL (k3) at the same weights, by dtype. In 16 bits it is the bar that prime-rl has for its own engine."""
+FLOORS: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.01, "float16": 0.01}
+"""No mean difference up to this, in nats, is a fault, however much smaller that of the others is."""
+MOST_GENERATORS = 32
+"""Generators that have metrics of their own: those with the largest difference."""
+
+
+@dataclass(frozen=True)
+class SampleMismatch:
+    """Sums over the loss tokens of a sample, as in StepMeter. age: of its oldest token, in versions."""
+
+    generator: str
+    age: int
+    tokens: float
+    gap: float
+    kl: float
+    current: float
+
+
+@dataclass
+class _Excess:
+    """Samples of one generator whose sum of a measure is compared with what is allowed. deviations: of each sample."""
+
+    tokens: float = 0.0
+    measured: float = 0.0
+    expected: float = 0.0
+    deviations: list[float] = field(default_factory=list)
+
+    def add(self, tokens: float, measured: float, expected: float) -> None:
+        self.tokens += tokens
+        self.measured += measured
+        self.expected += expected
+        self.deviations.append(measured - expected)
+
+    @property
+    def is_enough(self) -> bool:
+        return self.tokens >= LEAST_TOKENS and len(self.deviations) >= LEAST_SAMPLES
+
+    @property
+    def is_significant(self) -> bool:
+        return sum(self.deviations) > SIGMAS * math.sqrt(sum(each * each for each in self.deviations))
+
+
+class MismatchJudge:
+    """Finds generators whose tokens are not from the policy that they name; feed it the samples of every step.
+
+    ratio: how many times the median of the other generators a mean difference may be. kl: largest mean KL at the same
+    weights; None for no bound.
+    """
+
+    def __init__(self, dtype: str, ratio: float, kl: float | None) -> None:
+        self._floor = FLOORS[dtype]
+        self._ratio = ratio
+        self._kl = kl
+        self._relative: dict[str, _Excess] = {}
+        self._absolute: dict[str, _Excess] = {}
+
+    def add(self, samples: Sequence[SampleMismatch]) -> dict[str, str]:
+        """Add the samples of a step; return what is wrong with generators, by name."""
+        means = _means_by_age(samples)
+        for one in samples:
+            others = [mean for name, mean in means[one.age].items() if name != one.generator]
+            if others:
+                expected = median(others) * one.tokens
+                self._relative.setdefault(one.generator, _Excess()).add(one.tokens, one.gap, expected)
+            if self._kl is not None and one.current == one.tokens:
+                self._absolute.setdefault(one.generator, _Excess()).add(one.tokens, one.kl, self._kl * one.tokens)
+        found: dict[str, str] = {}
+        for generator in sorted({*self._relative, *self._absolute}):
+            problem = self._judge_absolute(generator) or self._judge_relative(generator)
+            if problem is not None:
+                found[generator] = problem
+        return found
+
+    def _judge_absolute(self, generator: str) -> str | None:
+        seen = self._absolute.get(generator)
+        if seen is None or not seen.is_enough:
+            return None
+        del self._absolute[generator]
+        if not seen.is_significant:
+            return None
+        return (
+            f"mismatch KL {seen.measured / seen.tokens:.2g} at the same weights over {seen.tokens:.0f} tokens, at most"
+            f" {self._kl:.2g} is allowed"
+        )
+
+    def _judge_relative(self, generator: str) -> str | None:
+        seen = self._relative.get(generator)
+        if seen is None or not seen.is_enough:
+            return None
+        del self._relative[generator]
+        mean, usual = seen.measured / seen.tokens, seen.expected / seen.tokens
+        if mean <= max(self._floor, self._ratio * usual) or not seen.is_significant:
+            return None
+        return (
+            f"log-probabilities differ by {mean:.2g} nats from the trainer's over {seen.tokens:.0f} tokens, those of"
+            f" other generators by {usual:.2g}; at most {self._ratio:g} times as much is allowed"
+        )
+
+
+def _means_by_age(samples: Sequence[SampleMismatch]) -> dict[int, dict[str, float]]:
+    """Return the mean difference of each generator's tokens, by age and generator."""
+    sums: dict[int, dict[str, list[float]]] = {}
+    for one in samples:
+        total = sums.setdefault(one.age, {}).setdefault(one.generator, [0.0, 0.0])
+        total[0] += one.gap
+        total[1] += one.tokens
+    return {age: {name: gap / tokens for name, (gap, tokens) in of.items()} for age, of in sums.items()}
+
+
+def mismatch_metrics(samples: Sequence[SampleMismatch]) -> dict[str, float]:
+    """Return gap, KL and tokens of each generator, over all its tokens of a step and by their age in versions."""
+    sums: dict[tuple[str, str], list[float]] = {}
+    for one in samples:
+        for part in ("", f"age_{one.age}/"):
+            total = sums.setdefault((one.generator, part), [0.0, 0.0, 0.0])
+            for place, value in enumerate((one.tokens, one.gap, one.kl)):
+                total[place] += value
+    worst = sorted((name for name, part in sums if not part), key=lambda name: -sums[name, ""][1] / sums[name, ""][0])
+    kept = set(worst[:MOST_GENERATORS])
+    figures: dict[str, float] = {}
+    for (name, part), (tokens, gap, kl) in sums.items():
+        if name in kept:
+            where = f"mismatch/{name}/{part}"
+            figures |= {f"{where}gap": gap / tokens, f"{where}kl": kl / tokens, f"{where}tokens": tokens}
+    return figures

@@ -1,0 +1,99 @@
+"""A generator that samples from another policy is found; correct ones are not, however heavy the tails are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+
+from consumers.trainer.metrics.mismatch import MismatchJudge, SampleMismatch, mismatch_metrics
+
+Gap = Callable[[random.Random], float]
+"""Mean difference of a sample, in nats."""
+
+
+def tailed(mean: float, spread: float) -> Gap:
+    """Differences whose logarithm is normal."""
+    return lambda rng: mean * rng.lognormvariate(0.0, spread)
+
+
+def steps(rng: random.Random, generators: Mapping[str, Gap], count: int, size: int) -> Iterator[list[SampleMismatch]]:
+    """Steps of ``size`` samples, each of one of the generators, of 3 to 400 tokens and age 0 or 1, which adds drift."""
+    for _ in range(count):
+        found = []
+        for _ in range(size):
+            name, age, tokens = rng.choice(sorted(generators)), rng.randrange(2), float(rng.randint(3, 400))
+            gap = generators[name](rng) + age * rng.lognormvariate(-4.0, 1.0)
+            found.append(SampleMismatch(name, age, tokens, gap * tokens, gap**2 / 2 * tokens, tokens * (age == 0)))
+        yield found
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("generators", "size"), [(2, 16), (3, 16), (8, 64)])
+def test_correct_generators_are_never_taken_for_wrong(seed: int, generators: int, size: int) -> None:
+    judge = MismatchJudge("bfloat16", ratio=4.0, kl=0.015)
+    correct = {f"generator-{index}": tailed(0.01, 1.5) for index in range(generators)}
+    for samples in steps(random.Random(seed), correct, 2000, size):
+        assert judge.add(samples) == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "dtype", "correct"),
+    [(0.2, "bfloat16", 0.01), (0.003, "float32", 1e-6)],
+    ids=["16 bits, before it is too far for the bound", "float32"],
+)
+def test_a_generator_far_from_the_others_is_found_within_200_of_its_samples(
+    wrong: float, dtype: str, correct: float
+) -> None:
+    judge = MismatchJudge(dtype, ratio=4.0, kl=None)
+    fleet = {"a": tailed(correct, 0.5), "b": tailed(correct, 0.5), "wrong": tailed(wrong, 0.5)}
+    seen = 0
+    for samples in steps(random.Random(0), fleet, 100, 16):
+        # At age 1 the drift of the policy is added to both.
+        current = [one for one in samples if one.age == 0]
+        seen += sum(one.generator == "wrong" for one in current)
+        found = judge.add(current)
+        assert {*found} <= {"wrong"}
+        if found:
+            break
+    assert 32 <= seen < 200
+    assert "at most 4 times as much is allowed" in found["wrong"]
+
+
+def test_a_single_generator_is_held_to_the_bound_over_tokens_of_the_weights_in_training() -> None:
+    judge = MismatchJudge("bfloat16", ratio=4.0, kl=0.015)
+    older = SampleMismatch("g", 1, 100.0, 100.0, 50.0, 0.0)
+    assert all(judge.add([older] * 40) == {} for _ in range(10))
+    current = SampleMismatch("g", 0, 100.0, 30.0, 2.0, 100.0)
+    assert judge.add([current] * 31) == {}
+    (text,) = judge.add([current]).values()
+    assert text == "mismatch KL 0.02 at the same weights over 3200 tokens, at most 0.015 is allowed"
+
+
+def test_one_strange_sample_is_no_fault() -> None:
+    judge = MismatchJudge("float32", ratio=4.0, kl=1e-5)
+    usual = [SampleMismatch(name, 0, 100.0, 1e-3, 1e-8, 100.0) for name in "ab"] * 40
+    assert judge.add([*usual, SampleMismatch("a", 0, 100.0, 500.0, 300.0, 100.0)]) == {}
+
+
+def test_metrics_are_means_over_tokens_by_generator_and_age() -> None:
+    found = mismatch_metrics(
+        [
+            SampleMismatch("g", 0, 10.0, 1.0, 0.1, 10.0),
+            SampleMismatch("g", 2, 30.0, 7.0, 0.3, 0.0),
+            SampleMismatch("h", 0, 10.0, 0.5, 0.1, 10.0),
+        ]
+    )
+    assert found["mismatch/g/gap"] == pytest.approx(0.2)
+    assert found["mismatch/g/kl"] == pytest.approx(0.01)
+    assert found["mismatch/g/tokens"] == 40
+    assert found["mismatch/g/age_2/gap"] == pytest.approx(7 / 30)
+    assert found["mismatch/h/age_0/kl"] == pytest.approx(0.01)
+
+
+def test_a_large_fleet_has_metrics_of_those_with_the_largest_difference() -> None:
+    found = mismatch_metrics([SampleMismatch(f"g{index}", 0, 1.0, float(index), 0.0, 1.0) for index in range(40)])
+    assert "mismatch/g39/gap" in found
+    assert "mismatch/g8/gap" in found
+    assert "mismatch/g7/gap" not in found
