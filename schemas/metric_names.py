@@ -140,6 +140,7 @@ METRICS: dict[str, str] = {
     "time/total_s": "Seconds since the line before; the other times add up to it.",
     "time/wait_s": "Waiting for a batch: most of the step means that generation is the bottleneck.",
     "time/paused_s": "Ordered pauses.",
+    "time/hand_over_s": "Giving GPUs to the generators that share them and taking them back, their sleep included.",
     "time/assemble_s": "Planning the step and sharing it out.",
     "time/prepare_s": "Passes without a gradient: reference, values, proximal policy.",
     "time/forward_s": "Forward passes.",

@@ -45,6 +45,7 @@ class BatchSource:
         self._progress = context.progress
         self._pause = pause
         self._on_idle = on_idle
+        self._give_if_due = context.rank_group.give_if_due
         self._notify = context.notify
         self._heartbeats = context.broker.heartbeats
         self._taken: list[tuple[Group, list[ScoredSample]]] = []
@@ -107,6 +108,7 @@ class BatchSource:
         pipeline = self._pipeline
         if stop or self._progress.step >= self._settings.steps:
             return False
+        self._give_if_due()
         active = self._untaken_slots(pipeline)
         if self._pause.reasons or (not active and self._pause.follow(pipeline.control, drained=True)):
             self._pause.wait_order_after(pipeline.control.pause_id)

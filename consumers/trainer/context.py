@@ -12,6 +12,7 @@ import structlog
 from broker.client import Broker
 from broker.flow.progress import Progress
 from broker.flow.trainer_session import TrainerSession
+from consumers.trainer.distributed.device_turns import DeviceTurns
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import TrainStep
@@ -113,8 +114,14 @@ class TrainerContext:
     notify: Notify
 
     @classmethod
-    def create(cls, config: TidemillConfig, name: str, broker: Broker, step: TrainStep) -> TrainerContext:
-        """Make the context of the trainer ``name``, which has loaded and taken over nothing yet."""
+    def create(
+        cls, config: TidemillConfig, name: str, broker: Broker, step: TrainStep, turns: DeviceTurns | None = None
+    ) -> TrainerContext:
+        """Make the context of the trainer ``name``, which has loaded and taken over nothing yet.
+
+        turns: on GPUs that generators share.
+        """
+        timer = StepTimer()
 
         def notify(event: str, level: Literal["info", "warning", "error"], text: str) -> None:
             broker.events.emit(Event(name=event, service=name, level=level, text=text))
@@ -123,9 +130,9 @@ class TrainerContext:
             config=config,
             broker=broker,
             session=broker.trainer_session(),
-            rank_group=RankGroup(config, step),
+            rank_group=RankGroup(config, step, turns, timer),
             progress=Progress(),
-            timer=StepTimer(),
+            timer=timer,
             settings=LiveSettings(config),
             retry=DiskRetry(config.trainer.checkpoint.deadline_s, notify),
             notify=notify,

@@ -18,6 +18,7 @@ from consumers.trainer.batch_source import QUIET_S, BatchSource, NothingToLearn
 from consumers.trainer.checkpointing import Checkpointing
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.groups import Batch
+from consumers.trainer.distributed.device_turns import DeviceTurns
 from consumers.trainer.leadership import Leadership
 from consumers.trainer.model.hf_weights import copy_tokenizer
 from consumers.trainer.pause import PauseFollower
@@ -40,9 +41,11 @@ log = structlog.get_logger()
 class Trainer:
     """A trainer process. progress: what its weights were trained on. pause: follows the orders of users."""
 
-    def __init__(self, config: TidemillConfig, name: str, broker: Broker, step: TrainStep) -> None:
+    def __init__(
+        self, config: TidemillConfig, name: str, broker: Broker, step: TrainStep, turns: DeviceTurns | None = None
+    ) -> None:
         self.config, self.broker, self.state = config, broker, "starting"
-        self.context = context = TrainerContext.create(config, name, broker, step)
+        self.context = context = TrainerContext.create(config, name, broker, step, turns)
         self.session, self.rank_group = context.session, context.rank_group
         self.progress, self.timer = context.progress, context.timer
         self.skipped = 0
@@ -209,6 +212,7 @@ class Trainer:
                 next_look = time.monotonic() + QUIET_S
                 self.publisher.publish()
                 self.step_log.check_evaluation(version)
+            self.rank_group.give_if_due()
             self.broker.ledger.wait_change(position, 200)
         if not stop:
             text = f"the evaluation of version {version} was not complete after {EVAL_DEADLINE_S:.0f} s"

@@ -6,6 +6,7 @@ comes next; it sends every other rank a command with all that the rank needs, an
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -23,8 +24,9 @@ from consumers.trainer.data.collate import collate
 from consumers.trainer.data.groups import Group
 from consumers.trainer.data.plan import StepBatch
 from consumers.trainer.data.rows import TrainRow
+from consumers.trainer.distributed.device_turns import DeviceTurns
 from consumers.trainer.distributed.offload import StateOffload
-from consumers.trainer.metrics.timing import traced
+from consumers.trainer.metrics.timing import StepTimer, traced
 from consumers.trainer.model.hf_weights import save_model
 from consumers.trainer.model.probe import reference_logprobs
 from consumers.trainer.model.snapshot import Snapshot, Snapshots
@@ -87,11 +89,11 @@ class Compare(msgspec.Struct, tag="compare"):
 
 
 class Offload(msgspec.Struct, tag="offload"):
-    """Move the state of training to main memory."""
+    """Move the state of training to main memory, and give the shared GPUs to generators."""
 
 
 class Onload(msgspec.Struct, tag="onload"):
-    """Move the state of training back to the device."""
+    """Take the shared GPUs from generators, and move the state of training back to them."""
 
 
 class Dismiss(msgspec.Struct, tag="dismiss"):
@@ -114,7 +116,14 @@ class RankGroup:
         rank_group.follow()
     """
 
-    def __init__(self, config: TidemillConfig, step: TrainStep) -> None:
+    def __init__(
+        self,
+        config: TidemillConfig,
+        step: TrainStep,
+        turns: DeviceTurns | None = None,
+        timer: StepTimer | None = None,
+    ) -> None:
+        """Join this rank. turns: on GPUs that generators share, held already. timer: of the step, for hand-overs."""
         self.step = step
         self.ranks = step.ranks
         self.checkpoint_store = CheckpointStore(config.folder / "checkpoints", config.trainer.checkpoint.keep)
@@ -128,6 +137,8 @@ class RankGroup:
         self._snapshots = Snapshots(step.policy, self._dtype, main=self.ranks.is_main, sharded=self.ranks.world > 1)
         self._snapshot: Snapshot | None = None
         self.state = _state_of(step, config.trainer.offload)
+        self._turns = turns
+        self._timer = timer or StepTimer()
         step.update.optimizer.register_step_pre_hook(lambda *_: self._wait_copied())
 
     def train(
@@ -146,6 +157,7 @@ class RankGroup:
         trace = self._profiles.get(step)
         schedule = self.step.schedule
         schedule.lr, schedule.steps = lr or schedule.lr, steps or schedule.steps
+        self.hold()
         plan = self.step.planner.plan(groups)
         for rank in range(1, self.ranks.world):
             part = self.ranks.layout.dp_rank_of(rank)
@@ -160,6 +172,7 @@ class RankGroup:
 
         In a single process ``Snapshot.fill`` must still copy them: the next optimizer step waits for that.
         """
+        self.hold()
         self._send_to_all(Gather(list(tokens)))
         snapshot = self._snapshots.take()
         logprobs = reference_logprobs(self.step.policy, tokens)
@@ -171,6 +184,7 @@ class RankGroup:
 
         Training may continue at once. With trainer.checkpoint.asynchronous it is written in the background.
         """
+        self.hold()
         self._send_to_all(Save(step, version, leader_term))
         taken = self.checkpoint_store.take(
             self.step, step=step, version=version, leader_term=leader_term, extra=extra, copy=self._asynchronous
@@ -196,30 +210,63 @@ class RankGroup:
 
     def load(self, path: Path) -> Restored:
         """Read a checkpoint; see CheckpointStore.load."""
+        self.hold()
         self._send_to_all(Load(str(path)))
         self._wait_copied()
         return self.checkpoint_store.load(path, self.step)
 
     def export(self, folder: Path) -> None:
         """Write the model for transformers and vLLM."""
+        self.hold()
         self._send_to_all(Export(str(folder)))
         with self.ranks.on_all_ranks(f"cannot write the model {folder}"):
             save_model(self.step.policy, folder, self._dtype, main=self.ranks.is_main)
 
     def compare(self, path: Path) -> Comparison:
         """Compare the state of training with a checkpoint; see checkpoint/compare.py."""
+        self.hold()
         self._send_to_all(Compare(str(path)))
         return compare(self.step, path)
 
+    def hold(self) -> None:
+        """Take the shared GPUs, unless the trainer has them; whatever needs the state of training calls this first."""
+        turns = self._turns
+        if turns is None or not self.ranks.is_main:
+            return
+        turns.rule.compute()
+        if not turns.holding:
+            turns.rule.held(self._hand_over(self.onload))
+
+    def give_if_due(self) -> None:
+        """Give shared GPUs to generators if that is worth the hand-over; called again and again while rank 0 waits."""
+        turns = self._turns
+        if turns is not None and turns.holding and turns.rule.due(time.monotonic()):
+            turns.rule.gave(self._hand_over(self.offload))
+
+    def _hand_over(self, act: Callable[[], None]) -> float:
+        started = time.monotonic()
+        with self._timer.phase("hand_over"):
+            act()
+        return time.monotonic() - started
+
     def offload(self) -> None:
-        """Move what trainer.offload names to main memory, on all ranks; until ``onload`` there is no step or weight."""
+        """Move what trainer.offload names to main memory, on all ranks, and give shared GPUs to generators.
+
+        Until ``onload`` nothing else may be called.
+        """
         self._send_to_all(Offload())
         self._wait_copied()
+        if self._writing is not None and not self._asynchronous:
+            wait([self._writing], SAVE_DEADLINE_S)
         self.state.offload()
+        if self._turns is not None:
+            self._turns.give()
 
     def onload(self) -> None:
-        """Move it back."""
+        """Take shared GPUs from generators, and move the state back, on all ranks."""
         self._send_to_all(Onload())
+        if self._turns is not None:
+            self._turns.hold()
         self.state.onload()
 
     def dismiss(self) -> None:
@@ -234,6 +281,10 @@ class RankGroup:
             if isinstance(command, Dismiss):
                 self._writer.shutdown()
                 return
+            if isinstance(command, Offload | Onload):
+                # A rank whose state is not where rank 0 believes it to be must end.
+                self._execute(command)
+                continue
             if isinstance(command, Save) or not self.saving:
                 self._attempt(self.wait_saved)
             self._attempt(partial(self._execute, command))

@@ -7,12 +7,14 @@ import torch
 
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
+from consumers.trainer.distributed.device_turns import DeviceTurns
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.loop import Trainer
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.records.trackers import check_trackers
 from consumers.trainer.step.build import build_train_step
 from schemas.config import TidemillConfig
+from schemas.system.device_lock import SharedGpus
 from schemas.system.lifecycle import StopFlag
 
 
@@ -28,13 +30,17 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
     if ranks.world > 1:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
     with ranks.watchdog():
+        shared = SharedGpus.from_environment()
+        turns = DeviceTurns(shared, ranks.is_main) if shared is not None else None
+        if turns is not None:
+            turns.hold()
         step = build_train_step(config, ranks)
         if not ranks.is_main:
             # If asked to end, it continues until rank 0 has saved, which needs all ranks.
-            RankGroup(config, step).follow()
+            RankGroup(config, step, turns).follow()
             return
         broker = Broker.connect(config)
-        trainer = Trainer(config, name, broker, step)
+        trainer = Trainer(config, name, broker, step, turns)
         heartbeat = HeartbeatThread(
             broker,
             name,

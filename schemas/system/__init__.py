@@ -1,1 +1,1 @@
-"""Processes and files: guarded child processes, sandboxes, signals, atomic writes."""
+"""Processes and files: guarded child processes, sandboxes, signals, atomic writes, locks of shared GPUs."""

@@ -1,1 +1,1 @@
-"""Several trainer processes: collectives, the command channel, the watchdog, state in main memory."""
+"""Several trainer processes: collectives, the command channel, the watchdog, turns on shared GPUs."""

@@ -6,6 +6,7 @@ It resumes the newest checkpoint of the run's folder, and saves one at the end.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from consumers.trainer.data.groups import Group
+from consumers.trainer.distributed.device_turns import DeviceTurns
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import wire_weights
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.build import build_train_step
 from schemas.config import parse_config
+from schemas.system.device_lock import DeviceLock, SharedGpus
 from tests.support.trainer.trajectories import make_episode, make_groups
 
 
@@ -28,7 +31,7 @@ def run_steps(
 ) -> None:
     """Train steps ``first`` to ``last`` of groups of these ``sizes``, and report to a file in ``folder``.
 
-    trainer: more settings of the configuration's trainer. With ``offload`` among them, the state is in main memory
+    trainer: more settings of the configuration's trainer. With ``offload`` among them, a generator has the devices
     for a moment before each step.
     """
     config = parse_config(
@@ -44,11 +47,17 @@ def run_steps(
     ranks = Ranks(timeout_s=100.0, parallel=config.trainer.parallel)
     with ranks.watchdog():
         step = build_train_step(config, ranks)
-        rank_group = RankGroup(config, step)
+        devices = folder.with_suffix(".devices")
+        turns = None
         if "offload" in trainer:
+            turns = DeviceTurns(SharedGpus(str(devices), [0]), ranks.is_main, deadline_s=100.0)
+            turns.hold()
+        rank_group = RankGroup(config, step, turns)
+        if turns is not None:
             check_freed(rank_group, config.trainer.offload)
         if ranks.is_main:
-            lead(rank_group, folder, first, last, sizes, dtype, away="offload" in trainer)
+            generator = devices / "generator-0.lock" if turns is not None else None
+            lead(rank_group, folder, first, last, sizes, dtype, generator)
         else:
             rank_group.follow()
 
@@ -67,6 +76,15 @@ def check_freed(rank_group: RankGroup, what: str) -> None:
     rank_group.state.offload = offload_and_check  # type: ignore[method-assign]
 
 
+def wake(generator: DeviceLock) -> None:
+    """Generate for a moment, once every rank has given the devices."""
+    end = time.monotonic() + 60
+    while not generator.try_hold():
+        assert time.monotonic() < end, "a rank still holds the generator's lock"
+        time.sleep(0.005)
+    generator.release()
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of this rank's part, which is all of it when there is one rank."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
@@ -78,7 +96,13 @@ def episodes(seed: int) -> Group:
 
 
 def lead(
-    rank_group: RankGroup, folder: Path, first: int, last: int, sizes: Sequence[int], dtype: str, away: bool = False
+    rank_group: RankGroup,
+    folder: Path,
+    first: int,
+    last: int,
+    sizes: Sequence[int],
+    dtype: str,
+    generator: Path | None = None,
 ) -> None:
     newest = rank_group.checkpoint_store.newest().path
     assert (newest is not None) == (first > 0)
@@ -94,9 +118,9 @@ def lead(
         before = {name: local(tensor).to(getattr(torch, dtype)) for name, tensor in weights}
         # As late as can be: when the optimizer is about to change the weights.
         snapshot.wait = snapshot.fill  # type: ignore[method-assign]
-        if away:
-            rank_group.offload()
-            rank_group.onload()
+        if generator is not None:
+            rank_group.give_if_due()
+            wake(DeviceLock(generator))
         results.append(rank_group.train([*make_groups(sizes, seed=version), episodes(version)], version))
         snapshot.write(file)
         written = load_file(file)

@@ -11,6 +11,7 @@ from typing import Any
 
 from broker.client import Broker
 from broker.queues.tasks import TaskQueue
+from consumers.trainer.distributed.device_turns import DeviceTurns
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
@@ -28,9 +29,13 @@ def make_trainer(
     folder: Path,
     staleness: int = 20,
     spoil: Callable[[Policy], None] = lambda policy: None,
+    turns: DeviceTurns | None = None,
     **settings: Any,
 ) -> Trainer:
-    """Eight steps of two groups of two samples. spoil: is given the policy before anything is published."""
+    """Eight steps of two groups of two samples. spoil: is given the policy before anything is published.
+
+    turns: on GPUs that generators share.
+    """
     config = parse_config(
         {
             "run": {"name": "loop", "folder": str(folder / "run")},
@@ -44,7 +49,7 @@ def make_trainer(
     )
     policy = Policy(load_model(config.model.path, "float32"))
     spoil(policy)
-    return Trainer(config, "trainer", broker, build_train_step(config, policy=policy))
+    return Trainer(config, "trainer", broker, build_train_step(config, policy=policy), turns)
 
 
 def publish_of_version(tasks: TaskQueue, task_id: int, version: int) -> None:

@@ -1,0 +1,120 @@
+"""The trainer's turns on GPUs that it shares with generators: they generate there while it has nothing to compute.
+
+Each rank holds the lock of every such generator, shared, while its tensors are on the GPU; the generator holds it alone
+while its engine is awake. Rank 0 also holds the lock that makes generators sleep. The kernel frees the locks of a
+process that dies, so that a crash in any state leaves the GPUs to the others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import structlog
+
+from schemas.errors import InfraError
+from schemas.system.device_lock import DeviceLock, SharedGpus
+
+DEADLINE_S = 1800.0
+"""Seconds that the trainer waits for a generator, which may be loading its engine."""
+TELL_S = 1.0
+POLL_S = 0.01
+TOUCH_S = 1.0
+
+log = structlog.get_logger()
+
+
+class GiveRule:
+    """Decides when a trainer that waits gives the GPUs: after as long as the last hand-over there and back took.
+
+    So it loses at most twice what it would lose if it knew how long the wait will be (ski rental: Karlin et al.,
+    Competitive snoopy caching, 1988). at_once: without waiting, since no other generator works meanwhile.
+    """
+
+    def __init__(self, at_once: bool) -> None:
+        self._at_once = at_once
+        self._waits_since: float | None = None
+        self._give_s = self._hold_s = 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds of the last hand-over to the generators and back."""
+        return self._give_s + self._hold_s
+
+    def due(self, now: float) -> bool:
+        """Whether to give the GPUs at the time ``now``, in seconds; the first call since ``compute`` begins a wait."""
+        if self._waits_since is None:
+            self._waits_since = now
+        return self._at_once or now - self._waits_since >= self.cost_s
+
+    def compute(self) -> None:
+        """Note that the trainer waits no more."""
+        self._waits_since = None
+
+    def gave(self, seconds: float) -> None:
+        """Note how long it took to give the GPUs."""
+        self._give_s = seconds
+
+    def held(self, seconds: float) -> None:
+        """Note how long it took to get them back."""
+        self._hold_s = seconds
+
+
+class DeviceTurns:
+    """This rank's locks on the GPUs that it shares. rule: of rank 0, when to give them. holding: whether it has them.
+
+    main: whether this is rank 0. deadline_s: seconds to wait for each generator.
+    """
+
+    def __init__(self, shared: SharedGpus, main: bool, deadline_s: float = DEADLINE_S) -> None:
+        folder = Path(shared.folder)
+        self.rule = GiveRule(at_once=not shared.others)
+        self.holding = False
+        self._deadline_s = deadline_s
+        self._wanted = [DeviceLock(folder / "trainer.lock")] if main else []
+        self._generators = [DeviceLock(folder / f"generator-{number}.lock") for number in shared.generators]
+        self._held: list[DeviceLock] = []
+        self._toucher: threading.Thread | None = None
+
+    def hold(self) -> None:
+        """Wait until no generator's engine is awake on the GPUs, and take them; InfraError after the deadline."""
+        if self._toucher is None:
+            self._toucher = threading.Thread(target=self._touch, name="device-locks", daemon=True)
+            self._toucher.start()
+        for lock in self._wanted:
+            self._take(lock, shared=False)
+        for lock in self._generators:
+            self._take(lock, shared=True)
+        self.holding = True
+
+    def give(self) -> None:
+        """Let the generators have the GPUs, on which this rank has no tensors any more."""
+        self.holding = False
+        while self._held:
+            self._held.pop().release()
+
+    def _take(self, lock: DeviceLock, shared: bool) -> None:
+        started, told = time.monotonic(), False
+        while not lock.try_hold(shared):
+            waited = time.monotonic() - started
+            if waited > self._deadline_s:
+                raise InfraError(
+                    f"the trainer waited {self._deadline_s:.0f} s for its GPUs, which it shares: another process holds"
+                    f" {lock.file}"
+                )
+            if not told and waited > TELL_S:
+                told = True
+                log.info("waiting for the shared GPUs", holder=lock.file.stem)
+            time.sleep(POLL_S)
+        self._held.append(lock)
+
+    def _touch(self) -> None:
+        """Keep the files of held locks new: a supervisor ends a process that is stopped with GPUs that others want."""
+        while True:
+            time.sleep(TOUCH_S)
+            self._touch_held()
+
+    def _touch_held(self) -> None:
+        for lock in tuple(self._held):
+            lock.touch()

@@ -1,0 +1,36 @@
+"""A device's lock: held alone or together, free when its process is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from schemas.system.device_lock import VARIABLE, DeviceLock, SharedGpus
+
+
+def test_one_holds_alone_or_several_together(tmp_path: Path) -> None:
+    first, second, third = (DeviceLock(tmp_path / "devices" / "generator-0.lock") for _ in range(3))
+    assert first.is_free()
+    assert first.try_hold()
+    assert first.try_hold(), "again"
+    assert not second.try_hold()
+    assert not second.try_hold(shared=True)
+    assert not first.is_free()
+    assert not second.is_free()
+    first.release()
+    first.release()
+    assert second.try_hold(shared=True)
+    assert third.try_hold(shared=True)
+    assert not first.try_hold()
+    second.release()
+    assert not first.try_hold()
+    third.release()
+    assert first.try_hold()
+
+
+def test_services_learn_from_a_variable_with_whom_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert SharedGpus.from_environment() is None
+    monkeypatch.setenv(VARIABLE, '{"folder": "/run/devices", "generators": [0, 2], "others": 1}')
+    assert SharedGpus.from_environment() == SharedGpus("/run/devices", [0, 2], 1)
