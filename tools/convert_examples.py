@@ -32,6 +32,7 @@ import yaml
 from deploy.checks.names import check_names
 from deploy.migrate.conversion import FILL_IN, Conversion
 from deploy.migrate.convert import SYSTEMS, convert_text
+from deploy.migrate.shell import UNKNOWN, command_lines
 from schemas.config import parse_config
 from schemas.errors import ConfigError
 
@@ -76,7 +77,15 @@ def command_line(file: Path, timeout_s: float = 20) -> list[str]:
         except subprocess.TimeoutExpired:
             print(f"{file}: bash did not end within {timeout_s:g} s", file=sys.stderr)
         records = [line.split("\x1f")[:-1] for line in out.read_text(encoding="utf-8", errors="replace").split("\x1e")]
-    return [word.replace("/mnt", ".") for word in max(records, key=lambda words: sum(map(_is_setting, words)))]
+    words = [word.replace("/mnt", ".") for word in max(records, key=_settings)]
+    # Where bash ends before the command, for lack of a program or a folder, the converter's own reading is varied.
+    return (
+        words if _settings(words) else max(command_lines(file.read_text(encoding="utf-8")), key=_settings, default=[])
+    )
+
+
+def _settings(words: list[str]) -> int:
+    return sum(map(_is_setting, words))
 
 
 def _is_setting(word: str) -> bool:
@@ -84,7 +93,7 @@ def _is_setting(word: str) -> bool:
 
 
 def _shell_variants(text: str) -> Iterator[Variant]:
-    words = shlex.split(text)
+    words = list({word.partition("=")[0]: word for word in shlex.split(text)}.values())
     for at, word in enumerate(words):
         key, equals, value = word.partition("=")
         if equals and _is_setting(word):
@@ -160,7 +169,9 @@ def _holding(pattern: str, *words: str) -> Callable[[Path], list[Path]]:
 
 EXAMPLES = {
     "verl": Examples(
-        _holding("examples/**/*.sh", "main_ppo"), lambda file: shlex.join(command_line(file)), _shell_variants
+        _holding("examples/**/*.sh", "main_ppo"),
+        lambda file: shlex.join(word for word in command_line(file) if UNKNOWN not in word),
+        _shell_variants,
     ),
     "trl": Examples(
         _holding("examples/scripts/**/*.py", "GRPOTrainer(", "RLOOTrainer("),

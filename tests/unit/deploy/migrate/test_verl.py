@@ -1,0 +1,153 @@
+"""What decides the training in scripts of verl is carried over: tools, images, rewards, corrections and evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.checks.names import check_names
+from deploy.migrate.convert import convert_file
+from schemas.config import parse_config
+from schemas.errors import ConfigError
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def convert(tmp_path: Path, *settings: str, engine: str = "vllm") -> tuple[dict[str, Any], list[str]]:
+    """The configuration of a script with these settings, which is refused by nothing but FILL_IN, and the notes."""
+    file = tmp_path / "run.sh"
+    given = [
+        *("algorithm.adv_estimator=grpo", "data.train_files=~/data/gsm8k/train.parquet", f"{ROLLOUT}.name={engine}"),
+        *("data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=32", f"{ROLLOUT}.n=4", "trainer.total_epochs=1"),
+        *("actor_rollout_ref.model.path=Qwen/Qwen3-0.6B", *settings),
+    ]
+    file.write_text("python3 -m verl.trainer.main_ppo " + " \\\n ".join(given) + "\n")
+    _, done = convert_file(file)
+    parse_config(done.config)
+    return done.config, done.notes()
+
+
+def test_tools_of_a_script(tmp_path: Path) -> None:
+    """The script names verl's own configuration beside it, which turns the conversation on, and a file of tools."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "turns.yaml").write_text(
+        "hydra: {searchpath: [a]}\nactor_rollout_ref: {rollout: {multi_turn: {enable: true, max_assistant_turns: 5}}}\n"
+    )
+    (tmp_path / "tools.yaml").write_text(
+        "tools:\n"
+        "- {class_name: own.Calc, config: {type: native}, tool_schema: {function: {name: calc}}}\n"
+        "- {class_name: verl.tools.x.SandboxFusionTool, config: {type: native}}\n"
+        "- {class_name: verl.tools.y.Search, config: {type: mcp}, mcp: {mcp_servers_config_path: s.json}}\n"
+    )
+    named = ("--config-path=config", "--config-name=turns", f"{ROLLOUT}.multi_turn.tool_config_path=$PWD/tools.yaml")
+    config, notes = convert(tmp_path, *named, f"{ROLLOUT}.multi_turn.format=hermes")
+    assert config["generator"]["workflow"] == {
+        "name": "tools",
+        "args": {"tools": ["verl_tools.py:calc", {"python": {}}, {"mcp": {"url": "FILL_IN"}}], "max_calls": 5},
+    }
+    assert config["generator"]["agents"] == {"tool_parser": "hermes"}
+    for text in ("write the function calc there, which does what own.Calc does", "MCP server of verl.tools.y.Search"):
+        assert any(text in note for note in notes), notes
+
+
+@pytest.mark.parametrize("key", ["interaction_config_path", "tool_config_path"])
+def test_a_conversation_never_becomes_a_single_turn(tmp_path: Path, key: str) -> None:
+    config, notes = convert(tmp_path, f"{ROLLOUT}.multi_turn.{key}=$ELSEWHERE/x.yaml")
+    assert "FILL_IN" in str(config["generator"]["workflow"])
+    assert any(f"{key}" in note for note in notes)
+
+
+def test_an_agent_loop_of_ones_own_is_asked_for(tmp_path: Path) -> None:
+    config, _ = convert(tmp_path, f"{ROLLOUT}.agent.default_agent_loop=mine")
+    with pytest.raises(ConfigError, match="FILL_IN"):
+        check_names(parse_config(config))
+
+
+def test_images(tmp_path: Path) -> None:
+    config, notes = convert(
+        tmp_path,
+        *("data.image_key=pictures", "actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.freeze_vision_tower=True"),
+        *(f"{ACTOR}.ulysses_sequence_parallel_size=2", "data.val_files=b/test.parquet", "trainer.test_freq=5"),
+        engine="sglang",
+    )
+    assert (config["model"]["kind"], config["model"]["freeze_vision"]) == ("vision", True)
+    assert config["train"]["args"]["image"] == config["eval"]["dataset"]["args"]["image"] == "pictures"
+    assert ("lora" in config["trainer"], "parallel" in config["trainer"]) == (False, False)
+    for text in (
+        "lora_rank=8: a model that reads images",
+        "size=2: not with images",
+        "with images generators run vllm",
+    ):
+        assert any(text in note for note in notes), notes
+
+
+def test_rewards(tmp_path: Path) -> None:
+    config, _ = convert(tmp_path, "reward_model.enable=True", "reward_model.model.path=org/judge")
+    assert config["reward"]["terms"] == [{"name": "reward_model", "args": {"path": "org/judge"}}]
+    own = "custom_reward_function"
+    config, _ = convert(tmp_path, f"{own}.path=r.py", f"{own}.name=judge", f"+{own}.reward_kwargs.top=2")
+    assert config["reward"]["terms"] == [{"name": "r.py:judge", "args": {"top": 2}}]
+
+
+def test_the_overlong_penalty_and_the_filter_of_dapo(tmp_path: Path) -> None:
+    buffer = "+reward_model.reward_kwargs.overlong_buffer_cfg"
+    config, _ = convert(
+        tmp_path,
+        *(f"{buffer}.enable=True", f"{buffer}.len=256", f"{buffer}.penalty_factor=0.5"),
+        *("+reward_model.reward_kwargs.max_resp_len=1024", "data.max_response_length=1024"),
+        *("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"),
+    )
+    assert config["reward"]["terms"][1:] == [
+        {"name": "length", "args": {"max_tokens": 1024, "overlong_buffer": 256, "factor": 0.5}}
+    ]
+    assert config["reward"]["correct_term"] == "gsm8k"
+    advantage = {"name": "grpo", "keep_zero_variance": False, "filter_term": "gsm8k"}
+    assert config["trainer"]["advantage"] == advantage
+
+
+def test_rollout_correction(tmp_path: Path) -> None:
+    of = "algorithm.rollout_correction"
+    config, _ = convert(
+        tmp_path,
+        *(f"{of}.rollout_is=token", f"{of}.rollout_is_threshold=3.0"),
+        *(f"{of}.rollout_rs='token_k1,seq_mean_k3'", f"{of}.rollout_rs_threshold='0.5_2.0,0.1'"),
+    )
+    loss = config["trainer"]["loss"]
+    assert (loss["name"], loss["args"]["weight_limit"], loss["args"]["weight_action"]) == (
+        "decoupled_ppo",
+        3.0,
+        "clamp",
+    )
+    assert config["trainer"]["rejection"] == [
+        {"measure": "ratio", "level": "token", "lower": 0.5, "upper": 2.0},
+        {"measure": "k3", "level": "sequence", "upper": 0.1},
+    ]
+    config, _ = convert(tmp_path, f"{of}.bypass_mode=true", f"{of}.loss_type=reinforce")
+    assert config["trainer"]["loss"] == {"name": "reinforce"}
+
+
+def test_evaluation(tmp_path: Path) -> None:
+    values = (f"{ROLLOUT}.val_kwargs.{text}" for text in ("top_p=0.7", "temperature=0.6", "n=8", "do_sample=True"))
+    config, _ = convert(tmp_path, "data.val_files=b/test.parquet", "trainer.test_freq=5", *values)
+    sampling = {"n": 8, "temperature": 0.6, "top_p": 0.7, "max_tokens": 512}
+    assert (config["eval"]["sampling"], config["eval"]["every"]) == (sampling, 5)
+    _, notes = convert(tmp_path, "data.val_files=b/test.parquet", "trainer.test_freq=-1")
+    assert any("data.val_files=b/test.parquet: no evaluation" in note for note in notes) or any(
+        "trainer.test_freq is not above 0" in note for note in notes
+    )
+
+
+def test_a_server_of_sglang(tmp_path: Path) -> None:
+    memory = f"{ROLLOUT}.gpu_memory_utilization=0.7"
+    config, _ = convert(tmp_path, memory, f"+{ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3", engine="sglang")
+    generator = config["generator"]
+    assert (generator["engine"], generator["http"]) == ("http", {"dialect": "sglang"})
+    assert generator["args"] == {"mem_fraction_static": 0.7, "attention_backend": "fa3"}
+
+
+def test_a_group_of_one_is_rewarded_as_it_is(tmp_path: Path) -> None:
+    config, notes = convert(tmp_path, f"{ROLLOUT}.n=1")
+    assert config["trainer"]["advantage"]["name"] == "raw"
+    assert any("sampling.n is 1" in note for note in notes)
