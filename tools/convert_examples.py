@@ -120,7 +120,7 @@ def _call_variants(text: str) -> Iterator[Variant]:
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     for number, call in enumerate(calls):
         name = ast.unparse(call.func).rpartition(".")[2]
-        if name.endswith(("Config", "Trainer")):
+        if re.fullmatch(r"(\w*(GRPO|RLOO|DPO)|Lora)(Config|Trainer)", name):
             for at, keyword in enumerate(call.keywords):
                 if keyword.arg is not None:
                     yield f"{name}.{keyword.arg}", *(_edited(text, number, at, drop) for drop in (True, False))
@@ -177,6 +177,9 @@ EXAMPLES = {
         _holding("examples/scripts/**/*.py", "GRPOTrainer(", "RLOOTrainer("),
         lambda file: file.read_text(),
         _call_variants,
+    ),
+    "trl-dpo": Examples(
+        _holding("examples/scripts/**/*.py", " DPOTrainer("), lambda file: file.read_text(), _call_variants
     ),
 }
 """By the system's name in deploy.migrate.convert.SYSTEMS."""

@@ -64,7 +64,7 @@ class Conversion:
         self.known = {key: value for key, value in self.found.items() if not isinstance(value, Unread)}
         for key, value in self.found.items():
             rule = self.rule(key)
-            if isinstance(value, Unread):
+            if isinstance(value, Unread) and (rule is None or rule.ours):
                 self.ask(f"{key} is {value!s}, which only a run of the script tells: set {_ours(rule)}", key)
             elif rule is None:
                 self.unknown.append(key)
@@ -106,11 +106,24 @@ class Conversion:
         """Note why a setting is not carried over."""
         self.left_out[key] = reason
 
+    def read_images(self, column: str, *refused: str) -> None:
+        """Make the policy a model that reads images, from this column of each dataset, without what it refuses."""
+        self.set("model.kind", "vision")
+        sets = [self.get("train"), self.get("eval.dataset")]
+        for one in (item for found in sets for item in (found if isinstance(found, list) else [found]) if item):
+            one["args"]["image"] = column
+        for section in ("lora", "parallel"):
+            self.config.get("trainer", {}).pop(section, None)
+        if self.get("generator.engine") == "transformers":
+            self.set("generator.engine", "vllm")
+        for key in (key for key in refused if key in self.known):
+            self.leave(key, "not with a model that reads images, all of whose weights are trained")
+
     def finish(self) -> None:
         """Name each setting that was neither carried over nor named."""
         for key, value in self.known.items():
             rule = self.rule(key)
-            if rule is None or key in self.left_out or key in self._named or value in rule.idle:
+            if rule is None or key in self.left_out or key in self._named or value is None or value in rule.idle:
                 continue
             if not any(self.get(_setting(path)) is not None for path in rule.ours.split(", ")):
                 self.leave(key, f"not carried over; see {rule.ours}" + (f" ({rule.note})" if rule.note else ""))
@@ -155,6 +168,11 @@ class ForeignSystem:
     looks_like: Callable[[Path, str], bool]
     read: Callable[[Path, str], Mapping[str, Any]]
     convert: Callable[[Conversion, int], None]
+
+
+def reads_images(model: Any) -> bool:
+    """Whether a model's name says that it is of a family that reads images."""
+    return re.search(r"VL|(?<![a-z])vl(?![a-z])", str(model)) is not None
 
 
 def schedule(name: Any) -> str | None:

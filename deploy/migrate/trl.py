@@ -1,206 +1,29 @@
-"""TRL's GRPO trainer: a script that calls GRPOConfig and GRPOTrainer, or a YAML file for ``trl grpo``.
-
-Keys are those of TRL 1.16.
-"""
+"""TRL's GRPO, RLOO and asynchronous GRPO trainers: a script that makes their config, a YAML file or a command line."""
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from deploy.migrate.conversion import Conversion, ConversionRule, ForeignSystem, Unread, run_name, same, schedule
+from deploy.migrate.conversion import FILL_IN, Conversion, ForeignSystem, reads_images, run_name, schedule
+from deploy.migrate.shell import command_lines
+from deploy.migrate.trl_rules import ADVANTAGES, AGGREGATIONS, DEFAULTS, REWARDS, RULES
+from deploy.migrate.trl_script import CONFIGS, read_flags, read_script
 from schemas.errors import ConfigError
-
-DTYPES = ("float32", "bfloat16", "float16")
-ONE_BATCH = "a step trains one batch, by trainer.minibatches updates; flow.staleness says how old samples may be"
-NOT_SAMPLED = "not supported: log-probabilities would not be the policy's"
-GENERATORS = "generators are services of their own, found through the broker"
-MISMATCH = "ratios are taken to the generator's own log-probabilities; add trainer.rejection for a rule"
-
-RULES = (
-    ConversionRule("model", "model.path", convert=same),
-    ConversionRule("model_name_or_path", "model.path", convert=same),
-    ConversionRule("dtype", "model.dtype", convert=lambda value: value if str(value) in DTYPES else None),
-    ConversionRule("trust_remote_code", "model.trust_remote_code", convert=same),
-    ConversionRule("vllm_max_model_length", "model.max_length", "prompt and completion together", same),
-    ConversionRule("num_generations", "sampling.n", "by default 8 in both", same),
-    ConversionRule("max_completion_length", "sampling.max_tokens", convert=same),
-    ConversionRule("temperature", "sampling.temperature", convert=same),
-    ConversionRule("top_p", "sampling.top_p", "below 1 only with generator.allow_truncated"),
-    ConversionRule("top_k", "sampling.top_k", "0 becomes -1; else only with generator.allow_truncated"),
-    ConversionRule("min_p", note=NOT_SAMPLED),
-    ConversionRule("repetition_penalty", note=NOT_SAMPLED),
-    ConversionRule("generation_kwargs", note=NOT_SAMPLED),
-    ConversionRule(
-        "per_device_train_batch_size",
-        "trainer.batch_groups",
-        "times gradient_accumulation_steps times processes, divided by num_generations: prompts, not completions",
-    ),
-    ConversionRule(
-        "gradient_accumulation_steps", "trainer.batch_groups", "see above; memory is bounded by micro_batch_tokens"
-    ),
-    ConversionRule("max_steps", "trainer.steps"),
-    ConversionRule("num_train_epochs", "trainer.steps", "epochs times prompts divided by batch_groups"),
-    ConversionRule("num_iterations", "trainer.epochs", convert=same),
-    ConversionRule("steps_per_generation", note=ONE_BATCH),
-    ConversionRule("generation_batch_size", note=ONE_BATCH),
-    ConversionRule("learning_rate", "trainer.optimizer.lr", convert=same),
-    ConversionRule("lr_scheduler_type", "trainer.optimizer.schedule", "constant, linear, cosine"),
-    ConversionRule("warmup_steps", "trainer.optimizer.warmup_steps", "a share of the steps below 1"),
-    ConversionRule("warmup_ratio", "trainer.optimizer.warmup_steps", "of older releases; times trainer.steps"),
-    ConversionRule("weight_decay", "trainer.optimizer.weight_decay", convert=same),
-    ConversionRule("adam_beta1", "trainer.optimizer.betas"),
-    ConversionRule("adam_beta2", "trainer.optimizer.betas", "0.999 there, 0.95 here by default"),
-    ConversionRule("adam_epsilon", "trainer.optimizer.eps", convert=same),
-    ConversionRule("max_grad_norm", "trainer.optimizer.max_grad_norm", convert=same),
-    ConversionRule(
-        "gradient_checkpointing",
-        "trainer.activation_checkpointing",
-        "on there; here by default from a billion parameters",
-        same,
-    ),
-    ConversionRule("loss_type", "trainer.loss.name, trainer.aggregation", "see below"),
-    ConversionRule("importance_sampling_level", "trainer.loss.name", "sequence becomes gspo"),
-    ConversionRule("epsilon", "trainer.loss.args.clip_low"),
-    ConversionRule("epsilon_high", "trainer.loss.args.clip_high", "epsilon by default"),
-    ConversionRule("delta", "trainer.loss.args.dual_clip", "of the loss ppo"),
-    ConversionRule("sapo_temperature_pos", "trainer.loss.args.tau_positive"),
-    ConversionRule("sapo_temperature_neg", "trainer.loss.args.tau_negative"),
-    ConversionRule("scale_rewards", "trainer.advantage.name", "group: grpo, batch: lite_ppo, none: centered"),
-    ConversionRule("beta", "trainer.kl.coef", "in the loss, with the estimator k3, as there", same),
-    ConversionRule("entropy_coef", "trainer.loss.entropy_coef", convert=same),
-    ConversionRule("reward_funcs", "reward.terms", "a function with TRL's arguments works as it is"),
-    ConversionRule("reward_weights", "reward.terms.N.weight"),
-    ConversionRule("reward_model_name_or_path", "reward.terms", "the term reward_model"),
-    ConversionRule("dataset_name", "train.args.path", "train.name is hf"),
-    ConversionRule("dataset_config", "train.args.name"),
-    ConversionRule("dataset_train_split", "train.args.split"),
-    ConversionRule("dataset_test_split", "eval.dataset.args.split"),
-    ConversionRule("shuffle_dataset", "train.shuffle", convert=same),
-    ConversionRule("eval_strategy", "eval"),
-    ConversionRule("eval_steps", "eval.every"),
-    ConversionRule("num_generations_eval", "eval.sampling.n"),
-    ConversionRule("save_steps", "trainer.checkpoint.every", convert=lambda value: int(value) if value >= 1 else None),
-    ConversionRule("save_total_limit", "trainer.checkpoint.keep", convert=same),
-    ConversionRule("report_to", "trainer.trackers"),
-    ConversionRule("log_completions", "trainer.log_completions", "true becomes 8", lambda on: 8 if on else None),
-    ConversionRule("run_name", "run.name", "lower case, with - for other characters"),
-    ConversionRule("seed", "run.seed", convert=same),
-    ConversionRule("use_vllm", "generator.engine", convert=lambda on: "vllm" if on else "transformers"),
-    ConversionRule("vllm_gpu_memory_utilization", "generator.args.gpu_memory_utilization", convert=same),
-    ConversionRule("vllm_tensor_parallel_size", "generator.args.tensor_parallel_size", convert=same),
-    ConversionRule("use_peft", "trainer.lora"),
-    ConversionRule("lora_r", "trainer.lora.rank"),
-    ConversionRule("lora_alpha", "trainer.lora.alpha"),
-    ConversionRule("lora_target_modules", "trainer.lora.targets"),
-    ConversionRule("mask_truncated_completions", "trainer.mask_truncated", convert=bool),
-    ConversionRule("lora_dropout", note="always 0: log-probabilities would differ from the generators'"),
-    ConversionRule("vllm_mode", note=GENERATORS),
-    ConversionRule("vllm_server_host", note=GENERATORS),
-    ConversionRule("vllm_server_port", note=GENERATORS),
-    ConversionRule("vllm_server_base_url", note=GENERATORS),
-    ConversionRule("vllm_server_timeout", note=GENERATORS),
-    ConversionRule("vllm_group_port", note=GENERATORS),
-    ConversionRule("vllm_enable_sleep_mode", note=GENERATORS),
-    ConversionRule("vllm_importance_sampling_correction", note=MISMATCH),
-    ConversionRule("vllm_importance_sampling_mode", note=MISMATCH),
-    ConversionRule("vllm_importance_sampling_cap", note=MISMATCH),
-    ConversionRule("vllm_importance_sampling_clip_max", note=MISMATCH),
-    ConversionRule("vllm_importance_sampling_clip_min", note=MISMATCH),
-    ConversionRule("off_policy_mask_threshold", note=MISMATCH),
-    ConversionRule("model_revision", note="part of model.path: org/name@revision"),
-    ConversionRule("attn_implementation", note="chosen for the model: rows are packed where it can"),
-    ConversionRule("disable_dropout", note="always: a policy with dropout would not be the one that sampled"),
-    ConversionRule("sync_ref_model", note="the reference model stays as it is"),
-    ConversionRule("top_entropy_quantile", note="all tokens are trained"),
-    ConversionRule("output_dir", note="files of a run are in runs/NAME; run.folder names another place"),
-    ConversionRule("bf16", note="model.dtype is the type of computing; bfloat16 by default"),
-    ConversionRule("fp16", note="set model.dtype to float16"),
-    ConversionRule("logging_steps", note="every step is logged"),
-    ConversionRule("use_liger_kernel", note="logits are never held whole, without a kernel"),
-    ConversionRule("push_to_hub", note="tidemill export --push uploads a checkpoint as a model"),
-    ConversionRule("ddp_find_unused_parameters", note="the model is sharded by FSDP2"),
-)
-AGGREGATIONS = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
-ADVANTAGES = {"group": "grpo", "true": "grpo", "batch": "lite_ppo", "none": "centered", "false": "centered"}
-REWARDS: dict[str, list[dict[str, Any]]] = {
-    "accuracy_reward": [{"name": "math"}],
-    "think_format_reward": [{"name": "format", "args": {"regex": r"^<think>(?!.*<think>)(.*?)</think>.*$"}}],
-    "get_soft_overlong_punishment": [{"name": "length", "args": {"max_tokens": 1280, "overlong_buffer": 256}}],
-}
-"""TRL's own reward functions, with the arguments that its command line gives them."""
-
-
-def read_script(file: Path, text: str) -> dict[str, Any] | None:
-    """Return the settings in a Python file that calls GRPOConfig, None if it does not; SyntaxError.
-
-    Only what is written out can be read: the file is not run.
-    """
-    found: dict[str, Any] = {}
-    calls: dict[str, ast.Call] = {}
-    for node in ast.walk(ast.parse(text, file.name)):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
-            calls.setdefault(name, node)
-    if "GRPOConfig" not in calls:
-        return None
-    for keyword in calls["GRPOConfig"].keywords:
-        if keyword.arg is not None:
-            found[keyword.arg] = _literal(keyword.value)
-    trainer = {word.arg: word.value for word in calls["GRPOTrainer"].keywords} if "GRPOTrainer" in calls else {}
-    if "model" in trainer:
-        found["model"] = _literal(trainer["model"])
-    if "reward_funcs" in trainer:
-        functions = trainer["reward_funcs"]
-        items = functions.elts if isinstance(functions, ast.List | ast.Tuple) else [functions]
-        found["reward_funcs"] = [_function(item, file, _imported(text)) for item in items]
-    if "load_dataset" in calls:
-        arguments = [_literal(argument) for argument in calls["load_dataset"].args]
-        named = {word.arg: _literal(word.value) for word in calls["load_dataset"].keywords}
-        found["dataset_name"] = named.get("path", arguments[0] if arguments else None)
-        found["dataset_config"] = named.get("name", arguments[1] if len(arguments) > 1 else None)
-        found["dataset_train_split"] = named.get("split", "train")
-        if found["dataset_name"] == "json" and named.get("data_files"):
-            found["data_files"] = named["data_files"]
-    if "LoraConfig" in calls and "peft_config" in trainer:
-        lora = {word.arg: _literal(word.value) for word in calls["LoraConfig"].keywords}
-        names = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
-        found |= {"use_peft": True} | {ours: lora[theirs] for theirs, ours in names.items() if theirs in lora}
-    return found
-
-
-def _literal(node: ast.expr) -> Any:
-    """Return the value of an expression that is written out, else its source, which is then named as left out."""
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return Unread(ast.unparse(node))
-
-
-def _imported(text: str) -> dict[str, str]:
-    """Return modules by the names that a script imports from them."""
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and not node.level]
-    return {alias.asname or alias.name: node.module or "" for node in nodes for alias in node.names}
-
-
-def _function(node: ast.expr, file: Path, imported: Mapping[str, str]) -> str:
-    """Return a reward function by its name: TRL's own, one of a file beside the script, or the one in the script."""
-    name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
-    if isinstance(node, ast.Constant) or name in REWARDS:
-        return str(_literal(node)) if isinstance(node, ast.Constant) else name
-    beside = Path(*imported.get(name, "").split(".")).with_suffix(".py") if imported.get(name) else None
-    if beside is not None and (file.parent / beside).is_file():
-        return f"{beside.as_posix()}:{name}"
-    return f"{file.stem}_rewards.py:{name}"
 
 
 def convert(done: Conversion, processes: int = 1) -> None:
     """Convert settings of TRL, in its own defaults where they differ from ours and decide what is trained."""
-    known = {key: value for key, value in done.known.items() if value is not None}
+    given = {key: value for key, value in done.known.items() if value is not None}
+    known = {**DEFAULTS.get(str(given.get("trainer")), {}), **given}
+    if "shown_flags" in known:
+        done.ask("settings are those of the command in the script's text: compare them with yours", "shown_flags")
+        del done.left_out["shown_flags"]
+    done.set("sampling.n", known.get("num_generations", 8))
     done.set("sampling.max_tokens", known.get("max_completion_length", 512))
     if "vllm_max_model_length" not in known:
         done.set("model.max_length", known.get("max_completion_length", 512) + 1024)
@@ -210,11 +33,17 @@ def convert(done: Conversion, processes: int = 1) -> None:
     _loss(done, known)
     _rewards(done, known)
     _data(done, known)
+    _workflow(done, known)
     if known.get("use_peft"):
         done.set("trainer.lora.rank", known.get("lora_r", 16))
         done.set("trainer.lora.alpha", float(known.get("lora_alpha", 32)))
         targets = known.get("lora_target_modules")
+        if targets is not None and not isinstance(targets, list) and targets != "all-linear":
+            done.leave("lora_target_modules", "name the last parts of the layers' names; by default all linear layers")
         done.set("trainer.lora.targets", targets if isinstance(targets, list) else None)
+    if reads_images(known.get("model", known.get("model_name_or_path"))):
+        done.read_images("image", "use_peft", "lora_r", "lora_alpha", "lora_target_modules")
+        done.ask("train.args.image: the column of the images, which TRL calls image or images")
     trackers = known.get("report_to", [])
     trackers = [trackers] if isinstance(trackers, str) else trackers
     done.set("trainer.trackers", [name for name in trackers if name not in ("none", "all")] or None)
@@ -230,12 +59,23 @@ def _sampling(done: Conversion, known: Mapping[str, Any]) -> None:
 
 
 def _steps(done: Conversion, known: Mapping[str, Any], processes: int) -> None:
-    completions = known.get("per_device_train_batch_size", 8) * known.get("gradient_accumulation_steps", 1) * processes
+    accumulated = known.get("gradient_accumulation_steps", 1)
+    rows = known.get("per_device_train_batch_size", 8) * processes
+    # A generation serves so many micro-batches, and each gradient_accumulation_steps of them make an update.
+    served = known.get("steps_per_generation") or known.get("generation_batch_size", rows * accumulated) // rows
+    completions, updates = rows * max(served, accumulated), max(1, served // accumulated)
+    done.set("trainer.minibatches", updates if updates > 1 else None)
+    updates *= known.get("num_iterations", 1)
+    if served < accumulated and "steps_per_generation" in known:
+        done.leave("steps_per_generation", "below gradient_accumulation_steps: the batch of an update is sampled whole")
     done.set("trainer.batch_groups", max(1, completions // known.get("num_generations", 8)))
+    if completions % known.get("num_generations", 8):
+        done.ask(f"trainer.batch_groups: {completions} completions of a step are no whole number of groups")
     if processes > 1:
         done.set("trainer.processes", processes)
     steps = known.get("max_steps", -1)
     if steps > 0:
+        steps = -(-steps // updates)
         done.set("trainer.steps", steps)
     else:
         epochs = known.get("num_train_epochs", 3)
@@ -248,7 +88,7 @@ def _steps(done: Conversion, known: Mapping[str, Any], processes: int) -> None:
         done.leave("lr_scheduler_type", "not one of constant, linear, cosine")
     warmup = known.get("warmup_ratio") or known.get("warmup_steps", 0)
     if warmup >= 1:
-        done.set(f"{optimizer}.warmup_steps", int(warmup))
+        done.set(f"{optimizer}.warmup_steps", -(-int(warmup) // updates))
     elif warmup and steps > 0:
         done.set(f"{optimizer}.warmup_steps", round(warmup * steps))
     elif warmup:
@@ -261,10 +101,16 @@ def _loss(done: Conversion, known: Mapping[str, Any]) -> None:
     high = known.get("epsilon_high", low)
     args: dict[str, float] = {"clip_low": low, "clip_high": high}
     name = "dr_grpo" if kind == "dr_grpo" else "dapo"
-    if kind in ("luspo", "vespo"):
+    level = known.get("importance_sampling_level", "token")
+    if kind not in ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo"):
+        # Never another loss instead: FILL_IN is refused before anything starts.
         done.leave("loss_type", "not built in; it can be a loss of your own, as file.py:name")
-    elif known.get("importance_sampling_level") == "sequence":
+        name, args = FILL_IN, {}
+    elif level == "sequence":
         name = "gspo"
+    elif level != "token":
+        done.leave("importance_sampling_level", "not built in: token and sequence are")
+        name, args = FILL_IN, {}
     elif kind == "cispo":
         # There the bound is the ratio's own, here its distance from 1; one below 1 would hold every token back.
         name, args = "cispo", {"clip_high": round(high - 1, 6)} if high > 1 else {}
@@ -277,7 +123,18 @@ def _loss(done: Conversion, known: Mapping[str, Any]) -> None:
     done.set("trainer.loss.args", args)
     done.set("trainer.aggregation", AGGREGATIONS.get(kind, "token_mean"))
     scale = str(known.get("scale_rewards", "group")).lower()
-    done.set("trainer.advantage.name", ADVANTAGES.get(scale, "grpo"))
+    advantage = ADVANTAGES.get(scale, FILL_IN)
+    if known.get("trainer") == "RLOO":
+        advantage = "rloo"
+        done.set("trainer.aggregation", "constant")
+        done.set("trainer.kl.place", "reward")
+        done.set("trainer.kl.estimator", "k1")
+        done.ask("trainer.loss: ratios are those of tokens, in TRL's RLOO those of whole completions: equal at first")
+    if advantage == FILL_IN:
+        done.leave("scale_rewards", f"not one of {', '.join(ADVANTAGES)}")
+    done.set("trainer.kl.coef", known.get("beta"))
+    done.set("trainer.advantage.name", advantage)
+    done.set("trainer.advantage.keep_zero_variance", True)
 
 
 def _rewards(done: Conversion, known: Mapping[str, Any]) -> None:
@@ -291,7 +148,10 @@ def _rewards(done: Conversion, known: Mapping[str, Any]) -> None:
             terms.append({"name": function})
             if script.endswith("_rewards.py"):
                 done.ask(f"{script}: move the reward function {name} there, from the script that trains")
-        elif "." in function:
+        elif "/" not in function and function.isidentifier():
+            terms.append({"name": FILL_IN})
+            done.ask(f"reward.terms: TRL's {function} is not built in; it can be a function of your own")
+        elif "." in function and "/" not in function:
             terms.append({"name": ":".join(function.rsplit(".", 1))})
         else:
             terms.append({"name": "reward_model", "args": {"path": function}})
@@ -313,6 +173,8 @@ def _data(done: Conversion, known: Mapping[str, Any]) -> None:
     if known.get("dataset_config"):
         args["name"] = known["dataset_config"]
     args["split"] = known.get("dataset_train_split", "train")
+    if not known.get("dataset_name") and "train_dataset" in known:
+        done.leave("train_dataset", "its rows are made in the script: write them with to_json and read them by jsonl")
     judged = any(term["name"] == "math" for term in done.config["reward"]["terms"])
     args["answer"] = "solution" if judged else None
     files = known.get("data_files")
@@ -331,22 +193,85 @@ def _data(done: Conversion, known: Mapping[str, Any]) -> None:
             done.set("eval.sampling.n", known["num_generations_eval"])
             done.set("eval.sampling.temperature", known.get("temperature", 1.0))
         done.set("eval.sampling.max_tokens", known.get("max_completion_length", 512))
+        if "eval_dataset" in known:
+            done.leave("eval_dataset", "rows that the script makes are to be written to a file, as those of training")
+    else:
+        for key in ("eval_dataset", "dataset_test_split", "eval_steps", "num_generations_eval"):
+            if key in known:
+                done.leave(key, "no evaluation: eval_strategy is no")
 
 
-def _looks_like(file: Path, text: str) -> bool:
+def _workflow(done: Conversion, known: Mapping[str, Any]) -> None:
+    """Convert what makes a sample a conversation."""
+    makers = [key for key in ("environment_factory", "rollout_func", "rollout_worker") if key in known]
+    if makers:
+        done.set("generator.workflow.name", FILL_IN)
+        for key in makers:
+            done.leave(key, "an environment, an agent or a workflow of your own takes its place")
+    elif known.get("tools"):
+        args: dict[str, Any] = {"tools": known["tools"]}
+        most = known.get("max_tool_calling_iterations")
+        done.set(
+            "generator.workflow", {"name": "tools", "args": args | ({} if most is None else {"max_calls": most + 1})}
+        )
+        for tool in known["tools"]:
+            file, _, name = tool.partition(":")
+            if file.endswith("_tools.py"):
+                done.ask(f"{file}: move the tool {name} there, from the script that trains")
+    if done.get("generator.workflow.name") != "tools":
+        for key in ("tools", "max_tool_calling_iterations"):
+            if key in known:
+                done.leave(key, "of the workflow tools")
+
+
+STARTED = re.compile(r"\btrl (grpo|rloo)\b|^\s*(?:accelerate launch|python3?)\b.*\.py\b", re.M)
+
+
+def looks_like(file: Path, text: str) -> bool:
+    """Whether a file is one of TRL: a Python script, a mapping in YAML, or a shell script that starts either."""
+    if file.suffix in (".sh", ".bash"):
+        return STARTED.search(text.replace("\\\n", " ")) is not None and "verl" not in text
     return file.suffix in (".py", ".yaml", ".yml")
 
 
-def _read(file: Path, text: str) -> dict[str, Any]:
+def read(file: Path, text: str) -> dict[str, Any]:
+    """Return the settings of a file by key; ConfigError, SyntaxError, ValueError."""
+    if file.suffix in (".sh", ".bash"):
+        return _read_shell(file, text)
     if file.suffix == ".py":
         found = read_script(file, text)
         if found is None:
-            raise ConfigError(f"{file} calls no GRPOConfig, there is nothing to convert")
+            raise ConfigError(f"{file} makes none of {', '.join(CONFIGS)}: there is nothing to convert")
         return found
+    return read_mapping(file, text)
+
+
+def read_mapping(file: Path, text: str) -> dict[str, Any]:
+    """Return the top level of a YAML file; ConfigError if it is no mapping."""
     tree = yaml.safe_load(text)
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold settings, it holds {type(tree).__name__}")
     return {str(key): value for key, value in tree.items()}
 
 
-SYSTEM = ForeignSystem("TRL", RULES, _looks_like, _read, convert)
+def _read_shell(file: Path, text: str) -> dict[str, Any]:
+    """Return the settings of a command line that starts a script or a trainer of TRL."""
+    for words in command_lines(text):
+        script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+        cli = next((at for at, word in enumerate(words) if word.rpartition("/")[2] == "trl"), None)
+        at = script if cli is None else cli + 1
+        if at is None or at >= len(words):
+            continue
+        flags = read_flags(words[at + 1 :])
+        beside = file.parent / words[at] if script is not None else file.parent / str(flags.pop("config", ""))
+        if not beside.is_file():
+            names = {"grpo": "GRPO", "rloo": "RLOO", "dpo": "DPO"}
+            return {"trainer": names.get(words[at], "GRPO"), **flags}
+        inside = beside.read_text(encoding="utf-8")
+        given = read_script(beside, inside, flags) if beside.suffix == ".py" else read_mapping(beside, inside) | flags
+        if given is not None:
+            return given
+    raise ConfigError(f"{file} starts no script and no trainer of TRL: there is nothing to convert")
+
+
+SYSTEM = ForeignSystem("TRL", RULES, looks_like, read, convert)

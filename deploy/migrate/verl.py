@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from deploy.migrate.conversion import FILL_IN, Conversion, ForeignSystem, Unread, run_name
+from deploy.migrate.conversion import FILL_IN, Conversion, ForeignSystem, Unread, reads_images, run_name
 from deploy.migrate.shell import UNKNOWN, command_lines
 from deploy.migrate.verl_rules import (
     ACTOR,
@@ -407,23 +407,12 @@ def _rewards(done: Conversion, known: Mapping[str, Any]) -> None:
 
 
 def _vision(done: Conversion, known: Mapping[str, Any]) -> None:
-    path = str(known.get(f"{MODEL}.path", ""))
-    if "data.image_key" not in known and not re.search(r"(?<![a-z])vl(?![a-z])", path, re.I):
-        return
-    done.set("model.kind", "vision")
-    done.set("model.freeze_vision", known.get(f"{ACTOR}.freeze_vision_tower", False))
-    train, held_out = done.config["train"], done.get("eval.dataset") or []
-    for one in [
-        *(train if isinstance(train, list) else [train]),
-        *(held_out if isinstance(held_out, list) else [held_out]),
-    ]:
-        one["args"]["image"] = known.get("data.image_key", "images")
-    if done.config["trainer"].pop("lora", None):
-        for key in (f"{MODEL}.{name}" for name in ("lora_rank", "lora_alpha", "lora.rank", "target_modules")):
-            if key in known:
-                done.leave(key, "a model that reads images has no adapter: all its weights are trained")
-    if done.config["trainer"].pop("parallel", None):
-        done.leave(f"{ACTOR}.ulysses_sequence_parallel_size", "not with images")
+    if "data.image_key" in known or reads_images(known.get(f"{MODEL}.path")):
+        done.set("model.freeze_vision", known.get(f"{ACTOR}.freeze_vision_tower", False))
+        refused = (
+            f"{MODEL}.{name}" for name in ("lora_rank", "lora_alpha", "lora.rank", "lora.alpha", "target_modules")
+        )
+        done.read_images(known.get("data.image_key", "images"), *refused, f"{ACTOR}.ulysses_sequence_parallel_size")
 
 
 def _tools(done: Conversion, known: Mapping[str, Any]) -> None:
@@ -484,7 +473,7 @@ def _tool_entries(done: Conversion, path: str | None) -> list[Any]:
 
 def _looks_like(file: Path, text: str) -> bool:
     if file.suffix in (".sh", ".bash"):
-        return True
+        return "verl" in text or re.search(r"[a-z_]+\.\w[\w.]*=", text) is not None
     return file.suffix in (".yaml", ".yml") and re.search(r"^(actor_rollout_ref|algorithm):", text, re.M) is not None
 
 

@@ -76,8 +76,8 @@ def test_images(tmp_path: Path) -> None:
     assert config["train"]["args"]["image"] == config["eval"]["dataset"]["args"]["image"] == "pictures"
     assert ("lora" in config["trainer"], "parallel" in config["trainer"]) == (False, False)
     for text in (
-        "lora_rank=8: a model that reads images",
-        "size=2: not with images",
+        "lora_rank=8: not with a model that reads",
+        "size=2: not with a model",
         "with images generators run vllm",
     ):
         assert any(text in note for note in notes), notes
