@@ -45,12 +45,13 @@ LOCAL = "127.0.0.1:0"
 
 
 class FixedAnswerEngine(ScriptedEngine):
-    """An engine that gives every request the same short answer."""
+    """An engine that gives requests these answers one after the other, and the last one from then on."""
 
-    def __init__(self, tokenizer: HfTokenizer, max_length: int) -> None:
+    def __init__(self, tokenizer: HfTokenizer, max_length: int, answers: Sequence[str] = (ANSWER,)) -> None:
         super().__init__(EngineSettings("none", "float32", max_length, 8))
         stop = sorted(tokenizer.stop_ids)[:1]
-        self._answer = [*tokenizer.encode(ANSWER), *stop]
+        self._answers = [[*tokenizer.encode(answer), *stop] for answer in answers]
+        self._given = 0
 
     async def generate(
         self,
@@ -62,9 +63,11 @@ class FixedAnswerEngine(ScriptedEngine):
         images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """See Engine."""
-        ids = self._answer[: sampling.max_tokens]
+        answer = self._answers[min(self._given, len(self._answers) - 1)]
+        self._given += 1
+        ids = answer[: sampling.max_tokens]
         logprobs = np.full(len(ids), -1.0, dtype=np.float32)
-        finish: FinishReason = "stop" if ids == self._answer else "length"
+        finish: FinishReason = "stop" if ids == answer else "length"
         return [Completion(list(ids), logprobs, [Span(0, 0, len(ids))], finish) for _ in range(n)]
 
 
@@ -112,8 +115,11 @@ def check_agent(config: TidemillConfig) -> Finding | str:
     return f"{text}; a replay reused all of them"
 
 
-async def play_episode(config: TidemillConfig, position: int = 0) -> PlayedEpisode:
-    """Play an example of the first training dataset twice: from its beginning, then with the saved calls."""
+async def play_episode(config: TidemillConfig, position: int = 0, answers: Sequence[str] = (ANSWER,)) -> PlayedEpisode:
+    """Play an example of the first training dataset twice: from its beginning, then with the saved calls.
+
+    answers: of the policy to the agent's calls, in order; the last one is repeated.
+    """
     agents = config.generator.agents.model_copy(
         update={"deadline_s": min(DEADLINE_S, config.generator.agents.deadline_s), "processes": 1, "address": LOCAL}
     )
@@ -121,7 +127,7 @@ async def play_episode(config: TidemillConfig, position: int = 0) -> PlayedEpiso
     tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
     settings = config.generator.workflow
     workflow = find_workflow(settings.name, settings.args, config.base)()
-    engine = FixedAnswerEngine(tokenizer, config.model.max_length)
+    engine = FixedAnswerEngine(tokenizer, config.model.max_length, answers)
     example = build_dataset(config.train[0].at_levels()[0], config.base)[position]
     limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
     images = prepare_images(example.images, limits)

@@ -87,13 +87,17 @@ def agent(
     ] = None,
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="API key of the server.")] = "none",
     example: Annotated[int, typer.Option(min=0, help="Index of the training example for the agent.")] = 0,
+    answers: Annotated[
+        Path | None,
+        typer.Option(help="File of the policy's answers to the agent's calls, one JSON string a line, tool calls too."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run the configured agent once against any server and print the result (for debugging)."""
     loaded = load(config, overrides)
     from deploy.run.agent_command import run_agent
 
-    run_agent(loaded, base_url, api_key, example, as_json)
+    run_agent(loaded, base_url, api_key, example, answers, as_json)
 
 
 @app.command(rich_help_panel=RUN)

@@ -18,7 +18,16 @@ from concurrent.futures import Future
 from typing import Any
 
 from .agent import Agent, Clients
-from .connection import OWN, GeneratorConnection, UserCodeError, describe, end_a_copy, end_process, one_line
+from .connection import (
+    OWN,
+    GeneratorConnection,
+    UserCodeError,
+    describe,
+    end_a_copy,
+    end_process,
+    one_line,
+    place_of,
+)
 from .outcome import AsyncEpisodeHandle, EpisodeHandle, PendingNotes, read_outcome
 from .watch import LoopWatch, Selector
 
@@ -147,7 +156,7 @@ class Runner:
         except asyncio.CancelledError:
             ended["kind"] = "cancelled"
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, to exit included
-            ended.update(kind="raised", error=describe(error), error_type=full_name(error))
+            ended.update(kind="raised", error=describe(error) + place_of(error), error_type=full_name(error))
             if isinstance(error, UserCodeError):
                 ended["error"] = one_line(str(error))
         # Tasks that the episode left running end with it.

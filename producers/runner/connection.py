@@ -6,7 +6,9 @@ import codecs
 import json
 import os
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +37,15 @@ def describe(error: BaseException) -> str:
     except BaseException:  # noqa: BLE001 - user code: even the text of an exception may raise
         text = ""
     return one_line(f"{type(error).__name__}: {text}".rstrip(": "))
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file and line of user code where an exception was raised, as " (FILE:LINE)", if it has one."""
+    others = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(__file__)), "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(others):
+            return f" ({os.path.basename(frame.filename)}:{frame.lineno})"
+    return ""
 
 
 def one_line(text: str) -> str:

@@ -73,10 +73,22 @@ def test_an_agent_is_played_without_a_model_and_its_conversation_shown(tmp_path:
 def test_an_agent_that_fails_says_why_and_the_exit_code_is_not_0(tmp_path: Path) -> None:
     done = run_tidemill("agent", str(write(tmp_path, "fails")))
     assert done.returncode == 1
-    assert "agent: KeyError: 'no tool'" in done.stdout
+    assert "agent: KeyError: 'no tool' (agent.py:" in done.stdout
     found = json.loads(run_tidemill("agent", str(write(tmp_path, "fails")), "--json").stdout)
     assert found["failed"] is True
     assert "KeyError: 'no tool'" in found["reason"]
+
+
+def test_an_agents_branches_are_tried_with_answers_from_a_file(tmp_path: Path) -> None:
+    config, answers = write(tmp_path, "run"), tmp_path / "answers.jsonl"
+    answers.write_text('"first \\"quoted\\" line"\n\n"second"\n')
+    done = run_tidemill("agent", str(config), "--answers", str(answers), "--json")
+    found = [message["content"] for message in json.loads(done.stdout)["messages"] if message["role"] == "assistant"]
+    assert found == ['first "quoted" line', "second"]
+    for text, wrong in (("", "is empty"), ('"good"\nbad\n', "line 2: must be a JSON string")):
+        answers.write_text(text)
+        refused = run_tidemill("agent", str(config), "--answers", str(answers))
+        assert (refused.returncode, wrong in refused.stderr) == (2, True), refused.stderr
 
 
 def test_doctor_plays_one_episode(tmp_path: Path) -> None:
