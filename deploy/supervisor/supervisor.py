@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from deploy.supervisor.services import Change, Exit, RunningService, ServiceSpec
 from schemas.config import SupervisorConfig
 from schemas.errors import CONFIG_EXIT, HOPELESS, OK_EXIT, RUN_FAILED_EXIT, ConfigError, InfraError
 from schemas.system.files import cut_log
+from schemas.system.guard import readable
 
 TICK_S = 0.1
 SWEEP_S = 3.0
@@ -335,7 +335,7 @@ class Supervisor:
             service.process.kill()
 
     def _pause(self) -> None:
-        ready, _, _ = select.select([self._wake] if self._wake >= 0 else [], [], [], TICK_S)
+        ready = readable([self._wake] if self._wake >= 0 else [], TICK_S)
         if ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 64)

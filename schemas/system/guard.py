@@ -63,6 +63,17 @@ def descendants(root: int, parent_of: dict[int, int]) -> list[int]:
     return found
 
 
+def readable(descriptors: Iterable[int], wait_s: float | None) -> set[int]:
+    """Wait until something can be read from one of them, or it has ended; None: for ever.
+
+    Not by select, which takes no number above 1023: a process with many connections hands on higher ones.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(None if wait_s is None else wait_s * 1000)}
+
+
 def kill(pids: Iterable[int]) -> None:
     """SIGKILL to each that still exists."""
     for pid in pids:
@@ -99,7 +110,7 @@ class Guardian:
                 break
             wait = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
             watched = [wake_read, self._control.fileno()] if listening else [wake_read]
-            ready, _, _ = select.select(watched, [], [], wait)
+            ready = readable(watched, wait)
             if wake_read in ready:
                 os.read(wake_read, 4096)
             if self._control.fileno() in ready:

@@ -47,7 +47,7 @@ from schemas.messages import Task, Trajectory
 from schemas.system import guard
 from tools.chaos.agents import calls
 from tools.chaos.judging.evidence import EvidenceWriter, digest
-from tools.chaos.settings import JUDGE_SAYS, is_for_agents
+from tools.chaos.settings import INJECTED, JUDGE_SAYS, is_for_agents
 from tools.chaos.user_code import SMALLEST, TextTurn, expected
 
 FULL_DISK = "full-disk"
@@ -314,7 +314,7 @@ def _fill_disk(flag: Path, spared: Sequence[int]) -> None:
     """While the flag is there, the disk is full from its n-th call on; the write that meets the end is cut in half."""
     calls = 0
     fsync, write = os.fsync, os.write
-    full = OSError(errno.ENOSPC, "No space left on device (injected by the chaos suite)")
+    full = OSError(errno.ENOSPC, f"No space left on device ({INJECTED})")
 
     def is_full() -> bool:
         nonlocal calls

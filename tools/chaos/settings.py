@@ -24,6 +24,8 @@ CURRICULUM = [
 JUDGE_SAYS = 7.0
 """The verdict of the flaky judge on every sample, so that a verdict that it never gave is seen."""
 WORKLOADS = ("text", "agents", "both", "programs")
+INJECTED = "injected by the chaos suite"
+"""In the text of an error that a service only pretends to meet."""
 DEADLINE_S = 8.0
 """Of an agent's episode."""
 AGENT = Path(__file__).with_name("agents") / "agent.py"

@@ -170,6 +170,8 @@ async def misbehave(variety: str, base_url: str) -> None:
             again = json.dumps({"messages": [{"role": "user", "content": "again"}]}).encode()
             asked = [post(base_url + "/chat/completions", again, 0) for _ in range(CROWD)]
             await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), TIMEOUT_S)
+            # Its reward would lack the answers to these.
+            raise KeyError("the chaos suite")
         case "sends a flood":
             await flood(base_url)
         case "opens hundreds of connections":
