@@ -102,6 +102,8 @@ def open_client(url: str, connected: Callable[[], None] | None = None) -> redis.
             health_check_interval=0,
             command_packer=CommandPacker(),
         )
+        if "sentinel" in pool.connection_kwargs:
+            pool.connection_class = failures.sentinel_class(url, pool.connection_kwargs.get("sentinels", ""))
     except ValueError as error:
         # If the password contains a slash, a part of it is taken for the port and appears in the error.
         why = "a / ? # in its password must be %2F %3F %23" if "@" in url and "Port" in str(error) else error

@@ -1,16 +1,19 @@
 """Failures of a connection that need more than a retry: a run that moved to another node, and rejected TLS.
 
 In Redis Cluster all keys of a run share one hash tag, so one node has them all. Any other node names it in its error
-(MOVED), also after a failover. An invalid certificate stays invalid, so it is reported at once, not after a deadline.
+(MOVED), also after a failover. With Redis Sentinel, each new connection asks which node is the primary. An invalid
+certificate stays invalid, so it is reported at once, not after a deadline.
 """
 
 from __future__ import annotations
 
 import ssl
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 import redis
+from redis.sentinel import MasterNotFoundError, Sentinel
 
 from schemas.errors import ConfigError
 
@@ -20,6 +23,10 @@ MOVING = (redis.exceptions.AskError, redis.exceptions.TryAgainError, redis.excep
 DEMOTED = (redis.exceptions.ReadOnlyError, redis.exceptions.MasterDownError)
 """Errors of a replica (READONLY, MASTERDOWN). After a failover the host name in the URL may lead to the new primary,
 but an open connection still leads to the old one."""
+
+
+SENTINEL_TIMEOUT_S = 2.0
+"""Longest wait for the answer of one Sentinel, before the next is asked."""
 
 
 def is_demotion(error: redis.RedisError) -> bool:
@@ -37,6 +44,49 @@ def redirect_url(url: str, moved: redis.exceptions.MovedError) -> str:
     if scheme == "unix":
         scheme, path = "redis", ""
     return urlunsplit((scheme, f"{user}{at}{address}:{moved.port}", path, query, ""))
+
+
+class SentinelConnection(redis.Connection):
+    """Connection to the primary that Sentinel names: ``redis://SENTINEL:26379/0?sentinel=PRIMARY&sentinels=HOST:PORT,…``.
+
+    Each connect asks the Sentinels in turn, so the first one after a failover leads to the new primary.
+    """
+
+    def __init__(self, sentinel: str, sentinels: str = "", sentinel_password: str | None = None, **rest: Any) -> None:
+        super().__init__(**rest)  # type: ignore[no-untyped-call]
+        options = {name: value for name, value in rest.items() if name.startswith(("ssl_", "retry"))}
+        options |= {"ssl": isinstance(self, redis.SSLConnection), "password": sentinel_password}
+        options |= {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S}
+        self._places = [(self.host, self.port), *split_places(sentinels, self.port)]
+        self._primary, self._sentinel = sentinel, Sentinel(self._places, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+
+    def _connect(self) -> Any:
+        try:
+            self.host, self.port = self._sentinel.discover_master(self._primary)  # type: ignore[no-untyped-call]
+        except MasterNotFoundError as error:
+            asked = ", ".join(f"{host}:{port}" for host, port in self._places)
+            raise redis.ConnectionError(f"no Sentinel names a primary {self._primary!r}, asked {asked}") from error
+        return super()._connect()  # type: ignore[no-untyped-call]
+
+
+class SentinelTlsConnection(SentinelConnection, redis.SSLConnection):
+    """The same with TLS, to the Sentinels and to the primary."""
+
+
+def split_places(places: str, port: int) -> list[tuple[str, int]]:
+    """Split ``HOST:PORT,HOST`` into hosts and ports; ValueError if a host is missing or a port is no number."""
+    parts = [urlsplit(f"//{place}") for place in places.split(",") if place]
+    if not all(part.hostname for part in parts):
+        raise ValueError(f"sentinels={places} must be HOST:PORT,HOST:PORT")
+    return [(str(part.hostname), part.port or port) for part in parts]
+
+
+def sentinel_class(url: str, sentinels: str) -> type[SentinelConnection]:
+    """Return the class of connections for a URL with ``sentinel=``; ValueError if the URL cannot have that."""
+    split_places(sentinels, 0)
+    if url.startswith("unix:"):
+        raise ValueError("sentinel= needs redis:// or rediss://, with the address of a Sentinel")
+    return SentinelTlsConnection if url.startswith("rediss:") else SentinelConnection
 
 
 FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
