@@ -21,6 +21,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -137,26 +138,40 @@ def _edited(text: str, number: int, at: int, drop: bool) -> str:
     return ast.unparse(tree)
 
 
-def _tree_variants(text: str) -> Iterator[Variant]:
-    """Take out each leaf of a YAML file."""
+def _toml_variants(text: str) -> Iterator[Variant]:
+    return _tree_variants(text, tomllib.loads, _toml)
+
+
+def _toml(value: Any, top: bool = True) -> str:
+    """Return a tree as TOML, a line for each of its sections."""
+    if isinstance(value, dict):
+        pairs = [f"{json.dumps(key)} = {_toml(one, False)}" for key, one in value.items()]
+        return "\n".join(pairs) if top else "{" + ", ".join(pairs) + "}"
+    return f"[{', '.join(_toml(one, False) for one in value)}]" if isinstance(value, list) else json.dumps(value)
+
+
+def _tree_variants(
+    text: str, loads: Callable[[str], Any] = yaml.safe_load, dumps: Callable[[Any], str] = yaml.safe_dump
+) -> Iterator[Variant]:
+    """Take out each leaf of a YAML or TOML file."""
 
     def leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         for name, value in node.items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and value:
                 yield from leaves(value, (*path, name))
             else:
                 yield (*path, name)
 
-    for path in leaves(yaml.safe_load(text)):
+    for path in leaves(loads(text)):
         texts = []
         for drop in (True, False):
-            tree = node = yaml.safe_load(text)
+            tree = node = loads(text)
             for name in path[:-1]:
                 node = node[name]
             value = node.pop(path[-1])
             if not drop:
                 node[path[-1]] = yaml.safe_load(_another(str(value)))
-            texts.append(yaml.safe_dump(tree, sort_keys=False))
+            texts.append(dumps(tree))
         yield ".".join(map(str, path)), *texts
 
 
@@ -168,6 +183,15 @@ def _holding(pattern: str, *words: str) -> Callable[[Path], list[Path]]:
 
 
 EXAMPLES = {
+    "prime_rl": Examples(
+        _holding("*/**/*.toml", "[orchestrator"), lambda file: file.read_text(encoding="utf-8"), _toml_variants
+    ),
+    "rlinf": Examples(
+        _holding("examples/[ar][eg]*/**/*.yaml", "\nalgorithm:"), lambda file: file.read_text(), _tree_variants
+    ),
+    "areal": Examples(
+        _holding("examples/**/*.yaml", "\ntrial_name:"), lambda file: file.read_text(encoding="utf-8"), _tree_variants
+    ),
     "verl": Examples(
         _holding("examples/**/*.sh", "main_ppo"),
         lambda file: shlex.join(word for word in command_line(file) if UNKNOWN not in word),
@@ -239,6 +263,8 @@ def main() -> None:
     parser.add_argument("--system", choices=sorted(EXAMPLES), required=True)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     given = parser.parse_args()
+    # The parser in C: there are thousands of variants.
+    yaml.SafeLoader, yaml.SafeDumper = yaml.CSafeLoader, yaml.CSafeDumper  # type: ignore[misc, assignment]
     files = EXAMPLES[given.system].files(given.folder)
     found = {str(file.relative_to(given.folder)): measure(file, given.system) for file in files}
     if given.json:

@@ -102,15 +102,20 @@ def agent(
 
 @app.command(rich_help_panel=RUN)
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A script or YAML file of TRL or verl.")],
-    system: Annotated[str | None, typer.Option("--from", help="trl or verl; default: detect it from the file.")] = None,
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A script or configuration file of TRL, verl, AReaL, RLinf or prime-rl."),
+    ],
+    system: Annotated[
+        str | None, typer.Option("--from", help="verl, trl, trl-dpo, areal, rlinf or prime_rl; default: detect it.")
+    ] = None,
     processes: Annotated[
         int, typer.Option(min=1, help="GPUs that trained there; the trainer is sharded over as many.")
     ] = 1,
     out: Annotated[Path | None, typer.Option(help="New file for the configuration; default: print it.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Convert a TRL GRPO or verl configuration, and list the settings that have no counterpart."""
+    """Convert a configuration of TRL, verl, AReaL, RLinf or prime-rl, and list what has no counterpart."""
     from deploy.migrate.convert import convert_file, render
 
     name, done = convert_file(file, system, processes)

@@ -20,6 +20,12 @@ class Unread(str):
     """Source of a value that only running the script could tell."""
 
 
+class Reference(str):
+    """Value of a setting that is the same as another setting, with what it stands for in ``value``."""
+
+    value: Any = None
+
+
 @dataclass(frozen=True)
 class ConversionRule:
     """The conversion of one setting of the other system.
@@ -47,7 +53,8 @@ def same(value: Any) -> Any:
 class Conversion:
     """The configuration so far, and what was not carried over.
 
-    found: the other system's settings by key, those with known values in `known`. left_out: keys with the reason.
+    found: the other system's settings by key. known: those with known values, where references have the value they
+    stand for. left_out: keys with the reason.
     unknown: keys of no rule. to_do: what is left to do.
     """
 
@@ -61,10 +68,15 @@ class Conversion:
 
     def __post_init__(self) -> None:
         """Carry over what a rule does by itself, and note what has no counterpart, is not known or can't be read."""
-        self.known = {key: value for key, value in self.found.items() if not isinstance(value, Unread)}
+        self._by_key = {rule.theirs: rule for rule in self.rules}
+        self.known = {key: _plain(value) for key, value in self.found.items() if not isinstance(value, Unread)}
         for key, value in self.found.items():
             rule = self.rule(key)
-            if isinstance(value, Unread) and (rule is None or rule.ours):
+            if isinstance(value, Reference):
+                # The setting that it refers to is the one that is named.
+                if rule is not None and rule.convert is not None:
+                    self.set(rule.ours, rule.convert(value.value))
+            elif isinstance(value, Unread) and (rule is None or rule.ours):
                 self.ask(f"{key} is {value!s}, which only a run of the script tells: set {_ours(rule)}", key)
             elif rule is None:
                 self.unknown.append(key)
@@ -75,10 +87,9 @@ class Conversion:
 
     def rule(self, key: str) -> ConversionRule | None:
         """Return the rule of a key: its own, else that of the innermost section."""
-        by_key = {rule.theirs: rule for rule in self.rules}
         parts = key.split(".")
         sections = (".".join([*parts[:length], "*"]) for length in range(len(parts) - 1, -1, -1))
-        return next((by_key[name] for name in (key, *sections) if name in by_key), None)
+        return next((self._by_key[name] for name in (key, *sections) if name in self._by_key), None)
 
     def get(self, path: str) -> Any:
         """Return ``a.b.c`` of the configuration, None if it is not set."""
@@ -106,6 +117,14 @@ class Conversion:
         """Note why a setting is not carried over."""
         self.left_out[key] = reason
 
+    def truncate(self, top_p: float, top_k: int) -> None:
+        """Sample from a part of the distribution, unless both leave all of it; a top_k of a million keeps all."""
+        keeps_k = 0 < top_k < 1_000_000
+        if top_p < 1 or keeps_k:
+            self.set("sampling.top_p", top_p)
+            self.set("sampling.top_k", top_k if keeps_k else -1)
+            self.set("generator.allow_truncated", True)
+
     def read_images(self, column: str, *refused: str) -> None:
         """Make the policy a model that reads images, from this column of each dataset, without what it refuses."""
         self.set("model.kind", "vision")
@@ -125,6 +144,8 @@ class Conversion:
             rule = self.rule(key)
             if rule is None or key in self.left_out or key in self._named or value is None or value in rule.idle:
                 continue
+            if isinstance(self.found[key], Reference):
+                continue
             if not any(self.get(_setting(path)) is not None for path in rule.ours.split(", ")):
                 self.leave(key, f"not carried over; see {rule.ours}" + (f" ({rule.note})" if rule.note else ""))
 
@@ -143,6 +164,10 @@ class Conversion:
     def _written(self, key: str) -> str:
         value = " ".join(str(self.found[key]).split()) if key in self.found else None
         return key if value is None else f"{key}={value}"
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Reference) else value
 
 
 def _setting(path: str) -> str:

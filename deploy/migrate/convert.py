@@ -6,11 +6,18 @@ from pathlib import Path
 
 import yaml
 
-from deploy.migrate import trl, trl_dpo, verl
+from deploy.migrate import areal, prime_rl, rlinf, trl, trl_dpo, verl
 from deploy.migrate.conversion import Conversion, ForeignSystem
 from schemas.errors import ConfigError
 
-SYSTEMS: dict[str, ForeignSystem] = {"verl": verl.SYSTEM, "trl-dpo": trl_dpo.SYSTEM, "trl": trl.SYSTEM}
+SYSTEMS: dict[str, ForeignSystem] = {
+    "areal": areal.SYSTEM,
+    "prime_rl": prime_rl.SYSTEM,
+    "rlinf": rlinf.SYSTEM,
+    "verl": verl.SYSTEM,
+    "trl-dpo": trl_dpo.SYSTEM,
+    "trl": trl.SYSTEM,
+}
 """By the name that ``--from`` takes. The first that a file looks like reads it; TRL takes any mapping in YAML."""
 
 

@@ -51,10 +51,7 @@ def convert(done: Conversion, processes: int = 1) -> None:
 
 def _sampling(done: Conversion, known: Mapping[str, Any]) -> None:
     top_p, top_k = known.get("top_p", 1.0), known.get("top_k", 0)
-    if top_p < 1 or top_k > 0:
-        done.set("sampling.top_p", top_p)
-        done.set("sampling.top_k", top_k or -1)
-        done.set("generator.allow_truncated", True)
+    done.truncate(top_p, top_k)
     done.set("run.name", run_name(known.get("run_name")))
 
 

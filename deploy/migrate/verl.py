@@ -173,10 +173,7 @@ def _engine(done: Conversion, known: Mapping[str, Any]) -> None:
         if ".engine_kwargs." in key and f".engine_kwargs.{engine}." not in key:
             done.leave(key, f"not of the engine {engine}")
     top_p, top_k = known.get(f"{ROLLOUT}.top_p", 1), known.get(f"{ROLLOUT}.top_k", -1)
-    if top_p < 1 or top_k > 0:
-        done.set("sampling.top_p", top_p)
-        done.set("sampling.top_k", top_k or -1)
-        done.set("generator.allow_truncated", True)
+    done.truncate(top_p, top_k)
 
 
 def _optimizer(done: Conversion, known: Mapping[str, Any]) -> None:

@@ -67,6 +67,7 @@ def test_the_converted_script_is_a_whole_configuration(project: Path) -> None:
     assert found["train"] == {"name": "jsonl", "args": {"path": "sums.jsonl", "answer": None}}
     assert found["reward"]["terms"] == [{"name": "rewards.py:exact"}]
     assert (found["sampling"]["n"], found["trainer"]["batch_groups"]) == (8, 4)
+    assert "data_files" not in (project / "run.yaml").read_text(), "what is carried over is not named as left out"
 
 
 def test_the_services_of_four_machines_train_together(project: Path, tmp_path: Path, server: EmbeddedServer) -> None:

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from deploy.checks.names import check_names
-from deploy.migrate import trl, verl
+from deploy.migrate import trl
 from deploy.migrate.conversion import ConversionRule
+from deploy.migrate.convert import SYSTEMS
 from schemas.config import TidemillConfig, parse_config
 from schemas.config.loading import _paths
 from schemas.errors import ConfigError
@@ -240,7 +241,7 @@ def test_a_yaml_file_of_verl(tmp_path: Path) -> None:
     [
         ("a.py", "print(1)", "makes none of GRPOConfig, RLOOConfig"),
         ("a.py", "def", "invalid syntax"),
-        ("a.sh", "ls -l", "looks like a file of none of verl, TRL"),
+        ("a.sh", "ls -l", "looks like a file of none of AReaL, prime-rl"),
         ("a.sh", "verl", "has no overrides"),
         ("a.sh", "verl 'open", "line 1 is not understood as bash"),
         ("a.sh", "main_ppo data.max_prompt_length=many algorithm.lam=1", "a value of another type than verl"),
@@ -269,7 +270,7 @@ def test_a_file_that_exists_is_not_written_over(tmp_path: Path) -> None:
     assert "exists" in done.stderr
 
 
-@pytest.mark.parametrize("rules", [trl.RULES, verl.RULES], ids=["trl", "verl"])
+@pytest.mark.parametrize("rules", [system.rules for system in SYSTEMS.values()], ids=list(SYSTEMS))
 def test_every_setting_of_ours_that_a_rule_names_exists(rules: tuple[ConversionRule, ...]) -> None:
     known = {".".join(path) for path in _paths(TidemillConfig)}
     for rule in rules:
@@ -305,5 +306,5 @@ def test_every_setting_of_trl_that_a_rule_names_exists() -> None:
                 known.add(node.target.id)
             elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
                 known |= {arg.arg for arg in node.args.args}
-    ours, of_peft, of_older_releases = {"trainer", "shown_flags"}, {"task_type"}, {"warmup_ratio"}
+    ours, of_peft, of_older_releases = {"trainer", "shown_flags", "data_files"}, {"task_type"}, {"warmup_ratio"}
     assert {rule.theirs for rule in trl.RULES} - known <= ours | of_peft | of_older_releases

@@ -1,0 +1,160 @@
+"""YAML of Hydra and OmegaConf: references to other settings, overrides by dotted keys, and files that others include.
+
+Their own libraries pin a version of the ANTLR runtime that math-verify excludes.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.migrate.conversion import Reference, Unread
+from deploy.migrate.shell import UNKNOWN
+from schemas.errors import ConfigError
+
+REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+OVERRIDE = re.compile(r"^\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)$", re.DOTALL)
+OWN = ("_target_", "defaults")
+RESOLVERS: dict[str, Callable[..., Any]] = {
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "add": operator.add,
+    "int_div": operator.floordiv,
+    "not": operator.not_,
+}
+"""Functions in references that systems register, such as ``${subtract:${a}, 1}``."""
+
+
+def read_yaml(text: str, file: Path) -> dict[str, Any]:
+    """Return a file's mapping; ConfigError, yaml.YAMLError."""
+    tree = yaml.safe_load(text)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} must hold settings, it holds {type(tree).__name__}")
+    return tree
+
+
+def overrides(words: list[str]) -> dict[str, Any]:
+    """Return the overrides among the words of a command line, such as ``actor.lr=1e-6``, by key."""
+    return {match[1]: parse_value(match[2]) for word in words if (match := OVERRIDE.match(word))}
+
+
+def parse_value(text: str) -> Any:
+    """Return the value of an override, Unread if only a run of its script tells it."""
+    if UNKNOWN in text:
+        return Unread(text.replace(UNKNOWN, ""))
+    try:
+        return number(yaml.safe_load(text))
+    except yaml.YAMLError:
+        return text
+
+
+def number(value: Any) -> Any:
+    """Return a number that YAML 1.1 reads as text, such as 1e-6, as a number."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
+
+
+def merge(base: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested sections with those of another mapping over them."""
+    merged = dict(base)
+    for name, value in more.items():
+        below = merged.get(name)
+        merged[name] = merge(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def compose(file: Path, tree: dict[str, Any], folder: Path | None = None, depth: int = 8) -> dict[str, Any]:
+    """Return a configuration with the files that its ``defaults`` include, in Hydra's order.
+
+    What is not beside the file becomes the setting ``defaults.NAME``, so that it is named. folder: Hydra's own, by
+    default that of the file.
+    """
+    folder = file.parent if folder is None else folder
+    composed: dict[str, Any] = {}
+    own = {name: value for name, value in tree.items() if name != "defaults"}
+    entries = tree.get("defaults") or []
+    for entry in entries if isinstance(entries, list) else []:
+        if entry == "_self_":
+            composed, own = merge(composed, own), {}
+            continue
+        key, name = next(iter(entry.items())) if isinstance(entry, dict) else (entry, None)
+        group, _, package = str(key).removeprefix("override ").removeprefix("optional ").partition("@")
+        if group.startswith("hydra/") or (isinstance(entry, dict) and name is None):
+            continue
+        path = folder / f"{group if name is None else f'{group}/{name}'}.yaml"
+        if not path.is_file() or depth == 0:
+            composed = merge(composed, {"defaults": {str(key): name or "included"}})
+            continue
+        inside = compose(path, read_yaml(path.read_text(encoding="utf-8"), path), folder, depth - 1)
+        where = package or (group.replace("/", ".") if name else "")
+        for part in reversed([] if where in ("", "_global_", "_here_") else where.split(".")):
+            inside = {part: inside}
+        composed = merge(composed, inside)
+    return merge(composed, own)
+
+
+def settings(tree: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the settings of nested sections by dotted key, without those that are null or Hydra's own.
+
+    given: overrides by dotted key. A setting that only refers to another one is a Reference with its value,
+    text that a reference stands in has it put in, and what only a run tells (``${oc.env:HOME}``) is Unread.
+    """
+    flat = dict(_leaves(tree))
+    flat |= given or {}
+    for key, value in list(flat.items()):
+        whole = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if whole is None:
+            continue
+        below = f"{whole[1]}."
+        for other in [name for name in flat if name.startswith(below)]:
+            flat[f"{key}.{other.removeprefix(below)}"] = f"${{{other}}}"
+            flat[key] = None
+    found = {}
+    for key, written in flat.items():
+        value = number(_resolved(written, flat, 16))
+        if value is None:
+            continue
+        if isinstance(written, str) and REFERENCE.fullmatch(written) and not isinstance(value, Unread):
+            reference = Reference(written)
+            reference.value = value
+            value = reference
+        found[key] = value
+    return found
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        key = f"{path}.{name}".lstrip(".")
+        if name in OWN and not (name == "defaults" and isinstance(value, dict)):
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, key)
+        else:
+            yield key, value
+
+
+def _resolved(value: Any, flat: Mapping[str, Any], depth: int) -> Any:
+    if not isinstance(value, str) or isinstance(value, Unread) or "${" not in value:
+        return value
+    whole = REFERENCE.fullmatch(value)
+    if whole is not None:
+        name = whole[1].strip()
+        if name in flat and depth:
+            return _resolved(flat[name], flat, depth - 1)
+        function, _, given = name.partition(":")
+        try:
+            return RESOLVERS[function](*(yaml.safe_load(one) for one in given.split(",")))
+        except (KeyError, TypeError, ZeroDivisionError, yaml.YAMLError):
+            return Unread(value)
+    text, count = REFERENCE.subn(lambda found: str(_resolved(found[0], flat, depth - 1)), value)
+    return (
+        _resolved(text, flat, depth - 1)
+        if depth and count and "${" in text and text != value
+        else (Unread(text) if "${" in text else text)
+    )

@@ -1,0 +1,132 @@
+"""RLinf's Hydra files become configurations, with the files that they include and the references among settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.checks.names import check_names
+from deploy.migrate.convert import convert_file
+from deploy.migrate.hydra import compose, settings
+from schemas.config import parse_config
+from schemas.errors import ConfigError
+
+FILE = """
+defaults:
+  - ../engines/sharded@actor.fsdp_config
+  - absent/thing@actor.other
+  - override hydra/job_logging: stdout
+cluster:
+  component_placement: {actor: 0-3, rollout: 4-7}
+runner: {task_type: reasoning, seq_length: 1000, max_steps: 10, val_check_interval: -1, experiment_name: Go 1}
+algorithm:
+  group_size: 8
+  n_minibatches: 4
+  adv_type: grpo
+  kl_beta: 0.001
+  kl_penalty_type: low_var_kl
+  clip_ratio_c: null
+  sampling_params: {temperature: 1.0, max_new_tokens: "${subtract:${runner.seq_length}, ${data.max_prompt_length}}"}
+rollout:
+  model: {model_path: org/m}
+  rollout_backend: vllm
+  tensor_parallel_size: 2
+  gpu_memory_utilization: 0.5
+data: {rollout_batch_size: 32, max_prompt_length: 400, train_data_paths: [d/rows.jsonl], answer_key: solutions}
+actor:
+  model: {model_path: "${rollout.model.model_path}", precision: bf16}
+  optim: {lr: 2e-5, adam_beta2: 0.95}
+reward: {reward_type: math, reward_scale: 5.0}
+"""
+
+
+def convert(tmp_path: Path, *changes: tuple[str, str], added: str = "") -> tuple[dict[str, Any], list[str]]:
+    """The configuration of the file with some text replaced, which nothing but FILL_IN refuses, and the notes."""
+    text = FILE
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    (tmp_path / "math").mkdir(exist_ok=True)
+    (tmp_path / "engines").mkdir(exist_ok=True)
+    (tmp_path / "engines" / "sharded.yaml").write_text("strategy: fsdp\n")
+    file = tmp_path / "math" / "grpo.yaml"
+    file.write_text(text + added)
+    title, done = convert_file(file)
+    assert title == "RLinf"
+    if "FILL_IN" not in str(done.config):
+        check_names(parse_config(done.config))
+    return done.config, done.notes()
+
+
+def test_a_file(tmp_path: Path) -> None:
+    config, notes = convert(tmp_path)
+    trainer = config["trainer"]
+    assert (config["model"]["path"], config["model"]["max_length"], config["run"]["name"]) == ("org/m", 1000, "go-1")
+    assert (config["sampling"]["max_tokens"], config["sampling"]["n"]) == (600, 8)
+    assert (trainer["batch_groups"], trainer["minibatches"], trainer["steps"]) == (32, 4, 10)
+    assert trainer["loss"] == {"name": "ppo", "args": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1e9}}
+    assert trainer["kl"] == {"coef": 0.001, "estimator": "k3", "place": "loss"}
+    assert config["train"]["args"] == {"path": "d/rows.jsonl", "prompt": "prompt", "answer": "solutions"}
+    assert config["generator"]["args"] == {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
+    for text in (
+        "actor.fsdp_config.strategy=fsdp",
+        "defaults.absent/thing@actor.other=included",
+        "RLinf places {'actor': '0-3', 'rollout': '4-7'}",
+        "reward.reward_scale=5.0: the advantage divides",
+    ):
+        assert any(text in note for note in notes), (text, notes)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "advantage"), [("reinpp", "reinforce_pp"), ("gae", "gae"), ("grpo_dynamic", "FILL_IN")]
+)
+def test_advantages(tmp_path: Path, theirs: str, advantage: str) -> None:
+    config, _ = convert(tmp_path, ("adv_type: grpo", f"adv_type: {theirs}"))
+    assert config["trainer"]["advantage"]["name"] == advantage
+
+
+def test_an_agent_is_never_a_single_turn(tmp_path: Path) -> None:
+    config, notes = convert(tmp_path, added="agentloop: {max_turns: 4}\n")
+    assert config["generator"]["workflow"] == {"name": "FILL_IN"}
+    assert any("agentloop.max_turns=4" in note for note in notes)
+
+
+def test_images(tmp_path: Path) -> None:
+    config, _ = convert(
+        tmp_path, ("answer_key: solutions", "image_keys: [picture]"), ("_backend: vllm", "_backend: sglang")
+    )
+    assert (config["model"]["kind"], config["train"]["args"]["image"]) == ("vision", "picture")
+    assert config["generator"]["engine"] == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (("task_type: reasoning", "task_type: embodied"), "trains a robot's policy"),
+        (("algorithm:", "other:"), "has no section algorithm"),
+    ],
+)
+def test_what_is_not_read_is_told_in_a_line(tmp_path: Path, change: tuple[str, str], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        convert(tmp_path, change)
+
+
+def test_files_that_a_file_includes_come_in_hydras_order(tmp_path: Path) -> None:
+    """Of two files the later one counts, the file itself where ``_self_`` stands, else last."""
+    (tmp_path / "opt").mkdir()
+    (tmp_path / "opt" / "a.yaml").write_text("lr: 1\nwd: 1\n")
+    (tmp_path / "base.yaml").write_text("opt: {wd: 2}\nn: 1\n")
+    tree = {"defaults": [{"opt": "a"}, "base"], "opt": {"lr": 3}}
+    assert compose(tmp_path / "x.yaml", tree) == {"opt": {"lr": 3, "wd": 2}, "n": 1}
+    tree = {"defaults": ["_self_", "base"], "n": 5}
+    assert compose(tmp_path / "x.yaml", tree)["n"] == 1
+
+
+def test_references(tmp_path: Path) -> None:
+    tree = {"a": 3, "b": "${a}", "c": "x-${a}", "d": {"e": "${oc.env:HOME}"}, "s": {"t": 1}, "u": "${s}", "none": None}
+    found = settings(tree, {"a": 4})
+    assert (found["b"].value, found["c"], found["u.t"].value, "none" in found) == (4, "x-4", 1, False)
+    assert type(found["d.e"]).__name__ == "Unread"
+    assert settings({"a": "${b}", "b": "${a}"}).keys() == {"a", "b"}, "a circle ends"
