@@ -21,7 +21,7 @@ from deploy.migrate.conversion import (
     same,
     schedule,
 )
-from deploy.migrate.hydra import overrides, read_yaml, settings
+from deploy.migrate.hydra import find_above, overrides, read_yaml, settings
 from deploy.migrate.shell import command_lines
 from schemas.errors import ConfigError
 
@@ -487,7 +487,7 @@ def _read(file: Path, text: str) -> dict[str, Any]:
         at = next((at for at, word in enumerate(words) if word in ("--config", "--config-file")), None)
         if at is not None and at + 1 < len(words):
             name = words[at + 1]
-            config = next((folder / name for folder in file.resolve().parents if (folder / name).is_file()), None)
+            config = find_above(file, name)
             if config is None:
                 raise ConfigError(f"{file} starts from {name}, which is neither beside it nor in a folder above")
             return settings(read_yaml(config.read_text(encoding="utf-8"), config), overrides(words[at + 2 :]))

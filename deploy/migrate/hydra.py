@@ -38,6 +38,11 @@ def read_yaml(text: str, file: Path) -> dict[str, Any]:
     return tree
 
 
+def find_above(file: Path, name: str) -> Path | None:
+    """Return a file that a script names from its own folder, or from a folder above, where it is started."""
+    return next((folder / name for folder in file.resolve().parents if (folder / name).is_file()), None)
+
+
 def overrides(words: list[str]) -> dict[str, Any]:
     """Return the overrides among the words of a command line, such as ``actor.lr=1e-6``, by key."""
     return {match[1]: parse_value(match[2]) for word in words if (match := OVERRIDE.match(word))}

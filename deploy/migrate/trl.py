@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from deploy.migrate.conversion import FILL_IN, Conversion, ForeignSystem, reads_images, run_name, schedule
+from deploy.migrate.hydra import read_yaml
 from deploy.migrate.shell import command_lines
 from deploy.migrate.trl_rules import ADVANTAGES, AGGREGATIONS, DEFAULTS, REWARDS, RULES
 from deploy.migrate.trl_script import CONFIGS, read_flags, read_script
@@ -240,15 +239,7 @@ def read(file: Path, text: str) -> dict[str, Any]:
         if found is None:
             raise ConfigError(f"{file} makes none of {', '.join(CONFIGS)}: there is nothing to convert")
         return found
-    return read_mapping(file, text)
-
-
-def read_mapping(file: Path, text: str) -> dict[str, Any]:
-    """Return the top level of a YAML file; ConfigError if it is no mapping."""
-    tree = yaml.safe_load(text)
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file} must hold settings, it holds {type(tree).__name__}")
-    return {str(key): value for key, value in tree.items()}
+    return read_yaml(text, file)
 
 
 def _read_shell(file: Path, text: str) -> dict[str, Any]:
@@ -265,7 +256,7 @@ def _read_shell(file: Path, text: str) -> dict[str, Any]:
             names = {"grpo": "GRPO", "rloo": "RLOO", "dpo": "DPO"}
             return {"trainer": names.get(words[at], "GRPO"), **flags}
         inside = beside.read_text(encoding="utf-8")
-        given = read_script(beside, inside, flags) if beside.suffix == ".py" else read_mapping(beside, inside) | flags
+        given = read_script(beside, inside, flags) if beside.suffix == ".py" else read_yaml(inside, beside) | flags
         if given is not None:
             return given
     raise ConfigError(f"{file} starts no script and no trainer of TRL: there is nothing to convert")

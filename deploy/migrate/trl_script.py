@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from deploy.migrate.conversion import Unread
+from deploy.migrate.hydra import number
 from deploy.migrate.shell import UNKNOWN
 
 CONFIGS = ("GRPOConfig", "RLOOConfig", "AsyncGRPOConfig", "DPOConfig")
@@ -131,10 +132,7 @@ def _parsed(values: list[str]) -> Any:
         return True
     if any(UNKNOWN in one for one in values):
         return Unread(" ".join(values).replace(UNKNOWN, ""))
-    # Numbers such as 1e-5 are text for YAML 1.1.
-    parsed = [
-        float(one) if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", one) else yaml.safe_load(one) for one in values
-    ]
+    parsed = [number(yaml.safe_load(one)) for one in values]
     return parsed if len(parsed) > 1 else parsed[0]
 
 

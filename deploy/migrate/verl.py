@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
-from deploy.migrate.conversion import FILL_IN, Conversion, ForeignSystem, Unread, reads_images, run_name
-from deploy.migrate.shell import UNKNOWN, command_lines
+from deploy.migrate.conversion import FILL_IN, Conversion, ForeignSystem, Reference, Unread, reads_images, run_name
+from deploy.migrate.hydra import find_above, parse_value, read_yaml, settings
+from deploy.migrate.shell import command_lines
 from deploy.migrate.verl_rules import (
     ACTOR,
     ADVANTAGES,
@@ -38,19 +39,10 @@ def read_script(text: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for words in command_lines(text):
-        here = {match[1]: _value(match[2]) for word in words if (match := OVERRIDE.match(word))}
+        here = {match[1]: parse_value(match[2]) for word in words if (match := OVERRIDE.match(word))}
         if len(here) > len(found):
             found = here
     return found
-
-
-def _value(text: str) -> Any:
-    if UNKNOWN in text:
-        return Unread(text.replace(UNKNOWN, ""))
-    try:
-        return _number(yaml.safe_load(text))
-    except yaml.YAMLError:
-        return text
 
 
 def _read(file: Path, text: str) -> dict[str, Any]:
@@ -59,34 +51,19 @@ def _read(file: Path, text: str) -> dict[str, Any]:
         if not found:
             raise ConfigError(f"{file} has no overrides such as data.train_batch_size=1024")
         name, folder = str(found.get("--config-name", "")), str(found.get("--config-path", "config"))
-        config = _beside(file, f"{folder}/{name.removesuffix('.yaml')}.yaml") if name else None
+        config = find_above(file, f"{folder}/{name.removesuffix('.yaml')}.yaml") if name else None
         found = {**({} if config is None else _settings(config)), **found}
         tools = found.get(f"{TURNS}.tool_config_path")
-        beside = _beside(file, tools) if isinstance(tools, str) else None
+        beside = find_above(file, tools) if isinstance(tools, str) else None
         return found if beside is None else {**found, f"{TURNS}.tool_config_path": str(beside)}
     return _settings(file, text)
 
 
 def _settings(file: Path, text: str | None = None) -> dict[str, Any]:
-    tree = yaml.safe_load(file.read_text(encoding="utf-8") if text is None else text)
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file} must hold settings, it holds {type(tree).__name__}")
-    return {key: _number(value) for key, value in flatten({k: v for k, v in tree.items() if k != "hydra"})}
-
-
-def _beside(file: Path, name: str) -> Path | None:
-    """Return a file that a script names from its own folder, or from a folder above, where it is started."""
-    return next((folder / name for folder in file.resolve().parents if (folder / name).is_file()), None)
-
-
-def flatten(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of nested sections by their dotted key, without Hydra's own and those that refer to others."""
-    for name, value in tree.items():
-        key = f"{path}.{name}".lstrip(".")
-        if isinstance(value, Mapping):
-            yield from flatten(value, key)
-        elif value is not None and name not in ("_target_", "defaults") and not str(value).startswith(("${", "???")):
-            yield key, value
+    """Return the settings of a YAML file, less Hydra's own and those that refer to others, which these stand for."""
+    tree = read_yaml(file.read_text(encoding="utf-8") if text is None else text, file)
+    found = settings({key: value for key, value in tree.items() if key != "hydra"})
+    return {key: one for key, one in found.items() if one != "???" and not isinstance(one, Unread | Reference)}
 
 
 def convert(done: Conversion, processes: int = 1) -> None:
@@ -113,13 +90,6 @@ def convert(done: Conversion, processes: int = 1) -> None:
     _vision(done, known)
     _engine(done, known)
     _tools(done, known)
-
-
-def _number(value: Any) -> Any:
-    """Return a number that YAML 1.1 reads as text, such as 1e-6, as a number."""
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
-    return value
 
 
 def _run(done: Conversion, known: Mapping[str, Any], processes: int) -> None:
