@@ -50,6 +50,8 @@ def convert_text(file: Path, text: str, system: ForeignSystem, processes: int = 
         system.convert(done, processes)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} holds a value of another type than {system.title} gives it: {error}") from error
+    except ArithmeticError as error:
+        raise ConfigError(f"{file} holds a number that can't be used, such as 0 samples of a group: {error}") from error
     if done.get("model.path") is None:
         done.set("model.path", "MODEL")
         done.ask("model.path: a folder or a hub id")

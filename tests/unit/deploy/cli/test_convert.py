@@ -246,6 +246,7 @@ def test_a_yaml_file_of_verl(tmp_path: Path) -> None:
         ("a.sh", "verl 'open", "line 1 is not understood as bash"),
         ("a.sh", "main_ppo data.max_prompt_length=many algorithm.lam=1", "a value of another type than verl"),
         ("a.yaml", "num_generations: [4]\nper_device_train_batch_size: 8", "a value of another type than TRL"),
+        ("a.yaml", "num_generations: 0", "holds a number that can't be used"),
         ("a.yaml", "- 1", "must hold settings, it holds list"),
     ],
 )

@@ -1,0 +1,42 @@
+"""Whatever settings a file of another system holds, it becomes a configuration and notes, or is refused in one line."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.migrate.conversion import Unread
+from deploy.migrate.convert import SYSTEMS, convert_text, render
+from schemas.errors import ConfigError
+
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=5), st.just("$X"))
+VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(max_size=3), SCALARS, max_size=2))
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_value_ends_in_anything_but_a_line(name: str, data: st.DataObject) -> None:
+    keys = st.sampled_from([rule.theirs.replace("*", "other") for rule in SYSTEMS[name].rules])
+    drawn: dict[str, Any] = data.draw(st.dictionaries(keys, VALUES, max_size=12))
+    found = {key: Unread(value) if value == "$X" else value for key, value in drawn.items()}
+    system = replace(SYSTEMS[name], read=lambda file, text: found)
+    with suppress(ConfigError):
+        done = convert_text(Path("file"), "", system)
+        assert render(Path("file"), name, done)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_each_setting_is_carried_over_or_named(name: str) -> None:
+    """A setting of no rule, and one of each rule that has no counterpart."""
+    keys = [rule.theirs.replace("*", "other") for rule in SYSTEMS[name].rules if not rule.ours]
+    found = {"made.up": 7, **{key: 100 + at for at, key in enumerate(keys) if key != "shown_flags"}}
+    done = convert_text(Path("file"), "", replace(SYSTEMS[name], read=lambda file, text: found))
+    notes = " ".join(done.notes())
+    assert [key for key, value in found.items() if f"{key}={value}" not in notes] == []
