@@ -31,7 +31,7 @@ from typing import Any
 import yaml
 
 from deploy.checks.names import check_names
-from deploy.migrate.conversion import FILL_IN, Conversion
+from deploy.migrate.conversion import FILL_IN, Conversion, Unread
 from deploy.migrate.convert import SYSTEMS, convert_text
 from deploy.migrate.shell import UNKNOWN, command_lines
 from schemas.config import parse_config
@@ -80,9 +80,9 @@ def command_line(file: Path, timeout_s: float = 20) -> list[str]:
         records = [line.split("\x1f")[:-1] for line in out.read_text(encoding="utf-8", errors="replace").split("\x1e")]
     words = [word.replace("/mnt", ".") for word in max(records, key=_settings)]
     # Where bash ends before the command, for lack of a program or a folder, the converter's own reading is varied.
-    return (
-        words if _settings(words) else max(command_lines(file.read_text(encoding="utf-8")), key=_settings, default=[])
-    )
+    if any("main_ppo" in word for word in words):
+        return words
+    return max(command_lines(file.read_text(encoding="utf-8")), key=_settings, default=[])
 
 
 def _settings(words: list[str]) -> int:
@@ -250,10 +250,13 @@ def measure(file: Path, system: str) -> dict[str, Any]:
 
 
 def _misread(done: Conversion, plain: Conversion) -> list[str]:
-    """Return the settings that bash reads otherwise, less those that are named as known to a run only."""
-    named = " ".join(done.to_do)
+    """Return the settings that bash reads otherwise, less those that only a run tells."""
     keys = sorted({*done.found, *plain.found})
-    return [key for key in keys if done.found.get(key) != plain.found.get(key) and f"{key} is " not in named]
+    return [
+        key
+        for key in keys
+        if done.found.get(key) != plain.found.get(key) and not isinstance(done.found.get(key), Unread)
+    ]
 
 
 def main() -> None:
