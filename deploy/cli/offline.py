@@ -143,6 +143,10 @@ def plan(
         str | None,
         typer.Option(help="Instead, compute whether the training fits the memory of this card, for example h200."),
     ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help="With --gpu: links within a machine and between machines, by default nvlink,ib400."),
+    ] = None,
     trained: Annotated[
         float | None,
         typer.Option("--trained-tokens-per-s", min=1e-3, help="Speed of one trainer GPU; default: as measured."),
@@ -165,7 +169,7 @@ def plan(
     if gpu is not None:
         from deploy.planning.fit import fit
 
-        fit(load(config, overrides), gpus, gpu, as_json)
+        fit(load(config, overrides), gpus, gpu, link, as_json)
         return
     from deploy.planning.command import plan as make_plan
 

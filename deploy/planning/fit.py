@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,35 +19,13 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.launchers.gpus import engine_width, shared_utilization
+from deploy.planning.cards import ARITHMETIC, BANDWIDTH, TRANSFER, USABLE, StepTime, find_card, find_links, step_time
 from schemas.config import TidemillConfig, dump_config, parse_config
 from schemas.errors import ConfigError, TidemillError
 
 GIB = 1 << 30
-USABLE = 0.92
-"""Assumed share of a card's memory that tensors can have: the rest goes to CUDA, NCCL and fragments."""
-EFFICIENCY = 0.4
-"""Assumed share of a card's peak arithmetic that a step reaches."""
 LIMIT_S = 600.0
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
-
-
-@dataclass(frozen=True)
-class Card:
-    """A GPU. memory: bytes that its driver reports. tflops: dense, in 16-bit types, as its data sheet says."""
-
-    memory: int
-    tflops: float
-
-
-CARDS = {
-    "a100-40": Card(40960 << 20, 312),
-    "a100-80": Card(81920 << 20, 312),
-    "b200": Card(183359 << 20, 2250),
-    "h100": Card(81559 << 20, 989),
-    "h200": Card(143771 << 20, 989),
-    "l4": Card(23034 << 20, 121),
-    "l40s": Card(46068 << 20, 362),
-}
 
 
 @dataclass(frozen=True)
@@ -59,11 +37,12 @@ class PlanChange:
     trainer: dict[str, Any]
 
 
-def fit(config: TidemillConfig, gpus: int, gpu: str, as_json: bool) -> None:
-    """Print what a rank of the trainer and an engine need of a card, and what helps if the trainer does not fit."""
-    card = CARDS.get(gpu.lower())
-    if card is None:
-        raise ConfigError(f"--gpu {gpu!r} is not known, must be one of {', '.join(CARDS)}")
+def fit(config: TidemillConfig, gpus: int, gpu: str, link: str | None, as_json: bool) -> None:
+    """Print what a rank of the trainer and an engine need of a card, and what helps if the trainer does not fit.
+
+    link: see find_links.
+    """
+    card, links = find_card(gpu), find_links(link, gpu)
     shared = gpus == 1
     ranks = trainer_ranks(config, gpus)
     room = int(card.memory * USABLE)
@@ -77,25 +56,19 @@ def fit(config: TidemillConfig, gpus: int, gpu: str, as_json: bool) -> None:
     from deploy.planning.engine_size import size_engine
 
     engine = size_engine(config, size["model_parameters"], card.memory, shared)
-    seconds = size["flops"] * size["micro_batches"] / (card.tflops * 1e12 * EFFICIENCY)
+    tried = {"as configured": size, **helping}
+    times = {text: step_time(one, card, links) for text, one in tried.items()}
     if as_json:
-        found = {"ranks": ranks, "room": room, "fits": total(size) <= room, "trainer": size, "step_s": seconds}
-        typer.echo(json.dumps({**found, "helping": helping, "best": best, "engine": asdict(engine)}, indent=2))
+        sizes = [{name: value for name, value in one.items() if name != "operators"} for one in tried.values()]
+        rows = {text: {**one, "seconds": asdict(times[text])} for text, one in zip(tried, sizes, strict=True)}
+        found = {"ranks": ranks, "room": room, "fits": total(size) <= room, "trainer": rows.pop("as configured")}
+        typer.echo(json.dumps({**found, "helping": rows, "best": best, "engine": asdict(engine)}, indent=2))
         return
     typer.echo(
         f"{size['model_parameters'] / 1e9:.2f} B parameters, the trainer on {ranks} of {gpus} {gpu.lower()},"
         f" micro-batches of {size['tokens']:,} tokens, {size['micro_batches']} a rank in a step"
     )
-    tried = {"as configured": size, **helping}
-    table = Table("GiB of a rank")
-    for text in tried:
-        table.add_column(text, justify="right", overflow="fold")
-    for part in PARTS:
-        table.add_row(part, *(f"{one[part] / GIB:.1f}" for one in tried.values()))
-    table.add_row("total", *(f"{total(one) / GIB:.1f}" for one in tried.values()), end_section=True)
-    lefts = [(room - total(one)) / GIB for one in tried.values()]
-    table.add_row(f"left of {room / GIB:.1f}", *(f"[{'green' if left >= 0 else 'red'}]{left:.1f}[/]" for left in lefts))
-    Console().print(table)
+    _print_table(tried, times, room)
     missing = (total(size) - room) / GIB
     if missing <= 0:
         typer.echo(f"fits: {-missing:.1f} GiB are left of the {room / GIB:.1f} that tensors can have")
@@ -104,9 +77,14 @@ def fit(config: TidemillConfig, gpus: int, gpu: str, as_json: bool) -> None:
     if best is not None:
         enough = "it fits then" if total(helping[best]) <= room else "which is not enough by itself"
         typer.echo(f"helps most: {best}, {enough}")
+    for traffic in sorted(size["traffic"], key=lambda each: -each["sent"]):
+        if traffic["sent"] >= GIB / 20:
+            beside = "beside the arithmetic" if traffic["overlaps"] else "waited for"
+            typer.echo(f"{traffic['dimension']}: {traffic['kind']}, {traffic['sent'] / GIB:.1f} GiB sent, {beside}")
     typer.echo(
-        f"a step of the longest samples: {seconds:.0f} s of arithmetic at {EFFICIENCY:.0%} of {card.tflops:g} TFLOPS,"
-        " which is an assumption; communication is not counted"
+        f"times assume the longest samples, {ARITHMETIC:.0%} of {card.tflops:g} TFLOPS, {BANDWIDTH:.0%} of"
+        f" {card.tbps:g} TB/s of memory, {TRANSFER:.0%} of {links.inside:g} GB/s within a machine and of"
+        f" {links.between:g} between machines"
     )
     cache = "the cache of this kind of model is not computed"
     if engine.token is not None:
@@ -115,6 +93,22 @@ def fit(config: TidemillConfig, gpus: int, gpu: str, as_json: bool) -> None:
             f" {config.model.max_length:,} tokens in {engine.share:.0%} of the card"
         )
     typer.echo(f"an engine: {engine.weights / GIB:.1f} GiB of weights on a GPU, {cache}")
+
+
+def _print_table(tried: dict[str, dict[str, Any]], times: dict[str, StepTime], room: int) -> None:
+    table = Table("GiB of a rank")
+    for text in tried:
+        table.add_column(text, justify="right", overflow="fold")
+    for part in PARTS:
+        table.add_row(part, *(f"{one[part] / GIB:.1f}" for one in tried.values()))
+    table.add_row("total", *(f"{total(one) / GIB:.1f}" for one in tried.values()))
+    lefts = [(room - total(one)) / GIB for one in tried.values()]
+    table.add_row(f"left of {room / GIB:.1f}", *(f"[{'green' if left >= 0 else 'red'}]{left:.1f}[/]" for left in lefts))
+    table.add_section()
+    table.add_row("TFLOP of a step", *(f"{one['flops'] / 1e12:,.0f}" for one in tried.values()))
+    for name in ("arithmetic", "sharding", "exchanges", "total"):
+        table.add_row(f"seconds, {name}", *(f"{getattr(time, name):.1f}" for time in times.values()))
+    Console().print(table)
 
 
 def trainer_ranks(config: TidemillConfig, gpus: int) -> int:
@@ -133,12 +127,12 @@ def trainer_ranks(config: TidemillConfig, gpus: int) -> int:
     return ranks
 
 
-def total(size: dict[str, int]) -> int:
+def total(size: Mapping[str, Any]) -> int:
     """Return the bytes at the peak."""
-    return sum(size[name] for name in PARTS)
+    return sum(int(size[name]) for name in PARTS)
 
 
-def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> dict[str, int]:
+def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> dict[str, Any]:
     """Return the StepSize of rank 0 of ``ranks`` as a child process computes it; ConfigError if it cannot be computed.
 
     on_gpu: see rehearse.
@@ -181,10 +175,10 @@ def changes(config: TidemillConfig, ranks: int, shared: bool) -> list[PlanChange
     return [change for change in found if not (shared and change.ranks > ranks)]
 
 
-def _tried(config: TidemillConfig, ranks: int, shared: bool) -> dict[str, dict[str, int]]:
+def _tried(config: TidemillConfig, ranks: int, shared: bool) -> dict[str, dict[str, Any]]:
     """Return the sizes with one setting changed; one that cannot be computed is left out."""
 
-    def size(change: PlanChange) -> dict[str, int] | None:
+    def size(change: PlanChange) -> dict[str, Any] | None:
         values = dump_config(config)
         values["trainer"] = {**values.get("trainer", {}), **change.trainer, "processes": 1}
         try:

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -30,34 +31,12 @@ from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import TrainStep
 from deploy.planning.shapes import MemoryLedger, ShapesOnly
+from deploy.planning.step_size import StepSize, Traffic, cut_to, extrapolate, find_depths
+from deploy.planning.work import WorkLedger
 from schemas.config import TidemillConfig, parse_config
+from schemas.config.trainer import CHECKPOINTED_FROM
 from schemas.errors import ConfigError
 from schemas.model_folder import resolve_folder
-
-
-@dataclass(frozen=True)
-class StepSize:
-    """Bytes of one rank at the peak of a step, and its work.
-
-    model_parameters: of the whole model, a number. activations: kept for backward. temporary: gathered weights and
-    whatever else is in memory at the peak. flops: of one rank and one micro-batch of ``tokens``, of
-    which a step has ``micro_batches``.
-    """
-
-    model_parameters: int
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    temporary: int
-    flops: int
-    tokens: int
-    micro_batches: int
-
-    @property
-    def total(self) -> int:
-        """Return the bytes at the peak."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
 
 
 class _Alone:
@@ -70,7 +49,8 @@ class _Alone:
 def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSize:
     """Run the step of rank 0 of ``ranks`` on shapes; ConfigError names what cannot be computed so.
 
-    on_gpu: with the kernels and chunks that a GPU has, otherwise those of a CPU. The process can do nothing else later.
+    on_gpu: with the kernels and chunks that a GPU has, otherwise those of a CPU. A model of many equal layers is
+    computed with two small numbers of them, and the rest follows. The process can do nothing else later.
     """
     refuse(config)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
@@ -89,24 +69,37 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
     if on_gpu:
         packing.KERNELS["each"] = packing.KERNELS["varlen"]
         head.CPU_LOGITS = head.CHUNK_LOGITS
-    fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), MemoryLedger()
-    shapes = ShapesOnly(fake, ledger)
     try:
-        policy = _empty_policy(config, tried, fake)
-        number = sum(p.numel() for p in policy.parameters())
-        reference = None
-        if config.trainer.kl.coef and not config.trainer.lora_off:
-            reference = _empty_policy(config, tried, fake, reference=True)
-        with fake:
-            if reference is not None:
-                reference = joined.prepare(reference, DTYPES[config.model.dtype])
-            step = build_train_step(config, joined, policy=policy, reference=reference)
-        return _measure(config, step, reference, shapes, ledger, number)
+        model = load_model(config.model.path, "float32", config.model.trust_remote_code, empty=True)
+        depths = find_depths(model) if config.trainer.kl.model is None else None
+        if depths is None:
+            return _rehearse_whole(config, joined, tried)
+        checkpointed = sum(p.numel() for p in model.parameters()) >= CHECKPOINTED_FROM
+        found = []
+        for layers in depths[:2]:
+            with cut_to(config, layers, checkpointed) as cut:
+                found.append(_rehearse_whole(cut, joined, tried))
+        return extrapolate(*found, (depths[2] - depths[0]) / (depths[1] - depths[0]))
     except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
         raise ConfigError(
             f"model.path {config.model.path!r} with trainer.parallel ({config.trainer.parallel.sizes}) cannot be sized:"
             f" its step needs values, not only shapes ({str(error).splitlines()[0]})"
         ) from error
+
+
+def _rehearse_whole(config: TidemillConfig, joined: Ranks, tried: dict[str, bool]) -> StepSize:
+    fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), MemoryLedger()
+    shapes = ShapesOnly(fake, ledger)
+    policy = _empty_policy(config, tried, fake)
+    number = sum(p.numel() for p in policy.parameters())
+    reference = None
+    if config.trainer.kl.coef and not config.trainer.lora_off:
+        reference = _empty_policy(config, tried, fake, reference=True)
+    with shapes:
+        if reference is not None:
+            reference = joined.prepare(reference, DTYPES[config.model.dtype])
+        step = build_train_step(config, joined, policy=policy, reference=reference)
+    return _measure(config, step, reference, shapes, ledger, number)
 
 
 def refuse(config: TidemillConfig) -> None:
@@ -239,8 +232,10 @@ def _measure(
     base = ledger.live
     ledger.add(value for value in vars(batch[0]).values() if isinstance(value, Tensor))
     ledger.restart()
+    shapes.work = WorkLedger()
     kept, gradients = 0, 0
-    backward = step.update.backward
+    backward, change = step.update.backward, step.update.optimizer.step
+    changed = WorkLedger()
 
     def watched(loss: Tensor) -> None:
         nonlocal kept, gradients
@@ -248,22 +243,57 @@ def _measure(
         backward(loss)
         gradients = max(gradients, _gradient_bytes(step))
 
+    def watched_change() -> None:
+        nonlocal changed
+        before = shapes.work.copy()
+        change()
+        changed = shapes.work.since(before)
+
     step.update.backward = watched  # type: ignore[method-assign]
+    step.update.optimizer.step = watched_change  # type: ignore[assignment, method-assign]
     with ledger.watch_resizes(), shapes:
         step.run(StepBatch(batch), 0)
     temporary = max(0, ledger.peak - base - gradients - kept)
     tokens = int((batch[0].lengths + 1).sum())
-    return StepSize(
-        number,
-        parameters,
-        gradients,
-        optimizer,
-        kept,
-        temporary,
-        shapes.flops // len(batch),
-        tokens,
-        micro_batches(config, tokens, step.ranks.dp_size),
+    count = micro_batches(config, tokens, step.ranks.dp_size)
+    # Of a step's many micro-batches few were computed, and of its updates one an epoch.
+    once = Counter({key: calls * config.trainer.minibatches for key, calls in changed.operators.items()})
+    operators = Counter(
+        {key: calls * count // len(batch) for key, calls in shapes.work.since(changed).operators.items()}
     )
+    operators.update(once)
+    return StepSize(
+        model_parameters=number,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=kept,
+        temporary=temporary,
+        tokens=tokens,
+        micro_batches=count,
+        flops=WorkLedger(operators).flops,
+        operators=[(*key, calls) for key, calls in operators.items()],
+        traffic=[replace(each, sent=each.sent * count // len(batch)) for each in _traffic(shapes.work, step.ranks)],
+    )
+
+
+def _traffic(work: WorkLedger, ranks: Ranks) -> list[Traffic]:
+    """Name the dimension of the mesh for what each group of ranks sent."""
+    sharding = ranks._sharding_mesh
+    meshes = {name: ranks.mesh[name] for name in ("tensor", "context")}
+    meshes |= {name: sharding[name] if sharding.ndim > 1 else sharding for name in sharding.mesh_dim_names or ()}
+    names = {tuple(dist.get_process_group_ranks(mesh.get_group())): name for name, mesh in meshes.items()}
+    return [
+        Traffic(
+            dimension=(name := names.get(each.ranks, "world")),
+            kind=each.kind,
+            size=len(each.ranks),
+            span=each.ranks[-1] - each.ranks[0] + 1,
+            overlaps=name not in ("tensor", "context") and each.kind != "all-to-all",
+            sent=each.sent(message),
+        )
+        for each, message in work.messages.items()
+    ]
 
 
 def _gradient_bytes(step: TrainStep) -> int:

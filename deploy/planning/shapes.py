@@ -16,10 +16,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from deploy.planning.work import WorkLedger
 
 _aten: Any = torch.ops.aten
+_COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class MemoryLedger:
@@ -73,13 +75,13 @@ class MemoryLedger:
 class ShapesOnly(TorchDispatchMode):
     """Runs operators on fake tensors where weights take part, and on real ones where only ids and masks do.
 
-    flops: of all matrix products and attention so far, by PyTorch's own formulas.
+    work: what has been done so far.
     """
 
     def __init__(self, fake: FakeTensorMode, ledger: MemoryLedger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake, self._ledger = fake, ledger
-        self.flops = 0
+        self.work = WorkLedger()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -88,10 +90,13 @@ class ShapesOnly(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         if any(isinstance(leaf, DTensor) for leaf in leaves):
             return NotImplemented
-        faked = any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        faked = any(isinstance(leaf, FakeTensor) for leaf in tensors)
+        if not tensors and kwargs.get("dtype") in _COMPUTED:
+            # A buffer for weights or activations that is made of nothing.
+            faked = True
         out = self._on_shapes(func, args, kwargs) if faked else func(*args, **kwargs)
-        if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        self.work.note(func, args, kwargs, out)
         self._ledger.add(tree_leaves(out))
         return out
 
@@ -108,11 +113,20 @@ class ShapesOnly(TorchDispatchMode):
         elif func is _aten.masked_select.default:
             args, func = (args[0], [args[1].expand(args[0].shape)]), _aten.index.Tensor
         packet = func._overloadpacket
+        if packet is _aten._grouped_mm and args[0].dtype != torch.bfloat16:
+            # PyTorch describes its shapes in this type only.
+            dtype, args = args[0].dtype, tree_map_only(FakeTensor, _in_bfloat16, args)
+            with self._fake:
+                return func(*args, **{**kwargs, "out_dtype": None}).to(dtype)
         if packet in (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_):
             # How many places a mask marks decides a shape, so it must be real.
             args = (args[0], [part for index in args[1] for part in _places(index)], *args[2:])
         with self._fake:
             return func(*args, **kwargs)
+
+
+def _in_bfloat16(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
 
 def _places(index: Tensor | None) -> tuple[Tensor | None, ...]:

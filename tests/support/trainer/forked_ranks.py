@@ -28,6 +28,7 @@ _context.set_forkserver_preload(
         "tests.support.trainer.parallel_steps",
         "tests.support.trainer.sharded_steps",
         "tests.support.trainer.sharded_algorithms",
+        "tests.support.trainer.sized_steps",
     ]
 )
 

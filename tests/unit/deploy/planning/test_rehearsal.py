@@ -8,18 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from consumers.trainer.distributed.layout import Layout
-from consumers.trainer.step.build import build_train_step
-from consumers.trainer.step.train_step import StepBatch
+from deploy.planning.cards import CARDS
 from deploy.planning.engine_size import size_engine
-from deploy.planning.fit import CARDS, fit, rehearse_apart, trainer_ranks
-from deploy.planning.rehearsal import make_batch
-from schemas.config import TidemillConfig, parse_config
+from deploy.planning.fit import fit, rehearse_apart, trainer_ranks
 from schemas.errors import ConfigError
 from tests.support.models.tiny_model import make_tiny_model
+from tests.support.trainer.sized_steps import configuration, measure_step
 
 PEAK_TOLERANCE = 0.1
 QWEN_7B = {
@@ -34,52 +29,14 @@ QWEN_7B = {
 }
 
 
-def configuration(model: Path, **trainer: Any) -> TidemillConfig:
-    return parse_config(
-        {
-            "model": {"path": str(model), "dtype": "float32", "max_length": 256},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact_match"}]},
-            "sampling": {"max_tokens": 128, "n": 4},
-            "trainer": {"micro_batch_tokens": 1024, "batch_groups": 4, **trainer},
-        }
-    )
-
-
-def measured(config: TidemillConfig) -> dict[str, int]:
-    """Return the bytes of a real step on this CPU: the peak is that of PyTorch's own allocator."""
-    step = build_train_step(config)
-    states = [value for state in step.update.optimizer.state.values() for value in state.values()]
-    found = {"parameters": size(list(step.policy.parameters())), "optimizer": size(states), "gradients": 0}
-    backward = step.update.backward
-
-    def watched(loss: Tensor) -> None:
-        backward(loss)
-        found["gradients"] = size([p.grad for p in step.policy.parameters() if p.grad is not None])
-
-    step.update.backward = watched  # type: ignore[method-assign]
-    batch = make_batch(config, Layout())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step.run(StepBatch(batch), 0)
-    live = peak = 0
-    for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return {**found, "peak": peak}
-
-
-def size(tensors: list[Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 @pytest.mark.parametrize("trainer", [{}, {"activation_checkpointing": True}, {"lora": {"rank": 4}}])
 def test_a_rehearsed_step_has_the_bytes_of_a_real_one(tmp_path: Path, trainer: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = configuration(make_tiny_model(tmp_path / "model", hidden=128, layers=4), **trainer)
-    real, rehearsed = measured(config), rehearse_apart(config, 1, on_gpu=False)
+    real, rehearsed = measure_step(config), rehearse_apart(config, 1, on_gpu=False)
     assert rehearsed["optimizer"] == real["optimizer"]
     assert rehearsed["gradients"] == real["gradients"]
+    assert rehearsed["flops"] == real["flops"]
     # Buffers are counted too: the frequencies of the rotary embedding.
     assert 0 <= rehearsed["parameters"] - real["parameters"] < 1024
     peak = sum(rehearsed[name] for name in ("gradients", "activations", "temporary"))
@@ -97,7 +54,7 @@ def test_a_model_of_known_size_is_shared_out_evenly(tmp_path: Path) -> None:
     assert found["gradients"] == pytest.approx(4 * found["model_parameters"] / 8, rel=1e-3)
     assert found["optimizer"] == pytest.approx(2 * found["gradients"], rel=1e-3)
     # Two for each weight and token forward, four backward, without embeddings; the output layer's loss tokens twice.
-    body = 2 * layer * found["tokens"]
+    body = 2 * layer * found["tokens"] * found["micro_batches"]
     assert found["flops"] > 6 * body
 
 
@@ -123,6 +80,6 @@ def test_the_trainer_gets_the_cards_that_generators_leave(tmp_path: Path) -> Non
 def test_an_unknown_card_and_what_cannot_be_sized_are_refused_by_name(tmp_path: Path) -> None:
     make_tiny_model(tmp_path)
     with pytest.raises(ConfigError, match=r"--gpu 'h300' is not known, must be one of a100-40, .*h200"):
-        fit(configuration(tmp_path), 8, "h300", as_json=False)
+        fit(configuration(tmp_path), 8, "h300", None, as_json=False)
     with pytest.raises(ConfigError, match=r"trainer\.router_replay true cannot be sized"):
         rehearse_apart(configuration(tmp_path, router_replay=True), 1)

@@ -1,0 +1,115 @@
+"""Cards and links by their data sheets, and the time that a step's work takes on them.
+
+An operator takes as long as its arithmetic or its memory, whichever is longer (roofline, doi:10.1145/1498765.1498785).
+What sharding gathers and reduces is done beside the arithmetic; what tensor and context parallelism exchange is waited
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from schemas.errors import ConfigError
+
+USABLE = 0.92
+"""Assumed share of a card's memory that tensors can have: the rest goes to CUDA, NCCL and fragments."""
+ARITHMETIC, BANDWIDTH, TRANSFER = 0.6, 0.8, 0.7
+"""Assumed shares of the data sheets' peaks that matrix products, memory and links reach."""
+MACHINE = 8
+"""Assumed GPUs of a machine."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU. memory: bytes that its driver reports. tflops: dense, in 16-bit types. tbps: terabytes a second of memory.
+
+    nvlink: gigabytes a second that it sends to other GPUs of its machine; None if it has no NVLink.
+    """
+
+    memory: int
+    tflops: float
+    tbps: float
+    nvlink: float | None
+
+
+CARDS = {
+    "a100-40": Card(40960 << 20, 312, 1.555, 300),
+    "a100-80": Card(81920 << 20, 312, 2.039, 300),
+    "b200": Card(183359 << 20, 2250, 8.0, 900),
+    "h100": Card(81559 << 20, 989, 3.35, 450),
+    "h200": Card(143771 << 20, 989, 4.8, 450),
+    "l4": Card(23034 << 20, 121, 0.3, None),
+    "l40s": Card(46068 << 20, 362, 0.864, None),
+}
+LINKS = {
+    "pcie3": 16.0,
+    "pcie4": 32.0,
+    "pcie5": 64.0,
+    "eth25": 3.125,
+    "eth100": 12.5,
+    "eth200": 25.0,
+    "eth400": 50.0,
+    "ib100": 12.5,
+    "ib200": 25.0,
+    "ib400": 50.0,
+    "ib800": 100.0,
+}
+"""Gigabytes a second that a GPU sends: nvlink is that of its card. One network adapter for each GPU is assumed."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Gigabytes a second that a GPU sends to others of its machine, and to those of other machines."""
+
+    inside: float
+    between: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step. arithmetic: of all operators. sharding: of what goes on beside it. exchanges: waited for."""
+
+    arithmetic: float
+    sharding: float
+    exchanges: float
+
+    @property
+    def total(self) -> float:
+        return max(self.arithmetic, self.sharding) + self.exchanges
+
+
+def find_card(gpu: str) -> Card:
+    """Return the card of a name; ConfigError names those that are known."""
+    if (card := CARDS.get(gpu.lower())) is None:
+        raise ConfigError(f"--gpu {gpu!r} is not known, must be one of {', '.join(CARDS)}")
+    return card
+
+
+def find_links(text: str | None, gpu: str) -> Links:
+    """Read ``--link``: the link within a machine, and after a comma that between machines.
+
+    None: nvlink if the card has it, or else pcie4, and ib400. ConfigError names the links that are known.
+    """
+    card = find_card(gpu)
+    inside, _, between = (text or ("nvlink" if card.nvlink else "pcie4")).lower().partition(",")
+    rates = {**({"nvlink": card.nvlink} if card.nvlink else {}), **LINKS}
+    for name in (inside, between or "ib400"):
+        if name not in rates:
+            known = ", ".join(rates)
+            raise ConfigError(f"--link {name!r} is not known for {gpu.lower()}, must be one of {known}, or two of them")
+    return Links(rates[inside], rates[between or "ib400"])
+
+
+def step_time(size: Mapping[str, Any], card: Card, links: Links) -> StepTime:
+    """Compute the time of a step from a StepSize as JSON."""
+    arithmetic = sum(
+        calls * max(flops / (card.tflops * 1e12 * ARITHMETIC), moved / (card.tbps * 1e12 * BANDWIDTH))
+        for flops, moved, calls in size["operators"]
+    )
+    seconds = {True: 0.0, False: 0.0}
+    for traffic in size["traffic"]:
+        rate = links.inside if traffic["span"] <= MACHINE else links.between
+        seconds[traffic["overlaps"]] += traffic["sent"] / (rate * 1e9 * TRANSFER)
+    return StepTime(arithmetic, seconds[True], seconds[False])

@@ -1,0 +1,129 @@
+"""The size of a training step, and how that of a deep model follows from two shallow ones of the same kind."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from schemas.config import TidemillConfig, dump_config, parse_config
+from schemas.model_folder import resolve_folder
+
+LEAST_LAYERS, MORE_LAYERS = 3, 2
+"""Layers of the smaller model that is computed in place of a large one, and how many the larger has more."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank sends in a step by one kind of collective. dimension: of the mesh, ``world`` for all ranks.
+
+    size: ranks of the group. span: how many there are from its first to its last. overlaps: whether it is done beside
+    the arithmetic. sent: bytes.
+    """
+
+    dimension: str
+    kind: str
+    size: int
+    span: int
+    overlaps: bool
+    sent: int
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Bytes of one rank at the peak of a step, and its work in a whole step.
+
+    model_parameters: of the whole model, a number. activations: kept for backward. temporary: gathered weights and
+    whatever else is in memory at the peak. tokens: of a micro-batch, of which a step has ``micro_batches``. flops: of
+    one rank. operators: FLOPs, bytes read and written, and how often operators with these are called.
+    """
+
+    model_parameters: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporary: int
+    tokens: int
+    micro_batches: int
+    flops: int
+    operators: list[tuple[int, int, int]]
+    traffic: list[Traffic]
+
+    @property
+    def total(self) -> int:
+        """Return the bytes at the peak."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
+
+
+def find_depths(empty: PreTrainedModel) -> tuple[int, int, int] | None:
+    """Return two small numbers of layers from which the sizes of a model follow, and its own; None if it has few.
+
+    From some layer on the layers repeat: all are alike, or each n-th has other attention or experts.
+    """
+    settings = empty.config.get_text_config()
+    layers = max((m for m in empty.modules() if isinstance(m, nn.ModuleList)), key=len, default=nn.ModuleList())
+    count = len(layers)
+    if count != settings.num_hidden_layers:
+        return None
+    kinds = getattr(settings, "layer_types", None) or [None] * count
+    seen = [([(name, p.shape) for name, p in layer.named_parameters()], kinds[i]) for i, layer in enumerate(layers)]
+    for period in range(1, 9):
+        first = next((i for i in range(count) if seen[i : count - period] == seen[i + period :]), count)
+        first += (count - first) % period
+        low = first + period * math.ceil(LEAST_LAYERS / period)
+        high = low + period * math.ceil(MORE_LAYERS / period)
+        if first <= count // 4 and high < count:
+            return low, high, count
+    return None
+
+
+@contextmanager
+def cut_to(config: TidemillConfig, layers: int, checkpointed: bool) -> Iterator[TidemillConfig]:
+    """Give a configuration whose model is the same with its first ``layers`` alone.
+
+    checkpointed: what trainer.activation_checkpointing ``auto`` means for the whole model.
+    """
+    folder = resolve_folder(config.model.path, weights=False)
+    with tempfile.TemporaryDirectory() as cut:
+        for file in Path(folder).iterdir():
+            if file.suffix == ".py":
+                Path(cut, file.name).symlink_to(file.resolve())
+        values = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        for part in (values, values.get("text_config")):
+            if isinstance(part, dict) and "num_hidden_layers" in part:
+                part["num_hidden_layers"] = layers
+                if isinstance(kinds := part.get("layer_types"), list):
+                    part["layer_types"] = kinds[:layers]
+        Path(cut, "config.json").write_text(json.dumps(values), encoding="utf-8")
+        changed = dump_config(config)
+        changed["model"] = {**changed["model"], "path": cut}
+        if config.trainer.activation_checkpointing == "auto":
+            changed["trainer"] = {**changed.get("trainer", {}), "activation_checkpointing": checkpointed}
+        yield parse_config(changed)
+
+
+def extrapolate(low: StepSize, high: StepSize, times: float) -> StepSize:
+    """Return ``low`` with ``times`` the difference to ``high``: every size and count grows evenly with the layers."""
+
+    def whole(a: float, b: float) -> int:
+        return round(a + (b - a) * times)
+
+    sizes = {
+        each.name: whole(getattr(low, each.name), getattr(high, each.name))
+        for each in fields(StepSize)
+        if each.name not in ("operators", "traffic")
+    }
+    calls = [{(flops, moved): n for flops, moved, n in size.operators} for size in (low, high)]
+    sent = [{replace(each, sent=0): each.sent for each in size.traffic} for size in (low, high)]
+    # What all layers do in one call has another size at each depth: its call counts below zero keep the sums right.
+    operators = [(*key, whole(calls[0].get(key, 0), calls[1].get(key, 0))) for key in {**calls[0], **calls[1]}]
+    traffic = [replace(key, sent=whole(sent[0].get(key, 0), sent[1].get(key, 0))) for key in {**sent[0], **sent[1]}]
+    return StepSize(**sizes, operators=operators, traffic=traffic)

@@ -1,0 +1,53 @@
+"""A step rehearsed for many ranks beside the same step on real ones, over gloo: memory, FLOPs and collectives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.planning.fit import rehearse_apart
+from tests.support.models.tiny_mixture import make_mixture
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.trainer.forked_ranks import run_in_ranks
+from tests.support.trainer.sized_steps import configuration, measure_in_ranks
+
+pytestmark = pytest.mark.integration
+PEAK_TOLERANCE = 0.1
+
+
+def matrix(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.matrix("each layout by itself; one with all parts runs always"))
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "parallel"),
+    [
+        ("qwen2", 4, {"tensor": 2, "context": 2}),
+        matrix("qwen2", 2, {}),
+        matrix("qwen2", 4, {"replicate": 2}),
+        matrix("tied", 2, {"tensor": 2}),
+        matrix("deep", 2, {"context": 2}),
+        matrix("mixture", 2, {}),
+        matrix("mixture", 4, {"tensor": 2}),
+    ],
+)
+def test_a_rank_does_what_was_rehearsed(tmp_path: Path, model: str, ranks: int, parallel: dict[str, int]) -> None:
+    folder = tmp_path / "model"
+    if model == "mixture":
+        make_mixture(folder, hidden_size=64, head_dim=16)
+    else:
+        make_tiny_model(folder, hidden=128, layers=12 if model == "deep" else 4, tied=model == "tied")
+    trainer: dict[str, Any] = {"parallel": parallel, "processes": ranks}
+    run_in_ranks(ranks, measure_in_ranks, folder, trainer, tmp_path / "report", output=tmp_path / "output")
+    real = json.loads((tmp_path / "report").read_text())
+    found = rehearse_apart(configuration(folder, **trainer), ranks, on_gpu=False)
+    assert found["optimizer"] == real["optimizer"]
+    assert found["gradients"] == real["gradients"]
+    assert found["flops"] == real["flops"]
+    sent = {f"{each['kind']} {each['size']}": each["sent"] for each in found["traffic"]}
+    assert sent == real["sent"]
+    peak = sum(found[name] for name in ("gradients", "activations", "temporary"))
+    assert peak == pytest.approx(real["peak"], rel=PEAK_TOLERANCE)

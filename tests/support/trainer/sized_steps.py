@@ -1,0 +1,90 @@
+"""A real step on this CPU, measured: bytes by PyTorch's own allocator, FLOPs and collectives as they are called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from consumers.trainer.distributed.ranks import Ranks, local_part
+from consumers.trainer.step.build import build_train_step
+from consumers.trainer.step.train_step import StepBatch
+from deploy.planning.rehearsal import make_batch, micro_batches
+from deploy.planning.work import WorkLedger
+from schemas.config import TidemillConfig, parse_config
+
+
+def configuration(model: Path, **trainer: Any) -> TidemillConfig:
+    return parse_config(
+        {
+            "model": {"path": str(model), "dtype": "float32", "max_length": 256},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact_match"}]},
+            "sampling": {"max_tokens": 128, "n": 4},
+            "trainer": {"micro_batch_tokens": 1024, "batch_groups": 4, **trainer},
+        }
+    )
+
+
+class _Counted(TorchDispatchMode):
+    """Counts the work of real tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = WorkLedger()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+            return NotImplemented
+        out = func(*args, **kwargs or {})
+        self.work.note(func, args, kwargs or {}, out)
+        return out
+
+
+def measure_step(config: TidemillConfig, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Run the step that ``rehearse`` computes; the bytes of its parts, its FLOPs, and what each collective sent."""
+    step = build_train_step(config, ranks)
+    states = [local_part(value) for state in step.update.optimizer.state.values() for value in state.values()]
+    weights = [local_part(p) for p in step.policy.parameters()]
+    found: dict[str, Any] = {"parameters": size(weights), "optimizer": size(states), "gradients": 0}
+    backward = step.update.backward
+
+    def watched(loss: Tensor) -> None:
+        backward(loss)
+        found["gradients"] = size([local_part(p.grad) for p in step.policy.parameters() if p.grad is not None])
+
+    step.update.backward = watched  # type: ignore[method-assign]
+    batch = make_batch(config, step.ranks.layout)
+    counted = _Counted()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, counted:
+        step.run(StepBatch(batch), 0)
+    live = peak = 0
+    for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    # Two micro-batches were computed, of as many as the step has.
+    tokens = int((batch[0].lengths + 1).sum())
+    times = micro_batches(config, tokens, step.ranks.dp_size) // len(batch)
+    messages = counted.work.messages.items()
+    sent = {f"{each.kind} {len(each.ranks)}": each.sent(message) * times for each, message in messages}
+    return {**found, "peak": peak, "flops": counted.work.flops * times, "sent": sent}
+
+
+def size(tensors: list[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def measure_in_ranks(model: Path, trainer: dict[str, Any], report: Path) -> None:
+    """Measure the step of each rank; that of rank 0 is written."""
+    config = configuration(model, **trainer)
+    ranks = Ranks(parallel=config.trainer.parallel)
+    found = measure_step(config, ranks)
+    if ranks.is_main:
+        report.write_text(json.dumps(found))
