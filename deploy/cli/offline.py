@@ -147,6 +147,9 @@ def plan(
         str | None,
         typer.Option(help="With --gpu: links within a machine and between machines, by default nvlink,ib400."),
     ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="With --gpu: compute every layout of the trainer's ranks.")
+    ] = False,
     trained: Annotated[
         float | None,
         typer.Option("--trained-tokens-per-s", min=1e-3, help="Speed of one trainer GPU; default: as measured."),
@@ -169,7 +172,7 @@ def plan(
     if gpu is not None:
         from deploy.planning.fit import fit
 
-        fit(load(config, overrides), gpus, gpu, link, as_json)
+        fit(load(config, overrides), gpus, gpu, link, search, as_json)
         return
     from deploy.planning.command import plan as make_plan
 

@@ -69,7 +69,7 @@ class Links:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. arithmetic: of all operators. sharding: of what goes on beside it. exchanges: waited for."""
+    """Seconds of a step. arithmetic: of all operators. sharding: of what is done beside it. exchanges: waited for."""
 
     arithmetic: float
     sharding: float

@@ -6,11 +6,7 @@ Each size is that of the trainer's own step, which a child process computes on s
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,64 +15,80 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.launchers.gpus import engine_width, shared_utilization
-from deploy.planning.cards import ARITHMETIC, BANDWIDTH, TRANSFER, USABLE, StepTime, find_card, find_links, step_time
-from schemas.config import TidemillConfig, dump_config, parse_config
-from schemas.errors import ConfigError, TidemillError
+from deploy.planning.cards import (
+    ARITHMETIC,
+    BANDWIDTH,
+    TRANSFER,
+    USABLE,
+    Card,
+    Links,
+    StepTime,
+    find_card,
+    find_links,
+    step_time,
+)
+from deploy.planning.changes import changes, layouts, rehearse_apart, size_changes
+from deploy.planning.engine_size import EngineSize, size_engine
+from schemas.config import TidemillConfig
+from schemas.errors import ConfigError
 
 GIB = 1 << 30
-LIMIT_S = 600.0
+CONFIGURED = "as configured"
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 
 
 @dataclass(frozen=True)
-class PlanChange:
-    """A single setting that may make a training fit, as it is written on the command line. ranks: of the trainer."""
+class LayoutRow:
+    """A layout of the ranks. bytes: of a rank at the peak. left: of the card, below 0 if it does not fit."""
 
-    text: str
+    layout: str
+    bytes: int
+    left: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was computed for a configuration. room: bytes that tensors of the trainer can have on a card.
+
+    tried: StepSizes as JSON, the first as configured, the others with the change that they are named after, which
+    makes them smaller. times: of each. layouts: as searched, the best first.
+    """
+
     ranks: int
-    trainer: dict[str, Any]
+    room: int
+    tried: dict[str, dict[str, Any]]
+    times: dict[str, StepTime]
+    engine: EngineSize
+    layouts: list[LayoutRow]
+
+    @property
+    def best(self) -> str | None:
+        """The change that saves most; None if nothing else was tried or saves anything."""
+        others = {text: total(one) for text, one in self.tried.items() if text != CONFIGURED}
+        return min(others, key=lambda text: others[text]) if others else None
 
 
-def fit(config: TidemillConfig, gpus: int, gpu: str, link: str | None, as_json: bool) -> None:
+def fit(
+    config: TidemillConfig, gpus: int, gpu: str, link: str | None = None, search: bool = False, as_json: bool = False
+) -> None:
     """Print what a rank of the trainer and an engine need of a card, and what helps if the trainer does not fit.
 
-    link: see find_links.
+    link: see find_links. search: whether each layout of the trainer's ranks is computed, to name the fastest that fits.
     """
     card, links = find_card(gpu), find_links(link, gpu)
-    shared = gpus == 1
     ranks = trainer_ranks(config, gpus)
-    room = int(card.memory * USABLE)
-    if shared:
-        room -= int(card.memory * (shared_utilization(config, 1) or 0.0))
-    size = rehearse_apart(config, ranks)
-    others = _tried(config, ranks, shared) if total(size) > room else {}
-    helping = {text: one for text, one in others.items() if total(one) < total(size)}
-    best = min(helping, key=lambda text: total(helping[text])) if helping else None
-
-    from deploy.planning.engine_size import size_engine
-
-    engine = size_engine(config, size["model_parameters"], card.memory, shared)
-    tried = {"as configured": size, **helping}
-    times = {text: step_time(one, card, links) for text, one in tried.items()}
+    found = compute_fit(config, ranks, card, links, shared=gpus == 1, search=search)
     if as_json:
-        sizes = [{name: value for name, value in one.items() if name != "operators"} for one in tried.values()]
-        rows = {text: {**one, "seconds": asdict(times[text])} for text, one in zip(tried, sizes, strict=True)}
-        found = {"ranks": ranks, "room": room, "fits": total(size) <= room, "trainer": rows.pop("as configured")}
-        typer.echo(json.dumps({**found, "helping": rows, "best": best, "engine": asdict(engine)}, indent=2))
+        typer.echo(json.dumps(_as_json(found), indent=2))
         return
+    size = found.tried[CONFIGURED]
     typer.echo(
         f"{size['model_parameters'] / 1e9:.2f} B parameters, the trainer on {ranks} of {gpus} {gpu.lower()},"
         f" micro-batches of {size['tokens']:,} tokens, {size['micro_batches']} a rank in a step"
     )
-    _print_table(tried, times, room)
-    missing = (total(size) - room) / GIB
-    if missing <= 0:
-        typer.echo(f"fits: {-missing:.1f} GiB are left of the {room / GIB:.1f} that tensors can have")
-    else:
-        typer.echo(f"does not fit: {missing:.1f} GiB are missing of the {room / GIB:.1f} that tensors can have")
-    if best is not None:
-        enough = "it fits then" if total(helping[best]) <= room else "which is not enough by itself"
-        typer.echo(f"helps most: {best}, {enough}")
+    _print_table(found)
+    _print_verdict(found)
     for traffic in sorted(size["traffic"], key=lambda each: -each["sent"]):
         if traffic["sent"] >= GIB / 20:
             beside = "beside the arithmetic" if traffic["overlaps"] else "waited for"
@@ -86,7 +98,9 @@ def fit(config: TidemillConfig, gpus: int, gpu: str, link: str | None, as_json: 
         f" {card.tbps:g} TB/s of memory, {TRANSFER:.0%} of {links.inside:g} GB/s within a machine and of"
         f" {links.between:g} between machines"
     )
-    cache = "the cache of this kind of model is not computed"
+    if search:
+        _print_layouts(found.layouts)
+    engine, cache = found.engine, "the cache of this kind of model is not computed"
     if engine.token is not None:
         cache = (
             f"{engine.token / 1024:.0f} KiB for each token in the cache, room for {engine.samples} samples of"
@@ -95,7 +109,72 @@ def fit(config: TidemillConfig, gpus: int, gpu: str, link: str | None, as_json: 
     typer.echo(f"an engine: {engine.weights / GIB:.1f} GiB of weights on a GPU, {cache}")
 
 
-def _print_table(tried: dict[str, dict[str, Any]], times: dict[str, StepTime], room: int) -> None:
+def compute_fit(config: TidemillConfig, ranks: int, card: Card, links: Links, shared: bool, search: bool) -> Fit:
+    """Compute the step as configured, and with changes if it does not fit. shared: with an engine on one card."""
+    room = int(card.memory * USABLE)
+    if shared:
+        room -= int(card.memory * (shared_utilization(config, 1) or 0.0))
+    size = rehearse_apart(config, ranks)
+    others = size_changes(config, changes(config, ranks, shared)) if total(size) > room else {}
+    tried = {CONFIGURED: size, **{text: one for text, one in others.items() if total(one) < total(size)}}
+    times = {text: step_time(one, card, links) for text, one in tried.items()}
+    rows = [
+        LayoutRow(text, total(one), room - total(one), step_time(one, card, links).total)
+        for text, one in (size_changes(config, layouts(config, ranks)) if search else {}).items()
+    ]
+    # Those that fit first, and of these the fastest.
+    rows.sort(key=lambda row: (row.left < 0, row.seconds if row.left >= 0 else -row.left))
+
+    return Fit(ranks, room, tried, times, size_engine(config, size["model_parameters"], card.memory, shared), rows)
+
+
+def _as_json(found: Fit) -> dict[str, Any]:
+    sizes = {
+        text: {name: value for name, value in one.items() if name != "operators"}
+        | {"seconds": {**asdict(found.times[text]), "total": found.times[text].total}}
+        for text, one in found.tried.items()
+    }
+    size = sizes.pop(CONFIGURED)
+    return {
+        "ranks": found.ranks,
+        "room": found.room,
+        "fits": total(size) <= found.room,
+        "trainer": size,
+        "helping": sizes,
+        "best": found.best,
+        "engine": asdict(found.engine),
+        "layouts": [asdict(row) for row in found.layouts],
+    }
+
+
+def _print_verdict(found: Fit) -> None:
+    room = found.room / GIB
+    left = room - total(found.tried[CONFIGURED]) / GIB
+    if left >= 0:
+        typer.echo(f"fits: {left:.1f} GiB are left of the {room:.1f} that tensors can have")
+    else:
+        typer.echo(f"does not fit: {-left:.1f} GiB are missing of the {room:.1f} that tensors can have")
+    if (best := found.best) is not None:
+        enough = "it fits then" if total(found.tried[best]) <= found.room else "which is not enough by itself"
+        typer.echo(f"helps most: {best}, {enough}")
+
+
+def _print_layouts(rows: list[LayoutRow]) -> None:
+    table = Table("layout of the ranks", "GiB of a rank", "left", "seconds of a step")
+    for row in rows:
+        colour = "green" if row.left >= 0 else "red"
+        left = f"[{colour}]{row.left / GIB:.1f}[/]"
+        table.add_row(row.layout, f"{row.bytes / GIB:.1f}", left, f"{row.seconds:.1f}")
+    Console().print(table)
+    if not rows:
+        typer.echo("no layout of these ranks could be computed")
+        return
+    fits = "fastest that fits" if rows[0].left >= 0 else "none fits; nearest"
+    typer.echo(f"{fits}: {rows[0].layout}")
+
+
+def _print_table(found: Fit) -> None:
+    tried, times, room = found.tried, found.times, found.room
     table = Table("GiB of a rank")
     for text in tried:
         table.add_column(text, justify="right", overflow="fold")
@@ -130,62 +209,3 @@ def trainer_ranks(config: TidemillConfig, gpus: int) -> int:
 def total(size: Mapping[str, Any]) -> int:
     """Return the bytes at the peak."""
     return sum(int(size[name]) for name in PARTS)
-
-
-def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> dict[str, Any]:
-    """Return the StepSize of rank 0 of ``ranks`` as a child process computes it; ConfigError if it cannot be computed.
-
-    on_gpu: see rehearse.
-    """
-    order = {"config": dump_config(config), "ranks": ranks, "on_gpu": on_gpu}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "deploy.planning.rehearsal"],
-            input=json.dumps(order),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"model.path {config.model.path!r}: its step took more than {LIMIT_S:.0f} s to size"
-        ) from None
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise TidemillError(f"model.path {config.model.path!r} with {ranks} ranks cannot be sized: {reason}")
-    answer: dict[str, Any] = json.loads(lines[-1])
-    if "error" in answer:
-        raise ConfigError(answer["error"])
-    return answer
-
-
-def changes(config: TidemillConfig, ranks: int, shared: bool) -> list[PlanChange]:
-    """Return the single settings that are worth trying."""
-    trainer = config.trainer
-    found = [PlanChange(f"{2 * ranks} ranks", 2 * ranks, {})]
-    if trainer.activation_checkpointing in (False, "auto"):
-        found.append(PlanChange("trainer.activation_checkpointing=true", ranks, {"activation_checkpointing": True}))
-    if (half := trainer.micro_batch_tokens // 2) >= config.model.max_length:
-        found.append(PlanChange(f"trainer.micro_batch_tokens={half}", ranks, {"micro_batch_tokens": half}))
-    if trainer.lora is None and trainer.parallel.tensor == 1:
-        found.append(PlanChange("trainer.lora.rank=16", ranks, {"lora": {"rank": 16}}))
-    return [change for change in found if not (shared and change.ranks > ranks)]
-
-
-def _tried(config: TidemillConfig, ranks: int, shared: bool) -> dict[str, dict[str, Any]]:
-    """Return the sizes with one setting changed; one that cannot be computed is left out."""
-
-    def size(change: PlanChange) -> dict[str, Any] | None:
-        values = dump_config(config)
-        values["trainer"] = {**values.get("trainer", {}), **change.trainer, "processes": 1}
-        try:
-            return rehearse_apart(parse_config(values), change.ranks)
-        except TidemillError:
-            return None
-
-    run: Callable[..., Any] = ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))).map
-    tried = changes(config, ranks, shared)
-    return {change.text: found for change, found in zip(tried, run(size, tried), strict=True) if found is not None}

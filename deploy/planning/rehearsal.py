@@ -79,7 +79,7 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
         for layers in depths[:2]:
             with cut_to(config, layers, checkpointed) as cut:
                 found.append(_rehearse_whole(cut, joined, tried))
-        return extrapolate(*found, (depths[2] - depths[0]) / (depths[1] - depths[0]))
+        return extrapolate(found[0], found[1], (depths[2] - depths[0]) / (depths[1] - depths[0]))
     except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
         raise ConfigError(
             f"model.path {config.model.path!r} with trainer.parallel ({config.trainer.parallel.sizes}) cannot be sized:"
@@ -173,6 +173,8 @@ def shrink(settings: PretrainedConfig) -> PretrainedConfig:
     values |= {name: size for name, size in small.items() if isinstance(values.get(name), int)}
     if isinstance(kinds := values.get("layer_types"), list):
         values["layer_types"] = kinds[:2]
+    # A model of one layer names the kind of one.
+    values["num_hidden_layers"] = min(small["num_hidden_layers"], settings.num_hidden_layers)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         values[name] = None
     return type(settings).from_dict(values)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.planning.fit import rehearse_apart
+from deploy.planning.changes import rehearse_apart
 from tests.support.models.tiny_mixture import make_mixture
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.forked_ranks import run_in_ranks

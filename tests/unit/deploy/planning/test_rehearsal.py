@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
-from deploy.planning.cards import CARDS
+from deploy.planning.cards import ARITHMETIC, BANDWIDTH, CARDS, TRANSFER, find_links, step_time
+from deploy.planning.changes import layouts, rehearse_apart
 from deploy.planning.engine_size import size_engine
-from deploy.planning.fit import fit, rehearse_apart, trainer_ranks
+from deploy.planning.fit import fit, trainer_ranks
 from schemas.errors import ConfigError
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.sized_steps import configuration, measure_step
@@ -80,6 +82,59 @@ def test_the_trainer_gets_the_cards_that_generators_leave(tmp_path: Path) -> Non
 def test_an_unknown_card_and_what_cannot_be_sized_are_refused_by_name(tmp_path: Path) -> None:
     make_tiny_model(tmp_path)
     with pytest.raises(ConfigError, match=r"--gpu 'h300' is not known, must be one of a100-40, .*h200"):
-        fit(configuration(tmp_path), 8, "h300", None, as_json=False)
+        fit(configuration(tmp_path), 8, "h300")
     with pytest.raises(ConfigError, match=r"trainer\.router_replay true cannot be sized"):
         rehearse_apart(configuration(tmp_path, router_replay=True), 1)
+
+
+def test_the_time_of_a_step_is_that_of_its_slowest_part() -> None:
+    card, within = (
+        CARDS["h100"],
+        {"dimension": "shard", "kind": "all-gather", "size": 8, "overlaps": True, "sent": 10**9},
+    )
+    # A product of a TFLOP, and an operator that moves a terabyte ten times.
+    work = {"operators": [(10**12, 10**6, 1), (10**6, 10**12, 10)], "traffic": [{**within, "span": 8}]}
+    alone = step_time(work, card, find_links(None, "h100"))
+    assert alone.arithmetic == pytest.approx(1 / (989 * ARITHMETIC) + 10 / (3.35 * BANDWIDTH))
+    assert alone.sharding == pytest.approx(1 / (450 * TRANSFER))
+    assert alone.total == alone.arithmetic
+    apart = {**within, "span": 16, "sent": 10**13}
+    across = step_time({**work, "traffic": [apart]}, card, find_links("nvlink,ib400", "h100"))
+    assert across.total == across.sharding == pytest.approx(10**4 / (50 * TRANSFER))
+    waited = step_time({**work, "traffic": [{**apart, "overlaps": False}]}, card, find_links("nvlink,ib400", "h100"))
+    assert waited.total == pytest.approx(alone.arithmetic + across.sharding)
+
+
+@pytest.mark.parametrize("link", ["ib401", "nvlink,ib401", "ib401,ib400"])
+def test_an_unknown_link_is_refused_with_the_known_ones(link: str) -> None:
+    with pytest.raises(ConfigError, match=r"--link 'ib401' is not known for h100, must be one of nvlink, .*ib800"):
+        find_links(link, "h100")
+    with pytest.raises(ConfigError, match=r"--link 'nvlink' is not known for l4, must be one of pcie3, "):
+        find_links("nvlink", "l4")
+
+
+def test_a_search_tries_the_layouts_that_a_model_allows(tmp_path: Path) -> None:
+    # 28 heads, 4 of keys and values: tensor up to 4, context up to 4 (28 heads), both in one machine.
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    texts = [change.text for change in layouts(configuration(tmp_path), 8)]
+    assert "all ranks shard" in texts
+    assert "trainer.parallel.tensor=4" in texts
+    assert "trainer.parallel.tensor=2 trainer.parallel.context=2" in texts
+    assert not any("tensor=8" in text or "replicate" in text for text in texts)
+    assert any("replicate=2" in change.text for change in layouts(configuration(tmp_path), 16))
+
+
+def test_a_search_names_the_fastest_layout_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_7B, "num_hidden_layers": 1, "vocab_size": 1024}))
+    config = configuration(tmp_path, processes=2)
+    printed: list[str] = []
+    monkeypatch.setattr(typer, "echo", printed.append)
+    fit(config, 3, "h100", search=True, as_json=True)
+    rows = json.loads(printed[-1])["layouts"]
+    assert {row["layout"] for row in rows} == {
+        "all ranks shard",
+        "trainer.parallel.tensor=2",
+        "trainer.parallel.context=2",
+    }
+    assert all(row["left"] > 0 for row in rows)
+    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)

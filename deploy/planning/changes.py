@@ -1,0 +1,110 @@
+"""The changes of a configuration that are worth trying, each computed by a child process (rehearsal.py)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from consumers.trainer.distributed.layout import Layout, check_model
+from deploy.planning.cards import MACHINE
+from schemas.config import ParallelConfig, TidemillConfig, dump_config, parse_config
+from schemas.errors import ConfigError, TidemillError
+
+LIMIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """A single setting that may make a training fit, as it is written on the command line. ranks: of the trainer."""
+
+    text: str
+    ranks: int
+    trainer: dict[str, Any]
+
+
+def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> dict[str, Any]:
+    """Return the StepSize of rank 0 of ``ranks`` as a child process computes it; ConfigError if it cannot be computed.
+
+    on_gpu: see rehearse.
+    """
+    order = {"config": dump_config(config), "ranks": ranks, "on_gpu": on_gpu}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.planning.rehearsal"],
+            input=json.dumps(order),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"model.path {config.model.path!r}: its step took more than {LIMIT_S:.0f} s to size"
+        ) from None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise TidemillError(f"model.path {config.model.path!r} with {ranks} ranks cannot be sized: {reason}")
+    answer: dict[str, Any] = json.loads(lines[-1])
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    return answer
+
+
+def changes(config: TidemillConfig, ranks: int, shared: bool) -> list[PlanChange]:
+    """Return the single settings that are worth trying."""
+    trainer = config.trainer
+    found = [PlanChange(f"{2 * ranks} ranks", 2 * ranks, {})]
+    if trainer.activation_checkpointing in (False, "auto"):
+        found.append(PlanChange("trainer.activation_checkpointing=true", ranks, {"activation_checkpointing": True}))
+    if (half := trainer.micro_batch_tokens // 2) >= config.model.max_length:
+        found.append(PlanChange(f"trainer.micro_batch_tokens={half}", ranks, {"micro_batch_tokens": half}))
+    if trainer.lora is None and trainer.parallel.tensor == 1:
+        found.append(PlanChange("trainer.lora.rank=16", ranks, {"lora": {"rank": 16}}))
+    return [change for change in found if not (shared and change.ranks > ranks)]
+
+
+def layouts(config: TidemillConfig, ranks: int) -> list[PlanChange]:
+    """Return every layout that shares a model of this kind over these ranks; blocks of tensor x context in a machine.
+
+    Copies (``replicate``) are tried for ranks of several machines: each machine then has a whole model.
+    """
+    found = []
+    sizes = [1 << power for power in range(MACHINE.bit_length())]
+    for tensor, context in itertools.product(sizes, sizes):
+        for replicate in sorted({1, max(1, ranks // MACHINE)}):
+            parallel = ParallelConfig(tensor=tensor, context=context, replicate=replicate)
+            if tensor * context > MACHINE or ranks % parallel.unit:
+                continue
+            try:
+                layout = Layout.of(ranks, parallel)
+                check_model(config.model.path, layout, config.model.trust_remote_code, config.model.max_length)
+            except ConfigError:
+                continue
+            changed = {name: size for name, size in parallel.model_dump().items() if size > 1}
+            text = " ".join(f"trainer.parallel.{name}={size}" for name, size in changed.items())
+            found.append(PlanChange(text or "all ranks shard", ranks, {"parallel": changed}))
+    return found
+
+
+def size_changes(config: TidemillConfig, tried: Sequence[PlanChange]) -> dict[str, dict[str, Any]]:
+    """Return the StepSize of each change, as JSON; one that cannot be computed is left out."""
+
+    def size(change: PlanChange) -> dict[str, Any] | None:
+        values = dump_config(config)
+        values["trainer"] = {**values.get("trainer", {}), **change.trainer, "processes": change.ranks}
+        try:
+            return rehearse_apart(parse_config(values), change.ranks)
+        except TidemillError:
+            return None
+
+    run: Callable[..., Any] = ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))).map
+    return {change.text: found for change, found in zip(tried, run(size, tried), strict=True) if found is not None}
