@@ -17,13 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from consumers.trainer.algorithms.losses import LossOutput
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.data.plan import StepBatch, StepPlanner
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
 from consumers.trainer.metrics.timing import StepTimer
-from consumers.trainer.model.policy import Policy
+from consumers.trainer.model.policy import Policy, TokenScores
 from consumers.trainer.step.critic import CriticStep
 from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Update
 from consumers.trainer.step.prepare import Preparation
@@ -123,17 +124,27 @@ class TrainStep:
             return update, {} if update.skipped else self._train_critic(minibatch, update.sums.sums["tokens"])
 
     def _accumulate(self, batch: Sequence[MicroBatch], version: int, timer: StepTimer) -> StepMeter:
-        """Run forward and backward for each micro-batch; returns the metrics of this rank."""
+        """Run forward and backward for each micro-batch; returns the metrics of this rank.
+
+        Metrics are counted afterwards: each asks the device for a number and waits for it, while between micro-batches
+        the device is given work ahead.
+        """
         meter = StepMeter(version)
+        seen: list[tuple[MicroBatch, TokenScores, LossOutput, Tensor]] = []
         for micro in batch:
             with timer.phase("forward"):
-                loss = self._forward(micro, meter)
+                scores, output, loss = self._forward(micro, version)
             with timer.phase("backward"):
                 self.update.backward(loss)
+            scores = TokenScores(scores.logprobs.detach(), scores.entropy.detach())
+            seen.append((micro, scores, LossOutput(output.loss.detach(), output.metrics), loss.detach()))
+            del scores, output, loss
+        for each in seen:
+            meter.add(*each)
         return meter
 
-    def _forward(self, micro: MicroBatch, meter: StepMeter) -> Tensor:
-        """Compute this micro-batch's part of the step's loss, with its gradient graph."""
+    def _forward(self, micro: MicroBatch, version: int) -> tuple[TokenScores, LossOutput, Tensor]:
+        """Compute this micro-batch's part of the step's loss, with its gradient graph, and what it is made of."""
         scores = self.policy(
             micro.tokens,
             micro.targets,
@@ -144,10 +155,8 @@ class TrainStep:
             images=micro.images,
             routed_experts=micro.routed_experts,
         )
-        output = self.objective(micro.loss_inputs(scores.logprobs), scores.entropy, meter.version)
-        loss = torch.where(micro.mask, output.loss * micro.weights, 0.0).sum()
-        meter.add(micro, scores, output, loss)
-        return loss
+        output = self.objective(micro.loss_inputs(scores.logprobs), scores.entropy, version)
+        return scores, output, torch.where(micro.mask, output.loss * micro.weights, 0.0).sum()
 
     def _train_critic(self, batch: Sequence[MicroBatch], tokens: float) -> dict[str, float]:
         """Train the critic, if there is one, on the step's returns; returns its metrics."""
