@@ -79,11 +79,11 @@ def layouts(config: TidemillConfig, ranks: int) -> list[PlanChange]:
     """
     found = []
     sizes = [1 << power for power in range(MACHINE.bit_length())]
-    for tensor, context in itertools.product(sizes, sizes):
-        for replicate in sorted({1, max(1, ranks // MACHINE)}):
-            parallel = ParallelConfig(tensor=tensor, context=context, replicate=replicate)
-            if tensor * context > MACHINE or ranks % parallel.unit:
-                continue
+    for tensor, context, replicate in itertools.product(sizes, sizes, sorted({1, max(1, ranks // MACHINE)})):
+        if tensor * context > MACHINE:
+            continue
+        for expert in sorted({1, tensor}):
+            parallel = ParallelConfig(tensor=tensor, context=context, replicate=replicate, expert=expert)
             try:
                 layout = Layout.of(ranks, parallel)
                 check_model(config.model.path, layout, config.model.trust_remote_code, config.model.max_length)

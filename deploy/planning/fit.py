@@ -93,6 +93,7 @@ def fit(
         if traffic["sent"] >= GIB / 20:
             beside = "beside the arithmetic" if traffic["overlaps"] else "waited for"
             typer.echo(f"{traffic['dimension']}: {traffic['kind']}, {traffic['sent'] / GIB:.1f} GiB sent, {beside}")
+    typer.echo(f"in each micro-batch the host waits for the GPU in: {', '.join(size['waits']) or 'nothing'}")
     typer.echo(
         f"times assume the longest samples, {ARITHMETIC:.0%} of {card.tflops:g} TFLOPS, {BANDWIDTH:.0%} of"
         f" {card.tbps:g} TB/s of memory, {TRANSFER:.0%} of {links.inside:g} GB/s within a machine and of"

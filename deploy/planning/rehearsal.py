@@ -30,7 +30,7 @@ from consumers.trainer.model.lora import adapt
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import TrainStep
-from deploy.planning.shapes import MemoryLedger, ShapesOnly
+from deploy.planning.shapes import MemoryLedger, SavedAway, ShapesOnly
 from deploy.planning.step_size import StepSize, Traffic, cut_to, extrapolate, find_depths
 from deploy.planning.work import WorkLedger
 from schemas.config import TidemillConfig, parse_config
@@ -69,6 +69,7 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
     if on_gpu:
         packing.KERNELS["each"] = packing.KERNELS["varlen"]
         head.CPU_LOGITS = head.CHUNK_LOGITS
+        torch.autograd.graph.save_on_cpu = SavedAway  # type: ignore[assignment, misc]
     try:
         model = load_model(config.model.path, "float32", config.model.trust_remote_code, empty=True)
         depths = find_depths(model) if config.trainer.kl.model is None else None
@@ -109,7 +110,6 @@ def refuse(config: TidemillConfig) -> None:
         "model.kind vision": config.model.kind == "vision",
         "trainer.critic": trainer.critic is not None,
         "trainer.router_replay true": trainer.router_replay,
-        f"trainer.parallel.expert {trainer.parallel.expert}": trainer.parallel.expert > 1,
         "trainer.kl.device cpu": bool(trainer.kl.coef) and not trainer.lora_off and trainer.kl.device == "cpu",
     }
     for name, applies in refused.items():
@@ -235,6 +235,7 @@ def _measure(
     ledger.add(value for value in vars(batch[0]).values() if isinstance(value, Tensor))
     ledger.restart()
     shapes.work = WorkLedger()
+    inside: set[str] = set()
     kept, gradients = 0, 0
     backward, change = step.update.backward, step.update.optimizer.step
     changed = WorkLedger()
@@ -244,6 +245,8 @@ def _measure(
         kept = max(kept, ledger.live - base - _gradient_bytes(step))
         backward(loss)
         gradients = max(gradients, _gradient_bytes(step))
+        inside.update(shapes.waits)
+        shapes.waits.clear()
 
     def watched_change() -> None:
         nonlocal changed
@@ -253,7 +256,8 @@ def _measure(
 
     step.update.backward = watched  # type: ignore[method-assign]
     step.update.optimizer.step = watched_change  # type: ignore[assignment, method-assign]
-    with ledger.watch_resizes(), shapes:
+    with ledger.watch_resizes(), shapes.watch_reads(), shapes:
+        shapes.waits.clear()
         step.run(StepBatch(batch), 0)
     temporary = max(0, ledger.peak - base - gradients - kept)
     tokens = int((batch[0].lengths + 1).sum())
@@ -276,6 +280,8 @@ def _measure(
         flops=WorkLedger(operators).flops,
         operators=[(*key, calls) for key, calls in operators.items()],
         traffic=[replace(each, sent=each.sent * count // len(batch)) for each in _traffic(shapes.work, step.ranks)],
+        waits=sorted(inside),
+        step_waits=sorted(shapes.waits),
     )
 
 

@@ -42,7 +42,8 @@ class StepSize:
 
     model_parameters: of the whole model, a number. activations: kept for backward. temporary: gathered weights and
     whatever else is in memory at the peak. tokens: of a micro-batch, of which a step has ``micro_batches``. flops: of
-    one rank. operators: FLOPs, bytes read and written, and how often operators with these are called.
+    one rank. operators: FLOPs, bytes read and written, and how often operators with these are called. waits: functions
+    in which the host waits for the device in each micro-batch; step_waits: once a step.
     """
 
     model_parameters: int
@@ -56,6 +57,8 @@ class StepSize:
     flops: int
     operators: list[tuple[int, int, int]]
     traffic: list[Traffic]
+    waits: list[str]
+    step_waits: list[str]
 
     @property
     def total(self) -> int:
@@ -119,11 +122,11 @@ def extrapolate(low: StepSize, high: StepSize, times: float) -> StepSize:
     sizes = {
         each.name: whole(getattr(low, each.name), getattr(high, each.name))
         for each in fields(StepSize)
-        if each.name not in ("operators", "traffic")
+        if each.name not in ("operators", "traffic", "waits", "step_waits")
     }
     calls = [{(flops, moved): n for flops, moved, n in size.operators} for size in (low, high)]
     sent = [{replace(each, sent=0): each.sent for each in size.traffic} for size in (low, high)]
     # What all layers do in one call has another size at each depth: its call counts below zero keep the sums right.
     operators = [(*key, whole(calls[0].get(key, 0), calls[1].get(key, 0))) for key in {**calls[0], **calls[1]}]
     traffic = [replace(key, sent=whole(sent[0].get(key, 0), sent[1].get(key, 0))) for key in {**sent[0], **sent[1]}]
-    return StepSize(**sizes, operators=operators, traffic=traffic)
+    return StepSize(**sizes, operators=operators, traffic=traffic, waits=high.waits, step_waits=high.step_waits)

@@ -51,3 +51,20 @@ def test_a_rank_does_what_was_rehearsed(tmp_path: Path, model: str, ranks: int, 
     assert sent == real["sent"]
     peak = sum(found[name] for name in ("gradients", "activations", "temporary"))
     assert peak == pytest.approx(real["peak"], rel=PEAK_TOLERANCE)
+
+
+@pytest.mark.matrix("experts on ranks of their own; the layouts above count the rest")
+def test_experts_are_taken_to_get_as_many_tokens_each(tmp_path: Path) -> None:
+    folder = make_mixture(tmp_path / "model", hidden_size=64, head_dim=16)
+    trainer: dict[str, Any] = {"parallel": {"tensor": 2, "expert": 2}, "processes": 2}
+    run_in_ranks(2, measure_in_ranks, folder, trainer, tmp_path / "report", output=tmp_path / "output")
+    real = json.loads((tmp_path / "report").read_text())
+    found = rehearse_apart(configuration(folder, **trainer), 2, on_gpu=False)
+    assert found["optimizer"] == real["optimizer"]
+    assert found["gradients"] == real["gradients"]
+    # The real router sends one rank more than the other.
+    assert found["flops"] == pytest.approx(real["flops"], rel=0.1)
+    sent = {f"{each['kind']} {each['size']}": each["sent"] for each in found["traffic"]}
+    exchanged, in_reality = sent.pop("all-to-all 2"), real["sent"].pop("all-to-all 2")
+    assert sent == real["sent"]
+    assert exchanged == pytest.approx(in_reality, rel=0.5)

@@ -45,6 +45,32 @@ def test_a_rehearsed_step_has_the_bytes_of_a_real_one(tmp_path: Path, trainer: d
     assert peak == pytest.approx(real["peak"], rel=PEAK_TOLERANCE)
 
 
+def test_activations_in_main_memory_take_none_of_the_card(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, hidden=128, layers=12)
+    kept, away = (
+        rehearse_apart(configuration(model, activation_checkpointing=True, activation_offload=offload), 2)
+        for offload in (False, True)
+    )
+    # Of 12 layers the inputs of 1,020 tokens, and what the last norm saves.
+    states = 1020 * 128 * 4
+    assert 12 * states <= kept["activations"] - away["activations"] <= 15 * states
+
+
+def test_the_host_waits_for_a_device_where_it_is_known_and_nowhere_else(tmp_path: Path) -> None:
+    """What depends on lengths and masks, in each micro-batch; metrics and the norm of the gradient once a step."""
+    found = rehearse_apart(configuration(make_tiny_model(tmp_path)), 2)
+    assert found["waits"] == [
+        "distributed/ranks.py backward",
+        "model/packing.py find_shared_prefixes",
+        "model/packing.py pack",
+        "model/packing.py part_of",
+        "model/packing.py states_of",
+        "model/policy.py _hidden",
+        "model/policy.py forward",
+    ]
+    assert {wait.split()[0] for wait in found["step_waits"]} == {"distributed/ranks.py", "metrics/step_metrics.py"}
+
+
 def test_a_model_of_known_size_is_shared_out_evenly(tmp_path: Path) -> None:
     # Of Qwen2.5-7B the widths, and 2 of its 28 layers.
     (tmp_path / "config.json").write_text(json.dumps({**QWEN_7B, "num_hidden_layers": 2}))
@@ -120,7 +146,7 @@ def test_a_search_tries_the_layouts_that_a_model_allows(tmp_path: Path) -> None:
     assert "all ranks shard" in texts
     assert "trainer.parallel.tensor=4" in texts
     assert "trainer.parallel.tensor=2 trainer.parallel.context=2" in texts
-    assert not any("tensor=8" in text or "replicate" in text for text in texts)
+    assert not any("tensor=8" in text or "replicate" in text or "expert" in text for text in texts)
     assert any("replicate=2" in change.text for change in layouts(configuration(tmp_path), 16))
 
 
