@@ -1,7 +1,7 @@
 """Commands that need no broker.
 
 They train a model (sft, dpo, reward-model), make a configuration (convert, plan), try an agent or a model (agent,
-eval), and read a run's folder (export, batches, replay).
+eval, serve), and read a run's folder (export, batches, replay).
 """
 
 from __future__ import annotations
@@ -220,6 +220,32 @@ def export(
     from deploy.export.checkpoints import export_model
 
     export_model(config, step, to, adapter, push, private, as_json)
+
+
+@app.command(rich_help_panel=AFTER)
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="RUN|CHECKPOINT|MODEL", help="A run, a checkpoint's folder, or the folder of a model."),
+    ],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest complete one.")] = None,
+    address: Annotated[str, typer.Option(help="HOST:PORT to listen at.")] = "127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="TIDEMILL_SERVE_KEY", help="Key that clients must send; default: none is needed."),
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="Engine; default: generator.engine.")] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of prompt and answer together; default: model.max_length, or 2048."),
+    ] = None,
+) -> None:
+    """Serve a model to clients of OpenAI's and Anthropic's protocols, until Ctrl-C."""
+    from deploy.offline.serve import find_served
+    from deploy.offline.serve import serve as serve_model
+
+    config, folder = find_served(model, step, max_length, engine)
+    serve_model(config, folder, address, api_key)
 
 
 @app.command(rich_help_panel=AFTER)

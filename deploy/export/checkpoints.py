@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,7 @@ def export_model(
 
         path, folder = find_export(config, step, to, adapter)
         if push_to is None or to is not None or not (folder / CARD).is_file():
-            path, folder = export_checkpoint(config, step, to, stage, adapter)
-            write_card(config, folder, path.name, adapter)
+            path, folder = _export(config, step, to, stage, adapter)
         address = None
         if push_to is not None:
             stage(f"uploading to {push_to}")
@@ -64,6 +64,20 @@ def export_model(
     if address is not None:
         print(f"{address}: uploaded")
     print(f"{folder}: {path.name} in {config.model.dtype}, {size:.1f} MB, {time.monotonic() - began:.0f} s")
+
+
+def exported_model(config: TidemillConfig, step: int | None, stage: Callable[[str], None]) -> Path:
+    """Return the folder of a checkpoint's export in the run's folder; it is made unless it is there."""
+    folder = find_export(config, step, None, False)[1]
+    return folder if (folder / CARD).is_file() else _export(config, step, None, stage, False)[1]
+
+
+def _export(
+    config: TidemillConfig, step: int | None, to: Path | None, stage: Callable[[str], None], adapter: bool
+) -> tuple[Path, Path]:
+    path, folder = export_checkpoint(config, step, to, stage, adapter)
+    write_card(config, folder, path.name, adapter)
+    return path, folder
 
 
 def replay_steps(config: TidemillConfig, run: str, first: int, last: int | None, as_json: bool = False) -> int:

@@ -110,7 +110,7 @@ async def _evaluate(config: TidemillConfig, held_out: list[HeldOut], path: str) 
     placeholders = ImagePlaceholders.of(config)
     files = {digest: body for one in held_out for digest, body in one.images.items()}
     async with (
-        _started(config, path) as engine,
+        started_engine(config, path) as engine,
         running(workflow, WorkflowServices(engine, tokenizer, config)),
     ):
         room = asyncio.Semaphore(max(1, config.generator.max_samples // max(task.n for task in tasks)))
@@ -166,7 +166,8 @@ async def _score(config: TidemillConfig, held_out: HeldOut, groups: list[list[Tr
 
 
 @contextlib.asynccontextmanager
-async def _started(config: TidemillConfig, path: str) -> AsyncIterator[Engine]:
+async def started_engine(config: TidemillConfig, path: str) -> AsyncIterator[Engine]:
+    """Hold the configured engine, started with the model in ``path``."""
     engine = make_engine(
         config.generator.engine,
         EngineSettings(

@@ -26,7 +26,7 @@ class CallRequest:
     """A request for ``n`` answers to one prompt, given as messages (OpenAI's form), token ids or text.
 
     max_tokens: the client's limit; None: only that of the task. name: of the agent that asks, ``main`` or a
-    sub-agent's. ignored: names of settings that the client sent but the task decides.
+    sub-agent's. ignored: settings that the client sent but the task decides, by name.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -38,7 +38,7 @@ class CallRequest:
     max_tokens: int | None = None
     name: str = "main"
     template_args: dict[str, Any] | None = None
-    ignored: list[str] = field(default_factory=list)
+    ignored: dict[str, Any] = field(default_factory=dict)
 
     @property
     def characters(self) -> int:

@@ -93,8 +93,8 @@ def named_events(events: Iterable[JSON]) -> bytes:
     return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), write_json(event)) for event in events)
 
 
-def ignored_settings(data: Mapping[str, Any], output_format: str | None, settings: AgentsConfig) -> list[str]:
-    """Return names of the client's settings that are ignored; SessionError if ``settings`` reject constraints.
+def ignored_settings(data: Mapping[str, Any], output_format: str | None, settings: AgentsConfig) -> JSON:
+    """Return the client's settings that are ignored, by name; SessionError if ``settings`` reject constraints.
 
     output_format: the setting with which the client asks for an answer of a certain form, if it does.
     """
@@ -109,7 +109,7 @@ def ignored_settings(data: Mapping[str, Any], output_format: str | None, setting
     ignored = [name for name in SAMPLING if data.get(name) is not None]
     ignored += ["tool_choice"] if choice == "none" else []
     ignored += ["parallel_tool_calls"] if data.get("parallel_tool_calls") is False else []
-    return ignored + constraints
+    return {name: data.get(name, True) for name in ignored + constraints}
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str]:

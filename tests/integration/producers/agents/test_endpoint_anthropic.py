@@ -41,7 +41,7 @@ async def test_a_message_has_thinking_text_and_tool_use_and_can_be_sent_back() -
     assert (got.content[2].input, got.stop_reason, got.usage.output_tokens) == ({"a": 1}, "tool_use", 2)
     first, second = session.requests
     assert first.messages == [{"role": "system", "content": "be"}, {"role": "user", "content": "1+2?"}]
-    assert (first.max_tokens, first.ignored) == (9, ["temperature"])
+    assert (first.max_tokens, list(first.ignored)) == (9, ["temperature"])
     assert (second.messages or [])[1:] == [
         ANSWER.message(),
         {"role": "tool", "tool_call_id": "call_1", "content": "3"},

@@ -1,0 +1,145 @@
+"""``tidemill serve``: a model behind the protocols of OpenAI and Anthropic, for evaluation harnesses and chat clients.
+
+The endpoint and the engine are those of agents' episodes. Here a client's request is an episode of its own, and the
+client decides how its answer is sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from consumers.trainer.checkpoint.store import step_of
+from deploy.export.checkpoints import exported_model
+from deploy.logs import configure_logging
+from deploy.offline.evaluate import started_engine
+from producers.agents.capacity import EngineCapacity
+from producers.agents.endpoint.server import EndpointServer
+from producers.agents.protocol import CallRequest, SampledAnswer, SessionError
+from producers.agents.session import PolicyHandle, Session
+from producers.conversation.chat_template import ChatTemplate
+from producers.conversation.conversation import Conversation
+from producers.conversation.images import EpisodeImages, ImageLimits
+from producers.conversation.parsing.factory import make_parser
+from producers.engines.factory import engine_name, prepare_engine
+from producers.images.placeholders import ImagePlaceholders
+from producers.tokenizer import HfTokenizer
+from schemas.config import TidemillConfig, parse_config
+from schemas.errors import ConfigError
+from schemas.messages import Sampling
+from schemas.run_folder import config_of
+
+_HONOURED = {"temperature": float, "top_p": float, "top_k": int, "seed": int}
+_NEUTRAL = {"repetition_penalty": 1, "length_penalty": 1, "typical_p": 1, "best_of": 1, "truncate_prompt_tokens": -1}
+"""Values of settings that change nothing, beside 0, false and the empty list."""
+
+
+class ServedSession(Session):
+    """The session of one request, sampled as the request says; SessionError names a setting that no engine has."""
+
+    async def complete(self, request: CallRequest) -> list[SampledAnswer]:
+        """See Session."""
+        self._sampling = _asked_sampling(self._sampling, request.ignored)
+        return await super().complete(request)
+
+
+def _asked_sampling(default: Sampling, asked: dict[str, Any]) -> Sampling:
+    unknown = [name for name, value in asked.items() if name not in _HONOURED and value and value != _NEUTRAL.get(name)]
+    if unknown:
+        raise SessionError(
+            400, "unsupported_parameter", f"{', '.join(unknown)}: only {', '.join(_HONOURED)} are supported"
+        )
+    fields = {**msgspec.structs.asdict(default), **{name: asked[name] for name in _HONOURED if name in asked}}
+    try:
+        return msgspec.convert(fields, Sampling)
+    except msgspec.ValidationError as error:
+        raise SessionError(400, "invalid_request_error", str(error)) from error
+
+
+class ServedSessions:
+    """A new session for each request with the right key; ``api_key`` None: for any request."""
+
+    def __init__(
+        self, policy: PolicyHandle, template: ChatTemplate, config: TidemillConfig, api_key: str | None
+    ) -> None:
+        self._policy = policy
+        self._template = template
+        self._placeholders = ImagePlaceholders.of(config)
+        self._limits = ImageLimits.of(config)
+        self._api_key = api_key
+
+    def find(self, token: str) -> ServedSession:
+        """Return a session for one request; SessionError 401 for a wrong key."""
+        if self._api_key is not None and not hmac.compare_digest(token.encode(), self._api_key.encode()):
+            raise SessionError(401, "invalid_api_key", "the API key is not the one that the server was started with")
+        images = EpisodeImages(self._placeholders, self._limits)
+        sampling = Sampling(max_tokens=self._policy.max_length)
+        return ServedSession(self._policy, Conversation(self._template, images=images), sampling)
+
+
+def find_served(what: str, step: int | None, max_length: int | None, engine: str | None) -> tuple[TidemillConfig, str]:
+    """Return the configuration and the folder of the model that ``what`` names.
+
+    what: a run as for ``tidemill export``, a checkpoint's folder in it, or the folder of a Hugging Face model. A
+    checkpoint is exported first, unless its export is there.
+    """
+    folder = Path(what)
+    if (folder / "config.json").is_file():
+        config = parse_config(
+            {"model": {"path": what}, "train": {"name": "jsonl"}, "reward": {"terms": [{"name": "exact"}]}}
+        )
+    else:
+        if folder.parent.name == "checkpoints":
+            what, step = str(folder.parent.parent), step_of(folder) if step is None else step
+        config = config_of(what)
+        folder = exported_model(config, step, lambda text: print(f"serve: {text}", file=sys.stderr))
+    changed: dict[str, Any] = {}
+    if max_length is not None:
+        changed["model"] = config.model.model_copy(update={"max_length": max_length})
+    if engine is not None:
+        changed["generator"] = config.generator.model_copy(update={"engine": engine})
+    return config.model_copy(update=changed), str(folder)
+
+
+def serve(config: TidemillConfig, path: str, address: str, api_key: str | None) -> None:
+    """Serve the model in ``path`` at ``address``, HOST:PORT, until SIGINT or SIGTERM."""
+    if api_key is None and address.rpartition(":")[0].strip("[]") not in ("127.0.0.1", "localhost", "::1"):
+        raise ConfigError(f"--address {address}: other machines can reach it, so give a key with --api-key")
+    configure_logging(config, "serve", "serve")
+    prepare_engine(config.generator.engine, config.model.kind == "vision")
+    asyncio.run(_serve(config, path, address, api_key))
+
+
+async def _serve(config: TidemillConfig, path: str, address: str, api_key: str | None) -> None:
+    settings = config.generator.agents.model_copy(
+        update={"address": address, "public_url": None, "constrained": "ignore"}
+    )
+    tokenizer = HfTokenizer(path, config.model.trust_remote_code)
+    on_vllm = engine_name(config.generator.engine) == "vllm"
+    parser = make_parser(settings.tool_parser, settings.reasoning_parser, tokenizer, on_vllm)
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(started_engine(config, path))
+        policy = PolicyHandle(
+            engine=engine,
+            parser=parser,
+            capacity=EngineCapacity(config.generator.max_samples),
+            max_length=config.model.max_length,
+            max_calls=1,
+            encode=tokenizer.encode,
+            longest_token=tokenizer.longest_token,
+        )
+        server = EndpointServer(ServedSessions(policy, ChatTemplate(tokenizer), config, api_key), settings)
+        url = await server.start()
+        stack.push_async_callback(server.close)
+        print(f"{path}: {url}/v1, until Ctrl-C", flush=True)
+        await stopped.wait()
