@@ -108,7 +108,7 @@ class TrainDataset(LabelledDataset):
         return [self.model_copy(update={"args": own}) for own in args]
 
 
-RIGHT_OR_WRONG = frozenset({"exact", "gsm8k", "math", "geometry3k", "clevr", "code"})
+RIGHT_OR_WRONG = frozenset({"exact", "gsm8k", "math", "geometry3k", "clevr", "searchr1", "code"})
 """Built-in reward functions that return 1 for a correct answer and 0 otherwise; code only without ``partial``."""
 
 
@@ -116,9 +116,9 @@ class RewardTerm(Section):
     """A term of the reward, which is the sum of weight times value over all terms."""
 
     name: str = Field(
-        description="A rule: exact, gsm8k, math, geometry3k, clevr, reasoning_gym, code, format, length. A model:"
-        " judge, reward_model, reward_model_server. remote: your own server. episode: the reward that the workflow"
-        " gives. Or your own function as module:name or file.py:name."
+        description="A rule: exact, gsm8k, math, geometry3k, clevr, vqa, searchr1, reasoning_gym, code, format,"
+        " length. A model: judge, reward_model, reward_model_server. remote: your own server. episode: the reward that"
+        " the workflow gives. Or your own function as module:name or file.py:name."
     )
     weight: float = Field(1.0, description="Weight in the sum.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function.")

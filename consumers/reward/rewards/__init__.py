@@ -19,5 +19,7 @@ REWARDS = Registry(
         "remote": "consumers.reward.rewards.remote:remote",
         "reward_model": "consumers.reward.rewards.functions:reward_model",
         "reward_model_server": "consumers.reward.rewards.remote:reward_model_server",
+        "searchr1": "consumers.reward.rewards.functions:searchr1",
+        "vqa": "consumers.reward.rewards.functions:vqa",
     },
 )

@@ -275,3 +275,36 @@ def clevr(
     Numbers may be words, and what CLEVR calls by two names is one thing.
     """
     return float(vision.same_scene_answer(completion, answer))
+
+
+@reward(inline=True)
+def searchr1(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    answer: Any,
+    aliases: Sequence[Any] = (),
+    **data: Any,
+) -> float:
+    """1 if the last ``<answer>`` of the completion is ``answer`` or one of ``aliases``, all normalised as for SQuAD.
+
+    Normalised: lower case, without punctuation, the words a, an and the, and superfluous white space. ``answer`` may be
+    a list of names of one thing. An episode with tools may have several answers: the last counts (Jin et al. 2025,
+    Search-R1, arXiv 2503.09516, section 3.4).
+    """
+    return float(grading.same_short_answer(completion, answer, aliases))
+
+
+@reward(inline=True)
+def vqa(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **data: Any
+) -> float:
+    """Return the accuracy of an answer: ``answer`` is one text, or the list of annotators' answers, usually ten.
+
+    min(1, annotators who gave it / 3), averaged over leaving one annotator out; of one text, or of a list of fewer than
+    four, any that is equal counts in full (Antol et al. 2015, VQA, arXiv 1505.00468,
+    section 4). The completion's answer stands in the last ``<answer>`` or box, or is all of it if that is short.
+    """
+    return vision.vqa_accuracy(completion, answer)

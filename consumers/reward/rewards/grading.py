@@ -1,5 +1,7 @@
 """The final number of a solution, as GSM8K and its users write it. Linear in the length of the text.
 
+The last ``<answer>`` of a text, and short answers compared as SQuAD does, with the names that a thing has besides.
+
 Mathematical equality of answers written in LaTeX or plain text, by math-verify.
 
 Its own time limits turn a slow comparison into "wrong"; they are off, the worker's deadline counts.
@@ -9,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import re
+import string
+from collections.abc import Iterable
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -16,6 +20,10 @@ from typing import Any
 _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 _CURRENCY = " \t$€£*\\"
 _MAX_CHARS = 200
+_OPEN, _CLOSE = "<answer>", "</answer>"
+_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def gold_number(answer: Any) -> Decimal:
@@ -86,3 +94,29 @@ def _parse_gold(gold: str) -> Any:
     if not parsed:
         raise ValueError(f"reference answer {gold[:60]!r} is not an expression that math-verify reads")
     return parsed
+
+
+def last_answer(text: str) -> str | None:
+    """Return the content of the last ``<answer>``, whatever the case of its tags; None if there is none."""
+    # Searched from the end: a policy may repeat a tag thousands of times.
+    lower = text.translate(_LOWER)
+    end = lower.rfind(_CLOSE)
+    start = lower.rfind(_OPEN, 0, end) if end >= 0 else -1
+    return text[start + len(_OPEN) : end] if start >= 0 else None
+
+
+def same_short_answer(completion: str, answer: Any, aliases: Iterable[Any]) -> bool:
+    """Return whether the last ``<answer>`` is ``answer``, an entry of that list, or an alias, all normalised.
+
+    Normalisation of SQuAD's evaluation: lower case, without punctuation, articles and superfluous white space.
+    ValueError if no reference has anything left.
+    """
+    names = {_plain(str(name)) for name in [*(answer if isinstance(answer, list) else [answer]), *aliases]} - {""}
+    if not names:
+        raise ValueError(f"the reference answer {answer!r} is empty once punctuation and articles are left out")
+    found = last_answer(completion)
+    return found is not None and _plain(found) in names
+
+
+def _plain(text: str) -> str:
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())

@@ -6,15 +6,12 @@ What they are about is text here: the answer in the completion's last box or ``<
 from __future__ import annotations
 
 import re
-import string
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 from consumers.reward.rewards import grading
 
-_OPEN, _CLOSE = "<answer>", "</answer>"
-_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 _BRACKETS = re.compile(r"\[\s*([^\[\]]{1,40}?)\s*\]")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
 _CHOICE = re.compile(r"(?:option|choice|answer)?\s*\(?([A-Ha-h])\)?\s*[.:)]?", re.IGNORECASE)
@@ -90,6 +87,31 @@ def same_scene_answer(completion: str, answer: Any) -> bool:
     return same_kind == {gold}
 
 
+def vqa_accuracy(completion: str, answer: Any) -> float:
+    """Return the accuracy of VQA: min(1, annotators who gave it / 3), averaged over leaving one annotator out.
+
+    answer: one text, or the list of annotators' answers; of fewer than four, one that is equal counts in full.
+    The answer stands in the last ``<answer>`` or box, or is the whole completion if that has at most five words.
+    """
+    answers = [_spoken(str(one)) for one in (answer if isinstance(answer, list) else [answer])]
+    if not any(answers):
+        raise ValueError("the reference answer is empty")
+    marked = _marked(completion)
+    found = _spoken(completion if marked is None and len(completion.split()) <= 5 else marked or "")
+    same = answers.count(found) if found else 0
+    if len(answers) < 4:
+        return float(same > 0)
+    # Without one of those who agree, same - 1 are left; without another, all of them.
+    return (same * min(1.0, (same - 1) / 3) + (len(answers) - same) * min(1.0, same / 3)) / len(answers)
+
+
+def _spoken(text: str) -> str:
+    """Normalise as VQA's evaluation: lower case, numbers as digits, without articles and punctuation in or at words."""
+    text = re.sub(r"(?<=\d),(?=\d)|['’`]", "", text.lower())
+    words = re.findall(r"\d*\.\d+|\w+", text)
+    return " ".join(_WORDS.get(word, word) for word in words if word not in ("a", "an", "the"))
+
+
 def _marked(text: str) -> str | None:
     """Return the content of the last box, or of the last ``<answer>``; None if there is neither."""
     at = text.rfind("\\boxed{")
@@ -100,11 +122,7 @@ def _marked(text: str) -> str | None:
             if depth == 0:
                 return text[start:end]
         return None
-    # Searched from the end: a policy may repeat a tag thousands of times.
-    lower = text.translate(_LOWER)
-    end = lower.rfind(_CLOSE)
-    start = lower.rfind(_OPEN, 0, end) if end >= 0 else -1
-    return text[start + len(_OPEN) : end] if start >= 0 else None
+    return grading.last_answer(text)
 
 
 def _bare(text: str) -> str:

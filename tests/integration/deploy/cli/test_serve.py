@@ -1,4 +1,4 @@
-"""``tidemill serve``: a checkpoint answers OpenAI's own client as the exported model does, sampled as the client asks."""
+"""``tidemill serve``: a checkpoint answers OpenAI's own client as its export does, sampled as the client asks."""
 
 from __future__ import annotations
 

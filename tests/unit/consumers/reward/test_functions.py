@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.reward.rewards.functions import clevr, exact, format, geometry3k, gsm8k, length, math, reasoning_gym
+from consumers.reward.rewards.functions import (
+    clevr,
+    exact,
+    format,
+    geometry3k,
+    gsm8k,
+    length,
+    math,
+    reasoning_gym,
+    searchr1,
+    vqa,
+)
 from consumers.reward.rewards.grading import final_number, gold_number
 
 
@@ -238,6 +249,64 @@ def test_clevr_reads_counts_and_words(answer: Any, completion: str, expected: fl
     assert value(clevr, completion, answer=answer) == expected
 
 
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("<answer>The Eiffel Tower</answer>", 1.0),
+        ("<answer> eiffel   tower. </answer>", 1.0),
+        ("<ANSWER>Tour Eiffel</ANSWER>", 1.0),
+        ("<answer>Big Ben</answer> no: <answer>Eiffel Tower</answer>", 1.0),
+        ("<answer>Eiffel Tower</answer> no: <answer>Big Ben</answer>", 0.0),
+        ("<answer>the Eiffel Tower in Paris</answer>", 0.0),
+        ("Eiffel Tower", 0.0),
+        ("<answer></answer>", 0.0),
+        ("<answer>Eiffel Tower", 0.0),
+    ],
+)
+def test_searchr1_compares_the_last_answer_with_every_name(completion: str, expected: float):
+    assert value(searchr1, completion, answer="Eiffel Tower", aliases=["la tour Eiffel", "Tour Eiffel"]) == expected
+    assert value(searchr1, completion, answer=["Eiffel Tower", "Tour Eiffel"]) == expected
+
+
+NAMES = st.text("xyz07", min_size=1, max_size=5)
+
+
+@given(st.lists(NAMES, min_size=1, max_size=3), NAMES, st.sampled_from(["{}", "The {}!", " an  {},", "'{}'"]))
+def test_searchr1_is_membership_among_the_names(names: list[str], said: str, written: str):
+    completion = f"<answer>{written.format(said)}</answer>"
+    assert value(searchr1, completion, answer=names[0], aliases=names[1:]) == float(said in names)
+    assert value(searchr1, completion, answer=names) == float(said in names)
+
+
+@pytest.mark.parametrize(
+    ("answers", "completion", "expected"),
+    [
+        (["red"] * 10, "<answer>Red.</answer>", 1.0),
+        (["red"] * 4 + ["blue"] * 6, "red", 1.0),
+        (["red"] * 3 + ["blue"] * 7, "red", (3 * 2 / 3 + 7) / 10),
+        (["red"] * 1 + ["blue"] * 9, "red", 0.3),
+        (["red"] * 10, "blue", 0.0),
+        (["two"] * 10, "\\boxed{2}", 1.0),
+        (["a t-shirt"] * 10, "<answer>T shirt</answer>", 1.0),
+        (["don't know"] * 10, "dont know", 1.0),
+        (["1,000"] * 10, "1000", 1.0),
+        (["0.5"] * 10, "5", 0.0),
+        ("yes", "<think>hm</think><answer>Yes</answer>", 1.0),
+        (["yes", "no"], "no", 1.0),
+        (["red"] * 10, "", 0.0),
+        (["red"] * 10, "it is red, as far as I can see", 0.0),
+    ],
+)
+def test_vqa_counts_how_many_annotators_gave_the_answer(answers: Any, completion: str, expected: float):
+    assert value(vqa, completion, answer=answers) == pytest.approx(expected)
+
+
+@given(st.lists(st.sampled_from(["red", "blue", "two"]), min_size=4, max_size=12), st.sampled_from(["red", "two"]))
+def test_vqa_is_the_mean_over_leaving_each_annotator_out(answers: list[str], said: str):
+    each = [min(1.0, (answers[:k] + answers[k + 1 :]).count(said) / 3) for k in range(len(answers))]
+    assert value(vqa, said, answer=answers) == pytest.approx(sum(each) / len(each))
+
+
 @pytest.mark.timeout(20)
 def test_a_tag_that_a_policy_repeats_is_read_in_one_pass():
     """With a search from the begin, 200,000 open tags took hours, in the process that renews the leases."""
@@ -246,6 +315,6 @@ def test_a_tag_that_a_policy_repeats_is_read_in_one_pass():
 
 
 def test_a_reference_that_is_empty_excludes_the_sample():
-    for function in (clevr, geometry3k):
-        with pytest.raises(ValueError, match="reference answer is empty"):
+    for function in (clevr, geometry3k, searchr1, vqa):
+        with pytest.raises(ValueError, match=r"reference answer .*is empty"):
             value(function, "\\boxed{3}", answer=" ")

@@ -193,7 +193,9 @@ def test_every_built_in_is_there_and_only_bounded_ones_run_inline(base: Path):
         "reward_model_server": {"base_url": "http://127.0.0.1:9", "model": "m"},
     }
     resolved = resolve(terms(*({"name": n, "args": args.get(n, {})} for n in REWARDS.names)), base)
-    assert {t.label for t in resolved if t.inline} == {"clevr", "episode", "exact", "format", "gsm8k", "length"}
+    assert {t.label for t in resolved if t.inline} == {
+        *("clevr", "episode", "exact", "format", "gsm8k", "length", "searchr1", "vqa")
+    }
     (backtracking,) = resolve(terms({"name": "format", "args": {"regex": "(a+)+$"}}), base)
     assert not backtracking.inline
 
