@@ -116,7 +116,7 @@ class StepMeter:
         of = batch.sample[:, None].expand(batch.mask.shape)[batch.mask]
         samples, places = of.unique(return_inverse=True)
         values = torch.stack([torch.ones_like(gap), gap, kl, current.to(gap.dtype)], dim=1)
-        found = gap.new_zeros(len(samples), 4).index_add_(0, places, values).cpu().numpy()
+        found = np.array(gap.new_zeros(len(samples), 4).index_add_(0, places, values).tolist())
         for sample, sums in zip(samples.tolist(), found, strict=True):
             self.samples[sample] = self.samples.get(sample, 0.0) + sums
 
