@@ -23,6 +23,7 @@ from broker.flow.run_control import RunControl
 from broker.flow.trainer_session import TrainerSession
 from broker.queues.dead_letters import DeadLetterStore
 from broker.queues.images import ImageStore
+from broker.queues.live_episodes import LiveEpisodes
 from broker.queues.partials import Partials
 from broker.queues.questions import Questions
 from broker.queues.scores import ScoreQueue
@@ -82,6 +83,10 @@ class Broker:
     def task_queue(self, consumer: str, run: JoinedRun | None = None) -> TaskQueue:
         """Return the queue of tasks for one generator, which works for this run only."""
         return TaskQueue(self.connection, consumer, self._config.max_deliveries, self._config.max_message_bytes, run)
+
+    def live_episodes(self, generator: str = "") -> LiveEpisodes:
+        """Return the conversations of users, which this generator holds."""
+        return LiveEpisodes(self.connection, generator)
 
     def partials(self, generator: str) -> Partials:
         """Return the store of unfinished samples, which this generator saves or continues."""

@@ -99,6 +99,9 @@ KEY_NOTES = {
     "eval_samples": "stream: texts and rewards of evaluations' samples, until the trainer has written them to samples/",
     "recent": "stream, 256 entries: trained samples, kept for reading",
     "counters": "hash: leases that expired, duplicates and zombies that were refused, commits and their seconds",
+    "live": "hash: users' conversations by id: sample, generator, tenant, reward; and under seat:SAMPLE the id",
+    "live_seats": "zset: ids of samples that wait for a conversation, by the time at which they were offered",
+    "live_begun": "zset: ids of conversations by their begin; the newest are kept",
     "questions": "list: users' questions to the current policy that no generator has taken yet",
     "answers": "stream: the newest answers to these",
 }

@@ -44,10 +44,11 @@ METRICS: dict[str, str] = {
     "groups/filtered_fraction": "Share of them that was dropped because it would teach nothing: wasted generation.",
     "groups/dropped": "Groups that ended without being trained since the last step.",
     "groups/dropped_{}": "The same by reason: zero_variance, mean_reward, partial, stale, no_reward, no_tokens,"
-    " not_finite, mismatch.",
+    " not_finite, mismatch, unrewarded.",
     "samples/failed": "Samples that no generator could finish, of groups that came back since the last step.",
-    "samples/failed_{}": "The same by kind: of agents raised, died, neighbour, late and no_call; of all not_finite, for"
-    " log-probabilities that are not finite, and workflow, for a workflow that raised.",
+    "samples/failed_{}": "The same by kind: of agents raised, died, neighbour, late and no_call; unrewarded, of live"
+    " conversations; of all not_finite, for log-probabilities that are not finite, and workflow, for a workflow that"
+    " raised.",
     "samples/unscored": "Samples whose reward failed, of groups that came back since the last step.",
     "samples/excluded": "Samples without a reward in the groups that were trained.",
     "train/loss": "The loss. It says little by itself: look at reward, entropy and kl.",

@@ -51,7 +51,7 @@ ROLES: Mapping[str, AclRole] = {
     "generator": AclRole(
         "publish_samples save_partials take_evaluations fail_sample return_task fail_task renew_tasks drop_dead_letters"
         " take_question answer_question note_verdict announce_peer find_peers answer_roll meet heartbeat"
-        " append_telemetry add_counts keep_images",
+        " append_telemetry add_counts keep_images register_episode reward_episode",
         f"{_SERVICE} evalsha_ro hmget hgetall xread xrange xrevrange multi exec",
         "WEIGHTS CHUNKS ORDERS RUN_CONTROL ROLL_CHANGES",
         only=_WORKER,
@@ -76,7 +76,7 @@ ROLES: Mapping[str, AclRole] = {
     "observer": AclRole("read_pipeline measure_streams", _LOOKER, "*", ""),
     "operator": AclRole(
         "read_pipeline measure_streams claim_run change_settings set_run_state set_run_control requeue_group heartbeat"
-        " append_telemetry ask_policy",
+        " append_telemetry ask_policy begin_episode reward_episode",
         f"{_LOOKER} evalsha xdel hdel time",
         "*",
         "",

@@ -50,6 +50,9 @@ class Keys:
         self.counters = self._key("counters")
         self.questions = self._key("questions")
         self.answers = self._key("answers")
+        self.live = self._key("live")
+        self.live_seats = self._key("live_seats")
+        self.live_begun = self._key("live_begun")
 
     def _key(self, name: str) -> str:
         return f"{self.base}:{name}"

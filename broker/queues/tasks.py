@@ -21,7 +21,7 @@ from broker.queues.consumer_group import AT_ONCE, ConsumerGroup, Delivery, Entry
 from broker.queues.dead_letters import letter_bytes
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import printable
-from schemas.messages import DeadLetter, Score, Task, Trajectory
+from schemas.messages import UNREWARDED, DeadLetter, Score, Task, Trajectory
 from schemas.run_record import JoinedRun
 
 EVAL_BASE = 1 << 32
@@ -159,7 +159,8 @@ class TaskQueue(ConsumerGroup):
     ) -> None:
         """Report a sample that could not be produced: it becomes a dead letter, and its group continues without it.
 
-        kind: word under which such samples are counted. broken_version: the weights' version if its log-probabilities
+        kind: word under which such samples are counted; nothing was wrong with one that is UNREWARDED, so it makes no
+        dead letter. broken_version: the weights' version if its log-probabilities
         are not finite.
         """
         letter = DeadLetter(
@@ -171,7 +172,7 @@ class TaskQueue(ConsumerGroup):
             broken_version=broken_version,
             failure=kind if broken_version < 0 else "not_finite",
         )
-        filed = letter_bytes(letter, self._max_bytes)
+        filed = b"" if kind == UNREWARDED else letter_bytes(letter, self._max_bytes)
         answer = self._connection.run_script("fail_sample", task_id, sample, filed, encode(score), self._run.id)
         if answer == OTHER_RUN:
             raise self._run.replaced()

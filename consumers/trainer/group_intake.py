@@ -21,7 +21,7 @@ from consumers.trainer.metrics.group_metrics import GroupMeter
 from schemas.codec import BadMessage
 from schemas.errors import BrokerDamaged, DataError, RunFailed
 from schemas.images import image_size
-from schemas.messages import BatchRecord, Trajectory
+from schemas.messages import UNREWARDED, BatchRecord, Trajectory
 
 CLAIM = 2000
 """Most outcomes that are claimed at once."""
@@ -213,6 +213,8 @@ class GroupIntake:
         if 2 * len(versions) > outcomes[0].group_size:
             self._failures.failed(task_id, describe_broken(max(versions)))
             self._end_group(task_id, outcomes, "not_finite", "failed")
+        elif not rewards and {*failed} == {UNREWARDED}:
+            self._end_group(task_id, outcomes, UNREWARDED)
         elif not rewards:
             self._failures.failed(task_id, _why_failed(outcomes))
             self._end_group(task_id, outcomes, "no_reward", "failed")

@@ -17,14 +17,14 @@ from starlette.staticfiles import StaticFiles
 
 from deploy.control_plane.files.archive import Archive
 from deploy.control_plane.files.run_folder import RunFolder
-from deploy.control_plane.routes import control, dead_letters, playground, reads, runs, trajectories
+from deploy.control_plane.routes import control, dead_letters, episodes, playground, reads, runs, trajectories
 from deploy.control_plane.routes.context import Context, InContext
 from deploy.control_plane.status.prometheus import CONTENT_TYPE
 from deploy.control_plane.web import problems
 from deploy.control_plane.web.idempotency import HEADER, Idempotency
 from deploy.control_plane.web.problems import KINDS, MEDIA_TYPE
 from deploy.control_plane.web.refusal import Refusal
-from deploy.control_plane.web.security import CHANGES, PROBES, RequestGuard
+from deploy.control_plane.web.security import CHANGES, PROBES, RequestGuard, is_conversation
 from schemas.control_api import Health, Problem
 
 PAGE = Path(__file__).parent / "dashboard"
@@ -68,12 +68,16 @@ def make_app(
     app.state.context = context
     app.state.archive = Archive(watched=RunFolder(context.plan.folder, context.plan.run))
     problems.install(app)
-    for rooms in (reads, trajectories, control, dead_letters, playground, runs):
+    for rooms in (reads, trajectories, control, dead_letters, playground, episodes, runs):
         app.include_router(rooms.router)
     app.include_router(probes)
     pages(app)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
-    return RequestGuard(Idempotency(app), token, hosts, is_public, read_token)
+
+    def public(path: str) -> bool:
+        return is_public(path) or (bool(context.plan.live.tenants) and path.startswith(episodes.router.prefix))
+
+    return RequestGuard(Idempotency(app), token, hosts, public, read_token)
 
 
 def make_files_app(
@@ -103,8 +107,8 @@ def operation_id(route: APIRoute) -> str:
 
 
 def is_public(path: str) -> bool:
-    """Return whether a path needs no token: probes, and the pages, which hold no data."""
-    return path in PROBES or not path.startswith(("/v1", "/metrics", "/openapi"))
+    """Return whether a path needs no token: probes, the pages, which hold no data, and unguessable addresses."""
+    return path in PROBES or is_conversation(path) or not path.startswith(("/v1", "/metrics", "/openapi"))
 
 
 def pages(app: FastAPI) -> None:

@@ -7,13 +7,13 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from producers.agents.outcomes import OUTCOMES, EpisodeFailure, EpisodeOutcome, FailureAlarm, judge
 from producers.agents.protocol import SessionError
 from producers.agents.session import PolicyHandle, Session
 from producers.agents.sessions import Sessions
-from producers.agents.workers.pool import AgentWorkers
+from producers.agents.workers.notes import Notes
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import BEGINNINGS, Conversation, History
@@ -25,6 +25,24 @@ from schemas.messages import Task
 
 SETTLE_S = 5.0
 """The longest wait for requests that are being aborted, so that their tokens are handed over, too."""
+
+
+class AgentRunner(Protocol):
+    """Where agents run. keep_requests: see Session."""
+
+    keep_requests: bool
+
+    async def start(self) -> None:
+        """Get ready to run agents."""
+        ...
+
+    async def close(self) -> None:
+        """End all agents."""
+        ...
+
+    async def run(self, job: AgentJob, notes: Notes) -> AgentResult:
+        """Run the agent of one episode to its end."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +57,7 @@ class EpisodeServices:
     template: ChatTemplate
     history: History
     sessions: Sessions
-    workers: AgentWorkers
+    workers: AgentRunner
     alarm: FailureAlarm
     base_url: str
     images: ImageLimits
@@ -74,10 +92,13 @@ class AgentEpisode:
                 partial,
                 rollout.save,
                 self._index,
+                self._services.workers.keep_requests,
             )
             self._services.sessions.add(session)
             try:
                 result = await self._run_agent(session, attempt)
+                if result is not None:
+                    await session.repeat_requests()
             finally:
                 self._services.sessions.end(session)
             if result is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from producers.agents.workers.protocol import AgentResult
 from schemas.config import AgentsConfig
-from schemas.messages import FinishReason
+from schemas.messages import UNREWARDED, FinishReason
 
 OUTCOMES = ("returned", "declared", "deadline", "calls", "length")
 """Kinds: the agent returned, it raised an error in ``generator.agents.outcomes``, or it reached a limit."""
@@ -45,6 +45,8 @@ def judge(result: AgentResult, limit: FinishReason | None, settings: AgentsConfi
     """Decide whether an agent's end is an outcome or a failure. limit: the limit that its session reached, if any."""
     if result.kind in ("died", "neighbour"):
         return EpisodeFailure(result.kind, result.error, again=True)
+    if result.kind == "unrewarded":
+        return EpisodeFailure(UNREWARDED, result.error)
     reached = "deadline" if result.kind == "deadline" else limit
     if reached is not None and settings.late == "exclude":
         return EpisodeFailure("late", f"it reached its limit ({reached}), and generator.agents.late is exclude")
@@ -68,8 +70,8 @@ class FailureAlarm:
         self._raised = False
 
     def add(self, verdict: EpisodeOutcome | EpisodeFailure) -> str | None:
-        """Count an episode; returns the text of an alarm that starts with it."""
-        kind = verdict.kind if isinstance(verdict, EpisodeFailure) else ""
+        """Count an episode; returns the text of an alarm that starts with it. A missing reward is not one."""
+        kind = verdict.kind if isinstance(verdict, EpisodeFailure) and verdict.kind != UNREWARDED else ""
         self._last.append(kind)
         failed = Counter(word for word in self._last if word)
         share = sum(failed.values()) / WINDOW

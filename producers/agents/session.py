@@ -21,6 +21,7 @@ import msgspec
 
 from producers.agents.capacity import EngineCapacity
 from producers.agents.protocol import AnswerFinish, CallRequest, SampledAnswer, SessionError
+from producers.agents.requests import Requests
 from producers.agents.workers.notes import Notes
 from producers.conversation.calls import continued_completion, digest_key, recorded_completion
 from producers.conversation.conversation import Conversation, NextPrompt
@@ -83,8 +84,12 @@ class Session:
         saved: Partial | None = None,
         save: Callable[[Partial], Awaitable[None]] | None = None,
         sample: int = 0,
+        keep_requests: bool = False,
     ) -> None:
-        """saved: the sample's state from another generator. save: stores the state, see RolloutContext."""
+        """saved: the sample's state from another generator. save: stores the state, see RolloutContext.
+
+        keep_requests: store the requests, too, for an agent that doesn't make them again in the next generator.
+        """
         self.token = secrets.token_urlsafe(24)
         self.notes = Notes(saved.notes if saved else None, self._keep)
         self.finish_of_last: FinishReason = "stop"
@@ -100,10 +105,12 @@ class Session:
         self._sample = sample
         self._save = save
         self._saved = {call.key: call for call in saved.calls} if saved else {}
+        self._requests = Requests(self.notes) if keep_requests else None
         self._asked: defaultdict[bytes, set[int]] = defaultdict(set)
         self._numbers: dict[str, int] = {}
         self._places: dict[int, tuple[bytes, int]] = {}
         self._lock = asyncio.Lock()
+        self._repeating = asyncio.Lock()
         self._tasks: set[asyncio.Task[object]] = set()
         self._sampling_now = 0
         self._settled = asyncio.Event()
@@ -133,6 +140,23 @@ class Session:
 
     async def complete(self, request: CallRequest) -> list[SampledAnswer]:
         """Answer a model call with ``request.n`` choices; SessionError says what is wrong with it."""
+        if self._requests is not None:
+            await self.repeat_requests(before=request)
+        return await self._complete(request)
+
+    async def repeat_requests(self, before: CallRequest | None = None) -> None:
+        """Make the stored calls again, with the recorded answers, so that they are a part of this conversation.
+
+        before: a request that may be the last of them: its client has not received the answer, and gets it now.
+        """
+        async with self._repeating:
+            while self._requests is not None and (request := self._requests.next(before)) is not None:
+                prompt = await asyncio.to_thread(self._prompt, request)
+                keys = [digest_key(prompt.digest, place) for place in self._free_places(prompt.digest, request.n)]
+                if all(key in self._saved and self._saved[key].finish != "abort" for key in keys):
+                    await self._complete(request, again=True)
+
+    async def _complete(self, request: CallRequest, again: bool = False) -> list[SampledAnswer]:
         self._begin(request)
         task = asyncio.current_task()
         assert task is not None
@@ -149,6 +173,8 @@ class Session:
                 self.limit = "length"
                 raise self._too_long(str(len(prompt.ids)))
             answers = await self._answer(request, prompt, room)
+            if self._requests is not None and not again:
+                self._requests.note(request)
             try:
                 # No agent may use an answer that would be lost if this process died now.
                 await self._keep()
@@ -271,10 +297,13 @@ class Session:
 
     def _take_places(self, digest: bytes, n: int) -> list[int]:
         """Number requests for equal tokens by the first free numbers: a number whose answer was lost is used again."""
-        taken = self._asked[digest]
-        places = list(itertools.islice((k for k in itertools.count() if k not in taken), n))
-        taken.update(places)
+        places = self._free_places(digest, n)
+        self._asked[digest].update(places)
         return places
+
+    def _free_places(self, digest: bytes, n: int) -> list[int]:
+        taken = self._asked[digest]
+        return list(itertools.islice((k for k in itertools.count() if k not in taken), n))
 
     async def _sample_all(
         self, request: CallRequest, prompt: NextPrompt, room: int, places: Sequence[int]

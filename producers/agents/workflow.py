@@ -11,7 +11,7 @@ import structlog
 
 from producers.agents.capacity import EngineCapacity
 from producers.agents.endpoint.server import EndpointServer
-from producers.agents.episode import AgentEpisode, EpisodeServices
+from producers.agents.episode import AgentEpisode, AgentRunner, EpisodeServices
 from producers.agents.outcomes import FailureAlarm
 from producers.agents.session import PolicyHandle
 from producers.agents.sessions import Sessions
@@ -59,14 +59,17 @@ class AgentWorkflow:
         """Raise ConfigError if the agent can't be loaded or called; it is imported in its own process, and not run."""
         check_agent(self._run, self._command, self._args, base, settings)
 
+    def make_runner(self, services: WorkflowServices) -> AgentRunner:
+        """Return where the agents run."""
+        config, settings = services.config, services.config.generator.agents
+        return AgentWorkers(self._run, self._command, self._args, config.base, settings, services.clock, config.folder)
+
     async def start(self, services: WorkflowServices) -> None:
         """Start the endpoint and the agents' processes; ConfigError if the agent can't be loaded."""
         config, tokenizer = services.config, services.tokenizer
         settings = config.generator.agents
         template = await open_template(services)
-        workers = AgentWorkers(
-            self._run, self._command, self._args, config.base, settings, services.clock, config.folder
-        )
+        workers = self.make_runner(services)
         parser = await asyncio.to_thread(
             make_parser,
             settings.tool_parser,
@@ -87,7 +90,7 @@ class AgentWorkflow:
         self._server = EndpointServer(sessions, settings)
         base_url = await self._server.start()
         await workers.start()
-        log.info("agents are ready", endpoint=base_url, processes=settings.processes)
+        log.info("agents are ready", endpoint=base_url)
         self._services = EpisodeServices(
             settings=settings,
             policy=policy,

@@ -9,6 +9,7 @@ DATASETS = Registry(
         "gsm8k": "producers.datasets.gsm8k:Gsm8k",
         "hf": "producers.datasets.hf:HuggingFace",
         "jsonl": "producers.datasets.jsonl:Jsonl",
+        "live": "producers.agents.places:LivePlaces",
         "reasoning_gym": "producers.datasets.reasoning_gym:ReasoningGym",
         "verifiers": "producers.episodes.environments.verifiers.dataset:VerifiersTasks",
     },

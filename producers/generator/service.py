@@ -135,7 +135,10 @@ class Generator:
     async def _serving(self) -> AsyncIterator[None]:
         """Watch the engine and run the workflow in the block; close both at its end."""
         context = self._context
-        services = WorkflowServices(self._engine, context.tokenizer, self._config, context.report, self._orders.clock)
+        live = self._broker.live_episodes(self._name)
+        services = WorkflowServices(
+            self._engine, context.tokenizer, self._config, context.report, self._orders.clock, live
+        )
         self._state = "running"
         try:
             stall_s = self._config.generator.stall_s

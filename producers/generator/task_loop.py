@@ -16,6 +16,7 @@ from producers.engines.base import KvCacheUsage
 from producers.generator.context import GeneratorContext
 from producers.generator.eval_versions import is_served
 from producers.generator.rollout import Rollout
+from schemas.config.generator import ENDPOINT_WORKFLOWS, LIVE
 from schemas.errors import TidemillError
 from schemas.messages import Task, Trajectory
 from schemas.system.lifecycle import StopFlag, until_stopped
@@ -104,7 +105,7 @@ class TaskLoop:
         self._rollouts: set[asyncio.Task[None]] = set()
         self._by_entry: dict[bytes, Rollout] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_agent = self._config.generator.workflow.name == "agent"
+        self._is_agent = self._config.generator.workflow.name in ENDPOINT_WORKFLOWS
         evaluation = self._config.eval
         self._largest_evaluation = (
             max(evaluation.sampling_of(part).n for part in evaluation.dataset) if evaluation else 1
@@ -151,7 +152,7 @@ class TaskLoop:
         async with asyncio.TaskGroup() as group:
             taking = group.create_task(self._take_tasks(group, stop))
             await until_stopped(stop, asyncio.wait({taking}))
-            if self._is_agent and self._rollouts:
+            if self._is_agent and self._rollouts and self._config.generator.workflow.name != LIVE:
                 await self._let_episodes_end()
             for rollout in self._by_entry.values():
                 rollout.interrupt()

@@ -22,7 +22,7 @@ from producers.workflows import WORKFLOWS
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, describe_error
-from schemas.messages import Partial, PlacedImage, Sampling, Task
+from schemas.messages import LiveEpisode, Partial, PlacedImage, Sampling, Task
 from schemas.plugins import check_arguments, check_method, fit_arguments
 from schemas.system.lifecycle import leaving_aside
 
@@ -161,11 +161,22 @@ def is_service_error(error: BaseException) -> bool:
     return isinstance(error, ConfigError | InfraError)
 
 
+class LiveConversations(Protocol):
+    """Conversations of users, for the workflow ``live``; broker/queues/live_episodes.py says what each method does."""
+
+    def register(self, seat: str, url: str) -> tuple[str, LiveEpisode]: ...
+
+    def read(self, ids: Sequence[str]) -> tuple[float, dict[str, LiveEpisode]]: ...
+
+    def end(self, id: str) -> float | None: ...
+
+
 @dataclass(frozen=True)
 class WorkflowServices:
     """The argument of a workflow's method ``start``, once the engine runs.
 
-    report: see RolloutContext. clock: seconds, which stand still while generation is paused.
+    report: see RolloutContext. clock: seconds, which stand still while generation is paused. live: conversations of
+    users, None outside of a run.
     """
 
     engine: Engine
@@ -173,6 +184,7 @@ class WorkflowServices:
     config: TidemillConfig
     report: Callable[[str, str], None] = _report_nothing
     clock: Callable[[], float] = time.monotonic
+    live: LiveConversations | None = None
 
 
 class Workflow(Protocol):

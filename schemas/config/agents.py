@@ -9,6 +9,22 @@ from pydantic import Field
 from schemas.config.base import Seconds, Section, UserPath, shown_variable
 
 
+class LiveConfig(Section):
+    """Conversations that users hold with the policy (workflow live), and their rewards."""
+
+    reward_s: Seconds = Field(
+        3600.0,
+        description="Seconds from the begin of a conversation in which its reward must come. Without one it is excluded"
+        " and counted as unrewarded.",
+    )
+    tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], str] = Field(
+        default_factory=dict,
+        description="Who may begin and reward conversations: names, and for each the environment variable of the"
+        " control plane that has its key. None sees another's. Without any, the control plane's token is required.",
+    )
+    rate: float = Field(600.0, gt=0, description="Conversations a minute that a tenant may begin.")
+
+
 class AgentsConfig(Section):
     """Agents of one replica (workflow agent): their processes, their limits, and the endpoint that they call."""
 
@@ -92,6 +108,7 @@ class AgentsConfig(Section):
         ge=1024,
         description="Size of the largest image file that an agent, a tool or an environment may give, in bytes.",
     )
+    live: LiveConfig = Field(default_factory=LiveConfig)
     keep_messages: int = Field(
         65536,
         ge=0,

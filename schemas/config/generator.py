@@ -24,9 +24,13 @@ REFUSED_SAMPLING = (
 )
 """Sampling settings of other libraries that make log-probabilities differ from the policy's."""
 
-EPISODE_WORKFLOWS = ("agent", "environment", "tools")
+LIVE = "live"
+"""The workflow whose conversations users hold."""
+ENDPOINT_WORKFLOWS = ("agent", LIVE)
+"""Built-in workflows whose model calls come to the generator's endpoint."""
+EPISODE_WORKFLOWS = ("agent", "environment", LIVE, "tools")
 """Built-in workflows whose samples are conversations of several model calls."""
-REWARDING_WORKFLOWS = ("agent", "environment")
+REWARDING_WORKFLOWS = ("agent", "environment", LIVE)
 """Episode workflows that reward their own samples, so that no reward term is required."""
 
 
@@ -61,7 +65,8 @@ class WorkflowConfig(Section):
     """The workflow, which makes trajectories from a prompt."""
 
     name: str = Field(
-        "single_turn", description="single_turn, tools, environment, agent, or your own as module:name or file.py:name."
+        "single_turn",
+        description="single_turn, tools, environment, agent, live, or your own as module:name or file.py:name.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the workflow.")
 

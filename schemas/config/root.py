@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from schemas.config.base import Section
 from schemas.config.data import EvalConfig, RewardConfig, RewardTerm, TrainDatasets, check_labels
 from schemas.config.deploy import ControlConfig, LauncherConfig, NotifyConfig, ProbesConfig, SupervisorConfig
-from schemas.config.generator import REWARDING_WORKFLOWS, GeneratorConfig, SamplingConfig
+from schemas.config.generator import LIVE, REWARDING_WORKFLOWS, GeneratorConfig, SamplingConfig
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, count_slots, slots_problem
 from schemas.config.trainer import TrainerConfig
@@ -134,6 +134,8 @@ class TidemillConfig(Section):
             )
         if self.generator.workflow.name == "agent":
             self._check_agents()
+        if self.generator.workflow.name == LIVE:
+            self._check_live()
         if (workflow := self.generator.workflow.name) in ("single_turn", "tools"):
             for where, named in (("reward", self.reward.terms), ("eval", self.eval_terms)):
                 if any(term.name == "episode" for term in named):
@@ -181,6 +183,12 @@ class TidemillConfig(Section):
         if names := [name for name, there in refused.items() if there]:
             raise ValueError(f"{names[0]} is not supported with model.kind vision: remove it (docs/vision.md)")
         return self
+
+    def _check_live(self) -> None:
+        if self.sampling.n != 1:
+            raise ValueError(f"sampling.n {self.sampling.n} must be 1 with generator.workflow live")
+        if self.generator.update == "drain":
+            raise ValueError("generator.update drain would wait for every conversation: set it to keep or recompute")
 
     def _check_agents(self) -> None:
         deadline_s = self.generator.agents.deadline_s

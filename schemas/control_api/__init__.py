@@ -16,8 +16,11 @@ from schemas.control_api.history import (
 )
 from schemas.control_api.orders import (
     Accepted,
+    BegunEpisode,
+    EpisodeReward,
     EvaluationRequest,
     PauseRequest,
+    RewardedEpisode,
     ScaleRequest,
     Settings,
     SettingsChange,
@@ -55,8 +58,10 @@ from schemas.control_api.trajectories import (
 __all__ = [
     "Accepted",
     "Answer",
+    "BegunEpisode",
     "Bottleneck",
     "DeadLetters",
+    "EpisodeReward",
     "EvaluationRequest",
     "EvaluationStatus",
     "Evaluations",
@@ -76,6 +81,7 @@ __all__ = [
     "PauseRequest",
     "PauseStatus",
     "Problem",
+    "RewardedEpisode",
     "RunState",
     "RunStatus",
     "ScaleRequest",

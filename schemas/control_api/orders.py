@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from schemas.control_api.base import Answer, RequestBody, RunState
+from schemas.messages import LARGEST_REWARD
 
 
 class Settings(Answer):
@@ -99,3 +100,25 @@ class Accepted(Answer):
     waiting_for: list[str]
     state: RunState
     text: str
+
+
+class BegunEpisode(Answer):
+    """A conversation that has begun."""
+
+    id: str
+    base_url: str = Field(description="Its address for clients of OpenAI's protocol; Anthropic's take it without /v1.")
+    reward_until: float = Field(description="Unix time, seconds, until which its reward may come.")
+
+
+class EpisodeReward(RequestBody):
+    """Body of POST /v1/episodes/{id}/reward."""
+
+    reward: float = Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD, allow_inf_nan=False)
+
+
+class RewardedEpisode(Answer):
+    """The reward of a conversation that counts. changed: false if an earlier reward stays."""
+
+    id: str
+    reward: float
+    changed: bool

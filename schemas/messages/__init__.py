@@ -6,12 +6,13 @@ log-probabilities) has length T and refers to the same position.
 
 from schemas.messages.batches import BatchRecord, GroupRef, Member, RecordedGroup, StepRecord
 from schemas.messages.partials import Call, Partial, Piece
-from schemas.messages.questions import Question, QuestionAnswer, Reply
+from schemas.messages.questions import LiveEpisode, Question, QuestionAnswer, Reply
 from schemas.messages.tasks import ChatMessage, ContentPart, Image, Sampling, Task
 from schemas.messages.telemetry import DeadLetter, Event, Heartbeat
 from schemas.messages.trajectories import (
     LARGEST_REWARD,
     REWARD_RANGE,
+    UNREWARDED,
     FinishReason,
     Kind,
     PlacedImage,
@@ -32,6 +33,7 @@ from schemas.messages.weights import Adapter, Delta, FileSource, Manifest, Paylo
 __all__ = [
     "LARGEST_REWARD",
     "REWARD_RANGE",
+    "UNREWARDED",
     "Adapter",
     "BatchRecord",
     "Call",
@@ -46,6 +48,7 @@ __all__ = [
     "Heartbeat",
     "Image",
     "Kind",
+    "LiveEpisode",
     "Manifest",
     "Member",
     "Partial",

@@ -1,4 +1,4 @@
-"""Prompts of users to the current policy, outside of training, and its completions."""
+"""Prompts of users to the current policy, outside of training, and its completions; users' live conversations."""
 
 from __future__ import annotations
 
@@ -40,3 +40,21 @@ class QuestionAnswer(Message, kw_only=True, tag="question_answer"):
     generator: str
     replies: list[Reply] = []
     error: str = ""
+
+
+class LiveEpisode(msgspec.Struct, frozen=True):
+    """The record of a conversation.
+
+    run: identity of the run. seat: the sample, as TASK:SAMPLE. url: base address of its session in ``generator``, "" if
+    no generator holds it. begun: Unix seconds, 0 for one that waits for a user. reward: as text, None before it came.
+    ended: whether it ended without one.
+    """
+
+    run: str
+    seat: str
+    url: str
+    generator: str
+    begun: float
+    tenant: str = ""
+    reward: str | None = None
+    ended: bool = False

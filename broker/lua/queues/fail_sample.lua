@@ -1,12 +1,12 @@
 -- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS PARTIALS IMAGES BODIES
--- ARGV: task id, sample, dead letter, failed score, the generator's run. Marks a sample that could not be produced as
+-- ARGV: task id, sample, dead letter ('' for none), failed score, the generator's run. Marks a sample that could not be produced as
 -- failed: its group continues without it.
 local task, field = ARGV[1], ARGV[1] .. ':' .. ARGV[2]
 local fields = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':n', 'run')
 if differs(fields[3], ARGV[5]) then return 'other_run' end
 if not fields[1] then return 'closed' end
 if redis.call('HEXISTS', SAMPLES, field) == 1 then return 'dup' end
-keep_dead_letter(ARGV[3])
+if ARGV[3] ~= '' then keep_dead_letter(ARGV[3]) end
 redis.call('HSET', SAMPLES, field, '-')
 if fields[1] == 'train' then
   redis.call('XADD', SCORED, '*', 't', task, 'n', fields[2], ARGV[2] .. ':-', ARGV[4])

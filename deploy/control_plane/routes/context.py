@@ -16,6 +16,7 @@ from deploy.control_plane.routes.decoding import Decode, load_decoder
 from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.poller import StatusPoller
+from deploy.control_plane.web.security import Buckets
 from deploy.control_plane.web.sse import Hub
 from schemas.control_api import RunStatus
 from schemas.errors import InfraError
@@ -28,7 +29,10 @@ LOOK_S = 0.1
 
 @dataclass
 class Context:
-    """State of a control plane. deployments: those that it scales, on Kubernetes. questions: number that wait."""
+    """State of a control plane. deployments: those that it scales, on Kubernetes. questions: number that wait.
+
+    conversations: limits how often each tenant begins one.
+    """
 
     plan: PlannedRun
     name: str
@@ -38,6 +42,11 @@ class Context:
     deployments: Deployments | None = None
     decoders: list[Decode | None] = field(default_factory=list)
     questions: int = 0
+    conversations: Buckets = field(init=False)
+
+    def __post_init__(self) -> None:
+        rate = self.plan.live.rate
+        self.conversations = Buckets(rate / 60, rate)
 
     def decoder(self) -> Decode | None:
         """Return the decoder of the model's tokenizer, loaded at its first use."""

@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ from deploy.control_plane.status.run_state import LOADING, is_live, pause_status
 from deploy.control_plane.status.scaling import scaling
 from deploy.control_plane.status.series import HISTOGRAM, STEPS_KEPT, MetricsSeries, Rates
 from schemas.config import TidemillConfig
+from schemas.config.agents import LiveConfig
 from schemas.control_api import (
     EvaluationStatus,
     LedgerStatus,
@@ -59,6 +60,7 @@ class PlannedRun:
 
     folder: of the run. held_out: whether it has held-out prompts. has_accuracy: whether evaluations have an accuracy
     and not only a reward. playground: whether users may ask the policy. chat: whether its model has a chat template.
+    live: conversations of users.
     """
 
     run: str
@@ -74,6 +76,7 @@ class PlannedRun:
     has_accuracy: bool = False
     playground: bool = False
     chat: bool = False
+    live: LiveConfig = field(default_factory=LiveConfig)
 
     @classmethod
     def of(cls, config: TidemillConfig) -> PlannedRun:
@@ -90,6 +93,7 @@ class PlannedRun:
             model=config.model.path,
             held_out=config.eval is not None,
             has_accuracy=config.has_accuracy,
+            live=config.generator.agents.live,
             playground=is_loopback(config.control.host)
             if config.control.playground is None
             else config.control.playground,

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -45,6 +46,14 @@ HEADERS = (
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
 )
+
+
+_CONVERSATION = re.compile(r"/v1/episodes/[\w-]{32}/v1/.+")
+
+
+def is_conversation(path: str) -> bool:
+    """Return whether a path is in the address of a user's conversation, whose requests are only led elsewhere."""
+    return _CONVERSATION.fullmatch(path) is not None
 
 
 class Buckets:
@@ -115,7 +124,7 @@ class RequestGuard:
         if len(path) + len(scope["query_string"]) > MAX_TARGET_BYTES:
             return 414, f"the address is longer than {MAX_TARGET_BYTES} bytes", {}
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+        if not length.isdigit() or (int(length) > MAX_BODY_BYTES and not is_conversation(path)):
             return 413, f"a body may have at most {MAX_BODY_BYTES} bytes", {}
         if self._token is not None:
             return None if self._public(path) else self._authenticate(client, headers, method)

@@ -51,6 +51,8 @@ class AgentWorkers:
     await workers.close()
     """
 
+    keep_requests = False
+
     def __init__(
         self,
         run: str | None,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-Kind = Literal["returned", "raised", "died", "neighbour", "deadline", "cancelled"]
+Kind = Literal["returned", "raised", "died", "neighbour", "deadline", "cancelled", "unrewarded"]
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class AgentResult:
     """The end of an episode.
 
     kind: died: its own process died, or it blocked the others of its process; neighbour: its process had to be killed
-    for another episode, so it restarts and pays no attempt for it. reward, turn_rewards (by completion id), metrics and
-    data are those that the agent reported by then. error: one line; error_type: full name of the exception. seconds:
-    its run time.
+    for another episode, so it restarts and pays no attempt for it; unrewarded: no user gave a reward in time. reward,
+    turn_rewards (by completion id), metrics and data are those that the agent reported by then. error: one line;
+    error_type: full name of the exception. seconds: its run time.
     """
 
     kind: Kind

@@ -41,6 +41,7 @@ class ControlPlane:
         token: str | None = None,
         reader: str | None = None,
         held_out: bool = False,
+        live: dict[str, Any] | None = None,
         **control: str,
     ) -> None:
         held = {"eval": {"dataset": {"name": "arithmetic"}, "every": 50}} if held_out else {}
@@ -51,6 +52,7 @@ class ControlPlane:
                 "model": {"path": model},
                 "train": {"name": "arithmetic"},
                 "reward": {"terms": [{"name": "exact"}]},
+                "generator": {"agents": {"live": live or {}}},
                 "control": control,
             }
         )

@@ -55,14 +55,15 @@ class Engine(ScriptedEngine):
         self.generating.set()
 
 
-def make_config(model: Path, folder: Path, **generator: Any) -> TidemillConfig:
+def make_config(model: Path, folder: Path, n: int = 2, **generator: Any) -> TidemillConfig:
     return parse_config(
         {
             "run": {"name": "g", "folder": str(folder / "run")},
             "model": {"path": str(model), "dtype": "float32", "max_length": 2000},
             "train": {"name": "arithmetic"},
-            "sampling": {"n": 2, "max_tokens": 1000},
+            "sampling": {"n": n, "max_tokens": 1000},
             "reward": {"terms": [{"name": "exact"}]},
+            "trainer": {"advantage": {"name": "raw"}} if n == 1 else {},
             "generator": {"engine": "scripted", "max_samples": 8, **generator},
             # No supervisor watches it: agents may have any time that a test gives them.
             "supervisor": {"grace_s": 600},

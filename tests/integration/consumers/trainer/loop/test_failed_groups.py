@@ -20,7 +20,7 @@ from consumers.trainer.batch_source import NothingToLearn
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy
 from schemas.errors import InfraError, RunFailed
-from schemas.messages import RoutedExperts, Score
+from schemas.messages import UNREWARDED, RoutedExperts, Score
 from schemas.run_folder import read_lines
 from schemas.system.lifecycle import StopFlag
 from tests.support.models.tiny_mixture import DENSE, EXPERTS, LAYERS, K, make_mixture
@@ -79,6 +79,27 @@ def test_a_group_without_any_token_of_its_own_is_dropped_by_that_name(
         trainer().run(StopFlag())
     assert groups_of_steps(tmp_path) == [2] * 8
     assert set(broker.ledger.read_state().dropped) == {"no_tokens"}
+
+
+def test_conversations_without_a_reward_end_no_run_however_many_they_are(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    """Eleven of twelve, more in a row than max_failed_groups."""
+
+    def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
+        if task_id % 12 == 0:
+            publish(tasks, task_id, version)
+            return
+        for sample in range(2):
+            tasks.fail_sample(task_id, sample, "no reward came", kind=UNREWARDED)
+
+    with Pipeline(broker, generate, by_sample):
+        trainer(steps=2).run(StopFlag())
+    assert groups_of_steps(tmp_path) == [2] * 2
+    state = broker.ledger.read_state()
+    assert state.dropped["unrewarded"] > 10
+    assert not state.failed
+    assert broker.connection.client.xlen(broker.connection.keys.dead) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,24 @@
+-- KEYS: LIVE LIVE_SEATS LIVE_BEGUN CTL
+-- ARGV: sample (TASK:SAMPLE), id for a new episode, address of its session ('' to let go of it), generator. A generator offers a sample to a
+-- user's conversation, or says where the conversation of the sample continues. LIVE has the record of each episode by
+-- its id, and under seat:SAMPLE the id; LIVE_SEATS the ids that no conversation has yet. Returns id and record.
+local run = redis.call('HGET', CTL, 'run_id') or ''
+local seat = 'seat:' .. ARGV[1]
+local id = redis.call('HGET', LIVE, seat)
+local known = id and redis.call('HGET', LIVE, id)
+local record = known and cmsgpack.unpack(known)
+if not record or record.run ~= run then
+  if record then
+    redis.call('HDEL', LIVE, id)
+    redis.call('ZREM', LIVE_SEATS, id)
+    redis.call('ZREM', LIVE_BEGUN, id)
+  end
+  id, record = ARGV[2], {run = run, seat = ARGV[1], begun = 0}
+  redis.call('HSET', LIVE, seat, id)
+  redis.call('ZADD', LIVE_SEATS, redis.call('TIME')[1], id)
+end
+-- A generator that lets go of a conversation may have lost it to another one already.
+if ARGV[3] ~= '' or record.generator == ARGV[4] then record.url, record.generator = ARGV[3], ARGV[4] end
+local packed = cmsgpack.pack(record)
+redis.call('HSET', LIVE, id, packed)
+return {id, packed}

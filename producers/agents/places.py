@@ -1,0 +1,22 @@
+"""Samples without a prompt of their own, each for one conversation of a user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from producers.datasets.base import Example
+
+
+class LivePlaces:
+    """Places for conversations, as many as the pipeline has slots for; the workflow ``live`` fills them."""
+
+    def __init__(self, base: Path | None = None) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        return Example(text="a user's conversation")

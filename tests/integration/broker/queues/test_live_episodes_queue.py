@@ -1,0 +1,80 @@
+"""The records of users' conversations: who holds each, and which reward counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.client import Broker
+from broker.queues import live_episodes
+from tests.support.broker.trainer_sessions import take_over
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_conversation_takes_the_sample_that_was_offered_first_and_each_once(broker: Broker) -> None:
+    take_over(broker)
+    live = broker.live_episodes("g")
+    assert live.begin("a") is None
+    first, _ = live.register("1-0", "http://g/1")
+    second, _ = live.register("2-0", "http://g/2")
+    assert len({first, second}) == 2
+    assert live.register("1-0", "http://g/1")[0] == first, "the same sample again"
+    taken = [found for _ in range(3) if (found := live.begin("a"))]
+    assert {id for id, _ in taken} == {first, second}
+    assert all(record.begun > 0 and record.tenant == "a" for _, record in taken)
+
+
+def test_a_conversation_follows_its_sample_and_is_let_go_only_by_its_holder(broker: Broker) -> None:
+    take_over(broker)
+    before, after = broker.live_episodes("before"), broker.live_episodes("after")
+    id, _ = before.register("1-0", "http://before")
+    assert before.begin("") is not None
+    again, record = after.register("1-0", "http://after")
+    assert (again, record.url, record.generator) == (id, "http://after", "after")
+    before.register("1-0", "")
+    assert after.read([id])[1][id].url == "http://after"
+    after.register("1-0", "")
+    now, records = after.read([id, "other"])
+    assert (records[id].url, records[id].begun <= now, {*records}) == ("", True, {id})
+
+
+def test_the_first_of_rewards_and_end_counts(broker: Broker) -> None:
+    take_over(broker)
+    live = broker.live_episodes("g")
+    ids = [live.register(f"{task}-0", "http://g")[0] for task in range(3)]
+    assert live.reward(ids[0], "", 1.0, 60) == ("unknown", None), "no user has begun it"
+    for _ in ids:
+        live.begin("a")
+    assert live.reward(ids[0], "b", 1.0, 60) == ("unknown", None), "of another tenant"
+    assert live.reward(ids[0], "a", 0.1 + 0.2, 60) == ("ok", 0.1 + 0.2)
+    assert live.reward(ids[0], "a", 1.0, 60) == ("same", 0.1 + 0.2)
+    assert live.end(ids[0]) == 0.1 + 0.2
+    assert live.end(ids[1]) is None
+    assert live.reward(ids[1], "a", 1.0, 60) == ("ended", None)
+    assert live.reward(ids[2], "a", 1.0, -1) == ("late", None)
+    assert live.read([ids[1]])[1][ids[1]].ended
+
+
+def test_only_the_newest_records_are_kept(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_over(broker)
+    monkeypatch.setattr(live_episodes, "MOST_KEPT", 2)
+    live = broker.live_episodes("g")
+    for task in range(4):
+        live.register(f"{task}-0", "http://g")
+        live.begin("")
+    assert broker.connection.client.zcard(broker.connection.keys.live_begun) == 2
+    assert broker.connection.client.hlen(broker.connection.keys.live) == 4, "two records and their samples"
+
+
+def test_a_new_run_of_the_name_does_not_continue_the_conversations_of_the_old_one(broker: Broker) -> None:
+    take_over(broker)
+    client, keys = broker.connection.client, broker.connection.keys
+    client.hset(keys.ctl, "run_id", "old")
+    live = broker.live_episodes("g")
+    id, _ = live.register("1-0", "http://g")
+    live.begin("")
+    client.hset(keys.ctl, "run_id", "new")
+    other, record = live.register("1-0", "http://g")
+    assert other != id
+    assert record.begun == 0
+    assert {*live.read([id, other])[1]} == {other}
