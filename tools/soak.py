@@ -115,7 +115,7 @@ def length_bounds(live_bound: int, samples: int, uncommitted: int, eval_fields: 
 
     The same holds for what is kept for users: eval_fields are those of one evaluation.
     """
-    group_fields = 4
+    group_fields = 5
     of_samples = dict.fromkeys(("samples", "trajectories", "bodies", "scored"), float(samples * live_bound))
     # The server cuts a stream at a node's end, of a hundred entries at most.
     lines = dict.fromkeys(("metrics", "events"), float(KEEP_LINES + 100))

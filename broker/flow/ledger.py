@@ -60,7 +60,8 @@ class LedgerState:
     skipped. uncommitted: steps that no checkpoint covers yet; max_uncommitted: their limit. broker_lifetime: changes
     when the broker is rebuilt. cause: why the run failed. run_id, run_since: its identity (schemas/run_record.py), and
     when its first attempt began. control: users' orders. settings: those that users changed. counters: of handled
-    faults (broker/connection/counters.py).
+    faults (broker/connection/counters.py). tokens: sampled tokens that have ended, by how: trained, evaluation,
+    made_again (generated twice, or lost and generated again), else the reason for which their group was not trained.
     """
 
     state: str
@@ -86,6 +87,7 @@ class LedgerState:
     samples_dropped: int = 0
     samples_failed: int = 0
     tokens_generated: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)
     dead_letters: int = 0
     started: float = 0.0
     leader_term: int = 0
@@ -110,6 +112,11 @@ class LedgerState:
             f"{self.admitted} admitted = {self.active} active + {self.trained} trained"
             f" + {dropped} dropped + {failed} failed"
         )
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Number of published tokens whose group has not ended."""
+        return self.tokens_generated - sum(self.tokens.values())
 
     @property
     def live_groups(self) -> int:
@@ -253,6 +260,7 @@ class Ledger:
             samples_dropped=count.get("samples_dropped", 0),
             samples_failed=count.get("samples_failed", 0),
             tokens_generated=count.get("tokens_generated", 0),
+            tokens=_reasons(count, "tokens:"),
             dead_letters=count.get("dead_letters", 0),
             leader_term=number("leader_term"),
             broker_lifetime=control.get("broker_lifetime", ""),

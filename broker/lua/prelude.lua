@@ -263,7 +263,7 @@ local function forget(task, places)
   end
   remove(task_stream(fields[2]), GENERATORS, {fields[3]})
   forget_body(task, fields[2])
-  redis.call('HDEL', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':open', task .. ':saved', task .. ':prompt')
+  redis.call('HDEL', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':open', task .. ':saved', task .. ':prompt', task .. ':tokens')
   if fields[2] == 'eval' then redis.call('HDEL', GROUPS, task .. ':dataset', task .. ':scored', task .. ':correct') end
   return #published
 end
@@ -272,6 +272,21 @@ end
 local function note_failed(task)
   redis.call('ZADD', FAILED, redis.call('TIME')[1], task)
   redis.call('ZREMRANGEBYRANK', FAILED, 0, -10001)
+end
+
+-- Count sampled tokens that have ended at once, without being in the pipeline.
+local function count_tokens(tokens, how)
+  if tokens == 0 then return end
+  redis.call('HINCRBY', COUNTS, 'tokens_generated', tokens)
+  redis.call('HINCRBY', COUNTS, 'tokens:' .. how, tokens)
+end
+
+-- Count the tokens of a group as ended, once.
+local function end_tokens(task, how)
+  local tokens = redis.call('HGET', GROUPS, task .. ':tokens')
+  if not tokens then return end
+  redis.call('HDEL', GROUPS, task .. ':tokens')
+  redis.call('HINCRBY', COUNTS, 'tokens:' .. how, tokens)
 end
 
 -- The version that an evaluation task is for.

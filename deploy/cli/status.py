@@ -84,6 +84,7 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
     balance = "balanced" if ledger.balanced else "[bold red]NOT BALANCED: slots leak[/]"
     ended = [f"{count} dropped: {reason}" for reason, count in ledger.dropped.items()]
     ended += [f"{count} failed: {reason}" for reason, count in ledger.failed.items()]
+    tokens = " + ".join(f"{count:,} {how.replace('_', ' ')}" for how, count in sorted(ledger.tokens.items()) if count)
     memory = "unknown memory" if s.memory_bytes is None else find.size(s.memory_bytes)
     lines = [
         ("state", f"{s.state}{': ' + escape(s.cause) if s.cause else ''}"),
@@ -91,6 +92,7 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
         ("step", f"{s.step} of {s.steps}, weights version {s.version}, the trainer's leader term {s.leader_term}"),
         ("prompt groups", f"{total}: {balance}"),
         ("ended untrained", ", ".join(ended) or "none"),
+        ("tokens", f"{ledger.tokens_generated:,} generated = {tokens or '0'}"),
         ("to admit again", str(ledger.readmit)),
         (
             "slots",

@@ -115,6 +115,10 @@ class LedgerStatus(Answer):
     samples_dropped: int
     samples_failed: int
     tokens_generated: int
+    tokens: dict[str, int] = Field(
+        description="What became of the generated tokens: trained, evaluation, made_again, in_flight, or the reason for"
+        " which their group was not trained. They add up to tokens_generated."
+    )
 
 
 class EvaluationStatus(Answer):

@@ -11,6 +11,7 @@ redis.call('HSET', CTL, 'last_close', call)
 redis.call('HINCRBY', COUNTS, ARGV[2] .. ':' .. ARGV[3], 1)
 local prompt = prompt_of(task)
 if prompt then note_outcome(prompt, ARGV[5], redis.call('HGET', CTL, 'step') or '0') end
+end_tokens(task, ARGV[3])
 redis.call('HINCRBY', COUNTS, 'samples_' .. ARGV[2], forget(task))
 if ARGV[2] == 'failed' then note_failed(task) end
 local scored = {}

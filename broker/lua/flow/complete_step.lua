@@ -12,6 +12,7 @@ if tonumber(known) ~= tonumber(ARGV[2]) - 1 then return 'lost' end
 local groups = 0
 for i = 5, #ARGV, 2 do
   groups = groups + redis.call('ZREM', SLOTS, ARGV[i])
+  end_tokens(ARGV[i], 'trained')
   local prompt = prompt_of(ARGV[i])
   if prompt then note_outcome(prompt, ARGV[i + 1], ARGV[2]) end
 end

@@ -146,6 +146,18 @@ if rebuild or back then
   if not rebuild and known_step > own.step then trained = counted end
   local ended = trained + ended_untrained()
   redis.call('HSET', COUNTS, 'admitted', admitted, 'trained', trained)
+  -- What was in the pipeline and is lost is generated again.
+  local known_tokens = 0
+  for _, task in ipairs(redis.call('ZRANGE', SLOTS, 0, -1)) do
+    known_tokens = known_tokens + tonumber(redis.call('HGET', GROUPS, task .. ':tokens') or 0)
+  end
+  local of = redis.call('HGETALL', COUNTS)
+  for i = 1, #of, 2 do
+    if string.find(of[i], '^tokens:') then known_tokens = known_tokens + tonumber(of[i + 1]) end
+  end
+  local gone = tonumber(redis.call('HGET', COUNTS, 'tokens_generated') or 0) - known_tokens
+  if gone > 0 then redis.call('HINCRBY', COUNTS, 'tokens:made_again', gone) end
+  if gone < 0 then redis.call('HINCRBY', COUNTS, 'tokens_generated', -gone) end
   -- Groups whose end the broker has lost. More ends than groups is an error, and shown as such.
   local missing = admitted - redis.call('ZCARD', SLOTS) - ended
   if missing > 0 then redis.call('HINCRBY', COUNTS, 'dropped:unrecorded', missing) end

@@ -20,7 +20,7 @@ end
 
 -- Publish the samples of one task, whose arguments lie from `first` to `last`.
 local function publish(task, off, first, last)
-  local fields, marks, finished, taken, tokens = {}, {}, {}, {}, 0
+  local fields, marks, finished, taken, tokens, again = {}, {}, {}, {}, 0, 0
   for i = first, last, 4 do fields[#fields + 1] = task .. ':' .. ARGV[i] end
   local group = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':saved', task .. ':images')
   local present = redis.call('HMGET', SAMPLES, unpack(fields))
@@ -34,7 +34,10 @@ local function publish(task, off, first, last)
       -- The same delivery again after a lost reply gets the same answer: its body is there already.
       local same = body_of(place) == body
       answers[#answers + 1] = same and 'ok' or 'dup'
-      if not same then unused[#unused + 1] = body end
+      if not same then
+        unused[#unused + 1] = body
+        again = again + tonumber(ARGV[i + 1])
+      end
     elseif ARGV[i + 3] ~= '' and not keeps(group[3], ARGV[i + 3]) then
       answers[#answers + 1] = 'images'
       unused[#unused + 1] = body
@@ -48,10 +51,16 @@ local function publish(task, off, first, last)
       answers[#answers + 1] = 'ok'
     end
   end
+  count_tokens(again, 'made_again')
   if #marks == 0 then return end
   redis.call('HSET', SAMPLES, unpack(marks))
-  if group[1] == 'train' then redis.call('HINCRBY', COUNTS, 'published', #finished) end
-  redis.call('HINCRBY', COUNTS, 'tokens_generated', tokens)
+  if group[1] == 'train' then
+    redis.call('HINCRBY', COUNTS, 'published', #finished)
+    redis.call('HINCRBY', COUNTS, 'tokens_generated', tokens)
+    redis.call('HINCRBY', GROUPS, task .. ':tokens', tokens)
+  else
+    count_tokens(tokens, 'evaluation')
+  end
   if group[2] then forget_partials(finished) end
   outcomes_known(task, #finished)
 end

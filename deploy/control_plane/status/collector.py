@@ -381,6 +381,7 @@ def _ledger(ledger: LedgerState) -> LedgerStatus:
         samples_dropped=ledger.samples_dropped,
         samples_failed=ledger.samples_failed,
         tokens_generated=ledger.tokens_generated,
+        tokens={**ledger.tokens, "in_flight": ledger.tokens_in_flight},
     )
 
 

@@ -78,6 +78,7 @@ class StatusMetrics(Collector):
             for reason, count in reasons.items():
                 family.add_metric([reason], count)
             yield family
+        yield _labelled("tokens", "Generated tokens by what became of them", "end", s.ledger.tokens.items())
         yield from self._mishaps()
         yield _counter("samples_trained_total", "Samples trained", s.ledger.samples_trained)
         yield _counter("tokens_generated_total", "Tokens generated", s.ledger.tokens_generated)

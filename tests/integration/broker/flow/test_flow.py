@@ -333,9 +333,12 @@ def test_keys_of_the_pipeline_stay_within_the_most_live_groups(broker: Broker) -
         if len(done) == UNCOMMITTED:
             training.commit_steps(done)
             done.clear()
-    fields = 4 * (BATCH * (STALENESS + 1) + (UNCOMMITTED - 1) * BATCH)
+    slots = BATCH * (STALENESS + 1)
+    groups = slots + (UNCOMMITTED - 1) * BATCH
+    # The number of its tokens stays until a group ends.
+    fields = 4 * groups + slots
     assert fields <= found["groups"] <= fields + 1, "the bound, but for the step whose commit is due"
-    assert found["bodies"] == SAMPLES * fields / 4
+    assert found["bodies"] == SAMPLES * groups
 
 
 def test_the_broker_keeps_the_newest_evaluations_and_those_under_way(

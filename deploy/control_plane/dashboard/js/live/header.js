@@ -51,6 +51,12 @@ function showBanner(link, since) {
 const series = (name) => (store.metrics.series[name] ?? []).slice(-120);
 
 /** The figures at the top: {key, label, value, unit, note, share, points}. */
+/** What became of most of the generated tokens, in words. */
+function ends({ tokens, tokens_generated: total }) {
+  const parts = Object.entries(tokens).filter(([, value]) => value > 0).sort(([, a], [, b]) => b - a).slice(0, 3);
+  return parts.length ? `: ${parts.map(([how, value]) => `${percent(value / total)} ${how.replaceAll("_", " ")}`).join(", ")}` : "";
+}
+
 function figures(status) {
   const { throughput, staleness, evaluation, ledger } = status;
   const isAccuracy = (evaluation?.accuracy ?? null) !== null;
@@ -72,7 +78,7 @@ function figures(status) {
     },
     {
       key: "generated", label: "Generated", value: short(throughput.generated_tokens), unit: "tok/s",
-      note: `${short(ledger.tokens_generated)} in all`, points: store.ticks.slice(-120).map((tick) => tick.generated),
+      note: `${short(ledger.tokens_generated)} in all${ends(ledger)}`, points: store.ticks.slice(-120).map((tick) => tick.generated),
     },
     {
       key: "trained", label: "Trained", value: short(throughput.trained_tokens), unit: "tok/s",
