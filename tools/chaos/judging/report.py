@@ -27,6 +27,9 @@ from tools.chaos.run import Chaos
 SHOWN = 10
 """Most violations of a promise that are printed in full."""
 
+MOST_UNCOUNTED = 0.01
+"""Share of the generated tokens by which their counts may be off at the end."""
+
 
 def examine(chaos: Chaos) -> dict[str, Any]:
     """Judge a finished run; return the dictionary that ``--json`` writes."""
@@ -41,6 +44,8 @@ def examine(chaos: Chaos) -> dict[str, Any]:
             "memory",
             f"{watched.own:.1f} groups in a stream at {watched.worst.at}, {bound} is the bound: {watched.worst.data}",
         )
+    if watched.uncounted > MOST_UNCOUNTED:
+        judgement.broken("tokens", f"{watched.uncounted:.2%} of the generated tokens are counted nowhere")
     for problem in (*chaos.problems, *chaos.world.problems):
         judgement.broken("run", problem)
     _compare_trained_log(chaos, logs, judgement)
@@ -91,6 +96,7 @@ def examine(chaos: Chaos) -> dict[str, Any]:
         "live_groups_bound": bound,
         "ledger_looks": watched.looks,
         "ledger_unbalanced": watched.unbalanced,
+        "tokens_uncounted": round(watched.uncounted, 4),
         "recovery_s": recovery.summary(chaos.hits, logs),
         "zombies": {"ended": len(zombies), "as_promised": sum(exit_.expected for exit_ in zombies)},
         "unexpected_exits": [
@@ -188,6 +194,7 @@ def _figures(result: dict[str, Any], console: Console) -> None:
         ("max staleness", f"{result['max_staleness']} of {result['staleness_bound']}"),
         ("max live groups", f"{result['max_live_groups']} of {result['live_groups_bound']}"),
         ("ledger unbalanced", f"{result['ledger_unbalanced']} of {result['ledger_looks']:,} looks"),
+        ("tokens uncounted", f"{100 * result['tokens_uncounted']:.2f} % of those generated, at the end"),
         ("zombie trainers", f"{result['zombies']['as_promised']} of {result['zombies']['ended']} ended by themselves"),
     )
     for name, value in rows:

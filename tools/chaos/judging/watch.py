@@ -30,7 +30,8 @@ POISON_LIFE_S = 60.0
 class Peaks:
     """most: groups that a stream held. own: those that the run itself answers for, at the look ``worst``.
 
-    unbalanced: looks at which the ledger did not add up.
+    unbalanced: looks at which the ledger did not add up. uncounted: share of the generated tokens, at the last look,
+    that are neither in a group of the pipeline nor counted by how they ended; what was published meanwhile is in it.
     """
 
     looks: int
@@ -38,6 +39,7 @@ class Peaks:
     own: float
     worst: Line | None
     unbalanced: int
+    uncounted: float = 0.0
 
 
 class Watch:
@@ -62,9 +64,11 @@ class Watch:
                 pipe.xlen(stream)
             lengths = pipe.execute()
             state = self._ledger.read_state()
+            active, groups = self._server.client.zrange(keys.slots, 0, -1), self._server.client.hgetall(keys.groups)
         except (redis.RedisError, TidemillError, ValueError):
             return
         self.cursor = max(self.cursor, state.cursor)
+        held = sum(int(groups.get(task + b":tokens", 0)) for task in active)
         self._evidence.write(
             "look",
             tasks=lengths[0],
@@ -78,6 +82,8 @@ class Watch:
             dropped=sum(state.dropped.values()),
             failed=sum(state.failed.values()),
             cursor=state.cursor,
+            tokens=state.tokens,
+            uncounted=abs(state.tokens_in_flight - held) / max(1, state.tokens_generated),
         )
 
 
@@ -129,4 +135,6 @@ def peaks(looks: Sequence[Line], samples: int, poison: Sequence[float] = ()) -> 
         most = max(most, groups)
         if worst is None or groups - strange > excess:
             worst, excess = look, groups - strange
-    return Peaks(len(looks), most, excess, worst, sum(not look.data["balanced"] for look in looks))
+    unbalanced = sum(not look.data["balanced"] for look in looks)
+    uncounted = max(looks, key=lambda look: look.at).data.get("uncounted", 0.0) if looks else 0.0
+    return Peaks(len(looks), most, excess, worst, unbalanced, uncounted)

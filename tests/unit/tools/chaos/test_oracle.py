@@ -315,6 +315,8 @@ def test_most_live_groups_and_unbalanced_looks() -> None:
     ]
     found = peaks(looks, samples=2)
     assert (found.most, found.own, found.worst, found.unbalanced, found.looks) == (5.0, 5.0, looks[1], 1, 2)
+    assert found.uncounted == 0.0
+    assert peaks([*looks, Line(3.0, "look", {**looks[0].data, "uncounted": 0.02})], samples=2).uncounted == 0.02
     # What the suite itself has put in shortly before is not the run's.
     found = peaks(looks, samples=2, poison=[1.5])
     assert (found.most, found.own, found.worst) == (5.0, 4.0, looks[0])
