@@ -7,6 +7,7 @@ afterwards, NaN included.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -15,6 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from consumers.trainer.distributed.ranks import local_part
+from schemas.errors import InfraError
+
+FREE_DEADLINE_S = 10.0
+POLL_S = 0.02
 
 
 class StateOffload:
@@ -61,12 +66,29 @@ class StateOffload:
 
     @torch.no_grad()
     def onload(self) -> None:
-        """Move everything back to the device."""
+        """Move everything back to the device; InfraError if it has no room for it ``FREE_DEADLINE_S`` later."""
+        self._wait_for_room()
         moved, self._moved = self._moved, []
         for storage, buffer in zip(moved, self._buffers, strict=False):
             storage.resize_(len(buffer))
             _bytes_of(storage).copy_(buffer, non_blocking=True)
         self._synchronize()
+
+    def _wait_for_room(self) -> None:
+        """Wait for memory that others have given back: a driver may report it as free only after a moment."""
+        end = time.monotonic() + FREE_DEADLINE_S
+        while (free := self._free_bytes()) is not None and free < self.bytes_moved:
+            if time.monotonic() > end:
+                raise InfraError(
+                    f"the trainer's state takes {self.bytes_moved / 1e9:.1f} GB, and {self._device} has"
+                    f" {free / 1e9:.1f} GB free {FREE_DEADLINE_S:.0f} s after generators gave it: another process has"
+                    " the rest"
+                )
+            time.sleep(POLL_S)
+
+    def _free_bytes(self) -> int | None:
+        """Return how much memory the device has free; None for main memory."""
+        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else None
 
     def _tensors(self) -> Iterator[Tensor]:
         for model in self._models:

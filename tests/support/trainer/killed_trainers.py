@@ -13,11 +13,15 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from broker.connection.connection import Connection
 from broker.flow.trainer_session import TrainerSession
 from broker.weights.publication import WeightPublication
 from consumers.trainer.checkpoint import store as checkpoint_store
 from consumers.trainer.checkpoint.batch_files import BatchFiles
+from consumers.trainer.distributed.device_turns import DeviceTurns
+from consumers.trainer.distributed.offload import StateOffload
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.service import run_trainer
@@ -25,6 +29,7 @@ from consumers.trainer.step.gradient_update import GradientUpdate
 from consumers.trainer.step_log import StepLog
 from deploy.export.checkpoints import replay_steps
 from schemas.config import parse_config
+from schemas.system.device_lock import VARIABLE, SharedGpus
 from tests.support.trainer.forked_ranks import DEADLINE_S, run_in_ranks, start_ranks, wait_for_exit_codes
 
 
@@ -76,6 +81,16 @@ POINTS: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
     "replayed": (GradientUpdate, "run", "after", 1, None),
 }
 
+# The second turn of a trainer that shares its device.
+TURNS: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
+    "state still on the device": (StateOffload, "offload", "before", 2, None),
+    "state in main memory, device not given": (StateOffload, "offload", "after", 2, None),
+    "device given": (DeviceTurns, "give", "after", 2, None),
+    "device wanted": (DeviceTurns, "_take", "after", 3, None),
+    "device taken, state in main memory": (StateOffload, "onload", "before", 2, None),
+    "state on the device again": (StateOffload, "onload", "after", 2, None),
+}
+
 # A save that does not get further than this before the kill, so that a step is trained meanwhile.
 HELD: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
     "forward, while a checkpoint is written": (checkpoint_store.state_dict_saver, "save", "before", 2, None),
@@ -87,17 +102,20 @@ HELD: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
 
 
 def start_trainer(
-    data: dict[str, Any], output: Path, point: str | None = None, victim: int = 0
+    data: dict[str, Any], output: Path, point: str | None = None, victim: int = 0, devices: Path | None = None
 ) -> list[ForkServerProcess]:
-    """Start the trainer of this configuration in trainer.processes ranks, of which ``victim`` dies at ``point``."""
-    return start_ranks(data["trainer"].get("processes", 1), _train, data, point, victim, output=output)
+    """Start the trainer of this configuration in trainer.processes ranks, of which ``victim`` dies at ``point``.
+
+    devices: folder of the locks, if it shares its devices with generator 0.
+    """
+    return start_ranks(data["trainer"].get("processes", 1), _train, data, point, victim, devices, output=output)
 
 
 def run_trainer_to_its_end(
-    data: dict[str, Any], output: Path, point: str | None = None, victim: int = 0
+    data: dict[str, Any], output: Path, point: str | None = None, victim: int = 0, devices: Path | None = None
 ) -> list[int | None]:
     """``start_trainer``, and wait; the exit code of each rank, None for one that had to be killed."""
-    return wait_for_exit_codes(start_trainer(data, output, point, victim))
+    return wait_for_exit_codes(start_trainer(data, output, point, victim, devices))
 
 
 def replay_in_ranks(data: dict[str, Any], first: int, output: Path) -> str:
@@ -110,9 +128,11 @@ def _replay(data: dict[str, Any], first: int) -> None:
     sys.exit(replay_steps(parse_config(data), "", first, None))
 
 
-def _train(data: dict[str, Any], point: str | None, victim: int) -> None:
+def _train(data: dict[str, Any], point: str | None, victim: int, devices: Path | None) -> None:
+    if devices is not None:
+        os.environ[VARIABLE] = msgspec.json.encode(SharedGpus(str(devices), [0])).decode()
     if point is not None and int(os.environ.get("RANK", 0)) == victim:
-        _arm(*POINTS[point])
+        _arm(*(POINTS | TURNS)[point])
         if point in HELD:
             _arm(*HELD[point], act=_stand_still)
     run_trainer(parse_config(data), "trainer")

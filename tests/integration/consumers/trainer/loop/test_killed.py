@@ -24,7 +24,8 @@ from consumers.trainer.step.train_step import TrainStep
 from schemas.config import BrokerConfig, parse_config
 from schemas.run_folder import read_lines, surviving_lines
 from tests.support.trainer.deterministic_run import STEPS, Pipeline, make_config
-from tests.support.trainer.killed_trainers import POINTS, run_trainer_to_its_end
+from tests.support.trainer.killed_trainers import POINTS, TURNS, run_trainer_to_its_end
+from tests.support.trainer.sharing_generator import SharingGenerator
 
 pytestmark = pytest.mark.integration
 
@@ -47,8 +48,10 @@ def end_of_run(name: str, server: EmbeddedServer, model: Path, folder: Path, **t
     return step
 
 
-def train(data: dict[str, Any], folder: Path, point: str | None = None) -> list[int | None]:
-    return run_trainer_to_its_end(data, folder / "output.txt", point)
+def train(
+    data: dict[str, Any], folder: Path, point: str | None = None, devices: Path | None = None
+) -> list[int | None]:
+    return run_trainer_to_its_end(data, folder / "output.txt", point, devices=devices)
 
 
 def assert_as_undisturbed(folder: Path, undisturbed: TrainStep) -> None:
@@ -73,6 +76,36 @@ def test_after_a_kill_the_weights_are_those_of_an_undisturbed_run(
         assert train(data, tmp_path, point) == [-signal.SIGKILL]
         assert train(data, tmp_path) == [0], (tmp_path / "output.txt").read_text()[-3000:]
     assert_as_undisturbed(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("point", TURNS)
+def test_after_a_kill_in_any_state_of_a_turn_too(
+    point: str, model: Path, undisturbed: TrainStep, make_broker: Callable[..., Broker], tmp_path: Path
+) -> None:
+    """The generator that shares the device gets it each time, and its samples are trained once."""
+    broker, devices = make_broker(), tmp_path / "devices"
+    data = make_config(tmp_path / "run", model, broker, record=True)
+    generator = SharingGenerator(devices)
+    with Pipeline(broker, generator.generate):
+        assert train(data, tmp_path, point, devices) == [-signal.SIGKILL]
+        assert train(data, tmp_path, devices=devices) == [0], (tmp_path / "output.txt").read_text()[-3000:]
+    assert_as_undisturbed(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("point", ["state in main memory, device not given", "device taken, state in main memory"])
+def test_the_death_of_one_rank_in_a_turn_ends_the_other_and_leaves_the_device(
+    point: str, model: Path, make_broker: Callable[..., Broker], tmp_path: Path
+) -> None:
+    broker, devices = make_broker(), tmp_path / "devices"
+    data = make_config(tmp_path / "run", model, broker, processes=2)
+    output = tmp_path / "output.txt"
+    with Pipeline(broker, SharingGenerator(devices).generate):
+        codes = run_trainer_to_its_end(data, output, point, victim=1, devices=devices)
+        assert codes[1] == -signal.SIGKILL
+        assert codes[0] not in (0, None), "ended by itself, and not well"
+        assert run_trainer_to_its_end(data, output, devices=devices) == [0, 0], output.read_text()[-3000:]
+    lines = list(surviving_lines(read_lines(tmp_path / "run/trained.jsonl")))
+    assert Counter(task for line in lines for task, _ in line["samples"]) == dict.fromkeys(range(2 * STEPS), 2)
 
 
 def test_after_kills_of_every_trainer_too(

@@ -158,3 +158,29 @@ def test_a_trainer_that_dies_with_the_gpus_leaves_them_to_generators(tmp_path: P
     finally:
         process.kill()
         process.wait()
+
+
+def test_the_files_of_a_stopped_trainer_grow_old_and_its_end_frees_the_gpus(tmp_path: Path) -> None:
+    """A supervisor ends what is stopped: until then the memory is not free, and no generator may wake."""
+    (tmp_path / "other").mkdir()
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holds\n"
+        process.send_signal(signal.SIGSTOP)
+        running = turns_of(tmp_path / "other")
+        running.hold()
+        files = {"stopped": tmp_path / "generator-0.lock", "runs": tmp_path / "other" / "generator-0.lock"}
+        for _ in range(2):
+            for file in files.values():
+                os.utime(file, (1.0, 1.0))
+            until(lambda: files["runs"].stat().st_mtime > 1.0, "the file of one that runs is touched")
+        running.give()
+        assert files["stopped"].stat().st_mtime == 1.0
+        assert not lock_of(tmp_path, "generator-0").is_free()
+        process.kill()
+        process.wait(DEADLINE_S)
+        assert lock_of(tmp_path, "generator-0").is_free()
+    finally:
+        process.kill()
+        process.wait()

@@ -8,12 +8,15 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from consumers.trainer.distributed import offload
 from consumers.trainer.distributed.offload import StateOffload
+from schemas.errors import InfraError
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
@@ -156,6 +159,28 @@ def test_memory_of_a_mapped_file_is_copied_first_for_all_who_share_it(tmp_path: 
         model.p1.zero_()
     assert not model.b0[8:16].any(), "still the same memory"
     assert bytes(model.b2.tolist()) == bytes(range(4))
+
+
+def test_the_state_waits_for_room_and_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver may report memory as free a moment after its owner gave it."""
+    model, optimizer = small_training()
+    state = state_of([model], [optimizer])
+    before = [bits(p) for p in model.parameters()]
+    free = iter([0, 79, 80])
+    monkeypatch.setattr(state, "_free_bytes", lambda: next(free))
+    state.offload()
+    assert state.bytes_moved == 80
+    state.onload()
+    assert next(free, None) is None
+    assert [bits(p) for p in model.parameters()] == before
+    monkeypatch.setattr(state, "_free_bytes", lambda: 79)
+    monkeypatch.setattr(offload, "FREE_DEADLINE_S", 0.05)
+    state.offload()
+    with pytest.raises(InfraError, match=r"state takes 0\.0 GB, and cpu has 0\.0 GB free"):
+        state.onload()
+    monkeypatch.undo()
+    state.onload()
+    assert [bits(p) for p in model.parameters()] == before, "nothing was lost"
 
 
 def test_what_is_on_another_device_stays_there() -> None:
