@@ -81,14 +81,14 @@ POINTS: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
     "replayed": (GradientUpdate, "run", "after", 1, None),
 }
 
-# The second turn of a trainer that shares its device.
+# The first turn of a trainer that shares its device: before it gives it, there are no samples.
 TURNS: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
-    "state still on the device": (StateOffload, "offload", "before", 2, None),
-    "state in main memory, device not given": (StateOffload, "offload", "after", 2, None),
-    "device given": (DeviceTurns, "give", "after", 2, None),
+    "state still on the device": (StateOffload, "offload", "before", 1, None),
+    "state in main memory, device not given": (StateOffload, "offload", "after", 1, None),
+    "device given": (DeviceTurns, "give", "after", 1, None),
     "device wanted": (DeviceTurns, "_take", "after", 3, None),
-    "device taken, state in main memory": (StateOffload, "onload", "before", 2, None),
-    "state on the device again": (StateOffload, "onload", "after", 2, None),
+    "device taken, state in main memory": (StateOffload, "onload", "before", 1, None),
+    "state on the device again": (StateOffload, "onload", "after", 1, None),
 }
 
 # A save that does not get further than this before the kill, so that a step is trained meanwhile.
