@@ -193,6 +193,16 @@ class HfTokenizer:
         return getattr(self._tokenizer, "_decode", None) if plain else None
 
 
+class NoTokenizer(HfTokenizer):
+    """The tokenizer of a policy without text; DataError for whatever is asked of it."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        raise DataError("the policy of model.kind mlp has no tokenizer, because it acts in numbers")
+
+
 def _load(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     # AutoTokenizer rebuilds some families (all of qwen2) from a class of its own, and with it the
     # splitting rules. A folder that says its tokenizer is generic is described by tokenizer.json alone.

@@ -33,6 +33,7 @@ from producers.engines.vllm.arguments import check_names_of_arguments
 from producers.tasks import make_sampling
 from schemas.config import HttpEngineConfig, TidemillConfig, dump_config
 from schemas.errors import ConfigError
+from schemas.policy_shape import PolicyShape
 
 USER_CODE_DEADLINE_S = 600.0
 """A dataset of the Hub may have to be downloaded first."""
@@ -168,6 +169,9 @@ def check_control(config: TidemillConfig) -> Finding | str:
 def check_models(config: TidemillConfig) -> str:
     """Check every named model, by its files or with one request to the Hub. Raises ConfigError."""
     trainer = config.trainer
+    if config.model.kind == "mlp":
+        shape = PolicyShape.read(config.model.path)
+        return f"{config.model.path}: {shape.observations} observations, {shape.actions} actions"
     found = "created by warm_start" if config.warm_start else _check_policy(config.model.path)
     if trainer.kl.coef and trainer.kl.model is not None:
         check_hub_or_folder(trainer.kl.model, "trainer.kl.model")
@@ -189,7 +193,9 @@ def _check_policy(path: str) -> str:
 
 def check_model(config: TidemillConfig) -> None:
     """Raise ConfigError if model.path is not a model and no warm_start creates one."""
-    if config.warm_start is None:
+    if config.model.kind == "mlp":
+        PolicyShape.read(config.model.path)
+    elif config.warm_start is None:
         _check_policy(config.model.path)
 
 

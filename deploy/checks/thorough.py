@@ -33,6 +33,8 @@ STATE_BYTES = 16
 def measure_model(config: TidemillConfig) -> Finding | str:
     """Build the model from its configuration on the meta device, where tensors take no memory."""
     path, trust = config.model.path, config.model.trust_remote_code
+    if config.model.kind == "mlp":
+        return "a small policy, of the sizes in its config.json"
     if unmade := find_unmade(config):
         return unmade
     import torch

@@ -7,6 +7,7 @@ DATASETS = Registry(
     {
         "arithmetic": "producers.datasets.arithmetic:Arithmetic",
         "gsm8k": "producers.datasets.gsm8k:Gsm8k",
+        "gymnasium": "producers.embodied.gymnasium_tasks:GymnasiumTasks",
         "hf": "producers.datasets.hf:HuggingFace",
         "jsonl": "producers.datasets.jsonl:Jsonl",
         "live": "producers.agents.places:LivePlaces",

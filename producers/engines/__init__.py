@@ -8,6 +8,7 @@ ENGINES = Registry(
         "vllm": "producers.engines.vllm.engine:VllmEngine",
         "transformers": "producers.engines.transformers.engine:TransformersEngine",
         "http": "producers.engines.http.engine:build_engine",
+        "mlp": "producers.embodied.mlp_engine:MlpEngine",
         "scripted": "producers.engines.scripted:ScriptedEngine",
     },
 )

@@ -15,7 +15,7 @@ from producers.generator.orders import OrderFollower
 from producers.generator.outbox import Outbox, PartialSaver
 from producers.generator.weight_updates import WeightUpdater
 from producers.images.placeholders import ImagePlaceholders
-from producers.tokenizer import HfTokenizer
+from producers.tokenizer import HfTokenizer, NoTokenizer
 from producers.workflows.base import Workflow, find_workflow
 from schemas.config import TidemillConfig
 from schemas.errors import TidemillError
@@ -63,7 +63,9 @@ class GeneratorContext:
             name,
             broker,
             engine,
-            HfTokenizer(config.model.path, config.model.trust_remote_code),
+            NoTokenizer()
+            if config.model.kind == "mlp"
+            else HfTokenizer(config.model.path, config.model.trust_remote_code),
             find_workflow(chosen.name, chosen.args, config.base)(),
             orders,
             updates,

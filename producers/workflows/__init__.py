@@ -7,6 +7,7 @@ WORKFLOWS = Registry(
     {
         "agent": "producers.agents.workflow:AgentWorkflow",
         "environment": "producers.episodes.environments.environment:EnvironmentLoop",
+        "fragments": "producers.embodied.fragment_workflow:Fragments",
         "live": "producers.agents.live:LiveWorkflow",
         "single_turn": "producers.workflows.single_turn:SingleTurn",
         "tools": "producers.episodes.tools.tools:Tools",

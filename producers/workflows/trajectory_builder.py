@@ -16,6 +16,7 @@ from schemas.codec import Array
 from schemas.messages import (
     Call,
     FinishReason,
+    Fragment,
     Partial,
     PlacedImage,
     RoutedExperts,
@@ -35,7 +36,7 @@ class SampledCompletion:
     spans, turns, segments, images: over positions of ``tokens``. data: added to the task's data for the reward. reward,
     metrics: as in Trajectory. calls: the model calls of an agent's episode, in the order of time. notes: as in Partial.
     routed_experts: uint8 or uint16 [T, L, k], as in Trajectory.
-    files: by digest, those of ``images`` that are not the task's.
+    files: by digest, those of ``images`` that are not the task's. fragment: as in Trajectory.
     """
 
     index: int
@@ -56,6 +57,7 @@ class SampledCompletion:
     images: list[PlacedImage] = field(default_factory=list)
     routed_experts: npt.NDArray[Any] | None = None
     files: dict[str, bytes] = field(default_factory=dict)
+    fragment: Fragment | None = None
 
     def to_trajectory(self, task: Task, run: str, generator: str, seconds: float = 0.0) -> Trajectory:
         """Return this sample of ``task`` as a message; ValueError if its parts are inconsistent."""
@@ -84,6 +86,7 @@ class SampledCompletion:
             images=self.images,
             temperature=task.sampling.temperature,
             routed_experts=self._routed_experts(task),
+            fragment=self.fragment,
         )
 
     def _routed_experts(self, task: Task) -> RoutedExperts | None:

@@ -165,9 +165,9 @@ class TidemillConfig(Section):
     @model_validator(mode="after")
     def _check_vision(self) -> TidemillConfig:
         model, trainer, parallel = self.model, self.trainer, self.trainer.parallel
-        if model.kind == "text":
-            if model.max_pixels is not None:
-                raise ValueError("model.max_pixels applies to images only: set model.kind to vision")
+        if model.max_pixels is not None and model.kind != "vision":
+            raise ValueError("model.max_pixels applies to images only: set model.kind to vision")
+        if model.kind != "vision":
             return self
         refused = {
             f"generator.engine {self.generator.engine}": self.generator.engine in ("transformers", "http"),
@@ -189,6 +189,34 @@ class TidemillConfig(Section):
             raise ValueError(f"sampling.n {self.sampling.n} must be 1 with generator.workflow live")
         if self.generator.update == "drain":
             raise ValueError("generator.update drain would wait for every conversation: set it to keep or recompute")
+
+    @model_validator(mode="after")
+    def _check_mlp(self) -> TidemillConfig:
+        trainer, generator = self.trainer, self.generator
+        parts = {
+            "model.kind": (self.model.kind, "mlp"),
+            "generator.engine": (generator.engine, "mlp"),
+            "generator.workflow.name": (generator.workflow.name, "fragments"),
+        }
+        if all(value != wanted for value, wanted in parts.values()):
+            return self
+        for name, (value, wanted) in (parts | {"trainer.advantage.name": (trainer.advantage.name, "gae")}).items():
+            if value != wanted:
+                raise ValueError(f"{name} must be {wanted} to act in environments with numbers, is {value!r}")
+        refused = {
+            f"model.dtype {self.model.dtype}": self.model.dtype != "float32",
+            "trainer.lora": trainer.lora is not None,
+            "trainer.kl.coef": trainer.kl.coef > 0,
+            "trainer.critic.model": trainer.critic is not None and trainer.critic.model is not None,
+            "trainer.router_replay": trainer.router_replay,
+            "trainer.compile": trainer.compile,
+            "warm_start": self.warm_start is not None,
+            "dpo": self.dpo is not None,
+            "reward_model": self.reward_model is not None,
+        }
+        if names := [name for name, there in refused.items() if there]:
+            raise ValueError(f"{names[0]} is not supported with model.kind mlp: remove it (docs/embodied.md)")
+        return self
 
     def _check_agents(self) -> None:
         deadline_s = self.generator.agents.deadline_s

@@ -44,10 +44,11 @@ class ModelConfig(Section):
         description="Type for training, generation and published weights. The trainer keeps its own weights and the"
         " optimizer in float32.",
     )
-    kind: Literal["text", "vision"] = Field(
+    kind: Literal["text", "vision", "mlp"] = Field(
         "text",
         description="text, or vision: a model that reads images, of the families Qwen2.5-VL and Qwen3-VL"
-        " (docs/vision.md).",
+        " (docs/vision.md). mlp: a small policy that acts in environments with numbers (docs/embodied.md); path is a"
+        " folder whose config.json has its sizes.",
     )
     max_pixels: int | None = Field(
         None,

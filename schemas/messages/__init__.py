@@ -5,6 +5,7 @@ log-probabilities) has length T and refers to the same position.
 """
 
 from schemas.messages.batches import BatchRecord, GroupRef, Member, RecordedGroup, StepRecord
+from schemas.messages.fragments import Fragment
 from schemas.messages.partials import Call, Partial, Piece
 from schemas.messages.questions import LiveEpisode, Question, QuestionAnswer, Reply
 from schemas.messages.tasks import ChatMessage, ContentPart, Image, Sampling, Task
@@ -44,6 +45,7 @@ __all__ = [
     "Event",
     "FileSource",
     "FinishReason",
+    "Fragment",
     "GroupRef",
     "Heartbeat",
     "Image",

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.codec import Array, Message
+from schemas.messages.fragments import Fragment
 
 Kind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort", "calls", "deadline"]
@@ -125,6 +126,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     the prompt, as in Task. images: those that its tokens stand for, in order; none of these tokens was sampled.
     temperature: with which its tokens were sampled, that of the task; 0 is greedy.
     routed_experts: of each token, with trainer.router_replay; None if they were not recorded.
+    fragment: what was played, with a token for each step; None for text, and for an episode of an evaluation.
     """
 
     run: str
@@ -151,6 +153,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     images: list[PlacedImage] = []
     temperature: float = 1.0
     routed_experts: RoutedExperts | None = None
+    fragment: Fragment | None = None
 
     def __post_init__(self) -> None:
         # Each trajectory is checked where it is made and where it is trained: each check is one pass without a copy, by
@@ -185,6 +188,8 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
             self._check_images(mask.data)
         if self.routed_experts is not None:
             self._check_experts(self.routed_experts)
+        if self.fragment is not None and self.fragment.steps != tokens.shape:
+            raise ValueError(f"the fragment has {self.fragment.steps} steps, the trajectory {tokens.shape} tokens")
 
     def _check_experts(self, routed: RoutedExperts) -> None:
         expected = self.tokens.shape * routed.layers * routed.k

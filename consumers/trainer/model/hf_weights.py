@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from consumers.trainer.fragments.actor_critic import Actor
 from consumers.trainer.model.file_layout import TensorConversion, conversions, dtype_rule
 from consumers.trainer.model.lora import NAME, peft_config
 from consumers.trainer.model.policy import DTYPES, Policy
@@ -63,7 +64,7 @@ def file_layout(policy: Policy, dtype: str) -> FileLayout:
     """Return the layout of the files in which this policy is published; an adapter keeps peft's names."""
     weights = dict(wire_weights(policy))
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if policy.adapter is not None:
+    if policy.adapter is not None or isinstance(policy, Actor):
         return FileLayout(
             [TensorConversion([name], {name: shape}) for name, shape in shapes.items()],
             dict.fromkeys(weights, DTYPES[dtype]),
@@ -75,7 +76,7 @@ def file_layout(policy: Policy, dtype: str) -> FileLayout:
 def check_published(policy: Policy, model: ModelConfig) -> None:
     """Compare what will be published with the model's folder, as engines do. ConfigError if they would reject it."""
     folder = resolve_folder(model.path, weights=False)
-    if policy.adapter is not None or not any(folder.glob("*.safetensors")):
+    if policy.adapter is not None or isinstance(policy, Actor) or not any(folder.glob("*.safetensors")):
         return
     published = {spec.name: tuple(spec.shape) for spec in file_layout(policy, "float32").specs}
     config = policy.causal_lm.config.get_text_config()
@@ -98,6 +99,10 @@ def check_published(policy: Policy, model: ModelConfig) -> None:
 
 def save_model(policy: Policy, folder: Path, dtype: str, *, main: bool = True) -> None:
     """Write the model, ready for transformers and vLLM; every rank of a sharded one must call this."""
+    if isinstance(policy, Actor):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(dict(named_weights(policy)), folder / "model.safetensors")
+        return
     save_weights(policy.causal_lm, _merged(policy), folder, dtype, main=main)
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from consumers.trainer.data.patches import probe_batch
+from consumers.trainer.fragments.actor_critic import Actor
 from consumers.trainer.model.policy import Policy
 from schemas.config import TidemillConfig
 from schemas.model_folder import resolve_folder
@@ -41,6 +42,8 @@ def probe_tokens(config: TidemillConfig, policy: Policy) -> tuple[list[int], tup
     Without a tokenizer they are random.
     """
     length = min(config.trainer.publish.probe_tokens, config.model.max_length - 1)
+    if isinstance(policy, Actor):
+        return list(range(length)), None
     vocabulary = policy.causal_lm.config.get_text_config().vocab_size
     tokens = _encode(config)
     if len(tokens) < length or max(tokens) >= vocabulary:
@@ -60,6 +63,9 @@ def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.
 
     The probe of a vision model begins with the fixed image.
     """
+    if isinstance(policy, Actor):
+        scored: npt.NDArray[np.float32] = policy.probe(list(tokens)).cpu().numpy()
+        return scored
     ids = torch.tensor([list(tokens)], device=policy.device)
     images = None
     if policy.vision is not None:

@@ -16,6 +16,7 @@ from consumers.trainer.model.lora import load_policy, make_policy
 from consumers.trainer.model.packing import try_kernel
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.critic import Critic, CriticStep
+from consumers.trainer.step.fragment_step import build_fragment_step
 from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, build_optimizer
 from consumers.trainer.step.prepare import Preparation
 from consumers.trainer.step.train_step import Observer, TrainStep
@@ -40,6 +41,8 @@ def build_train_step(
     """
     ranks = ranks or Ranks(parallel=config.trainer.parallel)
     trainer = config.trainer
+    if config.model.kind == "mlp":
+        return build_fragment_step(config, ranks)
     if policy is None:
         _check_models(config, ranks)
     # Rank 0 reads each model and sends it to the others, one model after the other.

@@ -1,0 +1,91 @@
+"""The transitions of a step: advantages and returns of all fragments, as flat tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from schemas.errors import DataError
+from schemas.messages import Trajectory
+from schemas.messages.fragments import TERMINATED, TRUNCATED, Fragment
+
+Floats = npt.NDArray[np.float32]
+
+
+def estimate_advantages(
+    fragment: Fragment, values: Floats, last_values: Floats, gamma: float, lam: float
+) -> tuple[Floats, Floats]:
+    """Return generalized advantages and returns, float32 [T, N] both (arXiv:1506.02438).
+
+    values: float32 [T + 1, N], of all observations. last_values: float32 [K], of the last observations of truncated
+    episodes. No sum reaches from one episode into the next. After a termination the value is 0; after a truncation it
+    is that of the episode's own last observation.
+    """
+    found = fragment.numpy()
+    rewards, ends = found["rewards"], found["ends"]
+    following = values[1:].copy()
+    following[ends == TERMINATED] = 0.0
+    following[ends == TRUNCATED] = last_values
+    deltas = rewards + gamma * following - values[:-1]
+    advantages = np.zeros_like(deltas)
+    total = np.zeros(fragment.envs, dtype=np.float32)
+    for t in range(fragment.steps - 1, -1, -1):
+        total = deltas[t] + gamma * lam * np.where(ends[t], np.float32(0), total)
+        advantages[t] = total
+    return advantages, advantages + values[:-1]
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """M transitions: observations float32 [M, O], actions int64 [M] or float32 [M, A], the others float32 [M].
+
+    values, returns: of the critic before the step, and what it should have said. versions: int64 [M].
+    """
+
+    observations: Tensor
+    actions: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    values: Tensor
+    returns: Tensor
+    versions: Tensor
+
+    def __len__(self) -> int:
+        return len(self.returns)
+
+    def take(self, chosen: Tensor) -> Transitions:
+        """Return the transitions of these indices, int64."""
+        return Transitions(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+
+    @classmethod
+    def of(
+        cls, samples: Sequence[Trajectory], critic: Callable[[Tensor], Tensor], gamma: float, lam: float
+    ) -> Transitions:
+        """Join the fragments of samples; DataError for a sample that has none, or other sizes than the critic."""
+        parts = [_transitions(sample, critic, gamma, lam) for sample in samples]
+        return cls(*(torch.cat([part[k] for part in parts]) for k in range(7)))
+
+
+def _transitions(
+    sample: Trajectory, critic: Callable[[Tensor], Tensor], gamma: float, lam: float
+) -> tuple[Tensor, ...]:
+    fragment = sample.fragment
+    if fragment is None:
+        raise DataError(f"sample {sample.task_id}:{sample.sample} has no fragment to train on")
+    found = fragment.numpy()
+    with torch.no_grad():
+        values = critic(torch.from_numpy(found["observations"].copy())).numpy()
+        last_values = critic(torch.from_numpy(found["last"].copy())).numpy()
+    advantages, returns = estimate_advantages(fragment, values, last_values, gamma, lam)
+    actions = found["actions"]
+    versions = np.repeat(sample.versions().astype(np.int64), fragment.envs)
+    columns = (found["observations"][:-1], actions, found["logprobs"], advantages, values[:-1], returns)
+    flat = [torch.from_numpy(column.reshape(-1, *column.shape[2:]).copy()) for column in columns]
+    if actions.dtype == np.int32:
+        flat[1] = flat[1].long()
+    return (*flat, torch.from_numpy(versions))

@@ -1,0 +1,165 @@
+"""The optimizer step over fragments: PPO in epochs of shuffled minibatches, with any loss of single tokens.
+
+Everything random follows from run.seed and the step's number, so the same fragments give the same weights to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from consumers.trainer.algorithms.advantages import Gae
+from consumers.trainer.algorithms.losses import LossInputs
+from consumers.trainer.algorithms.objective import Objective
+from consumers.trainer.data.groups import Group
+from consumers.trainer.data.plan import StepPlanner
+from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.fragments.actor_critic import Actor, ValueNetwork
+from consumers.trainer.fragments.transitions import Transitions
+from consumers.trainer.metrics.timing import StepTimer
+from consumers.trainer.model.policy import Policy
+from consumers.trainer.step.critic import CriticStep, value_loss
+from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Sums, build_optimizer, lr_factor
+from consumers.trainer.step.train_step import StepResult, TrainStep
+from schemas.config import CriticConfig, TidemillConfig
+from schemas.errors import ConfigError
+from schemas.messages import Trajectory
+from schemas.plugins import bind
+from schemas.policy_shape import PolicyShape
+
+
+@dataclass(frozen=True)
+class FragmentPlan:
+    """The fragments of a step, and the planner that makes it. images: None, as of a model of text."""
+
+    samples: Sequence[tuple[Trajectory, float]] = ()
+    images: None = None
+
+    def plan(self, groups: Sequence[Group]) -> FragmentPlan:
+        """Return the plan of a step over these groups."""
+        return FragmentPlan([sample for group in groups for sample in group.samples])
+
+    def batch(self, dp_rank: int) -> FragmentPlan:
+        """Return the part of a rank: all of it, for there is one."""
+        return self
+
+
+class FragmentCritic(CriticStep):
+    """The critic of a fragment step, with an optimizer of its own."""
+
+    def __init__(self, network: ValueNetwork, settings: CriticConfig, steps: int, ranks: Ranks) -> None:
+        super().__init__(cast(Any, network), settings, steps, ranks)
+
+    def train(self, part: Transitions, done: int) -> tuple[float, float]:
+        """Update the critic on a minibatch; returns loss and gradient norm."""
+        optimizer = self.settings.optimizer
+
+        def accumulate() -> Sums:
+            found = self.critic(part.observations)
+            loss = value_loss(found, part.values, part.returns, self.settings.clip).mean()
+            self.update.backward(loss)
+            sums = Sums()
+            sums.add(float(loss.detach()))
+            return sums
+
+        update = self.update.run(accumulate, optimizer.lr * lr_factor(done, optimizer, self.steps))
+        return update.sums.loss, update.norm
+
+
+@dataclass(eq=False)
+class FragmentStep(TrainStep):
+    """A step of PPO over fragments. minibatches: parts of an epoch. seed: run.seed.
+
+    advantage: gamma, lam, and whether to normalise. Advantages are normalised in each minibatch.
+    """
+
+    advantage: Gae = Gae()  # noqa: RUF009 - it is frozen
+    minibatches: int = 1
+    seed: int = 0
+
+    def run(self, batch: Any, version: int) -> StepResult:
+        """Update actor and critic for each minibatch of each epoch; ``version`` is that before the step."""
+        timer = StepTimer()
+        actor, critic, done = self.policy, cast(FragmentCritic, self.critic), self.schedule.done
+        critic.steps = self.schedule.steps
+        samples = [sample for sample, _ in batch.samples]
+        with timer.phase("prepare"), torch.no_grad():
+            data = Transitions.of(samples, critic.critic, self.advantage.gamma, self.advantage.lam)
+            proximal = cast(Any, actor)(data.observations, data.actions)[0]
+        lr, shuffle = self.schedule.at(done + 1), torch.Generator().manual_seed(self.seed * 1_000_003 + done)
+        sums, norms, skipped, updates = [0.0] * 6, 0.0, 0, 0
+        for _ in range(self.epochs):
+            for chosen in torch.randperm(len(data), generator=shuffle).chunk(self.minibatches):
+                part = data.take(chosen)
+                with timer.phase("optimizer"):
+                    update = self.update.run(lambda p=part, c=chosen: self._add_gradient(p, proximal[c], version), lr)  # type: ignore[misc]
+                with timer.phase("critic"):
+                    critic_loss = (0.0, 0.0) if update.skipped else critic.train(part, done)
+                values = [*update.sums.values, *critic_loss]
+                sums = [total + value for total, value in zip(sums, values, strict=True)]
+                norms, skipped, updates = norms + update.norm, skipped + update.skipped, updates + 1
+        self.schedule.done += 1
+        names = ("loss", "entropy", "clip_fraction", "kl", "critic_loss", "critic_grad_norm")
+        metrics = {name: total / updates for name, total in zip(names, sums, strict=True)}
+        metrics |= {"tokens": float(len(data)), "lr": lr, "grad_norm": norms / updates, "skipped": skipped / updates}
+        spread = float(data.returns.var())
+        if spread > 0:
+            metrics["critic_explained_variance"] = 1.0 - float((data.returns - data.values).var()) / spread
+        ages, counts = torch.unique(version - data.versions, return_counts=True)
+        staleness = dict(zip(ages.tolist(), counts.tolist(), strict=True))
+        return StepResult(metrics, staleness, skipped == updates, timer.lap())
+
+    def _add_gradient(self, part: Transitions, proximal: torch.Tensor, version: int) -> Sums:
+        """Run forward and backward for a minibatch; returns the means of its loss and metrics."""
+        advantages = part.advantages
+        if self.advantage.normalise and len(part) > 1:
+            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        logprobs, entropy = cast(Any, self.policy)(part.observations, part.actions)
+        inputs = LossInputs(
+            logprobs[None],
+            part.rollout_logprobs[None],
+            advantages[None],
+            torch.ones_like(advantages, dtype=torch.bool)[None],
+            versions=part.versions[None],
+            proximal_logprobs=proximal[None] if self.objective.loss.needs_proximal else None,
+        )
+        output = self.objective(inputs, entropy[None], version)
+        loss = output.loss.mean()
+        self.update.backward(loss)
+        clipped = output.metrics.get("clipped")
+        ratio = (logprobs.detach() - part.rollout_logprobs).double()
+        sums = Sums(4)
+        sums.add(
+            float(loss.detach()),
+            float(entropy.detach().mean()),
+            0.0 if clipped is None else float(clipped.float().mean()),
+            float((ratio.exp() - 1 - ratio).mean()),
+        )
+        return sums
+
+
+def build_fragment_step(config: TidemillConfig, ranks: Ranks) -> FragmentStep:
+    """Build the step of model.kind mlp, with new networks; ConfigError for more than one rank."""
+    trainer, shape = config.trainer, PolicyShape.read(config.model.path)
+    if ranks.world > 1:
+        raise ConfigError(f"model.kind mlp trains on one rank, not on {ranks.world}")
+    if trainer.critic is None:
+        raise ConfigError("model.kind mlp needs a trainer.critic section")
+    actor, network = Actor(shape), ValueNetwork(shape)
+    optimizer = build_optimizer(actor.parameters(), trainer.optimizer)
+    return FragmentStep(
+        cast(Policy, actor),
+        cast(StepPlanner, FragmentPlan()),
+        Objective.from_config(trainer, config.base),
+        GradientUpdate(actor, optimizer, ranks, trainer.optimizer.max_grad_norm, torch.float32),
+        Schedule(trainer.optimizer, trainer.optimizer.lr, trainer.steps),
+        ranks,
+        critic=FragmentCritic(network, trainer.critic, trainer.steps, ranks),
+        epochs=trainer.epochs,
+        advantage=bind("trainer.advantage", Gae, trainer.advantage.args),
+        minibatches=trainer.minibatches,
+        seed=config.run.seed,
+    )

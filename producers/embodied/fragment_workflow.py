@@ -1,0 +1,124 @@
+"""The workflow ``fragments``: a task becomes T steps of N environments, in an evaluation one whole episode."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from producers.embodied.fragment_collector import Collected, EnvironmentSpec, Episodes, FragmentCollector
+from producers.embodied.mlp_engine import MlpEngine
+from producers.workflows.base import RolloutContext, WorkflowServices
+from producers.workflows.trajectory_builder import SampledCompletion
+from schemas.errors import ConfigError
+from schemas.messages import Span, Task
+from schemas.messages.fragments import Fragment
+from schemas.policy_shape import PolicyShape
+
+
+class Fragments:
+    """Plays environments with the engine mlp, one fragment at a time, in a thread beside the event loop."""
+
+    def __init__(self) -> None:
+        self._collectors: dict[bytes, FragmentCollector] = {}
+        self._turn = threading.Lock()
+
+    async def start(self, services: WorkflowServices) -> None:
+        """Check that the policy has the sizes of every environment; ConfigError otherwise."""
+        config = services.config
+        policy = msgspec.structs.replace(PolicyShape.read(config.model.path), hidden=())
+        for dataset in [*config.train, *(config.eval.dataset if config.eval else [])]:
+            args = dataset.args
+            needed = EnvironmentSpec(args["id"], args.get("args") or {}, args.get("modules") or []).shape()
+            if msgspec.structs.replace(needed, hidden=()) != policy:
+                raise ConfigError(
+                    f"model.path {config.model.path}: a policy for {args['id']} needs observations"
+                    f" {needed.observations}, actions {needed.actions}, continuous {str(needed.continuous).lower()}"
+                )
+
+    async def close(self) -> None:
+        """Close all environments."""
+        with self._turn:
+            for collector in self._collectors.values():
+                collector.close()
+
+    async def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion]:
+        """Yield one sample for each index; one that was aborted has no step, and is played again elsewhere."""
+        engine = rollout.engine
+        if not isinstance(engine, MlpEngine):
+            raise ConfigError("generator.workflow.name fragments needs generator.engine mlp")
+        play = _play_episode if rollout.task.kind == "eval" else self._play_fragment
+        for index in rollout.indices:
+            yield await asyncio.to_thread(play, engine, rollout.task, index)
+
+    def _play_fragment(self, engine: MlpEngine, task: Task, index: int) -> SampledCompletion:
+        data = task.data
+        spec = EnvironmentSpec(data["id"], data["args"], data["modules"])
+        key = msgspec.msgpack.encode([spec, data["envs"]])
+        with self._turn, engine.playing() as begun:
+            collector = self._collectors.get(key)
+            if collector is None:
+                collector = self._collectors[key] = FragmentCollector(spec, data["envs"], data["seed"])
+            try:
+                found = collector.collect(data["steps"], functools.partial(engine.act, begun=begun))
+            except Exception:
+                # Whatever state the environments are in, the next fragment begins with fresh ones.
+                self._collectors.pop(key).close()
+                raise
+        return _sample(task, index, found)
+
+
+def _play_episode(engine: MlpEngine, task: Task, index: int) -> SampledCompletion:
+    """Play one episode from the task's seed to its end; at temperature 0 with the most probable actions."""
+    data = task.data
+    collector = FragmentCollector(EnvironmentSpec(data["id"], data["args"], data["modules"]), 1, data["seed"] + index)
+    greedy = task.sampling.temperature == 0
+    parts: list[Collected] = []
+    with engine.playing() as begun:
+        while not parts or not parts[-1].episodes.returns:
+            found = collector.collect(1, functools.partial(engine.act, begun=begun, greedy=greedy))
+            if found is None:
+                collector.close()
+                return _sample(task, index, None)
+            parts.append(found)
+    collector.close()
+    versions = [part.spans[0].version for part in parts]
+    starts = [t for t, version in enumerate(versions) if not t or version != versions[t - 1]]
+    spans = [Span(versions[start], start, end) for start, end in pairwise([*starts, len(parts)])]
+    return _sample(task, index, None, spans, parts[-1].episodes)
+
+
+def _sample(
+    task: Task,
+    index: int,
+    found: Collected | None,
+    spans: list[Span] | None = None,
+    episodes: Episodes | None = None,
+) -> SampledCompletion:
+    """Return what was played as a sample with a token for each step; without steps it was aborted."""
+    if found is not None:
+        spans, episodes = found.spans, found.episodes
+    fragment: Fragment | None = found.fragment if found is not None else None
+    steps = spans[-1].end if spans else 0
+    metrics: dict[str, Any] = episodes.metrics() if episodes is not None else {}
+    earned = float(np.sum(fragment.rewards.numpy()) / fragment.envs) if fragment is not None else metrics.get("return")
+    return SampledCompletion(
+        index=index,
+        tokens=[0] * steps,
+        loss_mask=[1] * steps,
+        logprobs=[0.0] * steps,
+        spans=spans or [],
+        turns=[],
+        finish="stop" if steps else "abort",
+        prompt=task.text or "",
+        completion=", ".join(f"{name} {value:g}" for name, value in metrics.items()),
+        reward=earned,
+        metrics=metrics,
+        fragment=fragment,
+    )

@@ -1,0 +1,209 @@
+"""The engine ``mlp``: a multilayer perceptron that acts, computed by numpy. It loads no PyTorch.
+
+A step of eight environments takes tens of microseconds. The workflow calls ``act`` in a thread of its own; ``load``,
+``pause`` and ``abort_all`` come from the event loop, between two actions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
+from schemas.errors import ConfigError, DataError, InfraError
+from schemas.messages import Sampling, WeightSource
+from schemas.messages.fragments import probe_observations
+from schemas.policy_shape import PolicyShape
+
+Floats = npt.NDArray[np.float32]
+_LOOK_S = 1.0
+"""Seconds after which an action that waits for the end of a pause looks whether the engine was closed."""
+
+
+@dataclass(frozen=True)
+class Acted:
+    """Actions of N environments: int32 [N] or float32 [N, A]; their log-probabilities, float32 [N]; the version."""
+
+    actions: npt.NDArray[Any]
+    logprobs: Floats
+    version: int
+
+
+class Perceptron:
+    """The weights of one version. layers: of weight [out, in] and bias. log_std: float32 [A], None if discrete."""
+
+    def __init__(self, layers: Sequence[tuple[Floats, Floats]], log_std: Floats | None) -> None:
+        self._layers, self._log_std = layers, log_std
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Floats], shape: PolicyShape) -> Perceptron:
+        """Take the weights of a published file; DataError if they are not of this shape."""
+        sizes = [shape.observations, *shape.hidden, shape.actions]
+        expected: dict[str, tuple[int, ...]] = {"log_std": (shape.actions,)} if shape.continuous else {}
+        for k, (size, following) in enumerate(pairwise(sizes)):
+            expected |= {f"layers.{2 * k}.weight": (following, size), f"layers.{2 * k}.bias": (following,)}
+        found = {name: tensor.shape for name, tensor in tensors.items()}
+        if found != expected:
+            raise DataError(f"weights of shapes {found} are not those of model.path, {expected}")
+        layers = [(tensors[f"layers.{2 * k}.weight"], tensors[f"layers.{2 * k}.bias"]) for k in range(len(sizes) - 1)]
+        return cls(layers, tensors.get("log_std"))
+
+    def outputs(self, observations: Floats) -> Floats:
+        """Return logits or means, float32 [N, A], of observations [N, O]."""
+        values = observations
+        for k, (weight, bias) in enumerate(self._layers):
+            values = (np.tanh(values) if k else values) @ weight.T + bias
+        return values
+
+    def sample(self, outputs: Floats, rng: np.random.Generator, greedy: bool) -> npt.NDArray[Any]:
+        """Draw an action for each row of outputs; the most probable one if ``greedy``."""
+        if self._log_std is not None:
+            noise = 0.0 if greedy else rng.standard_normal(outputs.shape, dtype=np.float32) * np.exp(self._log_std)
+            return np.asarray(outputs + noise, dtype=np.float32)
+        if greedy:
+            return np.asarray(outputs.argmax(-1), dtype=np.int32)
+        below = np.exp(_log_softmax(outputs)).cumsum(-1) < rng.random((len(outputs), 1))
+        return np.asarray(np.minimum(below.sum(-1), outputs.shape[1] - 1), dtype=np.int32)
+
+    def logprobs(self, outputs: Floats, actions: npt.NDArray[Any]) -> Floats:
+        """Return the log-probability, or log-density, of each action, float32 [N]."""
+        if self._log_std is None:
+            found = _log_softmax(outputs)[np.arange(len(outputs)), actions]
+        else:
+            scaled = (actions - outputs) / np.exp(self._log_std)
+            found = (-0.5 * scaled**2 - self._log_std - 0.5 * np.log(2 * np.pi)).sum(-1)
+        return np.asarray(found, dtype=np.float32)
+
+    def probe(self, tokens: Sequence[int]) -> Floats:
+        """Return the log-probabilities of a probe; see ``probe_observations``."""
+        size = self._layers[0][0].shape[1]
+        outputs = self.outputs(probe_observations(tokens, size))
+        discrete = self._log_std is None
+        actions = np.asarray(tokens[1:]) % outputs.shape[1] if discrete else np.zeros_like(outputs)
+        return self.logprobs(outputs, actions)
+
+
+class MlpEngine:
+    """The engine ``mlp``; see Engine for its methods. It samples actions, by ``act``, in the place of tokens."""
+
+    lacks: Mapping[Ability, str] = {
+        "stop": "actions have no text",
+        "recompute": "there are no keys and values",
+        "lora": "the policy is small and trained whole",
+        "cache_usage": "there is no cache",
+        "routed_experts": "there are no experts",
+    }
+
+    def __init__(self, settings: EngineSettings) -> None:
+        if settings.args:
+            raise ConfigError(f"generator.args {', '.join(settings.args)}: the engine mlp takes no arguments")
+        self._shape = PolicyShape.read(settings.model_path)
+        self._policy: Perceptron | None = None
+        self._version = settings.version
+        self._acted = self._playing = self._aborts = 0
+        self._paused = self._closed = False
+        self._changed = threading.Condition()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def growth(self) -> int | None:
+        """See Engine; the number of actions so far."""
+        return self._acted if self._playing and not self._paused else None
+
+    def cache_usage(self) -> KvCacheUsage | None:
+        """Return None: there is no limit."""
+        return None
+
+    async def start(self) -> None:
+        """Return at once: the first weights are those that the trainer publishes."""
+
+    @contextmanager
+    def playing(self) -> Iterator[int]:
+        """Mark that environments are played in the block; yields the argument ``begun`` of ``act``."""
+        with self._changed:
+            self._playing += 1
+            begun = self._aborts
+        try:
+            yield begun
+        finally:
+            with self._changed:
+                self._playing -= 1
+
+    def act(self, observations: Floats, rng: np.random.Generator, begun: int, greedy: bool = False) -> Acted | None:
+        """Sample an action for each observation, float32 [N, O], after the end of a pause; None if aborted."""
+        with self._changed:
+            while self._paused and not self._closed and self._aborts == begun:
+                self._changed.wait(_LOOK_S)
+            if self._aborts != begun or self._closed:
+                return None
+            policy, version = self._policy, self._version
+            if policy is None:
+                raise InfraError("the engine mlp has no weights yet")
+            outputs = policy.outputs(observations)
+            actions = policy.sample(outputs, rng, greedy)
+            self._acted += 1
+            return Acted(actions, policy.logprobs(outputs, actions), version)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        n: int = 1,
+        prefix: Sequence[int] = (),
+        progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
+    ) -> list[Completion]:
+        """Raise DataError: this engine samples actions."""
+        self._refuse_text()
+
+    def _refuse_text(self) -> NoReturn:
+        raise DataError("the engine mlp samples actions, no tokens: set generator.workflow.name to fragments")
+
+    async def load(self, source: WeightSource, version: int) -> None:
+        """Replace all weights; the next action is of the new version."""
+        from safetensors.numpy import load_file
+
+        try:
+            policy = Perceptron.of(load_file(source.path), self._shape)
+        except OSError as error:
+            raise InfraError(f"weights version {version} cannot be read: {error}") from error
+        with self._changed:
+            self._policy, self._version = policy, version
+
+    async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> Floats:
+        """Return the log-probabilities of the probe, float32 [T - 1]; NaN before the first weights are loaded."""
+        if self._policy is None:
+            return np.full(len(token_ids) - 1, np.nan, dtype=np.float32)
+        return self._policy.probe(token_ids)
+
+    async def pause(self) -> None:
+        with self._changed:
+            self._paused = True
+
+    async def resume(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    async def abort_all(self) -> None:
+        with self._changed:
+            self._aborts += 1
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        self._closed = True
+        await self.abort_all()
+
+
+def _log_softmax(values: Floats) -> Floats:
+    shifted = values - values.max(-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)), dtype=np.float32)
