@@ -45,7 +45,7 @@ LOCAL = "127.0.0.1:0"
 
 
 class FixedAnswerEngine(ScriptedEngine):
-    """An engine that gives requests these answers one after the other, and the last one from then on."""
+    """An engine that gives requests these answers one after the other, and the last one afterwards."""
 
     def __init__(self, tokenizer: HfTokenizer, max_length: int, answers: Sequence[str] = (ANSWER,)) -> None:
         super().__init__(EngineSettings("none", "float32", max_length, 8))
