@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from broker.evaluations.results import EvalResult
+from broker.evaluations.results import DatasetResult, EvalResult
 from broker.evaluations.store import MendedSamples
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.groups import Batch
@@ -109,6 +109,13 @@ class StepLog:
         if evaluation is None:
             return
         passes = {one.label: one.passes(evaluation.sampling_of(one).n) for one in evaluation.dataset}
+
+        def figures(label: str, of: DatasetResult) -> dict[str, float]:
+            found = of.figures(passes.get(label, ()))
+            # Without a sample that is right or wrong, a share of right ones has no meaning.
+            kept = found if self._config.has_accuracy else ("reward", "length")
+            return {name: found[name] for name in kept if name in found}
+
         results = self._broker.evals.read_results()
         if not all(result.complete for result in results) and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
@@ -127,16 +134,14 @@ class StepLog:
                 "length": result.length,
                 "time": result.time,
                 "wall_s": max(0.0, result.time - float(self._progress.started or 0)),
-                "datasets": {
-                    label: of.to_json() | of.figures(passes.get(label, ())) for label, of in result.datasets.items()
-                },
+                "datasets": {label: of.to_json() | figures(label, of) for label, of in result.datasets.items()},
             }
             self._retry("evaluations", partial(self.evaluations.add, line))
             if result.failed:
                 self._notify("evaluation", "warning", _describe_failed(result))
             known = {"reward": line["mean"], "length": line["length"], "version": line["version"]}
             for label, of in result.datasets.items():
-                known |= {f"{label}/{name}": value for name, value in of.figures(passes.get(label, ())).items()}
+                known |= {f"{label}/{name}": value for name, value in figures(label, of).items()}
             self._evaluated = {f"eval/{name}": value for name, value in known.items() if value is not None}
             self._trackers.log_evaluation(self._progress.step, self._evaluated)
             self._log_completions()
