@@ -10,13 +10,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
 from producers.engines.factory import engine_name
-from schemas.config import TidemillConfig
+from schemas.config import PlacementConfig, TidemillConfig
+from schemas.config.placement import parse_ranges
 from schemas.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -46,7 +47,7 @@ class GpuPlan:
     """The GPUs of the trainer, those of one generator, and how many generators there are.
 
     0 GPUs: the service sees all that there are. utilization: of vLLM, on a GPU that is shared; None leaves it as it is.
-    text: what was dealt out, in a line; empty when nothing was.
+    text: what was dealt out, in a line; empty when nothing was. placed: each service's GPUs by ``placement``.
     """
 
     trainer: float
@@ -54,6 +55,7 @@ class GpuPlan:
     replicas: int
     utilization: float | None = None
     text: str = ""
+    placed: Mapping[str, Sequence[int]] | None = None
 
     def apply(self, config: TidemillConfig) -> TidemillConfig:
         """Return the configuration as it fits."""
@@ -126,6 +128,8 @@ def plan_gpus(
     """
     check_count("trainer_gpus", trainer)
     check_count("generator_gpus", generator)
+    if config.placement is not None:
+        return _place(config, config.placement, gpus)
     replicas = config.generator.replicas
     _check_there(len(gpus), trainer, generator if replicas else 0)
     if not gpus or (trainer != "auto" and generator != "auto"):
@@ -144,6 +148,30 @@ def plan_gpus(
         )
     fitting = min(replicas, left // width) if width else replicas
     return GpuPlan(ranks, width, fitting, text=_dealt(gpus, ranks, width, fitting, replicas))
+
+
+def _place(config: TidemillConfig, placement: PlacementConfig, gpus: Sequence[Gpu]) -> GpuPlan:
+    """Return the plan that ``placement`` names."""
+    try:
+        engines = placement.engines(engine_width(config))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    wanted = config.generator.replicas
+    if "replicas" in config.generator.model_fields_set and wanted != len(engines):
+        raise ConfigError(
+            f"placement.generator {placement.generator!r} is for {len(engines)} generators, but generator.replicas is"
+            f" {wanted}: remove one of them"
+        )
+    placed = {"trainer": parse_ranges(placement.trainer)}
+    placed |= {f"generator-{index}": places for index, places in enumerate(engines)}
+    last = max(place for places in placed.values() for place in places)
+    if last >= len(gpus):
+        raise ConfigError(
+            f"placement names GPU {last}, but there are {len(gpus)} GPUs (nvidia-smi, {VISIBLE}), counted from 0"
+        )
+    parts = [f"{','.join(gpus[place].name for place in places)} {name}" for name, places in placed.items()]
+    width = len(engines[0])
+    return GpuPlan(len(placed["trainer"]), width, len(engines), text=f"GPUs: {'; '.join(parts)}", placed=placed)
 
 
 def _check_there(there: int, trainer: int | Auto, generator: int | Auto) -> None:

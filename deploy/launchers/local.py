@@ -27,6 +27,7 @@ class Local(Processes):
         self._trainer_gpus = 0 if trainer_gpus == "auto" else trainer_gpus
         self._generator_gpus = 0 if generator_gpus == "auto" else generator_gpus
         self._there: list[Gpu] = []
+        self._placed: Mapping[str, Sequence[int]] | None = None
 
     def plan(self, config: TidemillConfig) -> GpuPlan:
         """Return the share of this machine's GPUs for each service of this run; ConfigError when they can't have it."""
@@ -36,6 +37,7 @@ class Local(Processes):
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
         plan = self.plan(config)
         self._trainer_gpus, self._generator_gpus = int(plan.trainer), int(plan.generator)
+        self._placed = plan.placed
         if plan.text:
             print(plan.text)
         return run_up(plan.apply(config), self, fresh)
@@ -50,7 +52,12 @@ class Local(Processes):
 
     def _gpus(self, role: str, name: str) -> list[str]:
         """Return names of the service's devices; ConfigError when this process sees too few."""
-        if role == "trainer":
+        wanted: Sequence[int]
+        if self._placed is not None and role in ("trainer", "generator"):
+            if name not in self._placed:
+                raise ConfigError(f"{name} has no GPU in placement.generator: fewer generators, or more GPUs for them")
+            wanted = self._placed[name]
+        elif role == "trainer":
             wanted = range(self._trainer_gpus)
         elif role == "generator":
             first = self._trainer_gpus + int(name.removeprefix("generator-")) * self._generator_gpus

@@ -26,6 +26,7 @@ from schemas.config.generator import (
 )
 from schemas.config.loading import dump_config, dump_yaml, load_config, parse_config, save_config
 from schemas.config.offline import DpoConfig, PreferenceConfig, RewardModelConfig, WarmStartConfig
+from schemas.config.placement import PlacementConfig
 from schemas.config.publish import PublishConfig
 from schemas.config.root import TidemillConfig
 from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig
@@ -64,6 +65,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PlacementConfig",
     "PreferenceConfig",
     "ProbesConfig",
     "PublishConfig",

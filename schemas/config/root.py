@@ -13,6 +13,7 @@ from schemas.config.data import EvalConfig, RewardConfig, RewardTerm, TrainDatas
 from schemas.config.deploy import ControlConfig, LauncherConfig, NotifyConfig, ProbesConfig, SupervisorConfig
 from schemas.config.generator import LIVE, REWARDING_WORKFLOWS, GeneratorConfig, SamplingConfig
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
+from schemas.config.placement import PlacementConfig, parse_ranges
 from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, count_slots, slots_problem
 from schemas.config.trainer import TrainerConfig
 
@@ -39,6 +40,7 @@ class TidemillConfig(Section):
     reward_model: RewardModelConfig | None = None
     broker: BrokerConfig = Field(default_factory=BrokerConfig)
     launcher: LauncherConfig = Field(default_factory=LauncherConfig)
+    placement: PlacementConfig | None = None
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
     notify: NotifyConfig = Field(default_factory=NotifyConfig)
@@ -128,6 +130,8 @@ class TidemillConfig(Section):
                 f"trainer.advantage.filter_term {term!r} is not a term of reward.terms, must be one of"
                 f" {', '.join(terms)}"
             )
+        if self.placement is not None:
+            self._check_placement(self.placement)
         if self.generator.http is not None and self.trainer.lora is not None:
             raise ValueError(
                 "trainer.lora: the engine http loads whole models only; set generator.engine to vllm or transformers"
@@ -217,6 +221,22 @@ class TidemillConfig(Section):
         if names := [name for name, there in refused.items() if there]:
             raise ValueError(f"{names[0]} is not supported with model.kind mlp: remove it (docs/embodied.md)")
         return self
+
+    def _check_placement(self, placement: PlacementConfig) -> None:
+        if placement.shared:
+            raise ValueError(
+                f"placement.trainer {placement.trainer!r} and placement.generator {placement.generator!r} both have"
+                f" GPU {placement.shared[0]}: name other GPUs for one of them"
+            )
+        if (given := len(parse_ranges(placement.trainer))) != self.trainer.processes:
+            raise ValueError(
+                f"placement.trainer {placement.trainer!r} has {given} GPUs, must be as many as trainer.processes"
+                f" {self.trainer.processes}"
+            )
+        if self.launcher.name != "local":
+            raise ValueError(f"placement needs launcher.name local, not {self.launcher.name!r}: remove it")
+        if names := sorted({"trainer_gpus", "generator_gpus"} & self.launcher.args.keys()):
+            raise ValueError(f"launcher.args.{names[0]} and placement exclude each other: remove one of them")
 
     def _check_agents(self) -> None:
         deadline_s = self.generator.agents.deadline_s

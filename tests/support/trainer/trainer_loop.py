@@ -18,8 +18,9 @@ from consumers.trainer.step.build import build_train_step
 from schemas.config import DatasetConfig, EvalConfig, parse_config
 from schemas.errors import FencedError
 from schemas.run_folder import read_lines, surviving_lines
+from schemas.system.device_lock import DeviceLock
 from schemas.system.lifecycle import StopFlag
-from tests.support.trainer.deterministic_run import Pipeline
+from tests.support.trainer.deterministic_run import Pipeline, generate
 from tests.support.trainer.trajectories import make_trajectory
 
 
@@ -97,3 +98,22 @@ def trained(folder: Path) -> Counter[int]:
     """How often each prompt is in the surviving weights."""
     lines = list(surviving_lines(read_lines(folder / "run" / "trained.jsonl")))
     return Counter(task for line in lines for task in {task for task, _ in line["samples"]})
+
+
+class SharingGenerator:
+    """A generator on the trainer's device: it samples only while it alone holds its lock, and gives way to the trainer.
+
+    folder: of the locks. awake: called while it alone has the device.
+    """
+
+    def __init__(self, folder: Path, awake: Callable[[], None] = lambda: None) -> None:
+        self._lock, self._wanted = DeviceLock(folder / "generator-0.lock"), DeviceLock(folder / "trainer.lock")
+        self._awake = awake
+
+    def generate(self, tasks: TaskQueue, task_id: int, version: int) -> None:
+        until(lambda: self._wanted.is_free() and self._lock.try_hold(), "the trainer gives the device")
+        try:
+            self._awake()
+            generate(tasks, task_id, version)
+        finally:
+            self._lock.release()

@@ -25,7 +25,7 @@ from schemas.config import BrokerConfig, parse_config
 from schemas.run_folder import read_lines, surviving_lines
 from tests.support.trainer.deterministic_run import STEPS, Pipeline, make_config
 from tests.support.trainer.killed_trainers import POINTS, TURNS, run_trainer_to_its_end
-from tests.support.trainer.sharing_generator import SharingGenerator
+from tests.support.trainer.trainer_loop import SharingGenerator
 
 pytestmark = pytest.mark.integration
 

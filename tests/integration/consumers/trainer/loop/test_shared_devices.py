@@ -16,8 +16,14 @@ from schemas.run_folder import read_lines
 from schemas.system.device_lock import DeviceLock, SharedGpus
 from schemas.system.lifecycle import StopFlag
 from tests.support.trainer.deterministic_run import Pipeline, generate
-from tests.support.trainer.sharing_generator import SharingGenerator
-from tests.support.trainer.trainer_loop import make_trainer, run, train_to_last_evaluation, trained, until
+from tests.support.trainer.trainer_loop import (
+    SharingGenerator,
+    make_trainer,
+    run,
+    train_to_last_evaluation,
+    trained,
+    until,
+)
 
 pytestmark = pytest.mark.integration
 

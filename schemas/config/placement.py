@@ -1,0 +1,61 @@
+"""Which GPUs of a machine the trainer and the generators have."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from schemas.config.base import Section
+
+RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
+"""One number, or the first and the last of a range."""
+
+
+def parse_ranges(text: str) -> list[int]:
+    """Return the numbers that ranges such as ``0-3,6`` name, in order; ValueError says what is allowed."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        found = RANGE.fullmatch(part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if first > last:
+            raise ValueError(f"placement: {text!r} names no GPUs, must be numbers and ranges such as 0-3,6")
+        numbers.extend(range(first, last + 1))
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"placement: {text!r} names a GPU twice")
+    return numbers
+
+
+def _check(text: str) -> str:
+    parse_ranges(text)
+    return text
+
+
+Ranges = Annotated[str, AfterValidator(_check)]
+"""GPUs of a machine, by their place in the order of CUDA_VISIBLE_DEVICES."""
+
+
+class PlacementConfig(Section):
+    """The GPUs of a machine for the trainer and the generators, with the launcher local."""
+
+    trainer: Ranges = Field(description="GPUs of the trainer, such as 0-3: as many as trainer.processes.")
+    generator: Ranges = Field(
+        description="GPUs of the generators, such as 4-7; none of them is the trainer's. They are dealt out in order,"
+        " and there are as many generators as they are enough for."
+    )
+
+    @property
+    def shared(self) -> list[int]:
+        """Return the GPUs that both ranges name."""
+        return sorted(set(parse_ranges(self.trainer)) & set(parse_ranges(self.generator)))
+
+    def engines(self, width: int) -> list[list[int]]:
+        """Return the GPUs of each generator whose engine takes ``width``; ValueError if some are left over."""
+        numbers = parse_ranges(self.generator)
+        if len(numbers) % width:
+            raise ValueError(
+                f"placement.generator {self.generator!r} has {len(numbers)} GPUs, must be a multiple of {width}"
+                " (generator.args.tensor_parallel_size)"
+            )
+        return [numbers[at : at + width] for at in range(0, len(numbers), width)]
