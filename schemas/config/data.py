@@ -16,8 +16,8 @@ class DatasetConfig(Section):
     """A dataset, by the name of its reader or maker."""
 
     name: str = Field(
-        description="jsonl, hf, gsm8k, reasoning_gym, arithmetic, verifiers, live, or your own as module:name or"
-        " file.py:name."
+        description="jsonl, hf, gsm8k, reasoning_gym, arithmetic, verifiers, live, gymnasium, or your own as"
+        " module:name or file.py:name."
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset.")
     shuffle: bool = Field(True, description="Shuffle again in each epoch, by the run's seed.")

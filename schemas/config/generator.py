@@ -66,7 +66,8 @@ class WorkflowConfig(Section):
 
     name: str = Field(
         "single_turn",
-        description="single_turn, tools, environment, agent, live, or your own as module:name or file.py:name.",
+        description="single_turn, tools, environment, agent, live, fragments, or your own as module:name or"
+        " file.py:name.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the workflow.")
 
@@ -115,7 +116,9 @@ class HttpEngineConfig(Section):
 class GeneratorConfig(Section):
     """The generator service."""
 
-    engine: str = Field("auto", description="auto, vllm, transformers, http, scripted, or your own as module:name.")
+    engine: str = Field(
+        "auto", description="auto, vllm, transformers, http, scripted, mlp, or your own as module:name."
+    )
     args: dict[str, Any] = Field(
         default_factory=dict,
         description="Arguments of the engine. vllm: AsyncEngineArgs. http: options of the server that is launched.",
