@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS IMAGES RUN_CONTROL COUNTERS RECENT EVAL_SAMPLES ORDERS REFUSALS PEERS ROLL ROLL_ANSWERS ROLL_CHANGES PROMPTS QUESTIONS ANSWERS BODIES
+-- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS IMAGES RUN_CONTROL COUNTERS RECENT EVAL_SAMPLES ORDERS REFUSALS PEERS ROLL ROLL_ANSWERS ROLL_CHANGES PROMPTS QUESTIONS ANSWERS BODIES LIVE LIVE_SEATS LIVE_BEGUN
 -- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest), and the statistics of prompts in its
 -- checkpoint. A trainer takes the run over.
 -- The broker's data counts if it is consistent. It is not if its lifetime is not that of the trainer's checkpoint, a step
@@ -23,7 +23,7 @@ local beside = {
   {PARTIALS, 'hash'}, {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
   {RUN_CONTROL, 'hash'}, {COUNTERS, 'hash'}, {RECENT, 'stream'}, {EVAL_SAMPLES, 'stream'}, {ORDERS, 'stream'},
   {REFUSALS, 'hash'}, {PEERS, 'hash'}, {ROLL, 'hash'}, {ROLL_ANSWERS, 'stream'}, {ROLL_CHANGES, 'stream'}, {PROMPTS, 'string'},
-  {QUESTIONS, 'list'}, {ANSWERS, 'stream'},
+  {QUESTIONS, 'list'}, {ANSWERS, 'stream'}, {LIVE, 'hash'}, {LIVE_SEATS, 'zset'}, {LIVE_BEGUN, 'zset'},
 }
 local function drop_foreign(types)
   local dropped = false

@@ -1,8 +1,8 @@
--- KEYS: LIVE LIVE_SEATS LIVE_BEGUN CTL
+-- KEYS: LIVE LIVE_SEATS LIVE_BEGUN GROUPS
 -- ARGV: sample (TASK:SAMPLE), id for a new episode, address of its session ('' to let go of it), generator. A generator offers a sample to a
 -- user's conversation, or says where the conversation of the sample continues. LIVE has the record of each episode by
 -- its id, and under seat:SAMPLE the id; LIVE_SEATS the ids that no conversation has yet. Returns id and record.
-local run = redis.call('HGET', CTL, 'run_id') or ''
+local run = redis.call('HGET', GROUPS, 'run') or ''
 local seat = 'seat:' .. ARGV[1]
 local id = redis.call('HGET', LIVE, seat)
 local known = id and redis.call('HGET', LIVE, id)

@@ -45,6 +45,8 @@ DIFFERING = {
     "return_trajectory": "the answer is not read: the entry is gone in either case",
     "fail_sample": "the answer is not read: the sample has failed in either case",
     "fail_task": "the answer is not read: the entry is gone in either case",
+    "begin_episode": "a user whose answer was lost begins another; the first one gets no reward",
+    "reward_episode": "the answer says whether this call stored it; the first reward counts in either case",
 }
 """Scripts whose second answer may be another one, with the reason."""
 CHANGING = {
@@ -57,6 +59,8 @@ CHANGING = {
     "set_run_control": "the services obey the last of equal orders",
     "answer_question": "a user's question is answered by the first answer",
     "take_question": "nothing depends on a question",
+    "begin_episode": "a user whose answer was lost begins another conversation",
+    "publish_samples": "tokens of a repeated call are counted as generated again, on which nothing depends",
     "reclaim_scores": "it counts one more delivery to the trainer, which is not read",
     "take_evaluations": "the next tasks are claimed for the same generator, which asks for all that it claimed",
 }
@@ -179,6 +183,15 @@ class History:
         if pick % 2 and (question := self.broker.questions.take()):
             self.broker.questions.answer(QuestionAnswer(id=question.id, generator="g0"))
 
+    def converse(self, pick: int) -> None:
+        live = self.broker.live_episodes(f"g{pick % 2}")
+        live.register(f"{pick % 4}:0", "" if pick % 5 == 0 else "http://g")
+        begun = live.begin("t")
+        if begun is not None and pick % 3:
+            live.reward(begun[0], "t", 1.0, 60.0)
+        elif begun is not None:
+            live.end(begun[0])
+
     def weigh(self, pick: int) -> None:
         call, term = self.connection.run_script, self.training.leader_term
         self.version += pick % 2
@@ -215,7 +228,16 @@ class History:
 
 OPERATIONS: list[Callable[[History, int], None]] = [
     *[History.admit, History.generate, History.score, History.train] * 2,
-    *[History.spoil, History.evaluate, History.order, History.ask, History.weigh, History.watch, History.replace],
+    *[
+        History.spoil,
+        History.evaluate,
+        History.order,
+        History.ask,
+        History.converse,
+        History.weigh,
+        History.watch,
+        History.replace,
+    ],
 ]
 
 

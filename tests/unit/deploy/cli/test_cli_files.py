@@ -29,6 +29,7 @@ WITHOUT = {
     "control": "a service: its answers are REST",
     "broker": "a service: where it listens is in --url-file",
     "ui": "a server: its answers are REST",
+    "serve": "a server: its answers are those of OpenAI's API",
     "schema": "prints JSON in any case",
 }
 LAUNCHER = """

@@ -75,7 +75,7 @@ def test_agents_run_in_another_environment(tmp_path: Path, monkeypatch: pytest.M
     assert (result.kind, result.reward, result.error) == ("returned", 0.5, "")
     assert not {"msgspec", "schemas", "producers", "site"} & set(result.data["modules"])
     assert str(FOLDER) not in result.data["path"]
-    assert (failed.kind, failed.error, failed.error_type) == ("raised", "NoLuck: none", "agent.NoLuck")
+    assert (failed.kind, failed.error, failed.error_type) == ("raised", "NoLuck: none (agent.py:10)", "agent.NoLuck")
     assert [result.reward for result in asyncio.run(play("agent:plain"))] == [3.0, 3.0]
 
 
