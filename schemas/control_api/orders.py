@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from schemas.control_api.base import Answer, RequestBody, RunState
-from schemas.messages import LARGEST_REWARD
+from schemas.limits import LARGEST_REWARD
 
 
 class Settings(Answer):

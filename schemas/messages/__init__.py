@@ -11,7 +11,6 @@ from schemas.messages.questions import LiveEpisode, Question, QuestionAnswer, Re
 from schemas.messages.tasks import ChatMessage, ContentPart, Image, Sampling, Task
 from schemas.messages.telemetry import DeadLetter, Event, Heartbeat
 from schemas.messages.trajectories import (
-    LARGEST_REWARD,
     REWARD_RANGE,
     UNREWARDED,
     FinishReason,
@@ -32,7 +31,6 @@ from schemas.messages.trajectories import (
 from schemas.messages.weights import Adapter, Delta, FileSource, Manifest, Payload, Probe, TensorSpec, WeightSource
 
 __all__ = [
-    "LARGEST_REWARD",
     "REWARD_RANGE",
     "UNREWARDED",
     "Adapter",

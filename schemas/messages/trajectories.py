@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.codec import Array, Message
+from schemas.limits import LARGEST_REWARD
 from schemas.messages.fragments import Fragment
 
 Kind = Literal["train", "eval"]
@@ -23,8 +24,6 @@ FinishReason = Literal["stop", "length", "abort", "calls", "deadline"]
 ScoreStatus = Literal["ok", "error", "timeout"]
 UNREWARDED = "unrewarded"
 """Kind of a failed sample: a user's conversation for which no reward came in time."""
-LARGEST_REWARD = 1e30
-"""In either direction: sums over a step, and sums of squares, are finite in float64, and a float32 holds each."""
 REWARD_RANGE = f"from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
 """Allowed rewards, in words."""
 

@@ -13,7 +13,8 @@ from consumers.reward.rewards.signatures import RewardInput
 from consumers.reward.rewards.terms import Term, TermResult
 from consumers.reward.scorer import check_reward, reward_input
 from schemas.errors import ConfigError
-from schemas.messages import LARGEST_REWARD, Turn
+from schemas.limits import LARGEST_REWARD
+from schemas.messages import Turn
 from tests.support.user_code.user_rewards import USERS_OWN, score, terms, trajectory
 
 
