@@ -13,7 +13,7 @@ if not record or record.run ~= run then
     redis.call('ZREM', LIVE_SEATS, id)
     redis.call('ZREM', LIVE_BEGUN, id)
   end
-  id, record = ARGV[2], {run = run, seat = ARGV[1], begun = 0}
+  id, record = ARGV[2], {run = run, seat = ARGV[1], begun = 0, url = '', generator = ''}
   redis.call('HSET', LIVE, seat, id)
   redis.call('ZADD', LIVE_SEATS, redis.call('TIME')[1], id)
 end

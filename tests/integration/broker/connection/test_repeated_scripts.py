@@ -46,6 +46,7 @@ DIFFERING = {
     "fail_sample": "the answer is not read: the sample has failed in either case",
     "fail_task": "the answer is not read: the entry is gone in either case",
     "begin_episode": "a user whose answer was lost begins another; the first one gets no reward",
+    "register_episode": "the same record, with its fields in another order",
     "reward_episode": "the answer says whether this call stored it; the first reward counts in either case",
 }
 """Scripts whose second answer may be another one, with the reason."""
@@ -60,6 +61,7 @@ CHANGING = {
     "answer_question": "a user's question is answered by the first answer",
     "take_question": "nothing depends on a question",
     "begin_episode": "a user whose answer was lost begins another conversation",
+    "register_episode": "the same record, with its fields in another order",
     "publish_samples": "tokens of a repeated call are counted as generated again, on which nothing depends",
     "reclaim_scores": "it counts one more delivery to the trainer, which is not read",
     "take_evaluations": "the next tasks are claimed for the same generator, which asks for all that it claimed",

@@ -69,11 +69,11 @@ def test_only_the_newest_records_are_kept(broker: Broker, monkeypatch: pytest.Mo
 def test_a_new_run_of_the_name_does_not_continue_the_conversations_of_the_old_one(broker: Broker) -> None:
     take_over(broker)
     client, keys = broker.connection.client, broker.connection.keys
-    client.hset(keys.ctl, "run_id", "old")
+    client.hset(keys.groups, "run", "old")
     live = broker.live_episodes("g")
     id, _ = live.register("1-0", "http://g")
     live.begin("")
-    client.hset(keys.ctl, "run_id", "new")
+    client.hset(keys.groups, "run", "new")
     other, record = live.register("1-0", "http://g")
     assert other != id
     assert record.begun == 0
