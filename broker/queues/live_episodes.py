@@ -6,6 +6,7 @@ generator that holds it. The reward waits in the record, so that neither side ha
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -42,16 +43,17 @@ class LiveEpisodes:
 
     def read(self, ids: Sequence[str]) -> tuple[float, dict[str, LiveEpisode]]:
         """Return Unix seconds by the broker's clock, and the records of these conversations that there are."""
-        if not ids:
+        asked = [id for id in ids if _is_id(id)]
+        if not asked:
             return 0.0, {}
         key = self._connection.keys.live
 
         def look(client: redis.Redis) -> tuple[Any, Any]:
-            return client.time(), client.hmget(key, list(ids))
+            return client.time(), client.hmget(key, asked)
 
         (now, _), found = self._connection.run("reading episodes", look)
-        read = zip(ids, found, strict=True)
-        return float(now), {id: msgspec.msgpack.decode(one, type=LiveEpisode) for id, one in read if one}
+        read = ((id, _decoded(one)) for id, one in zip(asked, found, strict=True) if one)
+        return float(now), {id: record for id, record in read if record is not None}
 
     def reward(self, id: str, tenant: str, reward: float, within_s: float) -> tuple[RewardAnswer, float | None]:
         """Store the reward of a conversation; return what holds now, and the reward that counts.
@@ -66,6 +68,20 @@ class LiveEpisodes:
         return self._settle(id, "*", "", 0.0)[1]
 
     def _settle(self, id: str, tenant: str, reward: str, within_s: float) -> tuple[RewardAnswer, float | None]:
+        if not _is_id(id):
+            return "unknown", None
         word, counts = self._connection.run_script("reward_episode", id, tenant, reward, within_s)
         answer: RewardAnswer = word.decode()
         return answer, float(counts) if counts else None
+
+
+def _is_id(text: str) -> bool:
+    """Return whether users' text may be the id of a conversation: the key of its sample, ``seat:SAMPLE``, is none."""
+    return re.fullmatch(r"[\w-]+", text, re.ASCII) is not None
+
+
+def _decoded(record: bytes) -> LiveEpisode | None:
+    try:
+        return msgspec.msgpack.decode(record, type=LiveEpisode)
+    except msgspec.DecodeError:
+        return None  # damaged: it counts as one that there is not

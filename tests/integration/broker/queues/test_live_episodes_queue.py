@@ -78,3 +78,16 @@ def test_a_new_run_of_the_name_does_not_continue_the_conversations_of_the_old_on
     assert other != id
     assert record.begun == 0
     assert {*live.read([id, other])[1]} == {other}
+
+
+def test_what_is_no_id_and_what_is_no_record_are_unknown(broker: Broker) -> None:
+    take_over(broker)
+    live = broker.live_episodes("g")
+    id, _ = live.register("1-0", "http://g")
+    live.begin("")
+    broker.connection.client.hset(broker.connection.keys.live, "damaged", b"text")
+    asked = ["seat:1-0", "damaged", "", "no such", "\N{BLACK STAR}", id]
+    assert {*live.read(asked)[1]} == {id}
+    for wrong in ("seat:1-0", "", "no such"):
+        assert live.reward(wrong, "", 1.0, 60.0) == ("unknown", None)
+    assert live.reward(id, "", 1.0, 60.0) == ("ok", 1.0)
