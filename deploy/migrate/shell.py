@@ -57,6 +57,10 @@ def _first_error(node: Node) -> Node:
     return node if inner is None or node.is_error else _first_error(inner)
 
 
+def _items(value: str | list[str]) -> list[str]:
+    return value if isinstance(value, list) else [value]
+
+
 def _raw(node: Node) -> str:
     return (node.text or b"").decode()
 
@@ -103,8 +107,7 @@ class Script:
         before = self.variables.get(_raw(name), "")
         if any(_raw(child) == "+=" for child in node.children):
             listed = isinstance(before, list) or isinstance(given, list)
-            as_list: Callable[[str | list[str]], list[str]] = lambda one: one if isinstance(one, list) else [one]  # noqa: E731
-            given = as_list(before) + as_list(given) if listed else f"{before}{given}"
+            given = [*_items(before), *_items(given)] if listed else f"{before}{given}"
         self.variables[_raw(name)] = given
         return True
 
