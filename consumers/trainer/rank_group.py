@@ -136,7 +136,7 @@ class RankGroup:
         self._dtype = config.model.dtype
         self._snapshots = Snapshots(step.policy, self._dtype, main=self.ranks.is_main, sharded=self.ranks.world > 1)
         self._snapshot: Snapshot | None = None
-        self.state = _state_of(step, config.trainer.offload)
+        self.state = _state_of(step)
         self._turns = turns
         self._timer = timer or StepTimer()
         step.update.optimizer.register_step_pre_hook(lambda *_: self._wait_copied())
@@ -250,7 +250,7 @@ class RankGroup:
         return time.monotonic() - started
 
     def offload(self) -> None:
-        """Move what trainer.offload names to main memory, on all ranks, and give shared GPUs to generators.
+        """Move the state of training to main memory, on all ranks, and give shared GPUs to generators.
 
         Until ``onload`` nothing else may be called.
         """
@@ -338,10 +338,10 @@ class RankGroup:
             self.ranks.channel.send(rank, _encoder.encode(command))
 
 
-def _state_of(step: TrainStep, what: str) -> StateOffload:
-    """Return the part of the training state that trainer.offload names."""
+def _state_of(step: TrainStep) -> StateOffload:
+    """Return the weights of policy, critic and reference, and the state of the optimizers."""
     reference = step.preparation.reference if step.preparation is not None else None
     critic = step.critic
-    models = [step.policy, reference, critic.critic if critic else None] if what == "all" else []
-    optimizers = [step.update.optimizer, *([critic.update.optimizer] if critic else [])] if what != "none" else []
+    models = [step.policy, reference, critic.critic if critic else None]
+    optimizers = [step.update.optimizer, *([critic.update.optimizer] if critic else [])]
     return StateOffload(step.policy.device, [model for model in models if model is not None], optimizers)

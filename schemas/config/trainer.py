@@ -259,12 +259,6 @@ class TrainerConfig(Section):
         description="Keep the activations that activation_checkpointing saves in main memory until the backward pass."
         " Requires activation_checkpointing.",
     )
-    offload: Literal["none", "optimizer", "all"] = Field(
-        "all",
-        description="State that the trainer moves to main memory while generators use its GPUs: that of the"
-        " optimizers, or all of it with the weights of policy, critic and reference. Takes as much main memory as"
-        " it frees on the GPU.",
-    )
     router_replay: bool = Field(
         False,
         description="For a mixture of experts: generators record the experts of each token, and training routes the"

@@ -31,9 +31,11 @@ def run_steps(
 ) -> None:
     """Train steps ``first`` to ``last`` of groups of these ``sizes``, and report to a file in ``folder``.
 
-    trainer: more settings of the configuration's trainer. With ``offload`` among them, a generator has the devices
+    trainer: more settings of the configuration's trainer. With ``away`` among them, a generator has the devices
     for a moment before each step.
     """
+    settings = dict(trainer)
+    away = settings.pop("away", False)
     config = parse_config(
         {
             "run": {"folder": str(folder)},
@@ -41,7 +43,7 @@ def run_steps(
             "train": {"name": "arithmetic"},
             "reward": {"terms": [{"name": "exact"}]},
             "sampling": {"max_tokens": 8},
-            "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **trainer},
+            "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **settings},
         }
     )
     ranks = Ranks(timeout_s=100.0, parallel=config.trainer.parallel)
@@ -49,12 +51,12 @@ def run_steps(
         step = build_train_step(config, ranks)
         devices = folder.with_suffix(".devices")
         turns = None
-        if "offload" in trainer:
+        if away:
             turns = DeviceTurns(SharedGpus(str(devices), [0]), ranks.is_main, deadline_s=100.0)
             turns.hold()
         rank_group = RankGroup(config, step, turns)
         if turns is not None:
-            check_freed(rank_group, config.trainer.offload)
+            check_freed(rank_group)
         if ranks.is_main:
             generator = devices / "generator-0.lock" if turns is not None else None
             lead(rank_group, folder, first, last, sizes, dtype, generator)
@@ -62,14 +64,14 @@ def run_steps(
             rank_group.follow()
 
 
-def check_freed(rank_group: RankGroup, what: str) -> None:
+def check_freed(rank_group: RankGroup) -> None:
     """Have this rank check, each time its state is offloaded, that the memory is gone."""
     step, offload = rank_group.step, rank_group.state.offload
 
     def offload_and_check() -> None:
         offload()
         states = [value for values in step.update.optimizer.state.values() for value in values.values()]
-        for tensor in [*states, *(step.policy.parameters() if what == "all" else ())]:
+        for tensor in [*states, *step.policy.parameters()]:
             assert (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage().nbytes() == 0
         print("freed", flush=True)
 

@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     others = [
         Job("another", 2, 3, LAYOUTS["context 2, tensor 2"], source="shard 2, tensor 2"),
         Job("published", 2, 2, LAYOUTS["context 2, tensor 2"], source="alone"),
-        Job("away", 0, 2, LAYOUTS["shard 2, tensor 2"], trainer={"offload": "all"}),
+        Job("away", 0, 2, LAYOUTS["shard 2, tensor 2"], trainer={"away": True}),
     ]
     for name, (settings, first, then) in BESIDE.items():
         written = Job(f"{name} in parts", 0, 2, LAYOUTS[first], trainer=settings)

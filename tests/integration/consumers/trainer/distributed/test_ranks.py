@@ -98,17 +98,16 @@ def test_two_ranks_train_like_one(one: dict[str, Any], two: dict[str, Any]) -> N
     [
         (2, "float32", {}),
         (1, "bfloat16", {}),
-        (2, "float32", {"advantage": {"name": "gae"}, "critic": {}, "kl": {"coef": 0.1}, "offload": "optimizer"}),
+        (2, "float32", {"advantage": {"name": "gae"}, "critic": {}, "kl": {"coef": 0.1}}),
         (2, "bfloat16", {"lora": {"rank": 4, "alpha": 8.0}}),
     ],
-    ids=["sharded", "one rank in half precision", "critic and reference, optimizers alone", "adapter"],
+    ids=["sharded", "one rank in half precision", "critic and reference", "adapter"],
 )
 def test_training_is_the_same_to_the_bit_if_the_state_was_in_main_memory_before_each_step(
     model: Path, folders: Path, world: int, dtype: str, settings: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     name = request.node.callspec.id.replace(" ", "-")
-    away = launch(world, model, folders / f"{name}-away", 0, 3, dtype=dtype, **{"offload": "all", **settings})
-    settings.pop("offload", None)
+    away = launch(world, model, folders / f"{name}-away", 0, 3, dtype=dtype, away=True, **settings)
     stayed = launch(world, model, folders / f"{name}-stayed", 0, 3, dtype=dtype, **settings)
     assert (folders / f"{name}-away.txt").read_text().count("freed") == 3 * world
     for report in (away, stayed):
