@@ -181,8 +181,9 @@ def document(app: FastAPI) -> dict[str, Any]:
         parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         for path, item in schema["paths"].items():
             for method, operation in item.items():
-                _describe(path, operation)
-                if method.upper() in CHANGES:
+                changes = method.upper() in CHANGES
+                _describe(path, operation, changes)
+                if changes:
                     operation.setdefault("parameters", []).append(IDEMPOTENCY)
         app.openapi_schema = schema
     return app.openapi_schema
@@ -197,7 +198,7 @@ IDEMPOTENCY = {
 }
 
 
-def _describe(path: str, operation: dict[str, Any]) -> None:
+def _describe(path: str, operation: dict[str, Any], changes: bool) -> None:
     operation["summary"] = operation.get("description", path).partition("\n")[0].partition(". ")[0].rstrip(".")
     answers = operation["responses"]
     statuses = {503} if path in PROBES else set(OF_EVERY_ROUTE)
@@ -205,8 +206,8 @@ def _describe(path: str, operation: dict[str, Any]) -> None:
         statuses |= {400, 422}
     if "{" in path:
         statuses.add(404)
-    if "orders" in operation.get("tags", []) or path.endswith("/requeue"):
-        statuses |= {409, 422}
+    if changes:
+        statuses |= {409, 422}  # Of a wrong idempotency key, or one whose request is still under way.
     for status in sorted(statuses):
         answers[str(status)] = {
             "description": KINDS[status].replace("-", " "),

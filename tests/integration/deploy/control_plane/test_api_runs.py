@@ -224,6 +224,20 @@ def test_every_route_has_a_name_of_its_own_for_generated_clients(api: ControlPla
     assert "Idempotency-Key" in [one["name"] for one in paths["/v1/pause"]["post"]["parameters"]]
 
 
+def test_every_change_describes_what_an_idempotency_key_can_be_answered(api: ControlPlane) -> None:
+    paths = api.ask("GET", "/openapi.json")[1]["paths"]
+    changes = {
+        f"{method} {path}": operation
+        for path, item in paths.items()
+        for method, operation in item.items()
+        if method in ("post", "patch", "put", "delete")
+    }
+    assert len(changes) > 10
+    assert [name for name, operation in changes.items() if not {"409", "422"} <= operation["responses"].keys()] == []
+    api.ask("POST", "/v1/pause", {}, idempotency_key="mine")
+    assert api.ask("POST", "/v1/episodes", None, idempotency_key="mine")[0] == 422
+
+
 def test_an_evaluation_is_ordered_of_the_present_version_and_of_one_to_come(api: ControlPlane) -> None:
     take_over(api.broker, step=6, version=6)
     status, answer = api.ask("POST", "/v1/evaluations", {}, x_tidemill_by="ann@desk")
