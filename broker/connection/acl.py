@@ -69,7 +69,7 @@ ROLES: Mapping[str, AclRole] = {
         "take_over read_pipeline claim_scores reclaim_scores discard_scores diagnose_group close_group journal_batch"
         " complete_step commit_step forget_consumers finish_run add_version put_chunk announce_peer find_peers"
         " open_roll close_roll meet keep_samples take_eval_samples mend_evaluations drop_dead_letters set_run_control"
-        " heartbeat append_telemetry add_counts",
+        " change_settings heartbeat append_telemetry add_counts",
         f"{_SERVICE} {_LEDGER} get hgetall hmget xgroup|create xinfo|groups xrange xdel",
         "ROLL_ANSWERS ROLL_CHANGES",
     ),

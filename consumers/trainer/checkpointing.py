@@ -32,6 +32,7 @@ class Checkpointing:
         self._settings = context.settings
         self._batch_files = BatchFiles(context.config.folder)
         self._records = context.config.trainer.record
+        self._keeps_best = context.config.trainer.checkpoint.keep_best > 0
         self._intake: GroupIntake | None = None
         self._uncommitted: list[BatchRecord] = []
         self._pending: int | None = None
@@ -91,15 +92,22 @@ class Checkpointing:
     def save_if_due(self) -> None:
         """Begin a checkpoint after every trainer.checkpoint.every steps, counted from the last.
 
-        It is written during training, and the next one waits for it: the broker holds at most twice as many steps.
+        With trainer.checkpoint.keep_best, each evaluated version gets one as well. A checkpoint is written
+        during training, and the next one waits for it: the broker holds at most twice as many steps.
         """
         with self._context.timer.phase("checkpoint"):
             self.poll()
             last = self.step if self._pending is None else self._pending
-            if self._progress.step - last >= self._settings.checkpoint_every:
+            steps = self._progress.step - last
+            if steps >= self._settings.checkpoint_every or (steps and self._keeps_best and self._is_evaluated()):
                 self._finish_pending()
                 self._begin()
                 self.poll()
+
+    def _is_evaluated(self) -> bool:
+        """Return whether the current version will be evaluated; the last one is, too."""
+        every = self._settings.eval_every
+        return every is not None and self._progress.version % every == 0
 
     def poll(self) -> None:
         """Let the broker forget what the pending checkpoint covers, if it is durable now; does not wait."""
@@ -177,5 +185,6 @@ class Checkpointing:
             version=progress.version,
             leader_term=term_number(self._session.leader_term),
             extra=progress.to_json(),
+            evaluated=self._is_evaluated(),
         )
         self._pending = progress.step

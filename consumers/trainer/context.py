@@ -69,7 +69,7 @@ class LiveSettings:
     """Settings that users change during the run; ``follow`` gets them from the broker between two steps."""
 
     def __init__(self, config: TidemillConfig) -> None:
-        self._config = config.trainer
+        self._config = config
         self._changed: Mapping[str, float] = {}
 
     def follow(self, changed: Mapping[str, float]) -> None:
@@ -81,17 +81,23 @@ class LiveSettings:
     @property
     def lr(self) -> float:
         """Peak learning rate, which the schedule scales."""
-        return self._changed.get("lr", self._config.optimizer.lr)
+        return self._changed.get("lr", self._config.trainer.optimizer.lr)
 
     @property
     def steps(self) -> int:
         """Steps of the whole run."""
-        return int(self._changed.get("steps", self._config.steps))
+        return int(self._changed.get("steps", self._config.trainer.steps))
+
+    @property
+    def eval_every(self) -> int | None:
+        """Weight versions between two evaluations; None without held-out prompts."""
+        evaluation = self._config.eval
+        return None if evaluation is None else int(self._changed.get("eval_every", evaluation.every))
 
     @property
     def checkpoint_every(self) -> int:
         """Steps between two checkpoints."""
-        return int(self._changed.get("checkpoint_every", self._config.checkpoint.every))
+        return int(self._changed.get("checkpoint_every", self._config.trainer.checkpoint.every))
 
 
 @dataclass(frozen=True)

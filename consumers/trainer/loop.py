@@ -23,6 +23,7 @@ from consumers.trainer.leadership import Leadership
 from consumers.trainer.model.hf_weights import copy_tokenizer
 from consumers.trainer.pause import PauseFollower
 from consumers.trainer.publishing import MismatchWatch, RefusalWatch, WeightPublisher
+from consumers.trainer.records.evaluations import best_versions, count_since_best
 from consumers.trainer.step.train_step import TrainStep
 from consumers.trainer.step_log import StepLog
 from schemas.config import TidemillConfig
@@ -137,6 +138,21 @@ class Trainer:
                 break
             self.train_step(batch)
             self.checkpoints.save_if_due()
+            self.stop_early()
+
+    def stop_early(self) -> None:
+        """Make this step the run's last if eval.patience evaluations brought no better mean reward."""
+        evaluation, lines = self.config.eval, self.step_log.evaluations.lines
+        if evaluation is None or evaluation.patience is None or count_since_best(lines) < evaluation.patience:
+            return
+        step, best = self.progress.step, best_versions(lines)[0]
+        if step < self.context.settings.steps and self.broker.ledger.change_settings({"steps": step}):
+            self.context.settings.follow({**self.progress.settings, "steps": step})
+            text = (
+                f"the run ends at step {step}: the best of its evaluations is still that of version {best}, with a mean"
+                f" reward of {lines[best]['mean']:.3f}"
+            )
+            self.context.notify("early_stop", "info", text)
 
     def train_step(self, batch: Batch) -> None:
         """Train one step. Its batch is in the journal already, and its slots are freed at the end."""

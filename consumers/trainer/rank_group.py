@@ -126,8 +126,9 @@ class RankGroup:
         """Join this rank. turns: on GPUs that generators share, held already. timer: of the step, for hand-overs."""
         self.step = step
         self.ranks = step.ranks
-        self.checkpoint_store = CheckpointStore(config.folder / "checkpoints", config.trainer.checkpoint.keep)
-        self._asynchronous = config.trainer.checkpoint.asynchronous
+        checkpoint = config.trainer.checkpoint
+        self.checkpoint_store = CheckpointStore(config.folder / "checkpoints", checkpoint.keep, checkpoint.keep_best)
+        self._asynchronous = checkpoint.asynchronous
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Path] | None = None
         self._profiles: dict[int | None, Path] = {
@@ -179,15 +180,24 @@ class RankGroup:
         self._snapshot = snapshot
         return snapshot, logprobs
 
-    def save(self, *, step: int, version: int, leader_term: int, extra: dict[str, Any]) -> None:
+    def save(
+        self, *, step: int, version: int, leader_term: int, extra: dict[str, Any], evaluated: bool = False
+    ) -> None:
         """Begin a checkpoint of the current state; see CheckpointStore. Call ``wait_saved`` before the next one.
 
         Training may continue at once. With trainer.checkpoint.asynchronous it is written in the background.
+        evaluated: as in ``CheckpointStore.take``.
         """
         self.hold()
         self._send_to_all(Save(step, version, leader_term))
         taken = self.checkpoint_store.take(
-            self.step, step=step, version=version, leader_term=leader_term, extra=extra, copy=self._asynchronous
+            self.step,
+            step=step,
+            version=version,
+            leader_term=leader_term,
+            extra=extra,
+            copy=self._asynchronous,
+            evaluated=evaluated,
         )
         self._writing = self._writer.submit(self.checkpoint_store.write, taken)
         if not self._asynchronous:

@@ -14,6 +14,7 @@ import typer
 from deploy.cli.options import (
     AFTER,
     RUN,
+    CheckpointStep,
     ConfigFile,
     Json,
     Overrides,
@@ -201,7 +202,7 @@ def evaluate(
 @app.command(rich_help_panel=AFTER)
 def export(
     run: RunOnDisk,
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest complete one.")] = None,
+    step: CheckpointStep = None,
     to: Annotated[
         Path | None, typer.Option(help="New folder; default: exports/CHECKPOINT in the run's folder.")
     ] = None,
@@ -228,7 +229,7 @@ def serve(
         str,
         typer.Argument(metavar="RUN|CHECKPOINT|MODEL", help="A run, a checkpoint's folder, or the folder of a model."),
     ],
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest complete one.")] = None,
+    step: CheckpointStep = None,
     address: Annotated[str, typer.Option(help="HOST:PORT to listen at.")] = "127.0.0.1:8000",
     api_key: Annotated[
         str | None,

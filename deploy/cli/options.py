@@ -44,6 +44,25 @@ Control = Annotated[
 ]
 Url = Annotated[str | None, typer.Option(help="URL of the broker; default: REDIS_URL, then the run's embedded broker.")]
 Prefix = Annotated[str, typer.Option(help="broker.prefix of the run; a configuration overrides it.")]
+
+
+def parse_step(text: str) -> int | str:
+    """Parse the value of --step; BadParameter if it is neither a number nor best."""
+    if text == "best":
+        return text
+    if text.isdecimal():
+        return int(text)
+    raise typer.BadParameter(f"{text!r} must be the number of a step, or best")
+
+
+CheckpointStep = Annotated[
+    Any,
+    typer.Option(
+        parser=parse_step,
+        metavar="STEP|best",
+        help="Step of the checkpoint, or best: that of the best evaluation; default: the newest complete one.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Wait = Annotated[float, typer.Option(min=0, max=300, help="Seconds to wait for completion.")]
 

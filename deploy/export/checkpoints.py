@@ -18,6 +18,7 @@ from rich.progress import Progress
 
 from consumers.trainer.checkpoint.compare import Comparison
 from consumers.trainer.checkpoint.convert import export_checkpoint, find_export
+from consumers.trainer.checkpoint.store import WantedStep
 from consumers.trainer.replay import ReplayPlan, plan_replay, run_replay
 from deploy.export.hub import CARD, push, write_card
 from deploy.logs import configure_logging
@@ -28,7 +29,7 @@ from schemas.errors import ERROR_EXIT, OK_EXIT
 
 def export_model(
     config: TidemillConfig,
-    step: int | None,
+    step: WantedStep,
     to: Path | None,
     adapter: bool = False,
     push_to: str | None = None,
@@ -66,14 +67,14 @@ def export_model(
     print(f"{folder}: {path.name} in {config.model.dtype}, {size:.1f} MB, {time.monotonic() - began:.0f} s")
 
 
-def exported_model(config: TidemillConfig, step: int | None, stage: Callable[[str], None]) -> Path:
+def exported_model(config: TidemillConfig, step: WantedStep, stage: Callable[[str], None]) -> Path:
     """Return the folder of a checkpoint's export in the run's folder; it is made unless it is there."""
     folder = find_export(config, step, None, False)[1]
     return folder if (folder / CARD).is_file() else _export(config, step, None, stage, False)[1]
 
 
 def _export(
-    config: TidemillConfig, step: int | None, to: Path | None, stage: Callable[[str], None], adapter: bool
+    config: TidemillConfig, step: WantedStep, to: Path | None, stage: Callable[[str], None], adapter: bool
 ) -> tuple[Path, Path]:
     path, folder = export_checkpoint(config, step, to, stage, adapter)
     write_card(config, folder, path.name, adapter)

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from consumers.trainer.checkpoint.store import step_of
+from consumers.trainer.checkpoint.store import WantedStep, step_of
 from deploy.export.checkpoints import exported_model
 from deploy.logs import configure_logging
 from deploy.offline.evaluate import started_engine
@@ -84,7 +84,7 @@ class ServedSessions:
         return ServedSession(self._policy, Conversation(self._template, images=images), sampling)
 
 
-def find_served(what: str, step: int | None, max_length: int | None, engine: str | None) -> tuple[TidemillConfig, str]:
+def find_served(what: str, step: WantedStep, max_length: int | None, engine: str | None) -> tuple[TidemillConfig, str]:
     """Return the configuration and the folder of the model that ``what`` names.
 
     what: a run as for ``tidemill export``, a checkpoint's folder in it, or the folder of a Hugging Face model. A

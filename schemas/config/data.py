@@ -220,6 +220,12 @@ class EvalConfig(Section):
         ge=1,
         description="Weight versions between two evaluations. The first and the last version are always evaluated.",
     )
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="Evaluations in a row without a better mean reward after which the run ends early, as if all its"
+        " steps were done. By default it never does.",
+    )
     sampling: SamplingConfig = Field(
         default_factory=lambda: SamplingConfig(n=1, temperature=0.0),
         description="Sampling for datasets without their own; greedy by default.",

@@ -130,6 +130,9 @@ class TidemillConfig(Section):
                 f"trainer.advantage.filter_term {term!r} is not a term of reward.terms, must be one of"
                 f" {', '.join(terms)}"
             )
+        best = self.trainer.checkpoint.keep_best
+        if best and self.eval is None:
+            raise ValueError(f"trainer.checkpoint.keep_best {best} needs evaluations: add an eval section")
         if self.placement is not None:
             self._check_placement(self.placement)
         if self.generator.http is not None and self.trainer.lora is not None:

@@ -28,8 +28,9 @@ class OptimizerConfig(Section):
         1.0, gt=0, description="Largest gradient norm; larger gradients are scaled down to it."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="How the learning rate falls to 0 over trainer.steps."
+        "constant", description="How the learning rate falls over trainer.steps."
     )
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Fraction of lr at which linear and cosine schedules end.")
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises from 0 to lr.")
 
 
@@ -80,6 +81,12 @@ class CheckpointConfig(Section):
 
     every: int = Field(100, ge=1, description="Steps between two checkpoints.")
     keep: int = Field(2, ge=1, description="How many of the newest checkpoints are kept.")
+    keep_best: int = Field(
+        0,
+        ge=0,
+        description="How many checkpoints with the best evaluations, by mean reward, are kept as well. If above 0, each"
+        " version that eval.every evaluates gets a checkpoint. `tidemill export RUN --step best` exports the best one.",
+    )
     asynchronous: bool = Field(
         True,
         description="Continue training while a checkpoint is written, from a copy of the state in main memory. If"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.checkpoint.state import model_tensors, put_model_tensors
-from consumers.trainer.checkpoint.store import CheckpointStore, load_tensors, read_state
+from consumers.trainer.checkpoint.store import CheckpointStore, WantedStep, load_tensors, read_state
 from consumers.trainer.model.hf_weights import copy_tokenizer, save_adapter, save_model
 from consumers.trainer.model.lora import check_same, make_policy
 from schemas.config import TidemillConfig
@@ -18,9 +18,9 @@ from schemas.errors import ConfigError
 
 
 def export_checkpoint(
-    config: TidemillConfig, step: int | None, out: Path | None, stage: Callable[[str], None], adapter: bool = False
+    config: TidemillConfig, step: WantedStep, out: Path | None, stage: Callable[[str], None], adapter: bool = False
 ) -> tuple[Path, Path]:
-    """Write the model of the checkpoint of ``step``, the newest by default; returns that checkpoint and the folder.
+    """Write the model of a checkpoint, see ``CheckpointStore.at``; returns that checkpoint and the folder.
 
     out: a folder that does not exist yet, by default ``exports/`` of the run with the checkpoint's name. It appears
     whole or not at all. stage: called with what is being done. adapter: write only the adapter, in peft's format, and
@@ -46,7 +46,7 @@ def export_checkpoint(
     return path, out
 
 
-def find_export(config: TidemillConfig, step: int | None, out: Path | None, adapter: bool) -> tuple[Path, Path]:
+def find_export(config: TidemillConfig, step: WantedStep, out: Path | None, adapter: bool) -> tuple[Path, Path]:
     """Return the checkpoint to export, and the folder for it. ConfigError if the checkpoint is missing or damaged."""
     path = CheckpointStore(config.folder / "checkpoints").at(step)
     return path, out or config.folder / "exports" / (f"{path.name}-adapter" if adapter else path.name)

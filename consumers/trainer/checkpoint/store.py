@@ -17,10 +17,10 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from torch.distributed import is_initialized
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -32,15 +32,23 @@ from consumers.trainer.checkpoint.state import copy_tensors, put_tensors, random
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.ranks import Ranks, reason
 from consumers.trainer.model.lora import check_same, describe
+from consumers.trainer.records.evaluations import best_versions, read_evaluations
 from consumers.trainer.step.gradient_update import LossScale
 from consumers.trainer.step.train_step import TrainStep
 from schemas.errors import ConfigError, InfraError
+from schemas.run_folder import EVALUATIONS
 from schemas.system.files import make_folder
 
 _STATE = "state.json"
 _FORMAT = 1
+MOST_PENDING = 2
+"""Checkpoints of versions whose evaluation has not ended that are kept with trainer.checkpoint.keep_best."""
 _ASIDE = re.compile(r"\.step-\d{8,}-t(\d{4,})\.(?:writing|removing)")
 _NAME = re.compile(r"step-(\d{8,})-t(\d{4,})")
+
+
+WantedStep: TypeAlias = int | Literal["best"] | None
+"""Which checkpoint: of a step, of the version with the best evaluation, or the newest."""
 
 
 @dataclass(frozen=True)
@@ -77,31 +85,64 @@ class Newest:
 
 
 class CheckpointStore:
-    """The checkpoints of one run in one folder; keeps the last ``keep``. Every rank makes the same calls."""
+    """The checkpoints in ``folder`` of a run's folder. Every rank makes the same calls.
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    keep: how many of the newest are kept; keep_best: how many others of versions with the best evaluations.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2, keep_best: int = 0) -> None:
         self.folder = folder
-        self.keep = keep
+        self.keep, self.keep_best = keep, keep_best
         self._whole: Path | None = None
         """The checkpoint whose files were last found as they were written: reading them takes minutes."""
 
-    def save(self, train: TrainStep, *, step: int, version: int, leader_term: int, extra: dict[str, Any]) -> Path:
+    def save(
+        self,
+        train: TrainStep,
+        *,
+        step: int,
+        version: int,
+        leader_term: int,
+        extra: dict[str, Any],
+        evaluated: bool = False,
+    ) -> Path:
         """Write everything that the next step depends on, and ``extra`` (JSON), as the newest checkpoint.
 
-        DiskError if the folder can't be written. A checkpoint of the same step and term is replaced.
+        evaluated: as in ``take``. DiskError if the folder can't be written. A checkpoint of the same step and term is
+        replaced.
         """
         return self.write(
-            self.take(train, step=step, version=version, leader_term=leader_term, extra=extra, copy=False)
+            self.take(
+                train,
+                step=step,
+                version=version,
+                leader_term=leader_term,
+                extra=extra,
+                copy=False,
+                evaluated=evaluated,
+            )
         )
 
     def take(
-        self, train: TrainStep, *, step: int, version: int, leader_term: int, extra: dict[str, Any], copy: bool = True
+        self,
+        train: TrainStep,
+        *,
+        step: int,
+        version: int,
+        leader_term: int,
+        extra: dict[str, Any],
+        copy: bool = True,
+        evaluated: bool = False,
     ) -> Taken:
-        """Take the state that ``save`` writes; with ``copy`` training may continue before it is written."""
+        """Take the state that ``save`` writes; with ``copy`` training may continue before it is written.
+
+        evaluated: an evaluation of this version is expected.
+        """
         state = {
             "format": _FORMAT,
             "step": step,
             "version": version,
+            "evaluated": evaluated,
             "world": train.ranks.world,
             "schedule": train.schedule.done,
             "loss_scale": [scale.state() for scale in _loss_scales(train)],
@@ -158,10 +199,11 @@ class CheckpointStore:
             refused.append(f"{path.name}: {problem}")
         return Newest(None, refused)
 
-    def at(self, step: int | None = None) -> Path:
+    def at(self, step: WantedStep = None) -> Path:
         """Find the checkpoint of a step, the newest whole one by default; ConfigError says what there is instead.
 
-        A step may have one of several terms: only the last of them counts, even if it is damaged.
+        best: the one whose version has the best evaluation. A step may have one of several terms: only the last of
+        them counts, even if it is damaged.
         """
         if step is None:
             newest = self.newest()
@@ -170,7 +212,12 @@ class CheckpointStore:
                     f"no whole checkpoint in {self.folder}{''.join(f'; {line}' for line in newest.refused)}"
                 )
             return newest.path
-        path = next((path for path in self._all() if step_of(path) == step), None)
+        paths = self._best(self._all()) if step == "best" else [path for path in self._all() if step_of(path) == step]
+        path = next(iter(paths), None)
+        if path is None and step == "best":
+            raise ConfigError(
+                f"no checkpoint in {self.folder} is of an evaluated version: trainer.checkpoint.keep_best keeps them"
+            )
         if path is None:
             there = ", ".join(str(number) for number in self.steps()) or "none"
             raise ConfigError(f"no checkpoint of step {step} in {self.folder}; there is {there}")
@@ -191,9 +238,9 @@ class CheckpointStore:
         return sorted({step_of(path) for path in self._all()})
 
     def oldest_step(self) -> int:
-        """Return the step of the oldest checkpoint that is kept; 0 if none was removed yet."""
-        steps = [step_of(path) for path in self._all()]
-        return min(steps) if len(steps) >= self.keep else 0
+        """Return the step of the oldest of the newest checkpoints; 0 if there are fewer than are kept."""
+        steps = [step_of(path) for path in self._all()[: self.keep]]
+        return min(steps) if len(steps) == self.keep else 0
 
     def load(self, path: Path, train: TrainStep) -> Restored:
         """Put the state in ``path`` into ``train``, on as many ranks as there are now; InfraError if it is damaged.
@@ -231,8 +278,31 @@ class CheckpointStore:
         found = [(match, path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
         return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][2]), int(pair[0][1])), reverse=True)]
 
+    def _best(self, paths: list[Path]) -> list[Path]:
+        """Return those of versions that are evaluated, the best first."""
+        of_version = {state["version"]: path for path, state in reversed(_read_states(paths))}
+        ranked = best_versions(self._evaluations())
+        return [of_version[version] for version in ranked if version in of_version]
+
+    def _evaluations(self) -> dict[int, dict[str, Any]]:
+        return read_evaluations(self.folder.parent / EVALUATIONS)
+
+    def _worth_keeping(self, paths: list[Path]) -> list[Path]:
+        """Return those with the best evaluations, and the newest whose evaluation has not ended."""
+        known = self._evaluations()
+        pending = [
+            path
+            for path, state in _read_states(paths[self.keep :])
+            if state.get("evaluated") and state["version"] not in known
+        ]
+        return self._best(paths)[: self.keep_best] + pending[:MOST_PENDING]
+
     def _remove_old(self) -> None:
-        for path in self._all()[self.keep :]:
+        paths = self._all()
+        kept = paths[: self.keep] + (self._worth_keeping(paths) if self.keep_best else [])
+        for path in paths:
+            if path in kept:
+                continue
             # Renamed first: a half-removed folder must not look like a checkpoint.
             gone = path.with_name(f".{path.name}.removing")
             shutil.rmtree(gone, ignore_errors=True)
@@ -244,6 +314,15 @@ def read_state(path: Path) -> dict[str, Any]:
     """Read the part of a whole checkpoint beside tensors and random states."""
     state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
     return state
+
+
+def _read_states(paths: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """Read the states of checkpoints; those of damaged ones are left out."""
+    found = []
+    for path in paths:
+        with suppress(OSError, ValueError):
+            found.append((path, read_state(path)))
+    return found
 
 
 def load_tensors(path: Path, into: dict[str, Any]) -> None:

@@ -42,6 +42,18 @@ class EvaluationLog:
         self.lines[line["version"]] = dict(line)
 
 
+def best_versions(lines: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Return the versions with a mean reward, best first; of equal ones the oldest."""
+    means = {version: line["mean"] for version, line in lines.items() if line.get("mean") is not None}
+    return sorted(means, key=lambda version: (-means[version], version))
+
+
+def count_since_best(lines: Mapping[int, Mapping[str, Any]]) -> int:
+    """Count the evaluations after that of the best version."""
+    best = best_versions(lines)
+    return sum(version > best[0] for version in best)
+
+
 def read_evaluations(file: Path) -> dict[int, dict[str, Any]]:
     """Return the lines of evaluations.jsonl by version, in order; of each version the first complete one."""
     found: dict[int, dict[str, Any]] = {}

@@ -225,17 +225,16 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerConfi
 def lr_factor(step: int, settings: OptimizerConfig, steps: int) -> float:
     """Return the fraction of the peak learning rate at ``step`` (0 is the first) of ``steps``.
 
-    Linear warm-up over ``warmup_steps``, then constant, or a linear or cosine decay that would reach 0
-    at ``steps``: the last step still moves.
+    Linear warm-up over ``warmup_steps``, then constant, or a linear or cosine decay that would reach
+    ``min_lr_ratio`` at ``steps``: with 0, the last step still moves.
     """
     if step < settings.warmup_steps:
         return (step + 1) / (settings.warmup_steps + 1)
     progress = min(1.0, (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps))
-    if settings.schedule == "linear":
-        return 1.0 - progress
-    if settings.schedule == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
-    return 1.0
+    if settings.schedule == "constant":
+        return 1.0
+    decayed = 1.0 - progress if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * decayed
 
 
 @dataclass

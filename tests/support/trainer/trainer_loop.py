@@ -31,11 +31,12 @@ def make_trainer(
     staleness: int = 20,
     spoil: Callable[[Policy], None] = lambda policy: None,
     turns: DeviceTurns | None = None,
+    evaluation: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Trainer:
     """Eight steps of two groups of two samples. spoil: is given the policy before anything is published.
 
-    turns: on GPUs that generators share.
+    turns: on GPUs that generators share. evaluation: settings of eval.
     """
     config = parse_config(
         {
@@ -46,6 +47,7 @@ def make_trainer(
             "reward": {"terms": [{"name": "exact"}]},
             "flow": {"staleness": staleness},
             "trainer": {"steps": 8, "batch_groups": 2, "batch_timeout_s": 60, **settings},
+            "eval": evaluation,
         }
     )
     policy = Policy(load_model(config.model.path, "float32"))

@@ -23,6 +23,7 @@ from consumers.trainer.checkpoint.files import damage
 from consumers.trainer.checkpoint.state import model_tensors, tensors_of
 from consumers.trainer.checkpoint.store import CheckpointStore, load_tensors
 from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.records.evaluations import EvaluationLog
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TrainerConfig
 from schemas.errors import ConfigError, InfraError
@@ -118,6 +119,28 @@ def test_the_last_k_are_kept(model: PreTrainedModel, tmp_path: Path) -> None:
         checkpoints.save(step, step=number, version=number, leader_term=1, extra={})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010-t0001", "step-00000100-t0001"]
     assert checkpoints.newest().path == tmp_path / "step-00000100-t0001"
+
+
+def test_a_checkpoint_waits_for_its_evaluation(model: PreTrainedModel, tmp_path: Path) -> None:
+    """The version may turn out to be the best one."""
+    step, checkpoints = make_step(model), CheckpointStore(tmp_path / "checkpoints", keep=1, keep_best=1)
+    evaluations = EvaluationLog(tmp_path)
+
+    def save(version: int) -> list[int]:
+        checkpoints.save(step, step=version, version=version, leader_term=1, extra={}, evaluated=version % 2 == 0)
+        return checkpoints.steps()
+
+    with pytest.raises(ConfigError, match="keep_best"):
+        checkpoints.at("best")
+    assert save(2) == [2]
+    assert save(3) == [2, 3]
+    assert save(4) == [2, 4]
+    assert save(6) == [2, 4, 6]
+    evaluations.add({"version": 2, "mean": 0.5})
+    evaluations.add({"version": 4, "mean": 0.1})
+    assert save(7) == [2, 6, 7]
+    evaluations.add({"version": 6, "mean": 0.6})
+    assert save(9) == [6, 9]
 
 
 def test_an_interrupted_write_does_not_count(model: PreTrainedModel, tmp_path: Path) -> None:

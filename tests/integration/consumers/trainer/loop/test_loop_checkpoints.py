@@ -29,6 +29,7 @@ from tests.support.trainer.deterministic_run import Pipeline
 from tests.support.trainer.trainer_loop import in_thread, publish_of_version, run, trained, until
 
 pytestmark = pytest.mark.integration
+SAMPLING = {"n": 1, "temperature": 0.0, "max_tokens": 16}
 
 
 @pytest.mark.parametrize("older", ["checkpoints/step-00000003-e0001", "batches/step-00000001-e0001.msgpack.zst"])
@@ -232,3 +233,47 @@ def test_a_trainer_that_waits_for_room_for_weights_ends_when_asked(
     with Pipeline(broker, publish_of_version), pytest.raises(DiskError, match="cannot publish weights version 1"):
         run(trainer(), stop)
     assert len(failures) == 2
+
+
+def evaluated(trainer: Trainer, means: dict[int, float]) -> Trainer:
+    """Write complete evaluations of these versions, with their mean rewards."""
+    for version, mean in means.items():
+        line = {"version": version, "n": 1, "scored": 1, "failed": 0, "off_version": 0, "mean": mean, "length": 1.0}
+        trainer.step_log.evaluations.add(line | {"accuracy": None, "time": 1.0, "wall_s": 1.0, "datasets": {}})
+    return trainer
+
+
+def test_checkpoints_of_the_best_evaluations_are_kept_beside_the_newest(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    checkpoint = {"every": 100, "keep": 1, "keep_best": 2, "asynchronous": False}
+    evaluation = {"dataset": {"name": "arithmetic"}, "sampling": SAMPLING, "every": 2}
+    one = evaluated(trainer(evaluation=evaluation, checkpoint=checkpoint), {0: 0.95, 2: 0.9, 4: 0.1, 6: 0.2, 8: 0.15})
+    with Pipeline(broker, publish_of_version):
+        run(one)
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    assert store.steps() == [2, 6, 8]
+    assert store.at("best").name.startswith("step-00000002")
+    assert store.newest().path == store.at(8)
+
+
+def test_a_run_whose_evaluations_get_no_better_ends_early_as_if_its_steps_were_done(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    evaluation = {"dataset": {"name": "arithmetic"}, "sampling": SAMPLING, "every": 1, "patience": 2}
+    one = evaluated(trainer(evaluation=evaluation), {0: 0.5})
+    finished = one.step_log.finished
+
+    def trained_step(*args: Any) -> None:
+        finished(*args)
+        evaluated(one, {one.progress.version: 0.4})
+
+    one.step_log.finished = trained_step  # type: ignore[method-assign]
+    with Pipeline(broker, publish_of_version):
+        run(one)
+    assert one.progress.step == 2
+    assert broker.ledger.read_state().state == "finished"
+    (event,) = [event for event in broker.events.tail(20) if event.name == "early_stop"]
+    assert "version 0, with a mean reward of 0.500" in event.text
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
+    assert not broker.ledger.read_state().uncommitted

@@ -311,6 +311,9 @@ def test_schedules() -> None:
     cosine = OptimizerConfig(schedule="cosine")
     assert [lr_factor(s, cosine, 2) for s in range(3)] == pytest.approx([1.0, 0.5, 0.0])
     assert lr_factor(99, OptimizerConfig(), 10) == 1.0
+    for name in ("linear", "cosine"):
+        least = OptimizerConfig(schedule=name, min_lr_ratio=0.2)
+        assert [lr_factor(s, least, 2) for s in (0, 1, 2, 9)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
 
 
 def test_arguments_that_a_loss_does_not_take_are_refused(model: PreTrainedModel) -> None:

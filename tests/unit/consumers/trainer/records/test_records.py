@@ -16,7 +16,7 @@ from consumers.trainer.data.groups import Group
 from consumers.trainer.records import evaluation_samples as eval_sample_log
 from consumers.trainer.records import samples as sample_log
 from consumers.trainer.records.evaluation_samples import EvalSampleLog
-from consumers.trainer.records.evaluations import EvaluationLog, read_evaluations
+from consumers.trainer.records.evaluations import EvaluationLog, best_versions, count_since_best, read_evaluations
 from consumers.trainer.records.machine import write_environment
 from consumers.trainer.records.samples import SampleLog, choose_groups, common_beginning
 from schemas.messages import PlacedImage
@@ -234,3 +234,20 @@ def test_a_line_that_a_crash_cut_off_swallows_none_and_is_written_again(tmp_path
 
 def test_a_run_without_the_file_has_no_evaluations(tmp_path: Path) -> None:
     assert read_evaluations(tmp_path / "evaluations.jsonl") == {}
+
+
+@pytest.mark.parametrize(
+    ("means", "best", "since"),
+    [
+        ({}, [], 0),
+        ({0: None}, [], 0),
+        ({0: 0.5}, [0], 0),
+        ({0: 0.1, 10: 0.9, 20: 0.4, 30: None, 40: 0.6}, [10, 40, 20, 0], 2),
+        ({0: 0.7, 10: 0.7, 20: 0.7}, [0, 10, 20], 2),
+    ],
+)
+def test_the_best_versions_are_those_of_the_highest_mean_reward(
+    means: dict[int, float | None], best: list[int], since: int
+) -> None:
+    evaluated = {version: {"mean": mean} for version, mean in means.items()}
+    assert (best_versions(evaluated), count_since_best(evaluated)) == (best, since)
