@@ -160,7 +160,7 @@ def fixed_settings(config: TidemillConfig) -> dict[str, Any]:
         "model": _digest([model / "config.json"]),
         "tokenizer": _digest(model / name for name in TOKENIZER),
         WEIGHTS: _weights(model),
-        "trainer.lora": lora.model_dump(mode="json") if lora else "none",
+        "trainer.lora": lora.model_dump(mode="json", exclude={"start"}) if lora else "none",
         "run.seed": config.run.seed,
         "sampling.n": config.sampling.n,
     }

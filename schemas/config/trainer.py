@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from schemas.config.algorithm import RECIPES, AdvantageConfig, KlConfig, LossConfig, RejectionConfig
-from schemas.config.base import ModelPath, Seconds, Section
+from schemas.config.base import ModelPath, Seconds, Section, UserPath
 from schemas.config.publish import PublishConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -47,6 +47,11 @@ class LoraConfig(Section):
         min_length=1,
         description="Last part of the names of the linear layers to adapt, for example [q_proj, v_proj]. By default"
         " all except the output layer.",
+    )
+    start: UserPath | None = Field(
+        None,
+        description="Folder of an adapter in peft's format from which training starts, such as one of supervised"
+        " fine-tuning or of `tidemill export --adapter`. rank, alpha and targets must be those of the adapter.",
     )
 
     @model_validator(mode="before")

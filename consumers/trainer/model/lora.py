@@ -6,11 +6,15 @@ needs more digits of it, and every forward pass would cast them away. A and B ar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -18,7 +22,7 @@ from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.vision import VisionTower, image_settings_of
 from schemas.config import LoraConfig, TidemillConfig
 from schemas.digests import base_digest
-from schemas.errors import ConfigError, DataError
+from schemas.errors import ConfigError, DataError, describe_error
 from schemas.messages import Adapter
 from schemas.model_folder import resolve_folder
 
@@ -36,6 +40,8 @@ def make_policy(config: TidemillConfig, empty: bool = False) -> Policy:
         return load_policy(config, model.path, "float32", empty)
     causal_lm = load_model(model.path, model.dtype, model.trust_remote_code, empty=empty, max_length=model.max_length)
     adapter = adapt(causal_lm, settings, _base(model.path), config.run.seed)
+    if settings.start is not None and not empty:
+        load_adapter(causal_lm, adapter, settings.start)
     return Policy(causal_lm, adapter, max_length=model.max_length)
 
 
@@ -69,6 +75,38 @@ def adapt(model: PreTrainedModel, settings: LoraConfig, base: str, seed: int) ->
             # peft makes them in the type of the layer.
             parameter.data = parameter.data.float()
     return adapter
+
+
+def load_adapter(model: PreTrainedModel, adapter: Adapter, folder: Path) -> None:
+    """Put the weights of an adapter in peft's format into the adapter of ``model``.
+
+    ConfigError if ``folder`` has none, or one of another kind, rank, alpha or other layers.
+    """
+    where = f"trainer.lora.start {folder}"
+    try:
+        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        weights = load_file(folder / "adapter_model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{where}: there is no adapter in peft's format: {describe_error(error)}") from error
+    known = {"peft_type": "LORA", "r": adapter.rank, "lora_alpha": adapter.alpha, "bias": "none"}
+    known |= dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), False) | {"modules_to_save": None}
+    for name, wanted in known.items():
+        if (found := saved.get(name, wanted)) != wanted:
+            raise ConfigError(f"{where}: its {name} is {found!r}, must be {wanted!r}")
+    parameters = {
+        f"base_model.model.{name.replace(f'.{NAME}.', '.')}": parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    if different := sorted(parameters.keys() ^ weights.keys()):
+        side = "is not in the adapter" if different[0] in parameters else "is not adapted by this run"
+        raise ConfigError(f"{where}: {different[0]} {side}: set trainer.lora.targets to those of the adapter")
+    for name, parameter in parameters.items():
+        if weights[name].shape != parameter.shape:
+            raise ConfigError(
+                f"{where}: {name} has the shape {list(weights[name].shape)}, that of model.path {list(parameter.shape)}"
+            )
+        parameter.data.copy_(weights[name])
 
 
 def targets(model: PreTrainedModel, wanted: list[str] | None) -> list[str]:

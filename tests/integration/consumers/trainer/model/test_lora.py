@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from consumers.trainer.checkpoint.compare import compare
 from consumers.trainer.checkpoint.convert import export_checkpoint
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.distributed.ranks import Ranks
-from consumers.trainer.model.hf_weights import file_layout
+from consumers.trainer.model.hf_weights import file_layout, save_adapter
 from consumers.trainer.model.lora import make_policy
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.probe import reference_logprobs
@@ -256,3 +257,37 @@ def test_the_model_at_the_end_of_a_run_is_merged(model: Path, tmp_path: Path, sa
 def test_without_lora_there_is_no_adapter_to_export(model: Path, saved: tuple[TrainStep, Path]) -> None:
     with pytest.raises(ConfigError, match="there is no adapter to export"):
         export(configuration(saved[1], model, lora=None), adapter=True)
+
+
+def test_training_starts_from_an_adapter_of_pefts(model: Path, tmp_path: Path, saved: tuple[TrainStep, Path]) -> None:
+    start = tmp_path / "adapter"
+    start.mkdir()
+    save_adapter(saved[0].policy, start, "float32", str(model))
+    config = configuration(tmp_path, model, lora={**LORA, "start": str(start)})
+    policy = make_policy(config)
+    want = reference_logprobs(saved[0].policy, PROBE)
+    assert reference_logprobs(policy, PROBE).tolist() == want.tolist()
+    assert all(p.requires_grad == ("lora_" in name) for name, p in policy.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"rank": 2}, "its r is 4, must be 2"),
+        ({"alpha": 3.0}, "its lora_alpha is 8, must be 3.0"),
+        ({"targets": ["q_proj"]}, "is not adapted by this run: set trainer.lora.targets"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused_as_a_start(
+    model: Path, tmp_path: Path, saved: tuple[TrainStep, Path], change: dict[str, Any], problem: str
+) -> None:
+    start = tmp_path / "adapter"
+    start.mkdir()
+    save_adapter(saved[0].policy, start, "float32", str(model))
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        make_policy(configuration(tmp_path, model, lora={**LORA, **change, "start": str(start)}))
+
+
+def test_a_folder_without_an_adapter_is_refused_as_a_start(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no adapter in peft's format"):
+        make_policy(configuration(tmp_path, model, lora={**LORA, "start": str(tmp_path)}))
