@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from consumers.trainer.distributed.layout import has_plain_attention
-from deploy.launchers.gpus import UTILIZATION, engine_width, shared_utilization
+from deploy.launchers.gpus import SHARED, UTILIZATION, engine_width
 from schemas.config import TidemillConfig
 from schemas.model_folder import resolve_folder
 
@@ -35,7 +35,7 @@ class EngineSize:
 def size_engine(config: TidemillConfig, parameters: int, card_bytes: int, shared: bool) -> EngineSize:
     """Compute the size of one engine. parameters: of the model, a number. shared: with the trainer on one card."""
     width, args = engine_width(config), config.generator.args
-    share = args.get(UTILIZATION) or (shared_utilization(config, 1) if shared else None) or VLLM_SHARE
+    share = vllm_share(config, shared) or VLLM_SHARE
     kind = TYPE_BYTES[config.model.dtype]
     weights = parameters * kind // width
     settings = AutoConfig.from_pretrained(
@@ -46,6 +46,13 @@ def size_engine(config: TidemillConfig, parameters: int, card_bytes: int, shared
         return EngineSize(share, weights, None, None)
     room = share * card_bytes - weights - ACTIVATIONS
     return EngineSize(share, weights, token, max(0, int(room // (token * config.model.max_length))))
+
+
+def vllm_share(config: TidemillConfig, shared: bool) -> float:
+    """Return the share of a card that vLLM takes, 0 for other engines. shared: with the trainer on one card."""
+    if config.generator.engine not in ("auto", "vllm"):
+        return 0.0
+    return float(config.generator.args.get(UTILIZATION) or (SHARED if shared else VLLM_SHARE))
 
 
 def _token_bytes(settings: Any, kind: int, tensor: int, width: int, max_length: int) -> int | None:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.launchers.gpus import engine_width, shared_utilization
+from deploy.launchers.gpus import engine_width
 from deploy.planning.cards import (
     ARITHMETIC,
     BANDWIDTH,
@@ -28,7 +28,7 @@ from deploy.planning.cards import (
     step_time,
 )
 from deploy.planning.changes import changes, layouts, rehearse_apart, size_changes
-from deploy.planning.engine_size import EngineSize, size_engine
+from deploy.planning.engine_size import EngineSize, size_engine, vllm_share
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 
@@ -114,7 +114,7 @@ def compute_fit(config: TidemillConfig, ranks: int, card: Card, links: Links, sh
     """Compute the step as configured, and with changes if it does not fit. shared: with an engine on one card."""
     room = int(card.memory * USABLE)
     if shared:
-        room -= int(card.memory * (shared_utilization(config, 1) or 0.0))
+        room -= int(card.memory * vllm_share(config, shared))
     size = rehearse_apart(config, ranks)
     others = size_changes(config, changes(config, ranks, shared)) if total(size) > room else {}
     tried = {CONFIGURED: size, **{text: one for text, one in others.items() if total(one) < total(size)}}

@@ -12,7 +12,7 @@ import typer
 
 from deploy.planning.cards import ARITHMETIC, BANDWIDTH, CARDS, TRANSFER, find_links, step_time
 from deploy.planning.changes import layouts, rehearse_apart
-from deploy.planning.engine_size import size_engine
+from deploy.planning.engine_size import size_engine, vllm_share
 from deploy.planning.fit import fit, trainer_ranks
 from schemas.errors import ConfigError
 from tests.support.models.tiny_model import make_tiny_model
@@ -93,6 +93,23 @@ def test_an_engine_has_keys_and_values_of_each_layer(tmp_path: Path) -> None:
     assert found.weights == 4 * 7_615_616_512
     assert found.samples is not None
     assert found.samples > 100
+
+
+@pytest.mark.parametrize(
+    ("generator", "shared", "share"),
+    [
+        ({}, False, 0.9),
+        ({}, True, 0.4),
+        ({"args": {"gpu_memory_utilization": 0.6}}, True, 0.6),
+        ({"engine": "transformers"}, True, 0.0),
+    ],
+)
+def test_vllm_takes_its_share_of_a_card_that_it_shares(
+    tmp_path: Path, generator: dict[str, Any], shared: bool, share: float
+) -> None:
+    config = configuration(tmp_path)
+    changed = config.generator.model_copy(update=generator)
+    assert vllm_share(config.model_copy(update={"generator": changed}), shared) == share
 
 
 def test_the_trainer_gets_the_cards_that_generators_leave(tmp_path: Path) -> None:
