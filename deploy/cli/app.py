@@ -12,7 +12,7 @@ import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,7 +20,19 @@ from deploy.cli.files import app as file_commands
 from deploy.cli.launch import app as launch_commands
 from deploy.cli.letters import app as letter_commands
 from deploy.cli.offline import app as offline_commands
-from deploy.cli.options import BENCHMARKS, RUN, Json, Overrides, print_json
+from deploy.cli.options import (
+    BENCHMARKS,
+    RUN,
+    Json,
+    Meet,
+    NodeRank,
+    Nodes,
+    Overrides,
+    in_ranks,
+    load,
+    machines_of,
+    print_json,
+)
 from deploy.cli.orders import app as order_commands
 from deploy.cli.runs import app as run_commands
 from deploy.cli.services import app as service_commands
@@ -41,6 +53,10 @@ from schemas.errors import (
     TidemillError,
     first_error,
 )
+
+if TYPE_CHECKING:
+    from deploy.checks.finding import Finding
+    from deploy.services.torchrun import Machines
 
 SERVICE_COMMANDS = (["feeder"], ["generator"], ["reward"], ["trainer"], ["control"])
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -101,13 +117,36 @@ def doctor(
             help="Seconds of a training step, to check agents' deadlines; default: as the run measured.",
         ),
     ] = None,
+    ranks: Annotated[
+        bool, typer.Option("--ranks", help="Start the trainer's ranks and check devices and connections instead.")
+    ] = False,
+    nodes: Nodes = 1,
+    node_rank: NodeRank = 0,
+    meet: Meet = None,
 ) -> None:
     """Check this machine and, if given, a configuration; exit code 2 if a check fails."""
     from deploy.doctor.doctor import diagnose, print_findings
 
-    findings = diagnose(config, overrides or [], step_s)
+    if ranks:
+        findings = _check_ranks(config, overrides or [], as_json, machines_of(nodes, node_rank, meet))
+    else:
+        findings = diagnose(config, overrides or [], step_s)
     print_findings(findings, as_json)
     raise typer.Exit(CONFIG_EXIT if any(finding.level == "fail" for finding in findings) else OK_EXIT)
+
+
+def _check_ranks(file: Path | None, overrides: list[str], as_json: bool, machines: Machines | None) -> list[Finding]:
+    """Check the trainer's ranks; exits where there is nothing to print."""
+    if file is None:
+        raise ConfigError("--ranks needs a configuration, for trainer.processes and run.folder")
+    config = load(file, overrides)
+    in_ranks(config, ["doctor", str(file), *overrides, "--ranks"], as_json, machines=machines)
+    from deploy.doctor.ranks import check_ranks
+
+    findings = check_ranks(config)
+    if findings is None:
+        raise typer.Exit(OK_EXIT)
+    return findings
 
 
 def main() -> None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from schemas.errors import ConfigError
+
 if TYPE_CHECKING:
     from deploy.client.client import Client
     from deploy.services.torchrun import Machines
@@ -63,6 +65,11 @@ CheckpointStep = Annotated[
         help="Step of the checkpoint, or best: that of the best evaluation; default: the newest complete one.",
     ),
 ]
+Nodes = Annotated[int, typer.Option(min=1, help="Machines that train together, with as many ranks each.")]
+NodeRank = Annotated[
+    int, typer.Option(help="Number of this machine, from 0.", envvar=["SLURM_NODEID", "JOB_COMPLETION_INDEX"])
+]
+Meet = Annotated[str | None, typer.Option(help="HOST:PORT of machine 0, where the ranks of several machines meet.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Wait = Annotated[float, typer.Option(min=0, max=300, help="Seconds to wait for completion.")]
 
@@ -138,6 +145,17 @@ def load(file: Path, overrides: list[str] | None) -> TidemillConfig:
     from schemas.config import load_config
 
     return load_config(file, overrides or [])
+
+
+def machines_of(nodes: int, node_rank: int, meet: str | None) -> Machines | None:
+    """Return the machines that train together, None for one; ConfigError if these options name none."""
+    if nodes == 1:
+        return None
+    if meet is None:
+        raise ConfigError("--nodes needs --meet HOST:PORT, the address of machine 0")
+    from deploy.services.torchrun import Machines
+
+    return Machines(nodes, node_rank, meet)
 
 
 def in_ranks(

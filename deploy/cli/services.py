@@ -12,15 +12,19 @@ from deploy.cli.options import (
     SERVICES,
     ConfigFile,
     Json,
+    Meet,
     Name,
+    NodeRank,
+    Nodes,
     Overrides,
     Stay,
     in_ranks,
     load,
+    machines_of,
     print_json,
     result_alone,
 )
-from schemas.errors import ERROR_EXIT, ConfigError
+from schemas.errors import ERROR_EXIT
 
 app = typer.Typer()
 
@@ -49,23 +53,14 @@ def trainer(
     overrides: Overrides = None,
     name: Name = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine; default: trainer.processes.")] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines that train together, with as many ranks each.")] = 1,
-    node_rank: Annotated[
-        int, typer.Option(help="Number of this machine, from 0.", envvar=["SLURM_NODEID", "JOB_COMPLETION_INDEX"])
-    ] = 0,
-    meet: Annotated[
-        str | None, typer.Option(help="HOST:PORT of machine 0, where the ranks of several machines meet.")
-    ] = None,
+    nodes: Nodes = 1,
+    node_rank: NodeRank = 0,
+    meet: Meet = None,
 ) -> None:
     """Run the trainer in as many ranks as asked for, or as one rank if torchrun started it."""
     loaded = load(config, overrides)
     arguments = ["trainer", str(config), *(overrides or []), "--name", name or "trainer"]
-    if nodes > 1 and meet is None:
-        raise ConfigError("--nodes needs --meet HOST:PORT, the address of machine 0")
-    from deploy.services.torchrun import Machines
-
-    machines = Machines(nodes, node_rank, meet or "") if nodes > 1 else None
-    in_ranks(loaded, arguments, ranks=ranks, machines=machines)
+    in_ranks(loaded, arguments, ranks=ranks, machines=machines_of(nodes, node_rank, meet))
     from deploy.services.main import run_role
 
     run_role("trainer", loaded, name)

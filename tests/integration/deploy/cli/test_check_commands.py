@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from schemas.messages import Heartbeat
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
+from tests.support.runs.programs import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -152,3 +155,32 @@ def test_a_service_is_ready_from_its_first_heartbeat_until_it_falls_silent(
     done = ready("feeder")
     assert done.returncode == 1
     assert "feeder has been silent for 1" in done.stderr
+
+
+def test_doctor_meets_the_ranks_of_two_machines_and_names_one_that_sees_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    meet = f"127.0.0.1:{free_port()}"
+
+    def machine(rank: int, folder: str) -> subprocess.Popen[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "tidemill",
+            "doctor",
+            "config.yaml",
+            f"run.folder={folder}",
+            "--ranks",
+            "--json",
+        ]
+        options = ["--nodes", "2", "--node-rank", str(rank), "--meet", meet]
+        return subprocess.Popen([*command, *options], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+
+    machines = [machine(0, "shared"), machine(1, "own")]
+    (found, _), (nothing, _) = [one.communicate(timeout=150) for one in machines]
+    assert [one.returncode for one in machines] == [2, 0]
+    assert nothing == ""
+    levels = {finding["name"]: finding["level"] for finding in json.loads(found)}
+    assert levels.pop("run.folder") == "fail"
+    assert set(levels.values()) == {"ok"}
+    assert "sum over ranks" in levels
+    assert not list((tmp_path / "shared").glob(".ranks-*"))

@@ -1,0 +1,252 @@
+"""``tidemill doctor --ranks``: whether the trainer's ranks, on one machine or several, can train together.
+
+Each rank measures its own device and its connection to rank 0, which compares what all of them report.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from uuid import uuid4
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from consumers.trainer.distributed.ranks import Ranks
+from deploy.checks.finding import Finding
+from schemas.config import TidemillConfig
+
+MEET_S = 120.0
+"""Seconds in which all ranks must have met, and any later collective must have ended."""
+SEEN_S = 10.0
+"""Seconds after which a file in the run's folder must be seen by every rank."""
+CLOCK_S = 1.0
+"""Seconds by which clocks of machines may differ."""
+SLOW = 1.3
+"""Times the median of equal devices that a product may take."""
+TAKEN = 0.1
+"""Share of a GPU's memory that others may have in use."""
+WRONG = 5e-3
+"""Largest relative error of a product: TF32 has about 1e-3."""
+PACKAGES = ("tidemill", "torch", "transformers", "accelerate")
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """What a rank has found out about itself.
+
+    device, device_id: name of its kind, and which one it is. versions: by package. clock_s: seconds ahead of rank 0.
+    sees_folder: whether it sees what rank 0 writes into run.folder. product_s: seconds of a matrix product;
+    product_error: relative to the same in float64. taken: share of the device's memory that others use.
+    """
+
+    rank: int
+    host: str
+    device: str
+    device_id: str
+    versions: dict[str, str]
+    clock_s: float
+    sees_folder: bool
+    product_s: float
+    product_error: float
+    taken: float
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+class Collective(msgspec.Struct, frozen=True):
+    """A sum over all ranks. correct: its result. gb_per_s: bytes that each rank sent and received, by second."""
+
+    backend: str
+    correct: bool
+    gb_per_s: float
+
+
+def check_ranks(config: TidemillConfig) -> list[Finding] | None:
+    """Measure and compare all ranks; every rank calls this. Returns the findings on rank 0, None on the others."""
+    ranks = Ranks(MEET_S, config.trainer.parallel)
+    with ranks.watchdog():
+        report = _measure(ranks, config.folder)
+        collective = _sum_over_ranks(ranks)
+        if not ranks.is_main:
+            ranks.channel.send(0, msgspec.msgpack.encode(report))
+            return None
+        reports = [report]
+        for rank in range(1, ranks.world):
+            reports.append(msgspec.msgpack.decode(ranks.channel.receive(rank), type=RankReport))
+        return compare(reports, collective, config.folder)
+
+
+def compare(reports: Sequence[RankReport], collective: Collective | None, folder: Path) -> list[Finding]:
+    """Judge what all ranks report. collective: None in a single process. folder: of the run."""
+    findings = [_devices(reports), *_versions(reports)]
+    hosts = {report.host for report in reports}
+    ahead = max(reports, key=lambda report: abs(report.clock_s))
+    if len(hosts) > 1:
+        text = f"{ahead.name} is {ahead.clock_s:+.2f} s from rank 0, the most of all"
+        good = abs(ahead.clock_s) <= CLOCK_S
+        findings.append(_finding("clocks", good, text, "set them by NTP: logs and traces are compared by time", "warn"))
+    blind = [report.name for report in reports if not report.sees_folder]
+    text = f"{', '.join(blind)}: no file that rank 0 writes into {folder}" if blind else f"all ranks share {folder}"
+    findings.append(
+        _finding("run.folder", not blind, text, "all ranks write checkpoints into it: put it on a shared file system")
+    )
+    wrong = [f"{one.name} is off by {one.product_error:.2g}" for one in reports if not one.product_error <= WRONG]
+    findings.append(
+        _finding("products", not wrong, "; ".join(wrong) or "right on all ranks", "this device computes wrong")
+    )
+    findings.append(_speeds(reports))
+    taken = [f"{one.name}: {one.taken:.0%} of {one.device} in use" for one in reports if one.taken > TAKEN]
+    findings.append(
+        _finding("device memory", not taken, "; ".join(taken) or "free", "end the other processes on that GPU", "warn")
+    )
+    if collective is not None:
+        text = f"{collective.gb_per_s:.2f} GB/s of each rank over {collective.backend}"
+        findings.append(
+            _finding(
+                "sum over ranks",
+                collective.correct,
+                text if collective.correct else f"wrong result over {collective.backend}",
+                "the connection or its driver is broken: try NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1",
+            )
+        )
+    return findings
+
+
+def _finding(name: str, good: bool, text: str, advice: str, bad: str = "fail") -> Finding:
+    return Finding(name, "ok" if good else "warn" if bad == "warn" else "fail", text, "" if good else advice)
+
+
+def _devices(reports: Sequence[RankReport]) -> Finding:
+    kinds = Counter(report.device for report in reports)
+    hosts = Counter(report.host for report in reports)
+    machines = f"{len(hosts)} machine{'s' * (len(hosts) > 1)}"
+    text = f"{len(reports)} on {machines}: {', '.join(f'{n} x {kind}' for kind, n in kinds.items())}"
+    uses = Counter((report.host, report.device_id) for report in reports if report.device != "CPU")
+    twice = [f"{host} {device}" for (host, device), n in uses.items() if n > 1]
+    if twice:
+        return Finding("ranks", "fail", f"{text}; several use {', '.join(twice)}", "start one rank for each GPU")
+    return Finding("ranks", "ok", text)
+
+
+def _versions(reports: Sequence[RankReport]) -> list[Finding]:
+    findings = []
+    for package, wanted in reports[0].versions.items():
+        others = {one.name: one.versions.get(package, "none") for one in reports if one.versions.get(package) != wanted}
+        if others:
+            listed = ", ".join(f"{version} on {name}" for name, version in others.items())
+            text = f"{wanted} on {reports[0].name}, {listed}"
+            findings.append(Finding(package, "fail", text, "install the same version everywhere"))
+    return findings or [Finding("versions", "ok", ", ".join(f"{k} {v}" for k, v in reports[0].versions.items()))]
+
+
+def _speeds(reports: Sequence[RankReport]) -> Finding:
+    slow = []
+    for report in reports:
+        usual = median(other.product_s for other in reports if other.device == report.device)
+        if report.device != "CPU" and report.product_s > SLOW * usual:
+            slow.append(f"{report.name} takes {report.product_s / usual:.1f} times the usual time")
+    advice = "every step waits for the slowest rank: look at the temperature, power and clock of that GPU"
+    return _finding("speed", not slow, "; ".join(slow) or "alike", advice, "warn")
+
+
+def _measure(ranks: Ranks, folder: Path) -> RankReport:
+    device = ranks.accelerator.device
+    name, id, taken = "CPU", "", 0.0
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, id = properties.name, str(getattr(properties, "uuid", device.index))
+        free, total = torch.cuda.mem_get_info(device)
+        taken = 1 - (free + torch.cuda.memory_reserved(device)) / total
+    seconds, error = _product(device)
+    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
+    if device.type == "cuda":
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return RankReport(
+        rank=ranks.rank,
+        host=socket.gethostname(),
+        device=name,
+        device_id=id,
+        versions={"Python": ".".join(platform.python_version_tuple()[:2]), **versions},
+        clock_s=_clock(ranks),
+        sees_folder=_sees(ranks, folder),
+        product_s=seconds,
+        product_error=error,
+        taken=max(0.0, taken),
+    )
+
+
+def _product(device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a product, of a size that keeps the device busy, and the error of a small one."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(512, 512, generator=generator, dtype=torch.float64) for _ in range(2))
+    found = (a.float().to(device) @ b.float().to(device)).double().cpu()
+    error = float((found - a @ b).abs().max() / (a @ b).abs().max())
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
+    x = torch.ones(size, size, dtype=dtype, device=device)
+    return _seconds(lambda: x @ x, device), error
+
+
+def _seconds(act: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Return the median seconds of ``act``, after a first time that is not counted."""
+    measured = []
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        measured.append(time.perf_counter() - began)
+    return median(measured[1:])
+
+
+def _clock(ranks: Ranks) -> float:
+    """Return by how many seconds this rank's clock is ahead of that of rank 0."""
+    if not ranks.is_main:
+        ranks.channel.receive(0)
+        ranks.channel.send(0, repr(time.time()).encode())
+        return float(ranks.channel.receive(0))
+    for rank in range(1, ranks.world):
+        asked = time.time()
+        ranks.channel.send(rank, b"?")
+        there = float(ranks.channel.receive(rank))
+        ranks.channel.send(rank, repr(there - (asked + time.time()) / 2).encode())
+    return 0.0
+
+
+def _sees(ranks: Ranks, folder: Path) -> bool:
+    """Return whether a file of rank 0 in ``folder`` is there for this rank, too."""
+    name = ranks.broadcast_text(f".ranks-{uuid4().hex}") if ranks.world > 1 else f".ranks-{uuid4().hex}"
+    file = folder / name
+    if ranks.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    ranks.all_reduce_sum([0.0])
+    end = time.monotonic() + SEEN_S
+    while not (seen := file.exists()) and time.monotonic() < end:
+        time.sleep(0.2)
+    ranks.all_reduce_sum([0.0])
+    if ranks.is_main:
+        file.unlink()
+    return seen
+
+
+def _sum_over_ranks(ranks: Ranks) -> Collective | None:
+    if ranks.world == 1:
+        return None
+    device = ranks.accelerator.device
+    values = torch.empty((64 if device.type == "cuda" else 4) << 18, device=device)
+    values.fill_(ranks.rank + 1.0)
+    dist.all_reduce(values)
+    correct = bool((values == ranks.world * (ranks.world + 1) / 2).all())
+    seconds = _seconds(lambda: dist.all_reduce(values), device)
+    correct = not ranks.any(not correct)
+    sent = 2 * (ranks.world - 1) / ranks.world * values.nbytes
+    return Collective(dist.get_backend(), correct, sent / seconds / 1e9)

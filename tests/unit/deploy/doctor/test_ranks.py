@@ -1,0 +1,72 @@
+"""What ranks report of themselves is compared: each thing that would stop or slow a training is named with its rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from deploy.doctor.ranks import Collective, RankReport, compare
+
+SUM = Collective("nccl", correct=True, gb_per_s=180.0)
+GOOD = [
+    RankReport(
+        rank=rank,
+        host=f"node-{rank // 2}",
+        device="H100",
+        device_id=f"uuid-{rank}",
+        versions={"Python": "3.11", "torch": "2.13.0", "nccl": "2.27"},
+        clock_s=0.001 * rank,
+        sees_folder=True,
+        product_s=0.002,
+        product_error=3e-4,
+        taken=0.01,
+    )
+    for rank in range(4)
+]
+
+
+def problems(reports: list[RankReport], collective: Collective | None = SUM) -> list[tuple[str, str, str]]:
+    found = compare(reports, collective, Path("/shared/run"))
+    assert all(bool(finding.advice) == (finding.level != "ok") for finding in found)
+    return [(finding.name, finding.level, finding.text) for finding in found if finding.level != "ok"]
+
+
+def test_equal_ranks_have_no_problem() -> None:
+    assert problems(GOOD) == []
+    assert problems(GOOD[:1], None) == []
+    texts = {finding.name: finding.text for finding in compare(GOOD, SUM, Path("/shared/run"))}
+    assert texts["ranks"] == "4 on 2 machines: 4 x H100"
+    assert texts["sum over ranks"] == "180.00 GB/s of each rank over nccl"
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "level", "text"),
+    [
+        ({"device_id": "uuid-2"}, "ranks", "fail", "several use node-1 uuid-2"),
+        ({"versions": {"Python": "3.11", "torch": "2.12.1", "nccl": "2.27"}}, "torch", "fail", "2.12.1 on rank 3"),
+        ({"versions": {"Python": "3.11", "torch": "2.13.0"}}, "nccl", "fail", "none on rank 3 on node-1"),
+        ({"clock_s": -4.0}, "clocks", "warn", "rank 3 on node-1 is -4.00 s from rank 0"),
+        ({"sees_folder": False}, "run.folder", "fail", "rank 3 on node-1: no file that rank 0 writes"),
+        ({"product_error": 0.5}, "products", "fail", "rank 3 on node-1 is off by 0.5"),
+        ({"product_error": float("nan")}, "products", "fail", "rank 3 on node-1 is off by nan"),
+        ({"product_s": 0.005}, "speed", "warn", "rank 3 on node-1 takes 2.5 times the usual time"),
+        ({"taken": 0.4}, "device memory", "warn", "rank 3 on node-1: 40% of H100 in use"),
+    ],
+)
+def test_a_rank_that_differs_is_named(change: dict[str, object], name: str, level: str, text: str) -> None:
+    (found,) = problems([*GOOD[:3], msgspec.structs.replace(GOOD[3], **change)])
+    assert found[:2] == (name, level)
+    assert text in found[2]
+
+
+def test_a_wrong_sum_is_a_problem() -> None:
+    assert problems(GOOD, msgspec.structs.replace(SUM, correct=False)) == [
+        ("sum over ranks", "fail", "wrong result over nccl")
+    ]
+
+
+def test_ranks_on_processors_may_share_one_and_differ_in_speed() -> None:
+    cpus = [msgspec.structs.replace(one, device="CPU", device_id="", product_s=0.001 * (one.rank + 1)) for one in GOOD]
+    assert problems(cpus) == []
