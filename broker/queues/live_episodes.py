@@ -76,7 +76,7 @@ class LiveEpisodes:
 
 
 def _is_id(text: str) -> bool:
-    """Return whether users' text may be the id of a conversation: the key of its sample, ``seat:SAMPLE``, is none."""
+    """Return whether users' text may be the id of a conversation; the key of its sample, ``seat:SAMPLE``, may not."""
     return re.fullmatch(r"[\w-]+", text, re.ASCII) is not None
 
 
