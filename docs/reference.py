@@ -12,7 +12,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +27,8 @@ from consumers.reward.rewards import REWARDS
 from consumers.reward.rewards.signatures import FIELDS
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from deploy.launchers import LAUNCHERS
-from deploy.migrate.conversion import ConversionRule
 from deploy.migrate.convert import SYSTEMS
+from deploy.migrate.rules import ConversionRule
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
 from producers.engines.base import ABILITIES
@@ -367,9 +367,18 @@ def metric_table() -> str:
 
 def migration_table(rules: tuple[ConversionRule, ...]) -> str:
     """The conversion of each setting of another system; those without a counterpart last."""
-    with_one = [[f"`{rule.theirs}`", f"`{rule.ours}`", rule.note] for rule in rules if rule.ours]
+    with_one = [[f"`{rule.theirs}`", f"`{rule.ours}`", _changes(rule)] for rule in rules if rule.ours]
     without = [[f"`{rule.theirs}`", "-", rule.note] for rule in rules if not rule.ours]
     return table(["There", "Here", "Note"], with_one + without)
+
+
+def _changes(rule: ConversionRule) -> str:
+    """How a setting's value changes: by the rule's note, by a table of values, and by the other system's default."""
+    names = rule.convert.items() if isinstance(rule.convert, Mapping) else ()
+    named = (f"{theirs}" if theirs == ours else f"{theirs}: {ours}" for theirs, ours in names if theirs != "other")
+    choices = ", ".join(named)
+    default = "" if rule.default is None else f"{rule.default} there by default"
+    return "; ".join(filter(None, (rule.note, choices, default)))
 
 
 REFERENCES: dict[str, Callable[[], str]] = {

@@ -31,8 +31,9 @@ from typing import Any
 import yaml
 
 from deploy.checks.names import check_names
-from deploy.migrate.conversion import FILL_IN, Conversion, Unread
+from deploy.migrate.conversion import Conversion, Unread
 from deploy.migrate.convert import SYSTEMS, convert_text
+from deploy.migrate.rules import FILL_IN
 from deploy.migrate.shell import UNKNOWN, command_lines
 from schemas.config import parse_config
 from schemas.errors import ConfigError

@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-FILL_IN = "FILL_IN"
-"""In the place of a name that Tidemill does not have: refused before anything starts, so that no default is trained."""
+from deploy.migrate.rules import FILL_IN, ConversionRule
+
+COMPARED = ("grpo", "lite_ppo", "centered", "rloo", "max_rl")
+"""Advantages that compare the samples of a group."""
+SHELL, YAML = (".sh", ".bash"), (".yaml", ".yml")
+"""How names of files end."""
 
 
 class Unread(str):
@@ -26,40 +30,18 @@ class Reference(str):
     value: Any = None
 
 
-@dataclass(frozen=True)
-class ConversionRule:
-    """The conversion of one setting of the other system.
-
-    theirs: its key; ``section.*`` is every key of a section that has no rule of its own.
-    ours: the setting it becomes, empty without a counterpart, several separated by commas.
-    note: how the value changes, or why there is no counterpart and what to do; the migration page shows it.
-    convert: makes our value of theirs, None where the value is dealt with together with others.
-    idle: values that ask for nothing, such as False of an option that is off.
-    """
-
-    theirs: str
-    ours: str = ""
-    note: str = ""
-    convert: Callable[[Any], Any] | None = None
-    idle: tuple[Any, ...] = ()
-
-
-def same(value: Any) -> Any:
-    """Return the value as it is."""
-    return value
-
-
 @dataclass
 class Conversion:
     """The configuration so far, and what was not carried over.
 
-    found: the other system's settings by key. known: those with known values, where references have the value they
-    stand for. left_out: keys with the reason.
-    unknown: keys of no rule. to_do: what is left to do.
+    found: the other system's settings by key. processes: ranks that trained there. known: settings with known values,
+    where references have the value they stand for. left_out: keys with the reason. unknown: keys of no rule.
+    to_do: what is left to do.
     """
 
     found: Mapping[str, Any]
     rules: Iterable[ConversionRule]
+    processes: int = 1
     config: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
@@ -69,27 +51,44 @@ class Conversion:
     def __post_init__(self) -> None:
         """Carry over what a rule does by itself, and note what has no counterpart, is not known or can't be read."""
         self._by_key = {rule.theirs: rule for rule in self.rules}
-        self.known = {key: _plain(value) for key, value in self.found.items() if not isinstance(value, Unread)}
+        plain = {key: value.value if isinstance(value, Reference) else value for key, value in self.found.items()}
+        self.known = {key: value for key, value in plain.items() if value is not None and not isinstance(value, Unread)}
+        for rule in self._by_key.values():
+            if rule.default is not None and rule.theirs not in self.known:
+                self._carry(rule.theirs, rule, rule.default)
         for key, value in self.found.items():
-            rule = self.rule(key)
-            if isinstance(value, Reference):
-                # The setting that it refers to is the one that is named.
-                if rule is not None and rule.convert is not None:
-                    self.set(rule.ours, rule.convert(value.value))
-            elif isinstance(value, Unread) and (rule is None or rule.ours):
-                self.ask(f"{key} is {value!s}, which only a run of the script tells: set {_ours(rule)}", key)
-            elif rule is None:
-                self.unknown.append(key)
-            elif not rule.ours:
-                self.leave(key, rule.note)
-            elif rule.convert is not None:
-                self.set(rule.ours, rule.convert(value))
+            found = self.rule(key)
+            if isinstance(value, Unread) and (found is None or found.ours):
+                self.ask(f"{key} is {value!s}, which only a run of the script tells: set {_ours(found)}", key)
+            elif found is None:
+                # The setting that a reference stands for is the one that is named.
+                self.unknown += [] if isinstance(value, Reference) else [key]
+            elif found.ours:
+                self._carry(key, found, self.known.get(key))
+            elif not isinstance(value, Reference):
+                self.leave(found.note, key)
+
+    def _carry(self, key: str, rule: ConversionRule, value: Any) -> None:
+        ours = rule.converted(value)
+        if ours == FILL_IN and isinstance(rule.convert, Mapping):
+            names = ", ".join(str(name) for name in rule.convert if name != "other")
+            self.leave(f"not one of {names}; it can be one of your own", key)
+        for path in rule.ours.split(", "):
+            self.set(path, ours)
 
     def rule(self, key: str) -> ConversionRule | None:
         """Return the rule of a key: its own, else that of the innermost section."""
         parts = key.split(".")
         sections = (".".join([*parts[:length], "*"]) for length in range(len(parts) - 1, -1, -1))
         return next((self._by_key[name] for name in (key, *sections) if name in self._by_key), None)
+
+    def value(self, key: str) -> Any:
+        """Return a setting's value there, by default its rule's."""
+        return self.known.get(key, self._by_key[key].default)
+
+    def within(self, *sections: str) -> list[str]:
+        """Return the keys that the file sets below these sections, each with a dot at its end."""
+        return [key for key in self.known if key.startswith(sections)]
 
     def get(self, path: str) -> Any:
         """Return ``a.b.c`` of the configuration, None if it is not set."""
@@ -113,16 +112,56 @@ class Conversion:
         self.to_do.append(text)
         self._named.update(keys)
 
-    def leave(self, key: str, reason: str) -> None:
-        """Note why a setting is not carried over."""
-        self.left_out[key] = reason
+    def leave(self, reason: str, *keys: str) -> None:
+        """Note why settings are not carried over, those of them that the file has."""
+        self.left_out.update((key, reason) for key in keys if key in self.found)
 
-    def truncate(self, top_p: float, top_k: int) -> None:
+    def set_steps(self, steps: str, epochs: str, section: str = "trainer") -> None:
+        """Deal with the epochs, which end a training unless a rule carried its steps over."""
+        if self.get(f"{section}.steps") is None:
+            count = self.value(epochs)
+            batch = "prompts / trainer.batch_groups" if section == "trainer" else f"pairs / {section}.batch_size"
+            self.ask(f"{section}.steps: {count:g} epochs are {count:g} * {batch} steps", epochs)
+        else:
+            self.leave(f"{steps.rpartition('.')[2]} ends the run", epochs)
+
+    def warm_up(self, share: float, *keys: str) -> None:
+        """Set the steps of the warm-up to a share of all steps."""
+        path, steps = "trainer.optimizer.warmup_steps", self.get("trainer.steps")
+        if share and steps is None:
+            self.ask(f"{path}: {share:g} of trainer.steps", *keys)
+        elif share:
+            self.set(path, round(share * steps))
+
+    def set_engine(self, engine: str | None) -> None:
+        """Set the engine; that of SGLang is its server."""
+        self.set("generator.engine", "http" if engine == "sglang" else engine)
+        self.set("generator.http.dialect", "sglang" if engine == "sglang" else None)
+
+    def set_advantage(self, name: str, key: str, keeps: bool | None = None, gamma: str = "", lam: str = "") -> str:
+        """Set the advantage, its discounts, and whether groups of equal rewards are kept; returns its name.
+
+        What compares samples of a group has nothing to compare in a group of one, whose reward is taken as it is.
+        """
+        if name in COMPARED and self.get("sampling.n") == 1:
+            self.ask(f"sampling.n is 1, so that {name} compares nothing: trainer.advantage.name is raw", key)
+            name = "raw"
+        self.set("trainer.advantage.name", name)
+        if name in COMPARED:
+            self.set("trainer.advantage.keep_zero_variance", keeps)
+        if name in ("gae", "reinforce_pp"):
+            self.set("trainer.advantage.args.gamma", float(self.value(gamma)))
+        if name == "gae":
+            self.set("trainer.advantage.args.lam", float(self.value(lam)))
+        return name
+
+    def truncate(self, top_p: str, top_k: str) -> None:
         """Sample from a part of the distribution, unless both leave all of it; a top_k of a million keeps all."""
-        keeps_k = 0 < top_k < 1_000_000
-        if top_p < 1 or keeps_k:
-            self.set("sampling.top_p", top_p)
-            self.set("sampling.top_k", top_k if keeps_k else -1)
+        p, k = self.known.get(top_p, 1), self.known.get(top_k, -1)
+        keeps_k = 0 < k < 1_000_000
+        if p < 1 or keeps_k:
+            self.set("sampling.top_p", p)
+            self.set("sampling.top_k", k if keeps_k else -1)
             self.set("generator.allow_truncated", True)
 
     def read_images(self, column: str, *refused: str) -> None:
@@ -135,19 +174,18 @@ class Conversion:
             self.config.get("trainer", {}).pop(section, None)
         if self.get("generator.engine") == "transformers":
             self.set("generator.engine", "vllm")
-        for key in (key for key in refused if key in self.known):
-            self.leave(key, "not with a model that reads images, all of whose weights are trained")
+        self.leave("not with a model that reads images, all of whose weights are trained", *refused)
 
     def finish(self) -> None:
         """Name each setting that was neither carried over nor named."""
         for key, value in self.known.items():
             rule = self.rule(key)
-            if rule is None or key in self.left_out or key in self._named or value is None or value in rule.idle:
+            if rule is None or key in self.left_out or key in self._named or value in rule.idle:
                 continue
-            if isinstance(self.found[key], Reference):
+            if isinstance(self.found.get(key), Reference):
                 continue
             if not any(self.get(_setting(path)) is not None for path in rule.ours.split(", ")):
-                self.leave(key, f"not carried over; see {rule.ours}" + (f" ({rule.note})" if rule.note else ""))
+                self.leave(f"not carried over; see {rule.ours}" + (f" ({rule.note})" if rule.note else ""), key)
 
     def notes(self) -> list[str]:
         """Return the notes, a line each: what is left to do, then what was left out."""
@@ -162,12 +200,7 @@ class Conversion:
         return lines + [f"Not known, left out: {', '.join(map(self._written, keys))}" for keys in sections.values()]
 
     def _written(self, key: str) -> str:
-        value = " ".join(str(self.found[key]).split()) if key in self.found else None
-        return key if value is None else f"{key}={value}"
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Reference) else value
+        return f"{key}={' '.join(str(self.found[key]).split())}"
 
 
 def _setting(path: str) -> str:
@@ -184,15 +217,15 @@ class ForeignSystem:
     """Another system that configurations are converted from.
 
     looks_like: whether a file, given with its text, is one of its own. read: its settings by key, with `Unread` for
-    what only running it could tell; ConfigError, ValueError. convert: carries over what rules alone can't, for a
-    trainer of so many processes; TypeError, ValueError, AttributeError for a value of a wrong type.
+    what only running it could tell; ConfigError, ValueError. convert: carries over what rules alone can't; TypeError,
+    ValueError, AttributeError for a value of a wrong type.
     """
 
     title: str
     rules: tuple[ConversionRule, ...]
     looks_like: Callable[[Path, str], bool]
     read: Callable[[Path, str], Mapping[str, Any]]
-    convert: Callable[[Conversion, int], None]
+    convert: Callable[[Conversion], None]
 
 
 def reads_images(model: Any) -> bool:
@@ -200,14 +233,7 @@ def reads_images(model: Any) -> bool:
     return re.search(r"VL|(?<![a-z])vl(?![a-z])", str(model)) is not None
 
 
-def schedule(name: Any) -> str | None:
-    """Return the learning-rate schedule by its name in transformers and verl; None without a counterpart."""
-    for ours in ("constant", "cosine", "linear"):
-        if str(name).startswith(ours):
-            return ours
-    return None
-
-
-def run_name(text: Any) -> str | None:
-    """Return a name that run.name allows: lower-case letters, digits, - and _; None if nothing is left."""
-    return re.sub(r"[^a-z0-9_-]+", "-", str(text or "").lower()).strip("-_")[:63] or None
+def parquet(file: str, **args: Any) -> dict[str, Any]:
+    """Return the dataset of a Parquet file: its folder, with the file's name as the split."""
+    path = PurePosixPath(file)
+    return {"name": "hf", "args": {"path": str(path.parent), "split": path.stem, **args}}

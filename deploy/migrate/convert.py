@@ -46,12 +46,13 @@ def convert_text(file: Path, text: str, system: ForeignSystem, processes: int = 
     except (SyntaxError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {file}: {' '.join(str(error).split())}") from error
     try:
-        done = Conversion(found, system.rules)
-        system.convert(done, processes)
+        done = Conversion(found, system.rules, processes)
+        system.convert(done)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} holds a value of another type than {system.title} gives it: {error}") from error
     except ArithmeticError as error:
         raise ConfigError(f"{file} holds a number that can't be used, such as 0 samples of a group: {error}") from error
+    done.set("trainer.processes", processes if processes > 1 else None)
     if done.get("model.path") is None:
         done.set("model.path", "MODEL")
         done.ask("model.path: a folder or a hub id")

@@ -1,34 +1,46 @@
-"""verl's PPO trainer: its YAML, or the shell script with Hydra overrides that its examples are."""
+"""verl's PPO trainer: its YAML, or the shell script with Hydra overrides that its examples are.
+
+Keys are those of verl's ``ppo_trainer`` and ``ppo_megatron_trainer`` of January 2026.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from deploy.migrate.conversion import FILL_IN, Conversion, ForeignSystem, Reference, Unread, reads_images, run_name
-from deploy.migrate.hydra import find_above, parse_value, read_yaml, settings
-from deploy.migrate.shell import command_lines
-from deploy.migrate.verl_rules import (
-    ACTOR,
-    ADVANTAGES,
-    AGGREGATIONS,
-    CORRECTION,
-    ESTIMATORS,
-    LOSSES,
-    MODEL,
-    OVERLONG,
-    REWARDS,
-    ROLLOUT,
-    RULES,
-    SGLANG,
-    TURNS,
+from deploy.migrate.conversion import (
+    SHELL,
+    YAML,
+    Conversion,
+    ForeignSystem,
+    Reference,
+    Unread,
+    parquet,
+    reads_images,
 )
+from deploy.migrate.hydra import find_above, parse_value, read_yaml, settings
+from deploy.migrate.rules import ESTIMATORS, FILL_IN, listed, read_rules
+from deploy.migrate.shell import command_lines
 from schemas.errors import ConfigError
 
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+TURNS = f"{ROLLOUT}.multi_turn"
+CORRECTION = "algorithm.rollout_correction"
+OVERLONG = "reward_model.reward_kwargs"
+PENALTIES = {
+    "loss": (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", "low_var_kl"),
+    "reward": ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl"),
+}
+"""Places of a penalty: the settings that turn it on, its coefficient and its estimator, with that by default."""
+REWARDS = {"gsm8k": "gsm8k", "geo3k": "geometry3k", "geometry3k": "geometry3k", "clevr": "clevr", "code": "code"}
+"""The rule for data whose file has this word in its path; math for others."""
+SGLANG = {"gpu_memory_utilization": "mem_fraction_static", "enforce_eager": "disable_cuda_graph"}
+"""Options of SGLang by vLLM's name."""
 OVERRIDE = re.compile(r"^\+{0,2}([a-z_]\w*(?:\.\w+)+|--config-(?:name|path))=(.*)$", re.DOTALL)
 
 
@@ -46,7 +58,7 @@ def read_script(text: str) -> dict[str, Any]:
 
 
 def _read(file: Path, text: str) -> dict[str, Any]:
-    if file.suffix in (".sh", ".bash"):
+    if file.suffix in SHELL:
         found = read_script(text)
         if not found:
             raise ConfigError(f"{file} has no overrides such as data.train_batch_size=1024")
@@ -66,49 +78,41 @@ def _settings(file: Path, text: str | None = None) -> dict[str, Any]:
     return {key: one for key, one in found.items() if one != "???" and not isinstance(one, Unread | Reference)}
 
 
-def convert(done: Conversion, processes: int = 1) -> None:
+def convert(done: Conversion) -> None:
     """Convert settings of verl, in its own defaults where they differ from ours and decide what is trained."""
-    known = {key: value for key, value in done.known.items() if value is not None}
-    done.set("model.max_length", known.get("data.max_prompt_length", 512) + known.get("data.max_response_length", 512))
-    done.set("sampling.max_tokens", known.get("data.max_response_length", 512))
-    done.set("sampling.n", known.get(f"{ROLLOUT}.n", 1))
-    batch, part = known.get("data.train_batch_size", 1024), known.get(f"{ACTOR}.ppo_mini_batch_size", 256)
-    done.set("trainer.batch_groups", batch)
+    response = done.value("data.max_response_length")
+    done.set("model.max_length", done.value("data.max_prompt_length") + response)
+    part_key = f"{ACTOR}.ppo_mini_batch_size"
+    batch, part = done.value("data.train_batch_size"), done.value(part_key)
     done.set("trainer.minibatches", -(-batch // part) if part < batch else None)
     if part < batch and batch % part:
         done.ask(
             f"trainer.minibatches: verl cuts {batch} prompts into parts of {part} and a rest, here parts are equal"
         )
     if part > batch:
-        done.leave(f"{ACTOR}.ppo_mini_batch_size", "more than a batch: one update takes it whole")
-    _run(done, known, processes)
-    _optimizer(done, known)
-    _loss(done, known)
-    _correction(done, known)
-    _data(done, known)
-    _rewards(done, known)
-    _vision(done, known)
-    _engine(done, known)
-    _tools(done, known)
+        done.leave("more than a batch: one update takes it whole", part_key)
+    _run(done)
+    _optimizer(done)
+    _loss(done)
+    _correction(done)
+    _data(done)
+    _rewards(done)
+    if "data.image_key" in done.known or reads_images(done.known.get(f"{MODEL}.path")):
+        done.set("model.freeze_vision", done.value(f"{ACTOR}.freeze_vision_tower"))
+        refused = (*done.within(f"{MODEL}.lora"), f"{MODEL}.target_modules", f"{ACTOR}.ulysses_sequence_parallel_size")
+        done.read_images(done.value("data.image_key"), *refused)
+    _engine(done)
+    _tools(done)
 
 
-def _run(done: Conversion, known: Mapping[str, Any], processes: int) -> None:
-    done.set("run.name", run_name(known.get("trainer.experiment_name")))
-    gpus = int(known.get("trainer.n_gpus_per_node", 8)) * int(known.get("trainer.nnodes", 1))
-    if processes > 1:
-        done.set("trainer.processes", processes)
-    elif gpus > 1:
-        keys = ("trainer.n_gpus_per_node", "trainer.nnodes")
+def _run(done: Conversion) -> None:
+    known, keys = done.known, ("trainer.n_gpus_per_node", "trainer.nnodes")
+    gpus = int(done.value(keys[0])) * int(done.value(keys[1]))
+    if done.processes == 1 and gpus > 1:
         done.ask(f"trainer.processes: verl's {gpus} GPUs are to be shared out between trainer and generators", *keys)
-    if "trainer.total_training_steps" not in known:
-        epochs = known.get("trainer.total_epochs", 30)
-        done.ask(f"trainer.steps: {epochs:g} epochs are {epochs:g} * prompts / trainer.batch_groups steps")
-    elif "trainer.total_epochs" in known:
-        done.leave("trainer.total_epochs", "total_training_steps ends the run")
-    loggers = known.get("trainer.logger", [])
-    loggers = [loggers] if isinstance(loggers, str) else loggers
+    done.set_steps("trainer.total_training_steps", "trainer.total_epochs")
+    loggers = listed(known.get("trainer.logger", []))
     done.set("trainer.trackers", [name for name in loggers if name not in ("console", "file")] or None)
-    done.set("trainer.parallel.context", known.get(f"{ACTOR}.ulysses_sequence_parallel_size"))
     prefix = f"{MODEL}.lora." if f"{MODEL}.lora.rank" in known else f"{MODEL}.lora_"
     if known.get(f"{prefix}rank", 0) > 0:
         done.set("trainer.lora.rank", known[f"{prefix}rank"])
@@ -117,139 +121,102 @@ def _run(done: Conversion, known: Mapping[str, Any], processes: int) -> None:
         done.set("trainer.lora.targets", targets if isinstance(targets, list) else None)
 
 
-def _engine(done: Conversion, known: Mapping[str, Any]) -> None:
-    engine = known.get(f"{ROLLOUT}.name")
+def _engine(done: Conversion) -> None:
+    known, engine = done.known, done.known.get(f"{ROLLOUT}.name")
     refuses = "images" if done.get("model.kind") == "vision" else "an adapter" if done.get("trainer.lora") else None
+    options = f"{ROLLOUT}.engine_kwargs."
     args = done.get("generator.args") or {}
-    args |= {
-        key.partition(".engine_kwargs.")[2].partition(".")[2]: value
-        for key, value in known.items()
-        if key.startswith(f"{ROLLOUT}.engine_kwargs.{engine}.")
-    }
+    for key in done.within(options):
+        of, _, name = key.removeprefix(options).partition(".")
+        if of == engine:
+            args[name] = known[key]
+        else:
+            done.leave(f"not of the engine {engine}", key)
     if engine == "sglang" and refuses is None:
-        done.set("generator.engine", "http")
-        done.set("generator.http.dialect", "sglang")
+        done.set_engine(engine)
         args = {SGLANG.get(name, name): value for name, value in args.items()}
         for name in ("max_num_batched_tokens", "enable_chunked_prefill"):
             if args.pop(name, None) is not None:
-                done.leave(f"{ROLLOUT}.{name}", "an option of vLLM; see chunked_prefill_size of SGLang")
+                done.leave("an option of vLLM; see chunked_prefill_size of SGLang", f"{ROLLOUT}.{name}")
     else:
-        done.set("generator.engine", engine if engine == "vllm" else None)
-        if engine not in (None, "vllm"):
+        done.set_engine("vllm" if engine == "vllm" else None)
+        if engine != "vllm":
             why = f"with {refuses} generators run vllm" if engine == "sglang" else "generators run vllm or transformers"
-            done.leave(f"{ROLLOUT}.name", why)
+            done.leave(why, f"{ROLLOUT}.name")
     done.set("generator.args", args or None)
-    for key in known:
-        if ".engine_kwargs." in key and f".engine_kwargs.{engine}." not in key:
-            done.leave(key, f"not of the engine {engine}")
-    top_p, top_k = known.get(f"{ROLLOUT}.top_p", 1), known.get(f"{ROLLOUT}.top_k", -1)
-    done.truncate(top_p, top_k)
+    done.truncate(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
 
 
-def _optimizer(done: Conversion, known: Mapping[str, Any]) -> None:
-    optimizer = "trainer.optimizer"
-    done.set(f"{optimizer}.weight_decay", known.get(f"{ACTOR}.optim.weight_decay", 0.01))
-    done.set(f"{optimizer}.betas", list(known.get(f"{ACTOR}.optim.betas", (0.9, 0.999))))
-    done.set(f"{optimizer}.max_grad_norm", known.get(f"{ACTOR}.grad_clip", known.get(f"{ACTOR}.optim.clip_grad")))
-    warmup, ratio = (
-        known.get(f"{ACTOR}.optim.lr_warmup_steps", -1),
-        known.get(f"{ACTOR}.optim.lr_warmup_steps_ratio", 0),
-    )
-    steps = known.get("trainer.total_training_steps")
-    if warmup > 0:
-        done.set(f"{optimizer}.warmup_steps", int(warmup))
-    elif ratio and steps:
-        done.set(f"{optimizer}.warmup_steps", round(ratio * steps))
-    elif ratio:
-        done.ask(f"{optimizer}.warmup_steps: {ratio:g} of trainer.steps", f"{ACTOR}.optim.lr_warmup_steps_ratio")
+def _optimizer(done: Conversion) -> None:
+    done.set("trainer.optimizer.betas", list(done.value(f"{ACTOR}.optim.betas")))
+    warmup, ratio = f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio"
+    if done.known.get(warmup, -1) > 0:
+        done.set("trainer.optimizer.warmup_steps", int(done.known[warmup]))
+    else:
+        done.warm_up(done.known.get(ratio, 0), ratio)
 
 
-def _loss(done: Conversion, known: Mapping[str, Any]) -> None:
-    mode = known.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
-    name = LOSSES.get(mode)
-    if name is None:
-        done.leave(f"{ACTOR}.policy_loss.loss_mode", "not built in; it can be one of your own")
-    # Never our default instead: another algorithm would be trained. FILL_IN is refused before anything starts.
-    done.set("trainer.loss.name", name or FILL_IN)
-    clip = known.get(f"{ACTOR}.clip_ratio", 0.2)
+def _loss(done: Conversion) -> None:
+    known, name, clip = done.known, done.get("trainer.loss.name"), done.value(f"{ACTOR}.clip_ratio")
     low, high = known.get(f"{ACTOR}.clip_ratio_low", clip), known.get(f"{ACTOR}.clip_ratio_high", clip)
     args = {"ppo": {"clip_low": low, "clip_high": high}, "cispo": {"clip_high": high}}
     args["gspo"] = args["ppo"]
-    taus = {"tau_positive": known.get(f"{ACTOR}.tau_pos", 1.0), "tau_negative": known.get(f"{ACTOR}.tau_neg", 1.05)}
-    done.set("trainer.loss.args", taus if name == "sapo" else args.get(str(name)))
-    if name == "cispo" and f"{ACTOR}.clip_ratio_low" in known:
-        done.leave(f"{ACTOR}.clip_ratio_low", "cispo clips above only")
-    if name == "ppo":
-        done.set("trainer.loss.args.dual_clip", known.get(f"{ACTOR}.clip_ratio_c"))
-    wanted = {"ppo": (), "gspo": ("clip_ratio_c",), "cispo": ("clip_ratio_c",)}
-    for key in wanted.get(str(name), ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")):
-        if f"{ACTOR}.{key}" in known:
-            done.leave(f"{ACTOR}.{key}", f"no argument of {name or mode} here")
-    if f"{ACTOR}.clip_ratio" in known and {f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"} <= {*known}:
-        done.leave(f"{ACTOR}.clip_ratio", "clip_ratio_low and clip_ratio_high stand for it")
-    mean = known.get(f"{ACTOR}.loss_agg_mode", "token-mean")
-    done.set("trainer.aggregation", "sequence_mean" if name in ("gspo", "sapo") else AGGREGATIONS.get(mean))
-    if mean not in AGGREGATIONS or (name in ("gspo", "sapo") and mean != "seq-mean-token-mean"):
-        why = (
-            f"{name} takes the mean of sequences"
-            if name in ("gspo", "sapo")
-            else f"not one of {', '.join(AGGREGATIONS)}"
-        )
-        done.leave(f"{ACTOR}.loss_agg_mode", why)
-    _advantage(done, known)
-    _kl(done, known)
+    args["sapo"] = {"tau_positive": done.value(f"{ACTOR}.tau_pos"), "tau_negative": done.value(f"{ACTOR}.tau_neg")}
+    done.set("trainer.loss.args", args.get(name))
+    done.set("trainer.loss.args.dual_clip", known.get(f"{ACTOR}.clip_ratio_c") if name == "ppo" else None)
+    if {f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"} <= known.keys():
+        done.leave("clip_ratio_low and clip_ratio_high stand for it", f"{ACTOR}.clip_ratio")
+    if name in ("gspo", "sapo"):
+        if done.get("trainer.aggregation") != "sequence_mean":
+            done.leave(f"{name} takes the mean of sequences", f"{ACTOR}.loss_agg_mode")
+        done.set("trainer.aggregation", "sequence_mean")
+    _advantage(done)
+    for place, (used, coef, kind, default) in PENALTIES.items():
+        if known.get(used) and done.get("trainer.kl") is None:
+            estimator = ESTIMATORS.get(known.get(kind, default), FILL_IN)
+            done.set("trainer.kl", {"coef": known.get(coef, 0.001), "estimator": estimator, "place": place})
+            cpu = known.get("actor_rollout_ref.ref.fsdp_config.param_offload")
+            done.set("trainer.kl.device", "cpu" if cpu else None)
+        else:
+            done.leave(f"no penalty is in the {place}", coef, kind, *([used] if known.get(used) else []))
 
 
-def _advantage(done: Conversion, known: Mapping[str, Any]) -> None:
-    estimator = known.get("algorithm.adv_estimator", "gae")
-    advantage = ADVANTAGES.get(estimator)
-    divided = known.get("algorithm.norm_adv_by_std_in_grpo")
-    if advantage == "grpo" and divided is False:
-        advantage = "centered"
-    elif divided is False:
-        done.leave("algorithm.norm_adv_by_std_in_grpo", "only grpo divides by the deviation")
-    if advantage is None:
-        done.leave("algorithm.adv_estimator", f"not one of {', '.join(ADVANTAGES)}")
-    elif advantage not in ("gae", "reinforce_pp") and done.get("sampling.n") == 1:
-        done.ask(f"sampling.n is 1, of which {estimator} takes the reward itself: trainer.advantage.name is raw")
-        advantage = "raw"
-    done.set("trainer.advantage.name", advantage or FILL_IN)
-    filtered = known.get("algorithm.filter_groups.enable", False)
-    if advantage in ("grpo", "centered", "rloo"):
-        done.set("trainer.advantage.keep_zero_variance", not filtered)
-    elif filtered:
-        done.leave("algorithm.filter_groups.enable", f"groups are not compared by {advantage or estimator}")
-    if advantage in ("gae", "reinforce_pp"):
-        done.set("trainer.advantage.args.gamma", float(known.get("algorithm.gamma", 1.0)))
-    if advantage == "gae":
-        done.set("trainer.advantage.args.lam", float(known.get("algorithm.lam", 1.0)))
-        done.set("trainer.critic.optimizer.lr", known.get("critic.optim.lr", 1e-5))
-        done.set("trainer.critic.clip", known.get("critic.cliprange_value", 0.5))
-        done.set("trainer.critic.model", known.get("critic.model.path"))
+def _advantage(done: Conversion) -> None:
+    name, key = done.get("trainer.advantage.name"), "algorithm.norm_adv_by_std_in_grpo"
+    if done.known.get(key) is False and name != "grpo":
+        done.leave("only grpo divides by the deviation", key)
+    elif done.known.get(key) is False:
+        name = "centered"
+    keeps = not done.known.get("algorithm.filter_groups.enable", False)
+    name = done.set_advantage(name, "algorithm.adv_estimator", keeps, gamma="algorithm.gamma", lam="algorithm.lam")
+    if name == "gae":
+        done.set("trainer.critic.optimizer.lr", done.value("critic.optim.lr"))
+        done.set("trainer.critic.clip", done.value("critic.cliprange_value"))
+        done.set("trainer.critic.model", done.known.get("critic.model.path"))
 
 
-def _correction(done: Conversion, known: Mapping[str, Any]) -> None:
+def _correction(done: Conversion) -> None:
     """Convert corrections for the difference between the sampling and the training policy."""
+    known = done.known
     bypass, weights = known.get(f"{CORRECTION}.bypass_mode", False), known.get(f"{CORRECTION}.rollout_is")
     loss, limit = known.get(f"{CORRECTION}.loss_type", "ppo_clip"), f"{CORRECTION}.rollout_is_threshold"
     if bypass and loss != "ppo_clip":
         done.set("trainer.loss", {"name": "reinforce" if loss == "reinforce" else FILL_IN})
     elif loss != "ppo_clip":
-        done.leave(f"{CORRECTION}.loss_type", "only with bypass_mode")
+        done.leave("only with bypass_mode", f"{CORRECTION}.loss_type")
     if weights == "token" and not bypass and done.get("trainer.loss.name") == "ppo":
-        args = {**done.get("trainer.loss.args"), "weight_limit": known.get(limit, 2.0), "weight_action": "clamp"}
+        args = {**done.get("trainer.loss.args"), "weight_limit": done.value(limit), "weight_action": "clamp"}
         done.set("trainer.loss", {"name": "decoupled_ppo", "args": args, "proximal": "recompute"})
     elif weights is not None:
         reason = "ratios are to the generators' own log-probabilities; no weight of a sequence is multiplied"
-        done.leave(f"{CORRECTION}.rollout_is", reason)
-        done.leave(limit, reason)
+        done.leave(reason, f"{CORRECTION}.rollout_is", limit)
     rules = []
     bounds = [part.split("_") for part in str(known.get(f"{CORRECTION}.rollout_rs_threshold", "")).split(",")]
     modes = str(known.get(f"{CORRECTION}.rollout_rs") or "")
     for mode, bound in zip(modes.split(",") if modes else (), bounds, strict=False):
         match = re.fullmatch(r"(token|seq_mean)_(k[123])", mode.strip())
         if match is None:
-            done.leave(f"{CORRECTION}.rollout_rs", f"{mode}: not one of token_k1, k2, k3, seq_mean_k1, k2, k3")
+            done.leave(f"{mode}: not one of token_k1, k2, k3, seq_mean_k1, k2, k3", f"{CORRECTION}.rollout_rs")
             continue
         # Bounds of k1 are those of the ratio itself.
         of_ratio, numbers = match[2] == "k1", [float(text) for text in bound]
@@ -259,131 +226,87 @@ def _correction(done: Conversion, known: Mapping[str, Any]) -> None:
     done.set("trainer.rejection", rules or None)
 
 
-def _kl(done: Conversion, known: Mapping[str, Any]) -> None:
-    in_loss, in_reward = known.get(f"{ACTOR}.use_kl_loss"), known.get("algorithm.use_kl_in_reward")
-    keys = {"loss": [f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"]}
-    keys["reward"] = ["algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"]
-    place = "loss" if in_loss else "reward" if in_reward else None
-    if place is not None:
-        coef, kind = (known.get(key) for key in keys[place])
-        name = ESTIMATORS.get(kind or ("low_var_kl" if in_loss else "kl"))
-        coef = 0.001 if coef is None else coef
-        done.set("trainer.kl", {"coef": coef, "estimator": name or FILL_IN, "place": place})
-        cpu = known.get("actor_rollout_ref.ref.fsdp_config.param_offload")
-        done.set("trainer.kl.device", "cpu" if cpu else None)
-    if in_loss and in_reward:
-        done.leave("algorithm.use_kl_in_reward", "the penalty is in the loss: there is one")
-    for other, named in keys.items():
-        for key in named if other != place else ():
-            if key in known:
-                done.leave(key, f"no penalty is in the {other}")
-    if place is None and "actor_rollout_ref.ref.fsdp_config.param_offload" in known:
-        done.leave("actor_rollout_ref.ref.fsdp_config.param_offload", "there is no reference model without a penalty")
-
-
-def _data(done: Conversion, known: Mapping[str, Any]) -> None:
-    files = known.get("data.train_files")
+def _data(done: Conversion) -> None:
+    known, held_out, every = done.known, "data.val_files", "trainer.test_freq"
     given = done.config.get("train", {})
-    sets = [{**one, **given} for one in _datasets(files, known)]
+    sets = [{**one, **given} for one in _datasets(known.get("data.train_files"), done)]
     done.config["train"] = sets[0] if len(sets) == 1 else sets
-    if not files:
+    if not known.get("data.train_files"):
         done.ask("train.args.path: the folder of your Parquet files", "data.train_files")
     if len(sets) > 1:
         done.ask(f"train: weight of each dataset; verl takes {len(sets)} files as one, each by its number of rows")
-    custom = known.get("data.custom_cls.path")
-    if custom:
+    if custom := known.get("data.custom_cls.path"):
         name = f"{custom}:{known.get('data.custom_cls.name', FILL_IN)}"
-        done.ask(f"train.name: verl's class {name} becomes a dataset of your own", *_of(known, "data.custom_cls."))
-    every = known.get("trainer.test_freq", -1)
-    if known.get("data.val_files") and every > 0:
-        held_out = _datasets(known["data.val_files"], known)
-        done.set("eval.dataset", held_out[0] if len(held_out) == 1 else held_out)
-        done.set("eval.every", every)
-        sampled = known.get(f"{ROLLOUT}.val_kwargs.do_sample", True)
-        done.set("eval.sampling.n", known.get(f"{ROLLOUT}.val_kwargs.n", 1))
-        heat = float(known.get(f"{ROLLOUT}.val_kwargs.temperature", 0)) if sampled else 0.0
+        done.ask(f"train.name: verl's class {name} becomes a dataset of your own", *done.within("data.custom_cls."))
+    sampling = f"{ROLLOUT}.val_kwargs."
+    if known.get(held_out) and done.value(every) > 0:
+        sets = _datasets(known[held_out], done)
+        done.set("eval.dataset", sets[0] if len(sets) == 1 else sets)
+        done.set("eval.every", done.value(every))
+        done.set("eval.sampling.n", done.value(f"{sampling}n"))
+        heat = float(done.value(f"{sampling}temperature")) if done.value(f"{sampling}do_sample") else 0.0
         done.set("eval.sampling.temperature", heat)
         for name in ("top_p", "top_k"):
-            done.set(f"eval.sampling.{name}", known.get(f"{ROLLOUT}.val_kwargs.{name}"))
+            done.set(f"eval.sampling.{name}", known.get(f"{sampling}{name}"))
         if done.get("eval.sampling.top_k") == 0:
             done.set("eval.sampling.top_k", -1)
-        done.set("eval.sampling.max_tokens", known.get("data.max_response_length", 512))
-    elif known.get("data.val_files"):
-        reason = "no evaluation during training: trainer.test_freq is not above 0"
-        for key in ("data.val_files", "trainer.test_freq", *_of(known, f"{ROLLOUT}.val_kwargs.")):
-            if key in known:
-                done.leave(key, reason)
+        done.set("eval.sampling.max_tokens", done.value("data.max_response_length"))
+    elif known.get(held_out):
+        done.leave("no evaluation during training: test_freq is not above 0", held_out, every, *done.within(sampling))
 
 
-def _of(known: Mapping[str, Any], section: str) -> list[str]:
-    return [key for key in known if key.startswith(section)]
-
-
-def _datasets(files: Any, known: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _datasets(files: Any, done: Conversion) -> list[dict[str, Any]]:
     """Return a dataset for each Parquet file, labelled by its folder if there are several."""
-    listed = files if isinstance(files, list) else [files]
-    found: list[dict[str, Any]] = []
-    for file in listed or [None]:
-        path = PurePosixPath(str(file or "FOLDER/train.parquet"))
-        args: dict[str, Any] = {"path": str(path.parent), "split": path.stem, "answer": "reward_model.ground_truth"}
-        if known.get("data.prompt_key", "prompt") != "prompt":
-            args["prompt"] = known["data.prompt_key"]
-        one: dict[str, Any] = {"name": "hf", "args": args}
-        if len(listed) > 1:
-            one["label"] = re.sub(r"[^\w.-]", "_", f"{path.parent.name}-{path.stem}-{len(found)}", flags=re.ASCII)[-64:]
-        found.append(one)
+    columns = {"answer": "reward_model.ground_truth"}
+    if (prompt := done.value("data.prompt_key")) != "prompt":
+        columns["prompt"] = prompt
+    listed_files = files if isinstance(files, list) else [files]
+    found = [parquet(str(file or "FOLDER/train.parquet"), **columns) for file in listed_files or [None]]
+    for number, one in enumerate(found if len(listed_files) > 1 else []):
+        label = f"{Path(one['args']['path']).name}-{one['args']['split']}-{number}"
+        one["label"] = re.sub(r"[^\w.-]", "_", label, flags=re.ASCII)[-64:]
     return found
 
 
-def _rewards(done: Conversion, known: Mapping[str, Any]) -> None:
-    path, files = known.get("custom_reward_function.path"), str(known.get("data.train_files")).lower()
-    args = {key.rpartition(".")[2]: known[key] for key in _of(known, "custom_reward_function.reward_kwargs.")}
+def _rewards(done: Conversion) -> None:
+    known, files = done.known, str(done.known.get("data.train_files")).lower()
+    path = known.get("custom_reward_function.path")
     if known.get("reward_model.enable"):
         model = known.get("reward_model.model.path", FILL_IN)
         term: dict[str, Any] = {"name": "reward_model", "args": {"path": model}}
         done.ask("reward.terms: reward_model runs in the reward service; reward_model_server asks a server of its own")
-        if path:
-            done.leave("custom_reward_function.path", "the reward model's score takes its place")
-    elif path:
-        term = {"name": f"{path}:{known.get('custom_reward_function.name', 'compute_score')}"}
-        term |= {"args": args} if args else {}
+        done.leave("the reward model's score takes its place", "custom_reward_function.path")
     else:
-        name = next((rule for word, rule in REWARDS.items() if word in files), "math")
-        term = {"name": name}
-        done.ask(f"reward.terms: verl chooses by data_source; {name} is a guess from the name of the files")
-    if not known.get("reward_model.enable") and "reward_model.model.path" in known:
-        done.leave("reward_model.model.path", "reward_model.enable is not true")
+        done.leave("reward_model.enable is not true", "reward_model.model.path")
+        if path:
+            given = done.within("custom_reward_function.reward_kwargs.")
+            args = {key.rpartition(".")[2]: known[key] for key in given}
+            term = {"name": f"{path}:{done.value('custom_reward_function.name')}"} | ({"args": args} if args else {})
+        else:
+            name = next((rule for word, rule in REWARDS.items() if word in files), "math")
+            term = {"name": name}
+            done.ask(f"reward.terms: verl chooses by data_source; {name} is a guess from the name of the files")
     terms = [term]
     buffer = f"{OVERLONG}.overlong_buffer_cfg"
+    sizes = (f"{OVERLONG}.max_resp_len", f"{buffer}.len", f"{buffer}.penalty_factor")
     if known.get(f"{buffer}.enable"):
-        most = known.get(f"{OVERLONG}.max_resp_len", known.get("data.max_response_length", 512))
-        length = {"max_tokens": most, "overlong_buffer": known.get(f"{buffer}.len", 512)}
-        length["factor"] = known.get(f"{buffer}.penalty_factor", 1.0)
+        length = {"max_tokens": known.get(sizes[0], done.value("data.max_response_length"))}
+        length |= {"overlong_buffer": done.value(sizes[1]), "factor": done.value(sizes[2])}
         terms.append({"name": "length", "args": length})
         done.set("reward.correct_term", str(term["name"]).rpartition(":")[2])
     else:
-        for key in (f"{OVERLONG}.max_resp_len", f"{buffer}.len", f"{buffer}.penalty_factor"):
-            if key in known:
-                done.leave(key, "overlong_buffer_cfg.enable is not true")
+        done.leave("overlong_buffer_cfg.enable is not true", *sizes)
     done.set("reward.terms", terms)
-    metric = known.get("algorithm.filter_groups.metric")
-    if known.get("algorithm.filter_groups.enable") and metric == "acc" and len(terms) > 1:
+    metric = "algorithm.filter_groups.metric"
+    if known.get("algorithm.filter_groups.enable") and known.get(metric) == "acc" and len(terms) > 1:
         done.set("trainer.advantage.filter_term", done.get("reward.correct_term"))
-    elif metric is not None:
-        done.leave("algorithm.filter_groups.metric", "the sum of all terms decides; see trainer.advantage.filter_term")
+    else:
+        done.leave("the sum of all terms decides; see trainer.advantage.filter_term", metric)
 
 
-def _vision(done: Conversion, known: Mapping[str, Any]) -> None:
-    if "data.image_key" in known or reads_images(known.get(f"{MODEL}.path")):
-        done.set("model.freeze_vision", known.get(f"{ACTOR}.freeze_vision_tower", False))
-        refused = (
-            f"{MODEL}.{name}" for name in ("lora_rank", "lora_alpha", "lora.rank", "lora.alpha", "target_modules")
-        )
-        done.read_images(known.get("data.image_key", "images"), *refused, f"{ACTOR}.ulysses_sequence_parallel_size")
-
-
-def _tools(done: Conversion, known: Mapping[str, Any]) -> None:
+def _tools(done: Conversion) -> None:
     """Convert what makes a sample a conversation: tools, an interaction, or another agent loop."""
+    known = done.known
     tools, talk = f"{TURNS}.tool_config_path", f"{TURNS}.interaction_config_path"
     agents = f"{ROLLOUT}.agent.agent_loop_config_path"
     loop = known.get(f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent")
@@ -392,21 +315,18 @@ def _tools(done: Conversion, known: Mapping[str, Any]) -> None:
     if talk in done.found or agents in done.found or loop not in ("single_turn_agent", "tool_agent"):
         done.set("generator.workflow", {"name": FILL_IN})
         key = talk if talk in done.found else agents if agents in done.found else f"{ROLLOUT}.agent.default_agent_loop"
-        done.leave(key, "write what answers the policy as an environment or an agent of your own")
-        if tools in done.found:
-            done.leave(tools, "tools belong to that environment or agent")
+        done.leave("write what answers the policy as an environment or an agent of your own", key)
+        done.leave("tools belong to that environment or agent", tools)
     elif tools in done.found:
         done.set("generator.workflow", {"name": "tools", "args": {"tools": _tool_entries(done, known.get(tools))}})
         if known.get(f"{TURNS}.enable") is False:
-            done.leave(f"{TURNS}.enable", "tools are named, so that they are used")
+            done.leave("tools are named, so that they are used", f"{TURNS}.enable")
         for theirs, ours in limits.items():
             done.set(f"generator.workflow.args.{ours}", known.get(f"{TURNS}.{theirs}"))
     elif known.get(f"{TURNS}.enable") or loop == "tool_agent":
-        done.leave(f"{TURNS}.enable", "there is neither a tool nor an interaction, so that each sample is one turn")
+        done.leave("there is neither a tool nor an interaction, so that each sample is one turn", f"{TURNS}.enable")
     if done.get("generator.workflow.name") != "tools":
-        for key in (f"{TURNS}.{theirs}" for theirs in limits):
-            if key in known:
-                done.leave(key, "of the workflow tools")
+        done.leave("of the workflow tools", *(f"{TURNS}.{theirs}" for theirs in limits))
     turns = known.get(f"{TURNS}.max_user_turns")
     done.set("generator.agents.max_calls", None if turns is None else turns + 1)
 
@@ -439,9 +359,9 @@ def _tool_entries(done: Conversion, path: str | None) -> list[Any]:
 
 
 def _looks_like(file: Path, text: str) -> bool:
-    if file.suffix in (".sh", ".bash"):
+    if file.suffix in SHELL:
         return "verl" in text or re.search(r"[a-z_]+\.\w[\w.]*=", text) is not None
-    return file.suffix in (".yaml", ".yml") and re.search(r"^(actor_rollout_ref|algorithm):", text, re.M) is not None
+    return file.suffix in YAML and re.search(r"^(actor_rollout_ref|algorithm):", text, re.M) is not None
 
 
-SYSTEM = ForeignSystem("verl", RULES, _looks_like, _read, convert)
+SYSTEM = ForeignSystem("verl", read_rules("verl"), _looks_like, _read, convert)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.migrate.conversion import Conversion, ConversionRule
+from deploy.migrate.conversion import Conversion
 from deploy.migrate.convert import SYSTEMS
+from deploy.migrate.rules import ConversionRule
 from tools.convert_examples import command_line, measure
 
 SCRIPT = """
@@ -43,7 +44,7 @@ def test_a_setting_that_makes_no_difference_is_lost(tmp_path: Path, monkeypatch:
         ConversionRule("data.lost", "trainer.batch_groups"),
     )
 
-    def nothing(done: Conversion, processes: int) -> None:
+    def nothing(done: Conversion) -> None:
         done.set("reward.terms", [{"name": "exact"}])
 
     monkeypatch.setitem(SYSTEMS, "verl", replace(SYSTEMS["verl"], rules=rules, convert=nothing))
