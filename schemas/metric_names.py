@@ -30,7 +30,7 @@ METRICS: dict[str, str] = {
     "data/{}/solve_rate": "Share of correct samples among them: which part of a mixture learns.",
     "data/{}/solve_none": "Number of these groups without a correct sample.",
     "data/{}/solve_all": "Number of these groups with only correct samples.",
-    "data/{}/level_{}/solve_rate": "The same share at one level of difficulty. The other figures of a dataset exist for"
+    "data/{}/level_{}/solve_rate": "The same share at one level of difficulty. The other metrics of a dataset exist for"
     " each of its levels, too.",
     "data/skipped_fraction": "Share of all positions of the prompt order so far that the curriculum skipped.",
     "data/prompts_seen": "Prompts (or levels) that a curriculum has statistics of, at the last checkpoint.",
@@ -90,7 +90,7 @@ METRICS: dict[str, str] = {
     "mismatch/{}/kl": "Mean divergence (k3) of the two on these tokens.",
     "mismatch/{}/tokens": "Number of these tokens.",
     "mismatch/{}/age_{}/gap": "The same over tokens of samples whose oldest token is so many versions older than the"
-    " step's: at age 0 it should be tiny. The other two figures exist for each age, too.",
+    " step's: at age 0 it should be tiny. The other two metrics exist for each age, too.",
     "train/advantage_abs_mean": "Mean size of the samples' advantages.",
     "train/advantage_mean": "Mean advantage of a token.",
     "train/advantage_std": "Its standard deviation.",

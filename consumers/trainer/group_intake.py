@@ -32,7 +32,7 @@ log = structlog.get_logger()
 class GroupIntake:
     """The groups of a trainer's steps: ``claim`` outcomes, ``choose`` complete groups, ``take`` their samples.
 
-    meter, datasets: figures of all groups that arrived since the last step. filtered_at, last_outcome_at: when the last
+    meter, datasets: metrics of all groups that arrived since the last step. filtered_at, last_outcome_at: when the last
     group ended because it teaches nothing, and when the last outcome came, on the clock ``time.monotonic``.
     """
 

@@ -59,7 +59,7 @@ class Trainer:
         self.pause = PauseFollower(context, save=self.checkpoints.save_now)
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
-        """Return state, version and figures for the heartbeat."""
+        """Return state, version and metrics for the heartbeat."""
         state = "paused" if self.pause.reasons else self.state
         rate = 0.0 if self.pause.reasons else self.step_log.tokens_per_s
         return state, self.progress.version, {"step": float(self.progress.step), "tokens_per_s": rate}
@@ -102,7 +102,7 @@ class Trainer:
         return self.checkpoints.replayable()
 
     def unblock_others(self) -> None:
-        """Provide, while no batch comes, what other services may wait for: room in the broker, weights, figures.
+        """Provide, while no batch comes, what other services may wait for: room in the broker, weights, metrics.
 
         RunFailed if no generator can use the weights.
         """

@@ -60,7 +60,7 @@ class StepLog:
         write_environment(folder, context.config.base, self._ranks.world)
         self._last: dict[str, Any] = {}
         self._evaluated: dict[str, Any] = {}
-        """Figures of the newest evaluation that no line has yet."""
+        """Metrics of the newest evaluation that no line has yet."""
         self._samples: list[tuple[Trajectory, float]] = []
         self._terms: Terms = {}
         self._next_look = 0.0
@@ -82,7 +82,7 @@ class StepLog:
         self._append(self._trained, line | {"samples": samples, "excluded": batch.excluded})
 
     def finished(self, batch: Batch, result: StepResult) -> None:
-        """End the step's time, and write its figures and samples to the run's folder, the trackers and the broker."""
+        """End the step's time, and write its metrics and samples to the run's folder, the trackers and the broker."""
         times = self._timer.lap()
         self.tokens_per_s = result.metrics["tokens"] / (times["total"] - times.get("paused", 0.0))
         figures = self._figures(batch, result) | {f"time/{name}_s": seconds for name, seconds in times.items()}
@@ -206,7 +206,7 @@ class StepLog:
         self._retry("log", write)
 
     def _figures(self, batch: Batch, result: StepResult) -> dict[str, Any]:
-        """Return the step's figures under the usual sections."""
+        """Return the step's metrics under the usual sections."""
         figures: dict[str, Any] = {
             "step": self._progress.step,
             "version": self._progress.version,

@@ -1,4 +1,4 @@
-"""An exported model for others: its model card with the figures of the run, and the way to the Hugging Face hub."""
+"""An exported model for others: its model card with the metrics of the run, and the way to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_card(config: TidemillConfig, checkpoint: str, adapter: bool) -> str:
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {config.run.name}, step {step}",
         f"{'An adapter' if adapter else 'A model'} trained by reinforcement learning with Tidemill"
-        f" {version('tidemill')}. The figures are those of its run.",
+        f" {version('tidemill')}. The metrics are those of its run.",
         "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows)]),
     ]
     if evaluations:

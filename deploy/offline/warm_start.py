@@ -31,7 +31,7 @@ def make_model(config: TidemillConfig, settings: WarmStartConfig) -> dict[str, A
     """Train the model of ``warm_start`` into model.path, unless it is there already; ConfigError says why not.
 
     Started as several ranks (torchrun), all of them train. Returns the result, as ``--json`` prints it, with the
-    figures of the training if there was one; None in all ranks but the first.
+    metrics of the training if there was one; None in all ranks but the first.
     """
     configure_logging(config, "sft", "sft")
     current = {"model": config.model.path, "made": False}

@@ -40,7 +40,7 @@ class ClusterRates:
 
     step_s, row_s: a generator's next token for b samples takes step_s + b * row_s seconds. most: samples that it has in
     flight at most. trained_tokens_per_s: of one GPU of the trainer. publish_s: from the end of a step until generators
-    have its weights. The defaults are rough figures for a dense model of 7 billion parameters in bfloat16 on H100s.
+    have its weights. The defaults are rough numbers for a dense model of 7 billion parameters in bfloat16 on H100s.
     """
 
     step_s: float = 0.012

@@ -20,7 +20,7 @@ LEAST = 5
 
 @dataclass(frozen=True)
 class Known:
-    """Inputs of a plan. source: of each figure, in words."""
+    """Inputs of a plan. source: of each number, in words."""
 
     rates: ClusterRates
     mix: LengthMix
@@ -40,7 +40,7 @@ def stated(max_tokens: int, max_samples: int) -> Known:
 
 
 def of_run(file: Path, before: Known, ranks: int, generators: int) -> Known:
-    """Replace the figures that a run's metrics.jsonl has; ranks, generators: those it ran with."""
+    """Replace the numbers that a run's metrics.jsonl has; ranks, generators: those it ran with."""
     lines = [line for line in read_lines(file) if "time/total_s" in line and "train/tokens" in line]
     lines = lines[len(lines) // 4 :]  # the first steps wait for a pipeline that fills
     if len(lines) < LEAST:

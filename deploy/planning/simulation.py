@@ -23,7 +23,7 @@ NO_SCORE = Score(reward=0.0)
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Figures of the steps after the first ones. busy: shares of the time, of a generator's places those in use.
+    """Metrics of the steps after the first ones. busy: shares of the time, of a generator's places those in use.
 
     oldest: largest age in versions of a trained group, by its admission.
     """

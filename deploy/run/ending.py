@@ -36,7 +36,7 @@ class Ending:
     plot: Path | None
 
     def print(self, console: Console) -> None:
-        """Print held-out figures before and after the run, what it took, and where the rest is; its path comes last."""
+        """Print held-out metrics before and after the run, what it took, and where the rest is; its path comes last."""
         s = self.summary
         title = f"{self.run}: {s['exit_reason'].partition(':')[0]}"
         held_out, before, after = _heldout(s)
@@ -137,7 +137,7 @@ def _plot(config: TidemillConfig, final: Final, summary: Mapping[str, Any]) -> P
 
 
 def _heldout(summary: Mapping[str, Any]) -> tuple[str, str | None, str | None]:
-    """Return what held-out samples are measured by, and the figure before and after the run; None if not known."""
+    """Return what held-out samples are measured by, and the metric before and after the run; None if not known."""
     name, form = ("reward", ".3f") if summary["accuracy_after"] is None else ("accuracy", ".1%")
     before, after = summary[f"{name}_before"], summary[f"{name}_after"]
     return (

@@ -1,4 +1,4 @@
-"""The figures of a finished run in summary.json.
+"""The metrics of a finished run in summary.json.
 
 They come from the trainer's own logs, and are compared with the broker's last counts: a sample that was published but
 neither trained, dropped, excluded nor still in the pipeline was lost.
@@ -31,7 +31,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Final:
-    """Figures that the logs do not hold, from the broker and the caller. Samples are of training only.
+    """Metrics that the logs do not hold, from the broker and the caller. Samples are of training only.
 
     published: first deliveries. dropped, failed: published samples of groups that ended untrained.
     live: published samples of groups that are still in the pipeline. phases_s: seconds by phase.
@@ -50,7 +50,7 @@ class Final:
 
 
 def figure(line: Mapping[str, Any], name: str) -> float | None:
-    """Return a step's figure, which may be filed under ``train/``; None when it is not there."""
+    """Return a step's metric, which may be filed under ``train/``; None when it is not there."""
     value = line.get(name, line.get(f"train/{name}"))
     return None if value is None else float(value)
 
@@ -97,7 +97,7 @@ class _Mean:
 
     @property
     def value(self) -> float | None:
-        """None if no step has the figure."""
+        """None if no step has the metric."""
         return self._total / self._weights if self._weights else None
 
 

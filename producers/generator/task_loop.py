@@ -123,7 +123,7 @@ class TaskLoop:
         return self._context.orders.capacity(generator.agents.episodes if self._is_agent else generator.max_samples)
 
     def metrics(self) -> dict[str, float]:
-        """Return the loop's figures for the heartbeat."""
+        """Return the loop's metrics for the heartbeat."""
         return {
             "tokens_per_s": self._rate.rate(self.tokens),
             "samples_in_flight": float(self.in_flight),

@@ -1,6 +1,6 @@
 """The control plane's requests and answers as types that its routes, its OpenAPI document and its clients share.
 
-Times are Unix seconds, durations seconds, rates per second; a figure that is not known yet is null.
+Times are Unix seconds, durations seconds, rates per second; a metric that is not known yet is null.
 """
 
 from schemas.control_api.base import Answer, Finish, Health, Level, Limit, PauseMode, Problem, RunState

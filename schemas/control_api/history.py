@@ -14,7 +14,7 @@ class MetricsHistory(ListAnswer):
     """Answer to GET /v1/metrics-history, and the data of the SSE event ``metrics``: columns, ready for charts."""
 
     step: list[int] = Field(
-        description="Numbers of steps, rising; a step that was trained again has the figures of the last time."
+        description="Numbers of steps, rising; a step that was trained again has the metrics of the last time."
     )
     series: dict[str, list[float | None]] = Field(
         description="Values by name of the series, each list as long as ``step``."

@@ -31,7 +31,7 @@ class ServiceStatus(Answer):
     acknowledged: dict[str, int] = Field(
         description="Number of the newest order that the service has followed, by kind of order."
     )
-    figures: dict[str, float] = Field(description="All other figures of the heartbeat, by name.")
+    figures: dict[str, float] = Field(description="All other metrics of the heartbeat, by name.")
 
 
 class Services(Answer):
@@ -66,7 +66,7 @@ class PauseStatus(Answer):
 
 
 class Bottleneck(Answer):
-    """The current bottleneck of the run in words, with the figures that show it."""
+    """The current bottleneck of the run in words, with the metrics that show it."""
 
     limit: Limit
     text: str
@@ -80,7 +80,7 @@ class Staleness(Answer):
     mean: float | None
     max: int | None
     histogram: dict[str, int] = Field(description="Number of loss tokens by age, over the last steps.")
-    steps: int = Field(description="Number of steps that these figures cover.")
+    steps: int = Field(description="Number of steps that these metrics cover.")
 
 
 class Throughput(Answer):

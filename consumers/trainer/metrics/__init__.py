@@ -1,1 +1,1 @@
-"""Figures of each step: metrics, timing, trackers."""
+"""Metrics of each step: metrics, timing, trackers."""

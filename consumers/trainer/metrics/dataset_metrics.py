@@ -1,4 +1,4 @@
-"""Figures of each of a run's datasets: the mean reward of a mixture hides a part that is solved or hopeless.
+"""Metrics of each of a run's datasets: the mean reward of a mixture hides a part that is solved or hopeless.
 
 Groups are counted when they are complete, before any is filtered out.
 """
@@ -40,7 +40,7 @@ class DatasetMeter:
         counts.all += all(correct)
 
     def take(self) -> dict[str, float]:
-        """Return the figures since the last call, ``data/LABEL/...`` and for a level ``data/LABEL/level_N/...``."""
+        """Return the metrics since the last call, ``data/LABEL/...`` and for a level ``data/LABEL/level_N/...``."""
         figures: dict[str, float] = {}
         for dataset, counts in sorted(self._counts.items()):
             of_dataset = {

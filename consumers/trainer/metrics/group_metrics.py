@@ -1,4 +1,4 @@
-"""Figures of prompt groups and samples before the filter, which a step's batch does not show.
+"""Metrics of prompt groups and samples before the filter, which a step's batch does not show.
 
 A step trains the groups that teach something. How many are always or never solved, and what the policy really earns,
 shows only in all complete groups, so these are counted from one step to the next.
@@ -81,7 +81,7 @@ class GroupMeter:
         )
 
     def take(self) -> dict[str, float]:
-        """Return the figures since the last call; those of complete groups only if there are any."""
+        """Return the metrics since the last call; those of complete groups only if there are any."""
         figures = {f"groups/dropped_{reason}": float(count) for reason, count in sorted(self._dropped.items())}
         figures |= {"groups/complete": float(self._groups), "groups/dropped": float(self._dropped.total())}
         figures |= {f"samples/failed_{kind}": float(count) for kind, count in sorted(self._failed.items())}

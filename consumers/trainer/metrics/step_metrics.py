@@ -135,7 +135,7 @@ class StepMeter:
         return self.sums["loss"]
 
     def reduce(self, ranks: Ranks) -> None:
-        """Combine the figures of all ranks."""
+        """Combine the metrics of all ranks."""
         add, most = ranks.all_reduce_sum, ranks.all_reduce_max
         names = sorted(self.sums)
         self.sums = dict(zip(names, add([self.sums[name] for name in names]), strict=True))

@@ -118,7 +118,7 @@ class Trackers:
                 self._trackers += [(tracker, thread) for tracker in started]
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Send the figures of a step, a line of metrics.jsonl; a histogram becomes a figure for each entry."""
+        """Send the metrics of a step, a line of metrics.jsonl; a histogram becomes a metric for each entry."""
         step = int(line["step"])
         if step <= self._sent:
             return
@@ -130,7 +130,7 @@ class Trackers:
         self._each(lambda tracker: tracker.log(dict(figures), step=step))
 
     def log_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Send the figures of an evaluation that became complete after ``step``; call it once for each."""
+        """Send the metrics of an evaluation that became complete after ``step``; call it once for each."""
         given, at = dict(figures), max(step, self._sent)
         self._each(lambda tracker: tracker.log(dict(given), step=at))
 
@@ -173,7 +173,7 @@ class Trackers:
         for tracker, thread in self._trackers:
             thread.put(tracker.finish)
         self._wait(LONG_DEADLINE_S)
-        self._drop_failed("did not send its last figures")
+        self._drop_failed("did not send its last metrics")
         for _, thread in self._trackers:
             thread.end()
         self._trackers.clear()

@@ -91,7 +91,7 @@ def read_metrics(
     page: Annotated[Page, page_of(1000, 10_000)],
     name: Annotated[list[str] | None, Query(description="Only these series; repeat it for more.")] = None,
 ) -> RunMetrics:
-    """Return the figures of a run's steps as columns, in which steps always rise, with what each is.
+    """Return the metrics of a run's steps as columns, in which steps always rise, with what each is.
 
     A cursor is the number of a step.
     """

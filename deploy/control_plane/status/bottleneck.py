@@ -1,4 +1,4 @@
-"""The bottleneck of a run, in words, with the figures that show it: a pure function.
+"""The bottleneck of a run, in words, with the metrics that show it: a pure function.
 
 The trainer's own clock decides first: a trainer that hardly ever waits is the limit itself. One that waits is short
 of scored groups, and the queues before it tell which service delays them.

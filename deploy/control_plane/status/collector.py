@@ -41,7 +41,7 @@ from schemas.model_folder import chat_template
 
 MEMORY_EVERY_S = 10.0
 RECENT = 20
-"""Steps that figures of "now" are taken from."""
+"""Steps that metrics of "now" are taken from."""
 FEW_BATCHES = 4
 """Batches of dropped groups before the first step from which their reasons are worth naming."""
 STOPPED = 10

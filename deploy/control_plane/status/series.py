@@ -22,7 +22,7 @@ HISTOGRAM = "staleness/histogram"
 
 
 class MetricsSeries:
-    """Columns of the same length; NaN where a step has no such figure. 8 bytes a figure."""
+    """Columns of the same length; NaN where a step has no such metric. 8 bytes a value."""
 
     def __init__(self, keep: int = STEPS_KEPT) -> None:
         """keep: the newest steps that are kept."""
@@ -103,7 +103,7 @@ class MetricsSeries:
 
 
 def _figures(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a line by name; those of a figure with several parts under NAME/PART."""
+    """Yield the numbers of a line by name; those of a metric with several parts under NAME/PART."""
     for name, value in line.items():
         if isinstance(value, int | float) and name != "step":
             yield name, float(value)

@@ -37,7 +37,7 @@ async function show() {
   await prompts(run, found.filter((one) => one.prompts).slice(-COLUMNS).reverse());
 }
 
-/** Figures of each dataset that are numbers, under their names. */
+/** Metrics of each dataset that are numbers, under their names. */
 function extras(one) {
   const flat = {};
   for (const [label, of] of Object.entries(one.datasets))
@@ -82,7 +82,7 @@ async function prompts(run, kept) {
   });
   const mean = (line) => line.cells[0]?.mean ?? Infinity;
   table = { run, kept, lines: [...lines.values()].sort((a, b) => mean(a) - mean(b) || a.index - b.index) };
-  setText(byId("prompt-note"), `${plural(table.lines.length, "prompt")}, the worst of version ${kept[0].version} first; choose a figure to read the samples`);
+  setText(byId("prompt-note"), `${plural(table.lines.length, "prompt")}, the worst of version ${kept[0].version} first; choose a reward to read the samples`);
   host.replaceChildren(promptTable());
 }
 

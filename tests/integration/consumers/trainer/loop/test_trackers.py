@@ -183,7 +183,7 @@ def test_a_tracker_that_fails_with_whatever_error_costs_the_run_nothing(
 @pytest.mark.parametrize(
     ("kind", "what"),
     # Five steps may take less time than it has for one call.
-    [("Hanging", "(failed|did not send its last figures)"), ("HangingAtTheEnd", "did not send its last figures")],
+    [("Hanging", "(failed|did not send its last metrics)"), ("HangingAtTheEnd", "did not send its last metrics")],
     ids=["in a step", "at the end"],
 )
 def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
