@@ -7,13 +7,3 @@ are those of the image processor of Qwen's vision models (Qwen2-VL, arXiv:2409.1
 
 from schemas.images.patches import cut_patches, image_size, join_patches, prepare_image, probe_image
 from schemas.images.settings import ImageSettings, read_image_settings
-
-__all__ = [
-    "ImageSettings",
-    "cut_patches",
-    "image_size",
-    "join_patches",
-    "prepare_image",
-    "probe_image",
-    "read_image_settings",
-]

@@ -12,21 +12,6 @@ from broker.weights.transports.peer import PeerOrigin, PeerReader
 from broker.weights.transports.redis import RedisTransport
 from schemas.config.publish import PublishConfig
 
-__all__ = [
-    "FileTransport",
-    "Form",
-    "Location",
-    "NcclOrigin",
-    "NcclReader",
-    "PeerOrigin",
-    "PeerReader",
-    "Receiver",
-    "RedisTransport",
-    "Sender",
-    "Transport",
-    "make_transport",
-]
-
 
 def make_transport(connection: Connection, kind: str, folder: Path) -> Transport:
     """Return the trainer's transport: ``file`` in this folder, ``redis`` through the broker, ``peer`` or ``nccl``.
