@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from deploy.checks.names import check_names
 from deploy.migrate.areal import sizes
 from deploy.migrate.convert import convert_file
-from schemas.config import parse_config
 from schemas.errors import ConfigError
+from tests.support.runs.converted_files import converted
 
 FILE = """
 experiment_name: Sums
@@ -38,18 +37,8 @@ train_dataset: {path: openai/gsm8k, type: rl, batch_size: 16, max_length: 100}
 
 
 def convert(tmp_path: Path, *changes: tuple[str, str], added: str = "") -> tuple[dict[str, Any], list[str]]:
-    """The configuration of the file with some text replaced, which nothing but FILL_IN refuses, and the notes."""
-    text = FILE
-    for before, after in changes:
-        assert before in text
-        text = text.replace(before, after)
-    file = tmp_path / "areal.yaml"
-    file.write_text(text + added)
-    title, done = convert_file(file)
-    assert title == "AReaL"
-    if "FILL_IN" not in str(done.config):
-        check_names(parse_config(done.config))
-    return done.config, done.notes()
+    """The configuration and the notes of the file with some text replaced."""
+    return converted(tmp_path / "areal.yaml", FILE + added, "AReaL", *changes)
 
 
 def test_a_file(tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from deploy.checks.names import check_names
-from deploy.migrate.convert import convert_file
-from schemas.config import parse_config
 from schemas.errors import ConfigError
+from tests.support.runs.converted_files import converted
 
 FILE = """
 max_steps = 20
@@ -51,13 +49,8 @@ tensor_parallel_size = 2
 
 
 def convert(tmp_path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
-    """The configuration of a file, which nothing but FILL_IN refuses, and the notes."""
-    file = tmp_path / "rl.toml"
-    file.write_text(text)
-    _, done = convert_file(file)
-    if "FILL_IN" not in str(done.config):
-        check_names(parse_config(done.config))
-    return done.config, done.notes()
+    """The configuration and the notes of a file."""
+    return converted(tmp_path / "rl.toml", text, "prime-rl")
 
 
 def test_a_file(tmp_path: Path) -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from deploy.checks.names import check_names
-from deploy.migrate.convert import convert_file
 from deploy.migrate.hydra import compose, settings
-from schemas.config import parse_config
 from schemas.errors import ConfigError
+from tests.support.runs.converted_files import converted
 
 FILE = """
 defaults:
@@ -43,21 +41,11 @@ reward: {reward_type: math, reward_scale: 5.0}
 
 
 def convert(tmp_path: Path, *changes: tuple[str, str], added: str = "") -> tuple[dict[str, Any], list[str]]:
-    """The configuration of the file with some text replaced, which nothing but FILL_IN refuses, and the notes."""
-    text = FILE
-    for before, after in changes:
-        assert before in text
-        text = text.replace(before, after)
+    """The configuration and the notes of the file with some text replaced."""
     (tmp_path / "math").mkdir(exist_ok=True)
     (tmp_path / "engines").mkdir(exist_ok=True)
     (tmp_path / "engines" / "sharded.yaml").write_text("strategy: fsdp\n")
-    file = tmp_path / "math" / "grpo.yaml"
-    file.write_text(text + added)
-    title, done = convert_file(file)
-    assert title == "RLinf"
-    if "FILL_IN" not in str(done.config):
-        check_names(parse_config(done.config))
-    return done.config, done.notes()
+    return converted(tmp_path / "math" / "grpo.yaml", FILE + added, "RLinf", *changes)
 
 
 def test_a_file(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from deploy.checks.names import check_names
-from deploy.migrate.convert import convert_file
 from schemas.config import parse_config
 from schemas.errors import ConfigError
+from tests.support.runs.converted_files import converted
 
 HEAD = """
 from datasets import load_dataset
@@ -27,14 +27,9 @@ dataset = load_dataset("org/rows", split=["train[:5%]", "test"])
 """
 
 
-def convert(tmp_path: Path, text: str, name: str = "go.py") -> tuple[dict[str, Any], list[str]]:
-    """The configuration of a file, which is refused by nothing but FILL_IN, and the notes."""
-    file = tmp_path / name
-    file.write_text(text)
-    _, done = convert_file(file)
-    if "FILL_IN" not in str(done.config):
-        check_names(parse_config(done.config))
-    return done.config, done.notes()
+def convert(tmp_path: Path, text: str, name: str = "go.py", title: str = "TRL") -> tuple[dict[str, Any], list[str]]:
+    """The configuration and the notes of a file."""
+    return converted(tmp_path / name, text, title)
 
 
 def script(config: str, trainer: str, name: str = "GRPO") -> str:
@@ -162,7 +157,9 @@ def test_command_lines_in_a_shell_script(tmp_path: Path) -> None:
 def test_dpo(tmp_path: Path) -> None:
     given = "loss_type='ipo', beta=0.2, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_length=64"
     config, notes = convert(
-        tmp_path, script(f"{given}, max_steps=9", "model='m', train_dataset=dataset, ref_model=other", "DPO")
+        tmp_path,
+        script(f"{given}, max_steps=9", "model='m', train_dataset=dataset, ref_model=other", "DPO"),
+        title="TRL's DPO",
     )
     dpo = config["dpo"]
     assert (dpo["loss"], dpo["beta"], dpo["batch_size"], dpo["steps"]) == ("ipo", 0.2, 8, 9)
@@ -172,5 +169,5 @@ def test_dpo(tmp_path: Path) -> None:
         "test",
     )
     assert any("ref_model=other" in note for note in notes)
-    config, _ = convert(tmp_path, script("loss_type='apo_zero'", "model='m'", "DPO"))
+    config, _ = convert(tmp_path, script("loss_type='apo_zero'", "model='m'", "DPO"), title="TRL's DPO")
     assert config["dpo"]["loss"] == "FILL_IN"

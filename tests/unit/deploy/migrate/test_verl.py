@@ -8,25 +8,21 @@ from typing import Any
 import pytest
 
 from deploy.checks.names import check_names
-from deploy.migrate.convert import convert_file
 from schemas.config import parse_config
 from schemas.errors import ConfigError
+from tests.support.runs.converted_files import converted
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def convert(tmp_path: Path, *settings: str, engine: str = "vllm") -> tuple[dict[str, Any], list[str]]:
-    """The configuration of a script with these settings, which is refused by nothing but FILL_IN, and the notes."""
-    file = tmp_path / "run.sh"
+    """The configuration and the notes of a script with these settings."""
     given = [
         *("algorithm.adv_estimator=grpo", "data.train_files=~/data/gsm8k/train.parquet", f"{ROLLOUT}.name={engine}"),
         *("data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=32", f"{ROLLOUT}.n=4", "trainer.total_epochs=1"),
         *("actor_rollout_ref.model.path=Qwen/Qwen3-0.6B", *settings),
     ]
-    file.write_text("python3 -m verl.trainer.main_ppo " + " \\\n ".join(given) + "\n")
-    _, done = convert_file(file)
-    parse_config(done.config)
-    return done.config, done.notes()
+    return converted(tmp_path / "run.sh", "python3 -m verl.trainer.main_ppo " + " \\\n ".join(given) + "\n", "verl")
 
 
 def test_tools_of_a_script(tmp_path: Path) -> None:
