@@ -184,7 +184,8 @@ class Conversion:
                 continue
             if isinstance(self.found.get(key), Reference):
                 continue
-            if not any(self.get(_setting(path)) is not None for path in rule.ours.split(", ")):
+            # What is in a list has no path of its own.
+            if not any(self.get(path.partition(".N.")[0]) is not None for path in rule.ours.split(", ")):
                 self.leave(f"not carried over; see {rule.ours}" + (f" ({rule.note})" if rule.note else ""), key)
 
     def notes(self) -> list[str]:
@@ -201,11 +202,6 @@ class Conversion:
 
     def _written(self, key: str) -> str:
         return f"{key}={' '.join(str(self.found[key]).split())}"
-
-
-def _setting(path: str) -> str:
-    """Return the part of a rule's path that can be looked up: what is in a list has no path of its own."""
-    return path.partition(".N.")[0]
 
 
 def _ours(rule: ConversionRule | None) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from deploy.migrate import areal, prime_rl, rlinf, trl, trl_dpo, verl
+from deploy.migrate import areal, prime_rl, rlinf, trl, verl
 from deploy.migrate.conversion import Conversion, ForeignSystem
 from schemas.errors import ConfigError
 
@@ -15,7 +15,7 @@ SYSTEMS: dict[str, ForeignSystem] = {
     "prime_rl": prime_rl.SYSTEM,
     "rlinf": rlinf.SYSTEM,
     "verl": verl.SYSTEM,
-    "trl-dpo": trl_dpo.SYSTEM,
+    "trl-dpo": trl.DPO,
     "trl": trl.SYSTEM,
 }
 """By the name that ``--from`` takes. The first that a file looks like reads it; TRL takes any mapping in YAML."""

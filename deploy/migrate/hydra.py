@@ -18,7 +18,7 @@ from deploy.migrate.shell import UNKNOWN
 from schemas.errors import ConfigError
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-OVERRIDE = re.compile(r"^\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)$", re.DOTALL)
+OVERRIDE = re.compile(r"^\+{0,2}([A-Za-z_]\w*(?:\.\w+)*|--config-(?:name|path))=(.*)$", re.DOTALL)
 OWN = ("_target_", "defaults")
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "subtract": operator.sub,

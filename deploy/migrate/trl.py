@@ -1,6 +1,6 @@
-"""TRL's GRPO, RLOO and asynchronous GRPO trainers: a script that makes their config, a YAML file or a command line.
+"""TRL's trainers of GRPO, RLOO, asynchronous GRPO and DPO: a script that makes their config, YAML, or a command line.
 
-Keys are those of TRL 1.16, with the arguments of its trainers and of its command line.
+DPO becomes `tidemill dpo`. Keys are those of TRL 1.16, with the arguments of its trainers and of its command line.
 """
 
 from __future__ import annotations
@@ -194,17 +194,40 @@ def _workflow(done: Conversion) -> None:
         done.leave("of the workflow tools", "tools", "max_tool_calling_iterations")
 
 
+def convert_dpo(done: Conversion) -> None:
+    """Convert settings of DPO, in TRL's defaults where they differ from ours and decide what is trained."""
+    known = done.known
+    # No sample is drawn, but a configuration's sampling has to leave room for a prompt.
+    done.set("sampling.max_tokens", max(1, done.value("max_length") // 2))
+    done.set("dpo.out", known.get("output_dir", "runs/models/preferred"))
+    rows = done.value("per_device_train_batch_size") * done.value("gradient_accumulation_steps")
+    done.set("dpo.batch_size", rows * done.processes)
+    done.set_steps("max_steps", "num_train_epochs", "dpo")
+    done.set("dpo.optimizer.betas", [0.9, 0.999])
+    args: dict[str, Any] = {"path": known.get("data_files") or known.get("dataset_name") or "DATASET", "answer": None}
+    if known.get("dataset_config"):
+        args["name"] = known["dataset_config"]
+    if not known.get("dataset_name"):
+        done.ask("dpo.dataset: name the pairs, such as {name: jsonl, args: {path: pairs.jsonl, answer: null}}")
+    train, held_out = ({**args, "split": done.value(f"dataset_{kind}_split")} for kind in ("train", "test"))
+    done.set("dpo.dataset", {"name": "hf", "args": train})
+    done.set("dpo.eval", {"name": "hf", "args": held_out})
+    # The sections that every configuration has; tidemill dpo reads neither.
+    done.set("train", {"name": "hf", "args": dict(train)})
+    done.set("reward.terms", [{"name": "exact"}])
+
+
 STARTED = re.compile(r"\btrl (grpo|rloo)\b|^\s*(?:accelerate launch|python3?)\b.*\.py\b", re.M)
 
 
-def looks_like(file: Path, text: str) -> bool:
+def _looks_like(file: Path, text: str) -> bool:
     """Whether a file is one of TRL: a Python script, a mapping in YAML, or a shell script that starts either."""
     if file.suffix in SHELL:
         return STARTED.search(text.replace("\\\n", " ")) is not None and "verl" not in text
     return file.suffix in (".py", *YAML)
 
 
-def read(file: Path, text: str) -> dict[str, Any]:
+def _read(file: Path, text: str) -> dict[str, Any]:
     """Return the settings of a file by key; ConfigError, SyntaxError, ValueError."""
     if file.suffix in SHELL:
         return _read_shell(file, text)
@@ -236,4 +259,11 @@ def _read_shell(file: Path, text: str) -> dict[str, Any]:
     raise ConfigError(f"{file} starts no script and no trainer of TRL: there is nothing to convert")
 
 
-SYSTEM = ForeignSystem("TRL", read_rules("trl"), looks_like, read, convert)
+def _is_dpo(file: Path, text: str) -> bool:
+    if file.suffix in SHELL:
+        return "trl dpo" in text
+    return file.suffix == ".py" and "DPOTrainer(" in text and "OnlineDPO" not in text
+
+
+SYSTEM = ForeignSystem("TRL", read_rules("trl"), _looks_like, _read, convert)
+DPO = ForeignSystem("TRL's DPO", read_rules("trl_dpo"), _is_dpo, _read, convert_dpo)

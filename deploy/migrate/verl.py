@@ -21,7 +21,7 @@ from deploy.migrate.conversion import (
     parquet,
     reads_images,
 )
-from deploy.migrate.hydra import find_above, parse_value, read_yaml, settings
+from deploy.migrate.hydra import find_above, overrides, read_yaml, settings
 from deploy.migrate.rules import ESTIMATORS, FILL_IN, listed, read_rules
 from deploy.migrate.shell import command_lines
 from schemas.errors import ConfigError
@@ -41,7 +41,6 @@ REWARDS = {"gsm8k": "gsm8k", "geo3k": "geometry3k", "geometry3k": "geometry3k", 
 """The rule for data whose file has this word in its path; math for others."""
 SGLANG = {"gpu_memory_utilization": "mem_fraction_static", "enforce_eager": "disable_cuda_graph"}
 """Options of SGLang by vLLM's name."""
-OVERRIDE = re.compile(r"^\+{0,2}([a-z_]\w*(?:\.\w+)+|--config-(?:name|path))=(.*)$", re.DOTALL)
 
 
 def read_script(text: str) -> dict[str, Any]:
@@ -51,7 +50,8 @@ def read_script(text: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for words in command_lines(text):
-        here = {match[1]: parse_value(match[2]) for word in words if (match := OVERRIDE.match(word))}
+        # A name without a dot is a variable of the command's environment.
+        here = {key: value for key, value in overrides(words).items() if "." in key or key[0] == "-"}
         if len(here) > len(found):
             found = here
     return found
