@@ -13,7 +13,7 @@ from broker.client import Broker
 from producers.engines.base import EngineSettings
 from producers.engines.vllm.engine import VllmEngine
 from producers.generator.service import Generator
-from schemas.config import parse_config
+from tests.support.configurations import minimal_config
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.pausable_system import PausableSystem
 
@@ -61,22 +61,18 @@ def system(tmp_path: Path, make_broker: Callable[..., Broker], monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     model = make_tiny_model(tmp_path / "model")
     name = f"freeze-{tmp_path.name[-8:]}".lower().replace("_", "-")
-    config = parse_config(
-        {
-            "run": {"name": name, "folder": str(tmp_path / "run")},
-            "model": {"path": str(model), "dtype": "float32", "max_length": 512},
-            "train": {"name": "arithmetic"},
-            "sampling": {"n": 2, "max_tokens": MAX_TOKENS},
-            "reward": {"terms": [{"name": "exact"}]},
-            "generator": {"engine": "vllm", "max_samples": 16, "lease_s": 30},
-            "trainer": {
-                "steps": 100_000,
-                "batch_groups": 2,
-                "checkpoint": {"every": 5},
-                "advantage": {"name": "raw"},
-                "threads": 1,
-            },
-        }
+    config = minimal_config(
+        run={"name": name, "folder": str(tmp_path / "run")},
+        model={"path": str(model), "dtype": "float32", "max_length": 512},
+        sampling={"n": 2, "max_tokens": MAX_TOKENS},
+        generator={"engine": "vllm", "max_samples": 16, "lease_s": 30},
+        trainer={
+            "steps": 100_000,
+            "batch_groups": 2,
+            "checkpoint": {"every": 5},
+            "advantage": {"name": "raw"},
+            "threads": 1,
+        },
     )
     system = System(config, lambda: make_broker(name))
     yield system

@@ -19,10 +19,11 @@ from broker.flow.trainer_session import TrainerSession
 from broker.weights.local_copy import LocalWeights
 from producers.engines.vllm import engine as vllm_module
 from producers.engines.vllm.engine import VllmEngine
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig
 from schemas.errors import InfraError
 from schemas.messages import Manifest, Trajectory
 from tests.support.broker.trainer_sessions import take_over
+from tests.support.configurations import minimal_config
 from tests.support.producers.generator_service import (
     make_task,
     order_freeze,
@@ -67,16 +68,12 @@ class World:
         self.training: TrainerSession = take_over(broker, staleness=100)
 
     def config(self, **generator: Any) -> TidemillConfig:
-        return parse_config(
-            {
-                "run": {"name": "g", "folder": str(self.folder / "run")},
-                "model": {"path": str(self.folders[0]), "dtype": "float32", "max_length": 512},
-                "train": {"name": "arithmetic"},
-                "sampling": {"n": 4, "max_tokens": LONG},
-                "reward": {"terms": [{"name": "exact"}]},
-                "generator": {"engine": "vllm", "max_samples": 64, **generator},
-                "trainer": {"publish": {"transport": "redis"}},
-            }
+        return minimal_config(
+            run={"name": "g", "folder": str(self.folder / "run")},
+            model={"path": str(self.folders[0]), "dtype": "float32", "max_length": 512},
+            sampling={"n": 4, "max_tokens": LONG},
+            generator={"engine": "vllm", "max_samples": 64, **generator},
+            trainer={"publish": {"transport": "redis"}},
         )
 
     def admit(self, count: int, max_tokens: int = LONG) -> None:

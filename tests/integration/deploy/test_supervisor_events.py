@@ -24,10 +24,11 @@ from deploy.supervisor.restart_policy import State
 from deploy.supervisor.services import Change, ServiceSpec
 from deploy.supervisor.supervisor import Supervisor
 from deploy.terminal.page import History, plain_line
-from schemas.config import BrokerConfig, SupervisorConfig, TidemillConfig, parse_config
+from schemas.config import BrokerConfig, SupervisorConfig, TidemillConfig
 from schemas.errors import InfraError
 from schemas.messages import Event
 from tests.support.broker.trainer_sessions import take_over
+from tests.support.configurations import minimal_config
 
 pytestmark = pytest.mark.integration
 DEADLINE_S = 20.0
@@ -74,14 +75,7 @@ def test_a_broker_that_takes_nothing_gets_them_later_and_the_oldest_go_first(bro
 
 
 def live_config(folder: Path) -> TidemillConfig:
-    return parse_config(
-        {
-            "run": {"name": "live", "folder": str(folder)},
-            "model": {"path": "nowhere"},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-        }
-    )
+    return minimal_config(run={"name": "live", "folder": str(folder)}, model={"path": "nowhere"})
 
 
 def test_settings_that_changed_since_the_last_attempt_are_in_the_timeline(

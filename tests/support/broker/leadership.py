@@ -14,21 +14,18 @@ from consumers.trainer.leadership import Leadership
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.records.evaluations import EvaluationLog
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig
 from schemas.messages import Event
+from tests.support.configurations import minimal_config
 
 
 def configuration_in(folder: Path, window: int = 1) -> TidemillConfig:
     """Of a run in this folder."""
-    return parse_config(
-        {
-            "run": {"folder": str(folder)},
-            "model": {"path": "m"},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "trainer": {"steps": 9},
-            "flow": {"window": window},
-        }
+    return minimal_config(
+        run={"folder": str(folder)},
+        model={"path": "m"},
+        trainer={"steps": 9},
+        flow={"window": window},
     )
 
 

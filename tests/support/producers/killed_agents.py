@@ -28,9 +28,10 @@ from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from producers.engines.base import Completion, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
-from schemas.config import BrokerConfig, parse_config, save_config
+from schemas.config import BrokerConfig, save_config
 from schemas.messages import Sampling, Trajectory
 from tests.support.broker.trainer_sessions import take_over
+from tests.support.configurations import minimal_config
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers.generator_service import make_task, publish_version, read_published
 from tests.support.runs.light_service import start_service
@@ -127,22 +128,18 @@ def play(
     folder.mkdir(parents=True, exist_ok=True)
     model, log = make_tiny_model(folder / "model", max_length=4096), folder / "requests.log"
     (folder / "agent.py").write_text(AGENT.format(calls=calls, tool_s=tool_s, log=log))
-    config = parse_config(
-        {
-            "run": {"name": broker.connection.keys.run, "folder": str(folder / "run")},
-            "model": {"path": str(model), "dtype": "float32", "max_length": 4000},
-            "train": {"name": "arithmetic"},
-            "sampling": {"n": 2, "max_tokens": 40},
-            "reward": {"terms": [{"name": "exact"}]},
-            "broker": {"max_deliveries": ends + 20},
-            "generator": {
-                "engine": "tests.support.producers.killed_agents:LoggingEngine",
-                "args": {"min_length": 6, "max_length": 14, "token_s": 0.03, "tokens": 9, "first": 100},
-                "lease_s": 1.5,
-                "workflow": {"name": "agent", "args": {"run": f"{folder}/agent.py:run"}},
-                "agents": {"processes": 2, "episodes": episodes, "grace_s": 0.2},
-            },
-        }
+    config = minimal_config(
+        run={"name": broker.connection.keys.run, "folder": str(folder / "run")},
+        model={"path": str(model), "dtype": "float32", "max_length": 4000},
+        sampling={"n": 2, "max_tokens": 40},
+        broker={"max_deliveries": ends + 20},
+        generator={
+            "engine": "tests.support.producers.killed_agents:LoggingEngine",
+            "args": {"min_length": 6, "max_length": 14, "token_s": 0.03, "tokens": 9, "first": 100},
+            "lease_s": 1.5,
+            "workflow": {"name": "agent", "args": {"run": f"{folder}/agent.py:run"}},
+            "agents": {"processes": 2, "episodes": episodes, "grace_s": 0.2},
+        },
     )
     save_config(config, folder / "config.yaml")
     publish_version(broker, take_over(broker, staleness=max(7, episodes)), folder, 1)

@@ -18,7 +18,8 @@ from consumers.offline.sft import SftProgress, train_sft
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.step.build import build_train_step
 from producers.tokenizer import HfTokenizer
-from schemas.config import DpoConfig, ModelConfig, ParallelConfig, RewardModelConfig, WarmStartConfig, parse_config
+from schemas.config import DpoConfig, ModelConfig, ParallelConfig, RewardModelConfig, WarmStartConfig
+from tests.support.configurations import minimal_config
 from tests.support.trainer.trajectories import make_groups
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -66,14 +67,10 @@ def algorithm(ranks: Ranks, model: str, reference: str, trainer: dict[str, Any])
     trainer = dict(trainer)
     if "kl" in trainer and reference:
         trainer["kl"] = {**trainer["kl"], "model": reference}
-    config = parse_config(
-        {
-            "model": {"path": model, "dtype": "float32", "max_length": 64},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "sampling": {"max_tokens": 8},
-            "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **trainer},
-        }
+    config = minimal_config(
+        model={"path": model, "dtype": "float32", "max_length": 64},
+        sampling={"max_tokens": 8},
+        trainer={"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **trainer},
     )
     step = build_train_step(config, ranks)
     batches = [make_groups([4, 1, 5, 2, 3], seed=version) for version in range(2)]

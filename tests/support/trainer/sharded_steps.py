@@ -21,8 +21,8 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import wire_weights
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.build import build_train_step
-from schemas.config import parse_config
 from schemas.system.device_lock import DeviceLock, SharedGpus
+from tests.support.configurations import minimal_config
 from tests.support.trainer.trajectories import make_episode, make_groups
 
 
@@ -36,15 +36,11 @@ def run_steps(
     """
     settings = dict(trainer)
     away = settings.pop("away", False)
-    config = parse_config(
-        {
-            "run": {"folder": str(folder)},
-            "model": {"path": str(model), "dtype": dtype, "max_length": 64},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "sampling": {"max_tokens": 8},
-            "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **settings},
-        }
+    config = minimal_config(
+        run={"folder": str(folder)},
+        model={"path": str(model), "dtype": dtype, "max_length": 64},
+        sampling={"max_tokens": 8},
+        trainer={"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **settings},
     )
     ranks = Ranks(timeout_s=100.0, parallel=config.trainer.parallel)
     with ranks.watchdog():

@@ -8,7 +8,8 @@ from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.critic import Critic
 from consumers.trainer.step.train_step import TrainStep
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig
+from tests.support.configurations import minimal_config
 
 
 def make_train_step(
@@ -23,14 +24,10 @@ def make_train_step(
 
     base: where users' own files are looked up.
     """
-    config: TidemillConfig = parse_config(
-        {
-            "model": {"path": "in-memory", "dtype": "float32", "max_length": 64},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "sampling": {"max_tokens": 8},
-            "trainer": trainer,
-        },
-        base,
+    config: TidemillConfig = minimal_config(
+        model={"path": "in-memory", "dtype": "float32", "max_length": 64},
+        sampling={"max_tokens": 8},
+        trainer=trainer,
+        base=base,
     )
     return build_train_step(config, policy=policy, reference=reference, critic=critic)

@@ -11,7 +11,6 @@ import pytest
 
 from broker.client import Broker
 from broker.flow.progress import Progress, TakeoverRequest
-from schemas.config import parse_config
 from schemas.config.run import slots_problem
 from schemas.errors import BrokerLost, ConfigError, RefusedError
 from schemas.messages import Score
@@ -19,6 +18,7 @@ from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.leadership import leadership_in
 from tests.support.broker.prompt_groups import claim_batch, count_entries, generate_and_score, make_task
 from tests.support.broker.trainer_sessions import FIRST, change_request, take_over, take_over_as
+from tests.support.configurations import minimal_config
 from tests.support.runs.command_line import run_tidemill
 
 pytestmark = pytest.mark.integration
@@ -101,14 +101,10 @@ def test_settings_that_leave_no_room_for_a_batch_are_refused_with_the_configurat
     with pytest.raises(RefusedError, match=TOO_FEW) as refused:
         broker.ledger.change_settings({"staleness": 0})
     with pytest.raises(ConfigError, match=TOO_FEW) as refused_file:
-        parse_config(
-            {
-                "model": {"path": "m"},
-                "train": {"name": "arithmetic"},
-                "reward": {"terms": [{"name": "exact"}]},
-                "flow": {"staleness": 0, "window": 4},
-                "trainer": {"batch_groups": 4},
-            }
+        minimal_config(
+            model={"path": "m"},
+            flow={"staleness": 0, "window": 4},
+            trainer={"batch_groups": 4},
         )
     assert str(refused.value) == str(refused_file.value)
     assert in_force(broker) == (4, 4, 17)

@@ -19,9 +19,10 @@ from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import TrainStep
-from schemas.config import TidemillConfig, parse_config, save_config
+from schemas.config import TidemillConfig, save_config
 from schemas.errors import ConfigError
 from schemas.run_folder import config_of
+from tests.support.configurations import minimal_config
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
 from tests.support.runs.hub_server import TOKEN, Hub
@@ -31,15 +32,11 @@ pytestmark = pytest.mark.integration
 
 
 def configuration(folder: Path, model: Path, **settings: Any) -> TidemillConfig:
-    return parse_config(
-        {
-            "run": {"name": "exported", "folder": str(folder)},
-            "model": {"path": str(model), "dtype": "float32", "max_length": 64, **settings},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "sampling": {"max_tokens": 8},
-            "trainer": {"optimizer": {"lr": 1e-3}},
-        }
+    return minimal_config(
+        run={"name": "exported", "folder": str(folder)},
+        model={"path": str(model), "dtype": "float32", "max_length": 64, **settings},
+        sampling={"max_tokens": 8},
+        trainer={"optimizer": {"lr": 1e-3}},
     )
 
 

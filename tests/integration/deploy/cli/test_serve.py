@@ -18,7 +18,8 @@ from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from deploy.offline.serve import find_served
-from schemas.config import parse_config, save_config
+from schemas.config import save_config
+from tests.support.configurations import minimal_config
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
 from tests.support.trainer.trajectories import make_groups
@@ -32,15 +33,11 @@ KEY = "key-of-the-test"
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with checkpoints of steps 1 and 2, whose policy is far from its first model."""
     folder = tmp_path_factory.mktemp("served")
-    config = parse_config(
-        {
-            "run": {"name": "served", "folder": str(folder / "run")},
-            "model": {"path": str(make_tiny_model(folder / "model", hidden=32, layers=1)), "dtype": "float32"},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "generator": {"engine": "transformers"},
-            "trainer": {"optimizer": {"lr": 0.05}},
-        }
+    config = minimal_config(
+        run={"name": "served", "folder": str(folder / "run")},
+        model={"path": str(make_tiny_model(folder / "model", hidden=32, layers=1)), "dtype": "float32"},
+        generator={"engine": "transformers"},
+        trainer={"optimizer": {"lr": 0.05}},
     )
     step = build_train_step(config, policy=Policy(load_model(config.model.path, "float32")))
     for number in (1, 2):

@@ -15,10 +15,11 @@ from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.build import build_train_step
 from deploy.offline.tiny_vision_model import write_tiny_vision_model
 from producers.engines.base import PromptImage
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig
 from schemas.images import prepare_image, read_image_settings
 from schemas.messages import ChatMessage, ContentPart, Sampling, Score, Task, Trajectory
 from tests.support.broker.prompt_groups import claim_batch
+from tests.support.configurations import minimal_config
 from tests.support.models.pictures import PAD, picture
 from tests.support.producers.generator_service import Engine, begin_run, make_engine, read_published, running_generator
 
@@ -69,16 +70,13 @@ def make_config(model: Path, folder: Path) -> TidemillConfig:
     (folder / "seen.png").write_bytes(picture("blue", 60, 90))
     (folder / "agent.py").write_text(textwrap.dedent(AGENT).replace("SEEN", str(folder / "seen.png")))
     workflow = {"name": "agent", "args": {"run": f"{folder}/agent.py:run"}}
-    return parse_config(
-        {
-            "run": {"name": "g", "folder": str(folder / "run")},
-            "model": {"path": str(model), "kind": "vision", "dtype": "float32", "max_length": 1000},
-            "train": {"name": "jsonl", "args": {"path": "none"}},
-            "sampling": {"n": 2, "max_tokens": 8},
-            "reward": {"terms": [{"name": "exact"}]},
-            "generator": {"engine": "scripted", "workflow": workflow, "agents": {"grace_s": 0}},
-            "trainer": {"steps": 9, "micro_batch_tokens": 400},
-        }
+    return minimal_config(
+        run={"name": "g", "folder": str(folder / "run")},
+        model={"path": str(model), "kind": "vision", "dtype": "float32", "max_length": 1000},
+        train={"name": "jsonl", "args": {"path": "none"}},
+        sampling={"n": 2, "max_tokens": 8},
+        generator={"engine": "scripted", "workflow": workflow, "agents": {"grace_s": 0}},
+        trainer={"steps": 9, "micro_batch_tokens": 400},
     )
 
 

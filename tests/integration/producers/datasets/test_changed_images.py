@@ -23,11 +23,12 @@ from producers.engines.base import EngineSettings, PromptImage
 from producers.engines.scripted import ScriptedEngine
 from producers.generator import weight_updates as updates_module
 from schemas.codec import Array
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig
 from schemas.errors import InfraError
 from schemas.images import prepare_image, read_image_settings
 from schemas.messages import ChatMessage, ContentPart, PlacedImage, Probe, Sampling, Task, WeightSource
 from tests.support.broker.trainer_sessions import take_over
+from tests.support.configurations import minimal_config
 from tests.support.producers.generator_service import read_published, run_generator_while, running_generator, wait_until
 from tests.support.trainer.vision_steps import make_group
 
@@ -43,15 +44,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(model: Path, tmp_path: Path) -> TidemillConfig:
-    return parse_config(
-        {
-            "run": {"name": "g", "folder": str(tmp_path / "run")},
-            "model": {"path": str(model), "kind": "vision", "dtype": "float32", "max_length": 512},
-            "train": {"name": "jsonl", "args": {"path": "none"}},
-            "sampling": {"n": 2, "max_tokens": 8},
-            "reward": {"terms": [{"name": "exact"}]},
-            "generator": {"engine": "scripted", "max_samples": 8},
-        }
+    return minimal_config(
+        run={"name": "g", "folder": str(tmp_path / "run")},
+        model={"path": str(model), "kind": "vision", "dtype": "float32", "max_length": 512},
+        train={"name": "jsonl", "args": {"path": "none"}},
+        sampling={"n": 2, "max_tokens": 8},
+        generator={"engine": "scripted", "max_samples": 8},
     )
 
 

@@ -14,12 +14,13 @@ from broker.queues.dead_letters import UnusableTask
 from producers.datasets.curriculum import BYTES, PromptStatistic
 from producers.datasets.mixture import DatasetPart, Mixture
 from producers.feeder import Feeder
-from schemas.config import CurriculumConfig, TidemillConfig, parse_config
+from schemas.config import CurriculumConfig, TidemillConfig
 from schemas.messages import Score
 from tests.support.broker.broker_loss import checkpoint, wipe
 from tests.support.broker.feeding import feed_until
 from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task
 from tests.support.broker.trainer_sessions import change_request, take_over, take_over_as
+from tests.support.configurations import minimal_config
 from tests.support.user_code.datasets import Numbers
 
 pytestmark = pytest.mark.integration
@@ -30,14 +31,11 @@ SETTINGS = CurriculumConfig(name="learnable")
 
 @pytest.fixture
 def config(tmp_path: Path) -> TidemillConfig:
-    return parse_config(
-        {
-            "run": {"name": "f", "folder": str(tmp_path / "run")},
-            "model": {"path": "unused"},
-            "train": {"name": "numbers.py:Numbers", "curriculum": SETTINGS.model_dump()},
-            "sampling": {"n": 2},
-            "reward": {"terms": [{"name": "exact"}]},
-        }
+    return minimal_config(
+        run={"name": "f", "folder": str(tmp_path / "run")},
+        model={"path": "unused"},
+        train={"name": "numbers.py:Numbers", "curriculum": SETTINGS.model_dump()},
+        sampling={"n": 2},
     )
 
 

@@ -28,6 +28,7 @@ from tests.support.broker.broker_loss import checkpoint, wipe
 from tests.support.broker.feeding import feed_until
 from tests.support.broker.prompt_groups import make_trajectory
 from tests.support.broker.trainer_sessions import change_request, take_over, take_over_as
+from tests.support.configurations import minimal_config
 from tests.support.user_code.datasets import Numbers
 
 pytestmark = pytest.mark.integration
@@ -209,16 +210,13 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.fixture
 def config(tmp_path: Path) -> TidemillConfig:
-    return parse_config(
-        {
-            "run": {"name": "f", "folder": str(tmp_path / "run")},
-            "model": {"path": "unused"},
-            "train": {"name": "arithmetic", "shuffle": False},
-            "sampling": {"n": 2},
-            "reward": {"terms": [{"name": "exact"}]},
-            "eval": {"dataset": {"name": "arithmetic"}, "sampling": {"n": 2}, "every": 5},
-            "trainer": {"batch_groups": 2},
-        }
+    return minimal_config(
+        run={"name": "f", "folder": str(tmp_path / "run")},
+        model={"path": "unused"},
+        train={"name": "arithmetic", "shuffle": False},
+        sampling={"n": 2},
+        eval={"dataset": {"name": "arithmetic"}, "sampling": {"n": 2}, "every": 5},
+        trainer={"batch_groups": 2},
     )
 
 

@@ -31,12 +31,13 @@ from producers.engines.transformers.engine import TransformersEngine
 from producers.generator.orders import OrderFollower
 from producers.generator.weight_updates import WeightUpdater
 from schemas.codec import Array
-from schemas.config import LoraConfig, ModelConfig, TidemillConfig, parse_config
+from schemas.config import LoraConfig, ModelConfig, TidemillConfig
 from schemas.digests import base_digest
 from schemas.errors import ConfigError, DataError
 from schemas.messages import FileSource, Manifest, Probe, Sampling
 from schemas.system.lifecycle import StopFlag
 from tests.support.broker.trainer_sessions import take_over
+from tests.support.configurations import minimal_config
 from tests.support.models.adapters import ALPHA, RANK, compute_logprobs, merge_adapter, write_adapter
 from tests.support.models.families import make_family
 from tests.support.models.tiny_model import make_tiny_model
@@ -127,19 +128,15 @@ async def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(model: 
 
 
 def configuration(folder: Path, model: Path, broker: Broker, dtype: str, transport: str) -> TidemillConfig:
-    return parse_config(
-        {
-            "run": {"name": broker.connection.keys.base.strip("{}").partition(":")[2], "folder": str(folder)},
-            "model": {"path": str(model), "dtype": dtype, "max_length": 64},
-            "train": {"name": "arithmetic"},
-            "sampling": {"n": 2, "max_tokens": 16},
-            "reward": {"terms": [{"name": "exact"}]},
-            "trainer": {
-                "lora": {"rank": RANK, "alpha": ALPHA},
-                "optimizer": {"lr": 1e-5},
-                "publish": {"transport": transport, "max_chain": 2},
-            },
-        }
+    return minimal_config(
+        run={"name": broker.connection.keys.base.strip("{}").partition(":")[2], "folder": str(folder)},
+        model={"path": str(model), "dtype": dtype, "max_length": 64},
+        sampling={"n": 2, "max_tokens": 16},
+        trainer={
+            "lora": {"rank": RANK, "alpha": ALPHA},
+            "optimizer": {"lr": 1e-5},
+            "publish": {"transport": transport, "max_chain": 2},
+        },
     )
 
 
@@ -225,15 +222,11 @@ class Learner:
 
 @pytest.fixture
 def config(tmp_path: Path) -> TidemillConfig:
-    return parse_config(
-        {
-            "run": {"name": "engine", "folder": str(tmp_path / "run")},
-            "model": {"path": str(tmp_path / "model"), "dtype": "bfloat16", "max_length": 64},
-            "train": {"name": "arithmetic"},
-            "sampling": {"n": 2, "max_tokens": 16},
-            "reward": {"terms": [{"name": "exact"}]},
-            "trainer": {"publish": {"transport": "redis"}},
-        }
+    return minimal_config(
+        run={"name": "engine", "folder": str(tmp_path / "run")},
+        model={"path": str(tmp_path / "model"), "dtype": "bfloat16", "max_length": 64},
+        sampling={"n": 2, "max_tokens": 16},
+        trainer={"publish": {"transport": "redis"}},
     )
 
 

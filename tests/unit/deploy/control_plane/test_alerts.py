@@ -24,10 +24,11 @@ from deploy.control_plane.alerts.run_watch import RunWatch
 from deploy.control_plane.files.resources import ResourceFile, read_alerts
 from deploy.control_plane.files.run_folder import RunFolder
 from deploy.control_plane.status.prometheus import render
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig
 from schemas.control_api import RunStatus, ServiceStatus
 from schemas.errors import ConfigError
 from tests.support.broker.run_statuses import make_status
+from tests.support.configurations import minimal_config
 
 FOLDER = Path(__file__).parents[4] / "deploy" / "observability"
 
@@ -63,14 +64,10 @@ def status(**changes: Any) -> RunStatus:
 
 
 def config(folder: Path, **notify: Any) -> TidemillConfig:
-    return parse_config(
-        {
-            "run": {"name": "watched", "folder": str(folder)},
-            "model": {"path": "nowhere"},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "notify": notify,
-        }
+    return minimal_config(
+        run={"name": "watched", "folder": str(folder)},
+        model={"path": "nowhere"},
+        notify=notify,
     )
 
 

@@ -18,9 +18,9 @@ from deploy.control_plane.status.poller import StatusPoller
 from deploy.control_plane.status.run_state import LIVE_S, pause_status, run_state
 from deploy.control_plane.status.series import MetricsSeries, Rates
 from producers.generator.orders import FENCE_S
-from schemas.config import parse_config
 from schemas.messages import Heartbeat
 from tests.support.broker.run_statuses import make_status
+from tests.support.configurations import minimal_config
 from tests.support.trainer.trajectories import make_trajectory
 
 BUSY = Evidence(
@@ -210,9 +210,7 @@ def test_kept_samples_are_few_and_different() -> None:
 
 
 def test_a_broker_that_is_gone_is_the_limit_and_the_last_look_stays() -> None:
-    config = parse_config(
-        {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
-    )
+    config = minimal_config(model={"path": "m"})
     poller = StatusPoller(None, PlannedRun.of(config))  # type: ignore[arg-type]
     poller._keep(make_status())
     poller._lost("no answer\nfor 5 s")

@@ -25,8 +25,9 @@ from deploy.control_plane.app import LOOPBACK_NAMES, is_public
 from deploy.control_plane.server import server_settings
 from deploy.control_plane.web import security
 from deploy.control_plane.web.security import Buckets, RequestGuard
-from schemas.config import ControlConfig, parse_config
+from schemas.config import ControlConfig
 from schemas.errors import ConfigError
+from tests.support.configurations import minimal_config
 
 TOKEN = "correct-horse-battery-staple"
 
@@ -256,11 +257,4 @@ def test_a_proxy_is_believed_about_its_clients_only_where_it_is_trusted() -> Non
 
 def test_a_trusted_proxy_must_be_an_address_or_a_network() -> None:
     with pytest.raises(ConfigError, match=r"control.trusted_proxies.0: 'nginx' is not allowed"):
-        parse_config(
-            {
-                "model": {"path": "m"},
-                "train": {"name": "arithmetic"},
-                "reward": {"terms": [{"name": "exact"}]},
-                "control": {"trusted_proxies": ["nginx"]},
-            }
-        )
+        minimal_config(model={"path": "m"}, control={"trusted_proxies": ["nginx"]})

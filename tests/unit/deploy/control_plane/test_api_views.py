@@ -23,10 +23,10 @@ from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.poller import StatusPoller
 from deploy.control_plane.status.series import POINTS_KEPT, SERIES_KEPT, MetricsSeries, ThroughputSeries
 from deploy.control_plane.web.sse import MAX_PAGES, Hub
-from schemas.config import parse_config
 from schemas.control_api import Trajectories
 from schemas.messages import Segment, Turn
 from tests.support.broker.run_statuses import make_status
+from tests.support.configurations import minimal_config
 from tests.support.trainer.trajectories import make_trajectory
 
 
@@ -222,9 +222,7 @@ def test_only_the_newest_steps_are_kept() -> None:
 
 @pytest.fixture
 def app() -> Any:
-    config = parse_config(
-        {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
-    )
+    config = minimal_config(model={"path": "m"})
     hub = Hub()
     hub.close()  # A stream ends as soon as it has sent what there is.
     poller = StatusPoller(None, PlannedRun.of(config))  # type: ignore[arg-type]

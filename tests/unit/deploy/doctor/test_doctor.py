@@ -19,9 +19,10 @@ from deploy.doctor.gpu_memory import check_memory_fits, model_size, trainer_need
 from deploy.doctor.inference_server import check_inference_server
 from deploy.launchers.gpus import Gpu, plan_gpus
 from deploy.launchers.local import Local
-from schemas.config import TidemillConfig, load_config, parse_config
+from schemas.config import TidemillConfig, load_config
 from schemas.errors import ConfigError
 from schemas.weight_files import read_shapes
+from tests.support.configurations import minimal_config
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers.faulty_server import FaultyServer, served
 
@@ -93,14 +94,10 @@ def test_a_configuration_of_an_unknown_kind_is_not_guessed() -> None:
 
 
 def config(**trainer: Any) -> TidemillConfig:
-    return parse_config(
-        {
-            "model": {"path": "m", "dtype": "bfloat16", "max_length": 4096},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "trainer": {"micro_batch_tokens": 4096, **trainer},
-            "generator": {"engine": "vllm"},
-        }
+    return minimal_config(
+        model={"path": "m", "dtype": "bfloat16", "max_length": 4096},
+        trainer={"micro_batch_tokens": 4096, **trainer},
+        generator={"engine": "vllm"},
     )
 
 
@@ -221,13 +218,8 @@ def server() -> Iterator[FaultyServer]:
 
 
 def http_config(**http: Any) -> TidemillConfig:
-    return parse_config(
-        {
-            "model": {"path": "m", "max_length": 2048},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "generator": {"engine": "http", "http": {"dialect": "vllm", **http}},
-        }
+    return minimal_config(
+        model={"path": "m", "max_length": 2048}, generator={"engine": "http", "http": {"dialect": "vllm", **http}}
     )
 
 

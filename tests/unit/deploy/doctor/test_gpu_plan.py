@@ -11,19 +11,16 @@ from deploy.launchers.gpus import SHARED, UTILIZATION, VISIBLE, Auto, Gpu, GpuPl
 from deploy.launchers.local import Local
 from deploy.launchers.ray import Ray
 from deploy.launchers.slurm import Slurm
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
+from tests.support.configurations import minimal_config
 
 
 def config(processes: int = 1, replicas: int = 1, engine: str = "vllm", **args: Any) -> TidemillConfig:
-    return parse_config(
-        {
-            "model": {"path": "m"},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "trainer": {"processes": processes},
-            "generator": {"engine": engine, "replicas": replicas, "args": args},
-        }
+    return minimal_config(
+        model={"path": "m"},
+        trainer={"processes": processes},
+        generator={"engine": engine, "replicas": replicas, "args": args},
     )
 
 

@@ -24,8 +24,8 @@ from deploy.run.summary import (
 )
 from deploy.supervisor.failures import _record
 from deploy.supervisor.supervisor import RunOutcome
-from schemas.config import parse_config
 from schemas.run_folder import StoredLines, read_lines, surviving_lines
+from tests.support.configurations import minimal_config
 
 CODE = """
 import logging, sys, structlog
@@ -169,14 +169,10 @@ def test_evaluations_that_the_broker_forgot_are_in_the_runs_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploy.run.ending.BROKER_DEADLINE_S", 0.1)
-    config = parse_config(
-        {
-            "run": {"folder": str(tmp_path)},
-            "broker": {"url": "redis://127.0.0.1:1"},
-            "model": {"path": "m"},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-        }
+    config = minimal_config(
+        run={"folder": str(tmp_path)},
+        broker={"url": "redis://127.0.0.1:1"},
+        model={"path": "m"},
     )
     line = {"n": 4, "scored": 4, "failed": 0, "off_version": 0, "time": 9.0, "wall_s": 3.0}
     log = EvaluationLog(tmp_path)

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from deploy.run.folder import forget_run, is_finished, keep_aside, refuse_foreign, settle_configuration, sole_user
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 from schemas.run_folder import FILES
 from schemas.run_record import claim_folder
+from tests.support.configurations import minimal_config
 
 ROOT = Path(__file__).parents[4]
 
@@ -26,15 +27,11 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configuration(folder: Path, **trainer: Any) -> TidemillConfig:
-    return parse_config(
-        {
-            "run": {"name": "tour", "folder": str(folder)},
-            "model": {"path": "org/model"},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "trainer": trainer,
-            "broker": {"deadline_s": 60},
-        }
+    return minimal_config(
+        run={"name": "tour", "folder": str(folder)},
+        model={"path": "org/model"},
+        trainer=trainer,
+        broker={"deadline_s": 60},
     )
 
 

@@ -14,6 +14,7 @@ from producers.datasets.mixture import LONGEST_CYCLE, DatasetPart, Mixture, Prom
 from producers.datasets.prompt_order import PromptOrder
 from schemas.config import CurriculumConfig, parse_config
 from schemas.errors import ConfigError
+from tests.support.configurations import minimal_config
 from tests.support.user_code.datasets import Numbers
 
 UNSEEN = PromptStatistic(0.0, 0, 0)
@@ -206,12 +207,9 @@ def test_more_prompts_than_statistics_can_be_kept_of_are_refused() -> None:
 
 
 def test_a_level_has_the_arguments_of_the_dataset_and_its_own() -> None:
-    config = parse_config(
-        {
-            "model": {"path": "m"},
-            "train": {"name": "arithmetic", "args": {"seed": 3}, "levels": [{"max": 9}, {"max": 99, "seed": 4}]},
-            "reward": {"terms": [{"name": "exact"}]},
-        }
+    config = minimal_config(
+        model={"path": "m"},
+        train={"name": "arithmetic", "args": {"seed": 3}, "levels": [{"max": 9}, {"max": 99, "seed": 4}]},
     )
     assert [level.args for level in config.train[0].at_levels()] == [{"seed": 3, "max": 9}, {"seed": 4, "max": 99}]
 

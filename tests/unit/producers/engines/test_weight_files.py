@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from producers.engines.adapter_files import adapted_layers, write_adapter_folder
 from producers.engines.tensor_file import DTYPES, iterate_tensors
 from producers.engines.vllm.arguments import checked_args
-from schemas.config import LoraConfig, parse_config
+from schemas.config import LoraConfig
 from schemas.digests import SAMPLE, base_digest
 from schemas.errors import ConfigError, DataError
 from schemas.weight_files import Shapes, read_shapes
+from tests.support.configurations import minimal_config
 
 MODEL: Shapes = {"model.q_proj.weight": (6, 4), "model.norm.weight": (4,)}
 A, B = "base_model.model.model.q_proj.lora_A.weight", "base_model.model.model.q_proj.lora_B.weight"
@@ -112,13 +113,10 @@ def test_vllm_gets_the_next_rank_that_it_knows() -> None:
 
 
 def settings(trainer: dict[str, Any]) -> Any:
-    return parse_config(
-        {
-            "model": {"path": "m"},
-            "train": {"name": "gsm8k"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "trainer": trainer,
-        }
+    return minimal_config(
+        model={"path": "m"},
+        train={"name": "gsm8k"},
+        trainer=trainer,
     ).trainer
 
 

@@ -24,11 +24,12 @@ from consumers.trainer.publishing import RefusalWatch
 from consumers.trainer.step.build import build_train_step
 from producers.generator.service import Generator
 from schemas.codec import encode
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig
 from schemas.errors import InfraError, RunFailed
 from schemas.messages import Heartbeat
 from schemas.system.lifecycle import StopFlag
 from tests.support.broker.trainer_sessions import take_over
+from tests.support.configurations import minimal_config
 from tests.support.producers.generator_service import Engine, make_engine, make_task
 
 pytestmark = pytest.mark.integration
@@ -44,15 +45,11 @@ class Overflowing(Engine):
 @pytest.fixture
 def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TidemillConfig:
     monkeypatch.chdir(tmp_path)
-    return parse_config(
-        {
-            "run": {"name": "refused", "folder": str(tmp_path / "run")},
-            "model": {"path": str(model), "dtype": "float16", "max_length": 64},
-            "train": {"name": "arithmetic"},
-            "sampling": {"n": 2, "max_tokens": 16},
-            "reward": {"terms": [{"name": "exact"}]},
-            "trainer": {"steps": 8, "batch_groups": 2, "batch_timeout_s": 20, "publish": {"transport": "redis"}},
-        }
+    return minimal_config(
+        run={"name": "refused", "folder": str(tmp_path / "run")},
+        model={"path": str(model), "dtype": "float16", "max_length": 64},
+        sampling={"n": 2, "max_tokens": 16},
+        trainer={"steps": 8, "batch_groups": 2, "batch_timeout_s": 20, "publish": {"transport": "redis"}},
     )
 
 

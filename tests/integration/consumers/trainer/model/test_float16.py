@@ -14,7 +14,7 @@ from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.gradient_update import GradientUpdate, LossScale
 from consumers.trainer.step.train_step import TrainStep
-from schemas.config import parse_config
+from tests.support.configurations import minimal_config
 from tests.support.trainer.trajectories import make_groups
 
 pytestmark = pytest.mark.integration
@@ -25,14 +25,10 @@ HUGE = 1 << 16
 
 def make_step(model: Path, dtype: str, **trainer: Any) -> TrainStep:
     return build_train_step(
-        parse_config(
-            {
-                "model": {"path": str(model), "dtype": dtype, "max_length": 2 * HUGE},
-                "train": {"name": "arithmetic"},
-                "reward": {"terms": [{"name": "exact"}]},
-                "sampling": {"max_tokens": HUGE},
-                "trainer": {"aggregation": "constant", "loss": {"name": "reinforce"}, **trainer},
-            }
+        minimal_config(
+            model={"path": str(model), "dtype": dtype, "max_length": 2 * HUGE},
+            sampling={"max_tokens": HUGE},
+            trainer={"aggregation": "constant", "loss": {"name": "reinforce"}, **trainer},
         )
     )
 

@@ -15,9 +15,9 @@ from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.snapshot import Snapshot
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.build import build_train_step
-from schemas.config import parse_config
 from schemas.digests import chunk_digests
 from schemas.errors import InfraError
+from tests.support.configurations import minimal_config
 from tests.support.trainer.trajectories import make_groups
 
 pytestmark = pytest.mark.integration
@@ -34,15 +34,11 @@ def wire(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def rank_group(model: Path, tmp_path: Path, wire: str) -> RankGroup:
-    config = parse_config(
-        {
-            "run": {"folder": str(tmp_path)},
-            "model": {"path": str(model), "dtype": "float32", "max_length": 64},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "sampling": {"max_tokens": 8},
-            "trainer": {"steps": 9, "optimizer": {"lr": 1e-2}},
-        }
+    config = minimal_config(
+        run={"folder": str(tmp_path)},
+        model={"path": str(model), "dtype": "float32", "max_length": 64},
+        sampling={"max_tokens": 8},
+        trainer={"steps": 9, "optimizer": {"lr": 1e-2}},
     )
     step = build_train_step(config, policy=Policy(load_model(model, "float32")))
     # The weights travel in another type than they are computed in: that needs no sharding here.

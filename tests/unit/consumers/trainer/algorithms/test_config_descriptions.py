@@ -8,11 +8,12 @@ import pytest
 from pydantic import BaseModel
 
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
-from schemas.config import AdvantageConfig, KlConfig, LossConfig, TrainerConfig, parse_config
+from schemas.config import AdvantageConfig, KlConfig, LossConfig, TrainerConfig
 from schemas.config.algorithm import RECIPES
 from schemas.config.trainer import AGGREGATION_NAMES
 from schemas.errors import ConfigError
 from schemas.plugins import Registry
+from tests.support.configurations import minimal_config
 
 
 @pytest.mark.parametrize(
@@ -42,11 +43,4 @@ def test_recipes_are_made_of_built_in_parts() -> None:
 def test_an_aggregation_that_does_not_exist_is_refused_with_those_that_do() -> None:
     assert sorted(AGGREGATION_NAMES) == AGGREGATIONS.names
     with pytest.raises(ConfigError, match=r"trainer\.aggregation: 'tokn_mean' is not known, must be one of constant"):
-        parse_config(
-            {
-                "model": {"path": "m"},
-                "train": {"name": "arithmetic"},
-                "reward": {"terms": [{"name": "exact"}]},
-                "trainer": {"aggregation": "tokn_mean"},
-            }
-        )
+        minimal_config(model={"path": "m"}, trainer={"aggregation": "tokn_mean"})
