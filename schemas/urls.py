@@ -1,7 +1,8 @@
-"""URLs of servers for display: without users and passwords."""
+"""Addresses of servers: for display without users and passwords, and whether only this machine reaches them."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from urllib.parse import unquote
 
@@ -24,3 +25,11 @@ def hide_password(text: str) -> str:
 def _hide_option(option: re.Match[str]) -> str:
     name, value = option.groups()
     return f"{name}={'***' if any(word in unquote(name).lower() for word in _SECRET) else value}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -7,9 +7,9 @@ changes the gradient by rounding only. Several steps in a row that are not finit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import structlog
 import torch
@@ -23,6 +23,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.activations import Checkpointing, save_activations
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.gradient_update import GradientUpdate, Sums
+from schemas.config import TrainerConfig
 from schemas.errors import ConfigError
 
 Item = TypeVar("Item")
@@ -40,6 +41,11 @@ class MemoryLimits:
     activation_checkpointing: Checkpointing = False
     activation_offload: bool = False
     share_prefixes: bool = True
+
+    @classmethod
+    def of(cls, settings: TrainerConfig) -> Self:
+        """Return those of the section trainer."""
+        return cls(**{one.name: getattr(settings, one.name) for one in fields(cls)})
 
     def apply(self, model: PreTrainedModel) -> None:
         """Have the model keep fewer activations until backward, as configured; call it before sharding."""

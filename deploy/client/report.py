@@ -124,13 +124,13 @@ def print_logs(run: str, service: str | None, follow: bool, lines: int, as_json:
     as_json: print each line as an object with its service.
     """
     folder = folder_of(run)
-    known = [head.service for head in list_logs(folder.path).logs]
+    known = [head.service for head in list_logs(folder.path)]
     if service is not None and service not in known:
         raise ConfigError(f"no log of {service!r} in {folder.path / LOGS}; logs there: {', '.join(known) or 'none'}")
     ends: dict[str, int] = {}
     try:
         while True:
-            names = [service] if service else [head.service for head in list_logs(folder.path).logs]
+            names = [service] if service else [head.service for head in list_logs(folder.path)]
             for name in names:
                 part = read_log(folder.path, name, ends.get(name))
                 if part is None:

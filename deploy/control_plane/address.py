@@ -6,7 +6,6 @@ Loopback is no user's alone, so without a token of your own the control plane ma
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import secrets
@@ -19,6 +18,7 @@ from schemas.errors import ConfigError
 from schemas.run_folder import ADDRESS, CONTROL_TOKEN, read_object
 from schemas.system.files import atomic_write
 from schemas.system.processes import find_place, find_start
+from schemas.urls import is_loopback
 
 TOKEN = "TIDEMILL_CONTROL_TOKEN"
 READ_TOKEN = "TIDEMILL_CONTROL_READ_TOKEN"
@@ -143,11 +143,3 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -24,7 +24,6 @@ from deploy.control_plane.address import (
     READ_TOKEN,
     TOKEN,
     announce,
-    is_loopback,
     listen,
     make_token,
     page_link,
@@ -42,6 +41,7 @@ from schemas.config import ControlConfig, TidemillConfig
 from schemas.control_api import RunStatus
 from schemas.errors import ConfigError, TidemillError
 from schemas.messages import Event
+from schemas.urls import is_loopback
 
 log = structlog.get_logger()
 

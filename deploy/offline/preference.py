@@ -42,12 +42,7 @@ def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardMo
             heldout,
             settings,
             load_tokenizer=partial(HfTokenizer, trust_remote_code=config.model.trust_remote_code),
-            limits=MemoryLimits(
-                config.trainer.micro_batch_tokens,
-                config.trainer.activation_checkpointing,
-                config.trainer.activation_offload,
-                config.trainer.share_prefixes,
-            ),
+            limits=MemoryLimits.of(config.trainer),
             seed=config.run.seed,
             progress=_show,
             ranks=ranks,

@@ -91,12 +91,7 @@ def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> S
             settings,
             load_tokenizer=partial(HfTokenizer, trust_remote_code=config.model.trust_remote_code),
             max_length=config.model.max_length,
-            limits=MemoryLimits(
-                config.trainer.micro_batch_tokens,
-                config.trainer.activation_checkpointing,
-                config.trainer.activation_offload,
-                config.trainer.share_prefixes,
-            ),
+            limits=MemoryLimits.of(config.trainer),
             seed=config.run.seed,
             dtype=config.model.dtype,
             progress=show,

@@ -18,11 +18,12 @@ import structlog
 
 from broker.weights.peers import certificate
 from broker.weights.peers.chunk_store import Chunks, StoredPayload
-from broker.weights.peers.registry import Peer, PeerRegistry, is_loopback
+from broker.weights.peers.registry import Peer, PeerRegistry
 from broker.weights.peers.wire import Get, Have, connect, held, receive, receive_into, send, sent
 from schemas.digests import CHUNK_BYTES, digest
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Payload
+from schemas.urls import is_loopback
 
 STALL_S = 15.0
 """Seconds without a chunk after which a download is abandoned."""

@@ -14,11 +14,12 @@ import structlog
 from broker.connection.connection import Connection
 from broker.weights.peers.certificate import make_certificate
 from broker.weights.peers.chunk_store import ChunkStore, StoredPayload
-from broker.weights.peers.registry import RENEW_S, Peer, PeerRegistry, find_host, is_loopback
+from broker.weights.peers.registry import RENEW_S, Peer, PeerRegistry, find_host
 from broker.weights.peers.server import PeerServer
 from broker.weights.peers.wire import SILENCE_S
 from schemas.config.publish import PeerConfig
 from schemas.errors import InfraError, TidemillError
+from schemas.urls import is_loopback
 
 SIGN_OFF_S = 2.0
 """Seconds that the end of a process waits until the broker has removed its record."""

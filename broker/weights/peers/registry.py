@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 import socket
 from urllib.parse import urlsplit
@@ -79,11 +78,3 @@ def find_host(url: str) -> str:
         raise ConfigError(
             f"this machine's address can't be found on the way to the broker: {error}; set trainer.publish.peer.host"
         ) from error
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

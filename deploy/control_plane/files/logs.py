@@ -6,14 +6,14 @@ import os
 import stat
 from pathlib import Path
 
-from schemas.control_api.run_folders import LogHead, LogPart, Logs
+from schemas.control_api.run_folders import LogHead, LogPart
 from schemas.run_folder import LOGS
 
 PART = 256 * 1024
 """Most bytes of a part."""
 
 
-def list_logs(folder: Path) -> Logs:
+def list_logs(folder: Path) -> list[LogHead]:
     """Return the logs of a run, by name."""
     heads = []
     for file in sorted((folder / LOGS).glob("*.log")):
@@ -25,7 +25,7 @@ def list_logs(folder: Path) -> Logs:
             # A process that writes the folder could plant a link to a file that only this process can read.
             continue
         heads.append(LogHead(service=file.stem, bytes=known.st_size, updated=known.st_mtime))
-    return Logs(logs=heads)
+    return heads
 
 
 def read_log(folder: Path, service: str, after: int | None, most: int = PART) -> LogPart | None:
@@ -33,7 +33,7 @@ def read_log(folder: Path, service: str, after: int | None, most: int = PART) ->
 
     A log that is shorter than ``after`` was replaced, and is read from its begin.
     """
-    if service not in {head.service for head in list_logs(folder).logs}:
+    if service not in {head.service for head in list_logs(folder)}:
         return None
     try:
         file = os.open(folder / LOGS / f"{service}.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

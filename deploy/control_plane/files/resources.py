@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.control_plane.files.lines import GrowingFile
-from schemas.control_api.run_folders import AlertRecord, Alerts, Resources
+from schemas.control_api.run_folders import AlertRecord, Resources
 from schemas.run_folder import ALERTS, RESOURCES, parse_line, read_lines
 
 MOST_BYTES = 8 * 2**20
@@ -37,15 +37,15 @@ class ResourceFile:
         queues = sorted({name for line in kept for name in _part(line, "queues")})
 
         def column(service: str, figure: str) -> list[float | None]:
-            return [_number(_part(_part(line, "services"), service).get(figure)) for line in kept]
+            return [number(_part(_part(line, "services"), service).get(figure)) for line in kept]
 
         return Resources(
             time=[float(line["time"]) for line in kept],
             cpu={name: column(name, "cpu") for name in names},
             memory_bytes={name: column(name, "memory_bytes") for name in names}
-            | _only({"broker data": [_number(line.get("broker_bytes")) for line in kept]}),
+            | _only({"broker data": [number(line.get("broker_bytes")) for line in kept]}),
             gpu_memory_bytes=_only({name: column(name, "gpu_memory_bytes") for name in names}),
-            queues={name: [_number(_part(line, "queues").get(name)) for line in kept] for name in queues},
+            queues={name: [number(_part(line, "queues").get(name)) for line in kept] for name in queues},
         )
 
     def _follow(self) -> None:
@@ -61,7 +61,7 @@ class ResourceFile:
                 self._size = sum(len(text) for _, text in self._lines)
 
 
-def read_alerts(folder: Path) -> Alerts:
+def read_alerts(folder: Path) -> list[AlertRecord]:
     """Return the alerts that fired, the newest first."""
     found: list[AlertRecord] = []
     for line in read_lines(folder / ALERTS):
@@ -77,12 +77,12 @@ def read_alerts(folder: Path) -> Alerts:
             if record.name == name and record.over is None:
                 record.over = time
                 break
-    return Alerts(alerts=found[::-1])
+    return found[::-1]
 
 
 def open_alerts(folder: Path) -> Iterator[tuple[str, Any, str]]:
     """Return name, level and text of the alerts that have fired and are not over."""
-    for record in read_alerts(folder).alerts:
+    for record in read_alerts(folder):
         if record.over is None:
             yield record.name, record.level, record.text
 
@@ -97,5 +97,6 @@ def _only(columns: dict[str, list[float | None]]) -> dict[str, list[float | None
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
+    """Return a number of a line as a float, None for another value."""
     return float(value) if isinstance(value, int | float) else None

@@ -15,9 +15,9 @@ from deploy.control_plane.address import address_of
 from deploy.control_plane.files.evaluations import read_evaluations
 from deploy.control_plane.files.groups import GroupFiles
 from deploy.control_plane.files.lines import GrowingFile
-from deploy.control_plane.files.resources import ResourceFile
+from deploy.control_plane.files.resources import ResourceFile, number
 from deploy.control_plane.status.series import MetricsSeries
-from schemas.control_api.run_folders import CheckpointHead, Checkpoints, RunHead, RunMetrics, RunSettings
+from schemas.control_api.run_folders import CheckpointHead, RunHead, RunMetrics, RunSettings
 from schemas.errors import ConfigError
 from schemas.metric_names import describe
 from schemas.run_folder import (
@@ -82,13 +82,13 @@ class RunFolder:
             cause=cause,
             step=max(_whole(summary.get("steps")), _whole(last.get("step"))),
             steps=settings.get("trainer.steps") if isinstance(settings.get("trainer.steps"), int) else None,
-            reward=_number(last.get("reward/mean")),
-            heldout_reward_before=before.mean if before else _number(summary.get("reward_before")),
-            heldout_reward=newest.mean if newest else _number(summary.get("reward_after")),
-            accuracy_before=before.accuracy if before else _number(summary.get("accuracy_before")),
-            accuracy=newest.accuracy if newest else _number(summary.get("accuracy_after")),
+            reward=number(last.get("reward/mean")),
+            heldout_reward_before=before.mean if before else number(summary.get("reward_before")),
+            heldout_reward=newest.mean if newest else number(summary.get("reward_after")),
+            accuracy_before=before.accuracy if before else number(summary.get("accuracy_before")),
+            accuracy=newest.accuracy if newest else number(summary.get("accuracy_after")),
             heldout_version=newest.version if newest else None,
-            wall_s=_number(last.get("wall_s")),
+            wall_s=number(last.get("wall_s")),
             updated=max(updated),
             model=settings.get("model.path"),
             live=address_of(self.path),
@@ -123,7 +123,7 @@ class RunFolder:
             next=found.next,
         )
 
-    def checkpoints(self) -> Checkpoints:
+    def checkpoints(self) -> list[CheckpointHead]:
         """Return the checkpoints, oldest first; whether one is whole is looked at when it is loaded."""
         found = []
         for path in (self.path / CHECKPOINTS).glob("step-*"):
@@ -135,7 +135,7 @@ class RunFolder:
                     # Its trainer, which keeps the newest, deletes it now.
                     continue
                 found.append(CheckpointHead(name=path.name, step=int(named[1]), bytes=size, time=time_of(path)))
-        return Checkpoints(checkpoints=sorted(found, key=lambda one: (one.step, one.name)))
+        return sorted(found, key=lambda one: (one.step, one.name))
 
     def _follow(self) -> None:
         for begin, line in self._metrics.read():
@@ -220,7 +220,3 @@ def _text(file: Path) -> str:
 
 def _whole(value: Any) -> int:
     return value if isinstance(value, int) else 0
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None

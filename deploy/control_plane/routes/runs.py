@@ -166,7 +166,7 @@ def show_evaluation(
 def list_service_logs(archive: InArchive, run: Name, page: Few) -> Logs:
     """Return the logs of a run's services on this machine, by name."""
     with archive.open(run) as folder:
-        shown, following = cut(list_logs(folder.path).logs, lambda one: (0, one.service), page)
+        shown, following = cut(list_logs(folder.path), lambda one: (0, one.service), page)
     return Logs(logs=shown, next=following)
 
 
@@ -190,7 +190,7 @@ def read_service_log(
 def list_checkpoints(archive: InArchive, run: Name, page: Few) -> Checkpoints:
     """Return the checkpoints in the run's folder, by step."""
     with archive.open(run) as folder:
-        shown, following = cut(folder.checkpoints().checkpoints, lambda one: (one.step, one.name), page)
+        shown, following = cut(folder.checkpoints(), lambda one: (one.step, one.name), page)
     return Checkpoints(checkpoints=shown, next=following)
 
 
@@ -204,7 +204,7 @@ def download_checkpoint(
 ) -> StreamingResponse:
     """Return a checkpoint whole, as a tar archive."""
     with archive.open(run) as folder:
-        known = {one.name for one in folder.checkpoints().checkpoints}
+        known = {one.name for one in folder.checkpoints()}
         path = folder.path / "checkpoints" / checkpoint
     try:
         files = tar_members(path) if checkpoint in known else None
@@ -236,5 +236,5 @@ def read_resources(
 def list_alerts(archive: InArchive, run: Name, page: Few) -> Alerts:
     """Return the alerts that fired, by when they did."""
     with archive.open(run) as folder:
-        shown, following = cut(read_alerts(folder.path).alerts, lambda one: (one.fired, one.name), page)
+        shown, following = cut(read_alerts(folder.path), lambda one: (one.fired, one.name), page)
     return Alerts(alerts=shown, next=following)

@@ -17,7 +17,6 @@ from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
 from broker.telemetry.heartbeats import FORGOTTEN_S
 from broker.telemetry.stream_lag import StreamLag, read_stream_lags
-from deploy.control_plane.address import is_loopback
 from deploy.control_plane.status.bottleneck import Evidence, find_bottleneck
 from deploy.control_plane.status.run_state import LOADING, is_live, pause_status, run_state
 from deploy.control_plane.status.scaling import scaling
@@ -38,6 +37,7 @@ from schemas.control_api import (
 )
 from schemas.messages import Heartbeat
 from schemas.model_folder import chat_template
+from schemas.urls import is_loopback
 
 MEMORY_EVERY_S = 10.0
 RECENT = 20

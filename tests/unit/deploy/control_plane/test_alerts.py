@@ -119,13 +119,13 @@ def test_use_and_alerts_are_in_the_runs_folder(tmp_path: Path) -> None:
     assert (len(found.time), found.cpu["trainer-0"], found.memory_bytes["trainer-0"]) == (1, [0.5], [1e9])
     assert (found.memory_bytes["broker data"], found.gpu_memory_bytes) == ([5000], {})
     assert found.queues["tasks"] == [3.0]
-    (alert,) = read_alerts(tmp_path).alerts
+    (alert,) = read_alerts(tmp_path)
     assert (alert.name, alert.level, alert.over) == ("run_failed", "error", None)
     assert "no memory" in alert.text
     assert told == ["alert run_failed: the run has failed: no memory"]
     # The next watcher knows which alert has fired, and that it is over.
     RunWatch(config(tmp_path), lambda text, level: told.append(text)).observe(status())
-    assert read_alerts(tmp_path).alerts[0].over is not None
+    assert read_alerts(tmp_path)[0].over is not None
     assert told[-1] == "alert run_failed is over"
 
 

@@ -15,7 +15,6 @@ from deploy.client.transport import NoControlPlane
 from deploy.control_plane.address import (
     address_of,
     announce,
-    is_loopback,
     listen,
     make_token,
     own_token,
@@ -27,6 +26,7 @@ from deploy.control_plane.web import security
 from deploy.control_plane.web.security import Buckets, RequestGuard
 from schemas.config import ControlConfig
 from schemas.errors import ConfigError
+from schemas.urls import is_loopback
 from tests.support.configurations import minimal_config
 
 TOKEN = "correct-horse-battery-staple"

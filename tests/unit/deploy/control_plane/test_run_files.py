@@ -193,7 +193,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_there(
         return found
 
     monkeypatch.setattr(Path, "is_file", delete)
-    assert [(one.step, one.bytes) for one in RunFolder(folder).checkpoints().checkpoints] == [(4, 7)]
+    assert [(one.step, one.bytes) for one in RunFolder(folder).checkpoints()] == [(4, 7)]
 
 
 def test_rewards_of_the_groups_that_fit_are_counted_and_so_are_their_terms(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_evaluations_by_prompt_come_worst_first(tmp_path: Path) -> None:
 
 def test_a_log_is_followed_from_its_end(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=40)
-    assert [head.service for head in list_logs(folder).logs] == ["trainer"]
+    assert [head.service for head in list_logs(folder)] == ["trainer"]
     end = read_log(folder, "trainer", None, 1024)
     assert end is not None
     assert "a tracker is given up" in end.lines[-1]
@@ -294,9 +294,9 @@ def test_links_that_were_planted_in_a_run_show_nothing(tmp_path: Path) -> None:
     os.mkfifo(run / "logs" / "pipe.log")
     (run / "checkpoints").mkdir(exist_ok=True)
     (run / "checkpoints" / "step-00000009-t0001").symlink_to(outside)
-    assert not {"link", "pipe"} & {head.service for head in list_logs(run).logs}
+    assert not {"link", "pipe"} & {head.service for head in list_logs(run)}
     assert read_log(run, "link", None) is read_log(run, "pipe", None) is None
-    assert "step-00000009-t0001" not in [one.name for one in RunFolder(run).checkpoints().checkpoints]
+    assert "step-00000009-t0001" not in [one.name for one in RunFolder(run).checkpoints()]
 
 
 @pytest.mark.parametrize("service", ["nobody", "../config", "..", "trainer.log"])
