@@ -363,7 +363,7 @@ class Checked:
 
 
 async def test_no_token_of_weights_that_are_not_checked_yet_is_saved_and_who_waits_waits_for_the_check() -> None:
-    async def save() -> None:
+    async with asyncio.timeout(10):
         context = Checked(version=1)
         rollout = Rollout(cast(Any, context), Delivery(b"1-1", "tasks", make_task(0)), cast(Any, None), StopFlag())
         mixed = msgspec.structs.replace(call("b", 5), spans=[Span(1, 0, 3), Span(2, 3, 5)])
@@ -383,5 +383,3 @@ async def test_no_token_of_weights_that_are_not_checked_yet_is_saved_and_who_wai
         context.checked.set()
         await saving
         assert context.saved[1:] == [whole]
-
-    await asyncio.wait_for(save(), 10)

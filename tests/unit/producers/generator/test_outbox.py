@@ -81,7 +81,7 @@ class Gated(Answers):
 
 
 async def test_who_waits_for_a_state_goes_on_when_the_broker_has_it_or_a_later_one() -> None:
-    async def save() -> None:
+    async with asyncio.timeout(10):
         partials = Gated()
         saver = PartialSaver(cast(Partials, partials))
         delivery: Delivery[Task] = Delivery(b"1-1", "tasks", make_task(0))
@@ -97,12 +97,10 @@ async def test_who_waits_for_a_state_goes_on_when_the_broker_has_it_or_a_later_o
         await saver.save_soon(delivery, partial(12))  # nothing is new
         assert len(partials.sent) == 2
 
-    await asyncio.wait_for(save(), 10)
-
 
 @pytest.mark.parametrize("end", ["the broker is gone", "the task is another's", "the generator ends"])
 async def test_who_waits_for_what_can_not_be_saved_goes_on(end: str) -> None:
-    async def save() -> None:
+    async with asyncio.timeout(10):
         partials = Gated(InfraError("no broker") if end == "the broker is gone" else None)
         saver = PartialSaver(cast(Partials, partials))
         delivery: Delivery[Task] = Delivery(b"1-1", "tasks", make_task(0))
@@ -117,8 +115,6 @@ async def test_who_waits_for_what_can_not_be_saved_goes_on(end: str) -> None:
             await saver.close()
             assert second.done()
         await asyncio.gather(first, second)
-
-    await asyncio.wait_for(save(), 10)
 
 
 def call(key: str, length: int = 3, finish: FinishReason = "stop") -> Call:
@@ -202,7 +198,7 @@ async def begin(outbox: Outbox, *samples: int) -> list[asyncio.Task[str]]:
 
 
 async def test_who_waits_with_a_sender_that_is_cancelled_has_the_answer_all_the_same() -> None:
-    async def publish() -> None:
+    async with asyncio.timeout(10):
         queue = GatedQueue()
         outbox = Outbox(cast(TaskQueue, queue))
         first, beside = await begin(outbox, 0, 1)
@@ -215,16 +211,12 @@ async def test_who_waits_with_a_sender_that_is_cancelled_has_the_answer_all_the_
         assert await asyncio.gather(beside, later) == ["ok", "ok"]
         assert sorted(sample for call in queue.taken for sample in call) == [0, 1, 2]
 
-    await asyncio.wait_for(publish(), 10)
-
 
 @pytest.mark.parametrize("error", [InfraError("no broker"), RuntimeError("a bug")])
 async def test_an_error_of_a_call_is_that_of_all_whose_samples_it_had(error: Exception) -> None:
-    async def publish() -> None:
+    async with asyncio.timeout(10):
         queue = GatedQueue(error)
         outbox = Outbox(cast(TaskQueue, queue))
         waiting = await begin(outbox, 0, 1)
         queue.open.set()
         assert await asyncio.gather(*waiting, return_exceptions=True) == [error, error]
-
-    await asyncio.wait_for(publish(), 10)
