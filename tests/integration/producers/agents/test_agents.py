@@ -160,25 +160,17 @@ async def test_a_full_context_ends_an_episode_only_if_its_agent_does_not_go_on(
             assert (found.finish, found.reward, found.calls) == (finish, reward, 1)
 
 
-async def test_an_agent_that_raises_fails_its_own_sample_alone(broker: Broker, model: Path, tmp_path: Path) -> None:
-    config = agent_config(model, tmp_path, "fails_for_sample_one")
-    prepare(broker, tmp_path, 2)
-    engine = make_engine(config, min_length=4, max_length=12)
-
-    async with running_generator(config, broker, engine):
-        published = await read_published(broker, 2)
-        assert {(item.task_id, item.sample) for item in published} == {(0, 0), (1, 0)}
-        await wait_until(lambda: len(broker.dead_letters.list()) == 2)
-    letters = broker.dead_letters.list()
-    assert {(one.letter.task_id, one.letter.sample) for one in letters} == {(0, 1), (1, 1)}
-    assert all("KeyError: 'tool'" in one.letter.reason for one in letters)
-    assert kinds_of_failures(broker) == ["raised", "raised"]
-
-
-async def test_an_agent_that_ends_its_process_costs_the_others_there_nothing(
-    broker: Broker, model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("function", "settings", "reason", "kind"),
+    [
+        ("fails_for_sample_one", {}, "KeyError: 'tool'", "raised"),
+        ("ends_its_process_for_sample_one", {"attempts": 1}, "os._exit(3)", "died"),
+    ],
+)
+async def test_an_agent_that_raises_or_ends_its_process_fails_its_own_sample_alone(
+    broker: Broker, model: Path, tmp_path: Path, function: str, settings: dict[str, Any], reason: str, kind: str
 ) -> None:
-    config = agent_config(model, tmp_path, "ends_its_process_for_sample_one", attempts=1)
+    config = agent_config(model, tmp_path, function, **settings)
     prepare(broker, tmp_path, 2)
     engine = make_engine(config, min_length=4, max_length=12)
 
@@ -188,8 +180,8 @@ async def test_an_agent_that_ends_its_process_costs_the_others_there_nothing(
         await wait_until(lambda: len(broker.dead_letters.list()) == 2)
     letters = broker.dead_letters.list()
     assert {(one.letter.task_id, one.letter.sample) for one in letters} == {(0, 1), (1, 1)}
-    assert all("os._exit(3)" in one.letter.reason for one in letters)
-    assert kinds_of_failures(broker) == ["died", "died"]
+    assert all(reason in one.letter.reason for one in letters)
+    assert kinds_of_failures(broker) == [kind, kind]
 
 
 async def test_an_episode_goes_on_elsewhere_with_the_calls_it_had(broker: Broker, model: Path, tmp_path: Path) -> None:
