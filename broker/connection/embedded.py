@@ -5,9 +5,13 @@ The program is the one on the PATH if it is new enough, else the one of the valk
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import hashlib
 import re
 import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -46,25 +50,29 @@ def _major(path: str) -> int:
 class EmbeddedServer:
     """A server process: ``start()`` returns the URL once it answers; ``stop()`` ends it cleanly.
 
-    It listens on a Unix socket in a folder that only its user can read, and on 127.0.0.1 only if a port is given.
+    It listens on a Unix socket in a folder that only its user can read, and on 127.0.0.1 only if a port is given. Who
+    can see a socket can order the server, also where a sandbox shows files to be read only: so the socket's folder is
+    a temporary one, outside of what sandboxes show, and ``folder`` has a link to it. The link's name is derived from
+    the path of ``folder``, so that a copy of it does not lead to the server of the original.
     """
 
     def __init__(self, folder: Path, fsync: str = "everysec", port: int = 0) -> None:
         self.folder = folder.resolve()
+        self._link = self.folder / f"server-{hashlib.blake2b(str(self.folder).encode(), digest_size=4).hexdigest()}"
         self.fsync = fsync
         self.port = port
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def socket(self) -> Path:
-        return self.folder / "broker.sock"
+        return self._link.resolve() / "broker.sock"
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0" if self.port else f"unix://{self.socket}"
 
     def command(self) -> list[str]:
-        """Return the server's command line; data and socket are in ``folder``."""
+        """Return the server's command line; data is in ``folder``."""
         options: dict[str, Any] = {
             "port": self.port,
             "bind": "127.0.0.1",
@@ -81,10 +89,20 @@ class EmbeddedServer:
         return [find_server(), *(part for key, value in options.items() for part in (f"--{key}", str(value)))]
 
     def prepare(self) -> None:
-        """Create the folder; ConfigError if its path is too long for a Unix socket."""
-        if not self.port and len(str(self.socket)) > 100:
-            raise ConfigError(f"run.folder makes the socket path {self.socket} too long (over 100): use a shorter one")
+        """Create the folder and the socket's; ConfigError if its path is too long for a Unix socket."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not self._link.is_dir():
+            self._link.unlink(missing_ok=True)
+            self._link.symlink_to(tempfile.mkdtemp(prefix="tidemill-broker-"))
+        atexit.register(self._remove_link)
+        if len(str(self.socket)) > 100:
+            raise ConfigError(f"TMPDIR makes the socket path {self.socket} too long (over 100): use a shorter one")
+
+    def _remove_link(self) -> None:
+        """Remove the socket's folder, which a server that ended has emptied, and the link to it."""
+        with contextlib.suppress(OSError):
+            self._link.resolve().rmdir()
+            self._link.unlink()
 
     def start(self) -> str:
         """Start the server and wait until it answers; InfraError with the end of its log after 30 s."""

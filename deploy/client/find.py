@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from schemas.config import TidemillConfig
 
 DEADLINE_S = 5.0
-SOCKET = "broker/broker.sock"
+SOCKET = "broker/server-*/broker.sock"
 URLS = ("REDIS_URL", "REDIS_URL_FILE")
 """Environment variables that name a server."""
 
@@ -50,14 +50,14 @@ def find(run: str, url: str | None, prefix: str, *, any_schema: bool = False) ->
         run, prefix = config.run.name, config.broker.prefix
     folder = config.folder if config else RUNS / run
     named = url or (config and config.broker.url)
-    if not (named or any(map(os.environ.get, URLS))) and not (folder / SOCKET).exists():
+    if not (named or any(map(os.environ.get, URLS))) and not any(folder.glob(SOCKET)):
         raise _nowhere(run, folder)
     return _connect(run, url, prefix, config, folder, any_schema)
 
 
 def _nowhere(run: str, folder: Path) -> NoSuchRun:
     return NoSuchRun(
-        f"no broker for run {run!r}: no embedded one answers at {folder / SOCKET}; give --url or set REDIS_URL,"
+        f"no broker for run {run!r}: no embedded one answers in {folder / 'broker'}; give --url or set REDIS_URL,"
         " or start the run with `tidemill up`"
     )
 
@@ -137,14 +137,14 @@ def date(at: float) -> str:
 
 def embedded(folder: Path) -> str | None:
     """Return the URL of the embedded server in a run's folder; None if none answers."""
-    file = (folder / SOCKET).resolve()
-    url = f"unix://{file}"
-    if not file.exists():
+    if not any(folder.glob(SOCKET)):
         return None
     import redis
 
     from broker.connection.connection import open_client
+    from broker.connection.embedded import EmbeddedServer
 
+    url = EmbeddedServer(folder / "broker").url
     try:
         open_client(url).ping()
     except redis.RedisError:
@@ -162,7 +162,7 @@ def size(count: float) -> str:
 
 
 def _runs_on_brokers(url: str | None) -> list[RunInfo]:
-    if not (url or any(map(os.environ.get, URLS))) and not any((folder / SOCKET).exists() for folder in RUNS.glob("*")):
+    if not (url or any(map(os.environ.get, URLS))) and not any(RUNS.glob(f"*/{SOCKET}")):
         return []
     from broker.connection.connection import check_server_now, find_url, open_client
     from broker.connection.runs import list_runs

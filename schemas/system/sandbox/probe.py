@@ -36,6 +36,11 @@ def connect():
     with socket.create_connection(("127.0.0.1", wanted["port"]), timeout=2):
         return True
 
+def connect_unix():
+    with socket.socket(socket.AF_UNIX) as there:
+        there.connect(wanted["socket"])
+        return True
+
 def signal_service():
     os.kill(wanted["pid"], 0)
     return open("/proc/%d/cmdline" % wanted["pid"]).read() == wanted["name"]
@@ -64,6 +69,7 @@ tries = {
     "files": read,
     "writing": write,
     "network": connect,
+    "unix sockets": connect_unix,
     "other processes": signal_service,
     "environment": lambda: wanted["marker"] in os.environ,
     "allocations": allocate,
@@ -82,7 +88,7 @@ class SandboxProbe:
 
 
 def probe(sandbox: Sandbox) -> SandboxProbe:
-    """Have a program try a file, a socket, another process, a fork loop and an allocation. InfraError if it can't run.
+    """Have a program try a file, sockets, another process, a fork loop and an allocation. InfraError if it can't run.
 
     Nothing is harmed by what gets through.
     """
@@ -90,15 +96,21 @@ def probe(sandbox: Sandbox) -> SandboxProbe:
     with (
         tempfile.TemporaryDirectory(prefix="tidemill-probe-") as folder,
         socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as local,
     ):
         secret = Path(folder) / "secret"
         secret.write_text("secret", encoding="utf-8")
         # The user that runs the program could read it if the sandbox allowed that.
         Path(folder).chmod(0o755)
         secret.chmod(0o666)
+        # As the embedded broker's: in a temporary folder.
+        local.bind(f"{folder}/broker.sock")
+        local.listen()
+        Path(folder, "broker.sock").chmod(0o666)
         wanted = {
             "file": str(secret),
             "port": server.getsockname()[1],
+            "socket": f"{folder}/broker.sock",
             "pid": os.getpid(),
             "name": _command_line(),
             "marker": f"TIDEMILL_{secrets.token_hex(8)}",

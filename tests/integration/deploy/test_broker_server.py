@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import stat
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 import redis
 
+from broker.connection.connection import open_client
 from broker.connection.embedded import EmbeddedServer
+from deploy.client import find
 from tests.support.runs.programs import free_port
 
 pytestmark = pytest.mark.integration
@@ -109,6 +112,20 @@ def test_it_keeps_off_the_data_of_an_embedded_server(tmp_path: Path, serve: Serv
         assert "`tidemill up` has a broker in" in process.stderr.read()
     finally:
         embedded.stop()
+
+
+def test_a_copied_folder_does_not_lead_to_the_server_of_the_original(tmp_path: Path) -> None:
+    original = EmbeddedServer(tmp_path / "run" / "broker")
+    url = original.start()
+    try:
+        shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True, ignore=lambda *_: ["broker.sock"])
+        assert find.embedded(tmp_path / "run") == url
+        assert find.embedded(tmp_path / "copy") is None
+        with pytest.raises(redis.RedisError):
+            open_client(EmbeddedServer(tmp_path / "copy" / "broker").url).ping()
+    finally:
+        original.stop()
+    assert find.embedded(tmp_path / "run") is None
 
 
 def test_a_port_that_is_taken_is_an_error(port: int, serve: Serve) -> None:

@@ -42,12 +42,12 @@ def test_a_program_sees_no_environment_and_is_an_ordinary_user(monkeypatch: pyte
 def test_the_probe_finds_that_nothing_gets_through() -> None:
     probed = probe(sandbox())
     assert probed.allowed == []
-    assert "fork loops" in probed.blocked
+    assert {"fork loops", "unix sockets"} <= set(probed.blocked)
 
 
 def test_the_probe_finds_what_gets_through_where_there_is_no_sandbox() -> None:
     probed = probe(Sandbox("none"))
-    assert {"files", "writing", "network", "other processes", "fork loops"} <= set(probed.allowed)
+    assert {"files", "writing", "network", "unix sockets", "other processes", "fork loops"} <= set(probed.allowed)
     # The environment is cleared and the address space limited in any case.
     assert probed.blocked == ["environment", "allocations"]
 

@@ -58,7 +58,7 @@ def test_a_run_that_is_not_there_is_one_line_with_those_that_are(make_broker: Ca
 def test_without_a_broker_the_message_says_where_one_was_looked_for(tmp_path: Path) -> None:
     done = run_tidemill("status", "nothing", cwd=tmp_path)
     assert done.returncode == 2
-    assert "no embedded one answers at runs/nothing/broker/broker.sock" in done.stderr
+    assert "no embedded one answers in runs/nothing/broker" in done.stderr
 
 
 def _leave_a_run(folder: Path, reason: str) -> None:

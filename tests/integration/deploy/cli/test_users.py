@@ -32,11 +32,16 @@ reward: {terms: [{name: exact}]}
 """
 
 
+def server_of(folder: Path) -> EmbeddedServer:
+    server = EmbeddedServer(folder / "broker")
+    server.prepare()
+    return server
+
+
 @contextmanager
 def running(folder: Path, users: Path) -> Iterator[str]:
     """A server that was given the written users; yields its URL as the administrator."""
-    server = EmbeddedServer(folder / "broker")
-    server.prepare()
+    server = server_of(folder)
     program, *options = server.command()
     process = subprocess.Popen([program, str(users / "server" / "users.conf"), *options], stdout=subprocess.DEVNULL)
     password = (users / "server" / "password").read_text().strip()
@@ -51,9 +56,7 @@ def running(folder: Path, users: Path) -> Iterator[str]:
 
 def write(folder: Path) -> Path:
     (folder / "config.yaml").write_text(CONFIG)
-    done = run_tidemill(
-        "acl", "config.yaml", "--files", "users", "--url", f"unix://{folder}/broker/broker.sock", cwd=folder
-    )
+    done = run_tidemill("acl", "config.yaml", "--files", "users", "--url", server_of(folder).url, cwd=folder)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     return folder / "users"
 
@@ -81,7 +84,7 @@ def test_each_role_can_do_its_work_with_the_url_that_was_written_for_it(tmp_path
             roles["reward"].weights.newest()
         assert open_client(administrator).dbsize() > 0
         with pytest.raises(redis.AuthenticationError):
-            open_client(f"unix://{tmp_path}/broker/broker.sock").dbsize()
+            open_client(EmbeddedServer(tmp_path / "broker").url).dbsize()
 
 
 def test_passwords_are_kept_and_are_in_no_file_that_others_can_read(tmp_path: Path) -> None:

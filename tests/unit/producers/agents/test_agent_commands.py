@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from broker.connection.embedded import EmbeddedServer
 from producers.agents.workers.check import check_agent
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
@@ -241,7 +242,7 @@ def test_a_sandbox_is_refused_for_agents_that_are_functions(tmp_path: Path) -> N
 
 
 CONNECTING = """
-import json, os, socket
+import glob, json, os, socket
 found = {}
 for name in ("runs/one/broker/broker.sock", "mine/broker/broker.sock"):
     try:
@@ -249,6 +250,8 @@ for name in ("runs/one/broker/broker.sock", "mine/broker/broker.sock"):
         found[name[0]] = 1.0
     except OSError:
         found[name[0]] = 0.0
+others = [*glob.glob("other/broker/*"), *glob.glob("other/broker/*/*"), "other/broker/broker.sock"]
+found["others"] = float(sum(not socket.socket(socket.AF_UNIX).connect_ex(name) for name in others))
 found["config"] = float(os.path.exists("config.yaml"))
 found["files"] = float(len(os.listdir("runs")) + len(os.listdir("mine")))
 json.dump({"reward": 1, "metrics": found}, open(os.environ["TIDEMILL_RESULT"], "w"))
@@ -272,7 +275,18 @@ def test_a_program_in_the_sandbox_does_not_see_the_run(
             server.bind(f"{folder}/broker.sock")
             server.listen()
             Path(folder, "broker.sock").chmod(0o777)
+        other = EmbeddedServer(tmp_path / "other" / "broker")
+        other.start()
+        servers.callback(other.stop)
+        for path in (other.folder, other.socket.parent, other.socket):
+            path.chmod(0o777)
         run = tmp_path / "mine" if hidden else None
         result = play(tmp_path, [sys.executable, "agent.py"], run, sandbox="bwrap", python=sys.executable)
     assert (result.kind, result.error) == ("returned", "")
-    assert result.metrics == {"r": 0.0, "m": float(not hidden), "config": 1.0, "files": float(not hidden)}
+    assert result.metrics == {
+        "r": 0.0,
+        "m": float(not hidden),
+        "others": 0.0,
+        "config": 1.0,
+        "files": float(not hidden),
+    }
