@@ -82,7 +82,7 @@ class HttpEngineConfig(Section):
     url: str | None = Field(
         None,
         description="Address of a running server, such as http://10.0.0.7:30000, which serves only this generator. By"
-        " default the generator launches a server that listens on this machine only and ends with the generator.",
+        " default the generator launches a server that only its user reaches and that ends with the generator.",
     )
     command: list[str] | None = Field(
         None,

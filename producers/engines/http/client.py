@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -40,14 +41,15 @@ class Refused(Exception):
 class ServerClient:
     """Requests to one server; any number may run at the same time."""
 
-    def __init__(self, url: str, key: str | None = None) -> None:
+    def __init__(self, url: str, key: str | None = None, socket: Path | None = None) -> None:
+        """socket: the unix socket that the server listens on, if it is not at the address of ``url``."""
         self.url = url.rstrip("/")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S)
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=headers,
-            limits=limits,
+            transport=httpx.AsyncHTTPTransport(limits=limits, uds=None if socket is None else str(socket)),
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             trust_env=False,
         )

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from producers.engines.base import Ability, EngineSettings
 from producers.engines.http.client import Body, ServerClient
+from producers.engines.http.server import PrivatePlace
 from producers.engines.http.streamed_sample import GrowingSample
 from schemas.errors import ConfigError
 from schemas.messages import Sampling
@@ -21,8 +22,12 @@ class Dialect(Protocol):
     path: str
     """The route of a request for a sample, which answers with a stream of events."""
 
-    def command(self, settings: EngineSettings, folder: Path, host: str, port: int) -> list[str]:
+    def command(self, settings: EngineSettings, folder: Path, place: PrivatePlace) -> list[str]:
         """Return the command that serves the model in ``folder``; ConfigError names a wrong ``settings.args``."""
+        ...
+
+    def client(self, place: PrivatePlace, key: str | None) -> ServerClient:
+        """Return the connection to the server that the command launched. key: the one that the user set."""
         ...
 
     def environment(self, settings: EngineSettings) -> dict[str, str]:

@@ -24,7 +24,7 @@ from producers.engines.gated import GatedEngine
 from producers.engines.http.client import Body, Refused, ServerClient, read_key
 from producers.engines.http.dialect import Dialect
 from producers.engines.http.openai import OpenAiEngine
-from producers.engines.http.server import HOST, LaunchedServer, free_port
+from producers.engines.http.server import LaunchedServer, PrivatePlace
 from producers.engines.http.streamed_sample import GrowingSample
 from producers.engines.sampling import check_vocabulary
 from schemas.config import HttpEngineConfig
@@ -64,6 +64,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         self.release = ""
         self._versions = [settings.version]
         self._server: LaunchedServer | None = None
+        self._place: PrivatePlace | None = None
         self._watch: asyncio.Task[None] | None = None
         self._vocabulary = 0
         self._session = uuid.uuid4().hex[:12]
@@ -91,13 +92,15 @@ class HttpEngine(GatedEngine[ServerClient, None]):
     async def start(self) -> None:
         self._failure = asyncio.get_running_loop().create_future()
         folder = await asyncio.to_thread(self._read_config)
-        url = self._http.url
-        if url is None:
-            port = free_port()
-            command = await asyncio.to_thread(self._dialect.command, self._settings, folder, HOST, port)
+        key = read_key(self._http)
+        if self._http.url is None:
+            self._place = PrivatePlace()
+            command = await asyncio.to_thread(self._dialect.command, self._settings, folder, self._place)
             self._server = LaunchedServer(command, self._dialect.environment(self._settings))
-            url = f"http://{HOST}:{port}"
-        client = self._core = ServerClient(url, read_key(self._http))
+            client = self._dialect.client(self._place, key)
+        else:
+            client = ServerClient(self._http.url, key)
+        self._core = client
         try:
             await self._wait_healthy(client)
             self.release = await self._dialect.check(client, self._settings, folder)
@@ -108,7 +111,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
                 await self._dialect.set_version(client, self._version)
         except Refused as error:
             await self.close()
-            raise InfraError(f"the server {url} can't be used: {error}") from error
+            raise InfraError(f"the server {client.shown} can't be used: {error}") from error
         except BaseException:
             await self.close()
             raise
@@ -291,6 +294,8 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         server, self._server = self._server, None
         if server is not None:
             await server.close()
+        if self._place is not None:
+            self._place.close()
         if client is not None:
             await client.close()
 

@@ -2,16 +2,22 @@
 
 A guardian (schemas/system/guard.py) makes sure that no process of the server outlives this one, however it ends. The
 server's output goes to stderr; its last lines are kept for the reason of its end.
+
+Every user of a machine reaches its loopback: a server that anybody could order would load anybody's weights. So it
+listens on a socket in a folder that only this user can enter, or on a port with a key for all of its routes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from schemas.errors import ConfigError
 from schemas.system.guarded_process import GuardedProcess
@@ -27,6 +33,25 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
+
+
+class PrivatePlace:
+    """Where a launched server can listen out of the reach of other users: a folder of this user, a key, a free port."""
+
+    def __init__(self) -> None:
+        self._made = tempfile.TemporaryDirectory(prefix="tidemill-server-")
+        self.folder = Path(self._made.name)
+        self.key = secrets.token_urlsafe(32)
+        self.port = free_port()
+
+    @property
+    def socket(self) -> Path:
+        """The path of a unix socket."""
+        return self.folder / "server.sock"
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._made.cleanup()
 
 
 class LaunchedServer:

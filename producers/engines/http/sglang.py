@@ -24,16 +24,20 @@ import numpy.typing as npt
 from producers.engines.base import Ability, EngineSettings
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.http.dialect import has_gpu, options
+from producers.engines.http.server import HOST, PrivatePlace
 from producers.engines.http.streamed_sample import UNREADABLE, GrowingSample
 from producers.engines.routed_experts import mixture_sizes
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Sampling
+from schemas.system.files import atomic_write
 
 _OURS = {
     "model_path": "it is model.path",
     "model": "it is model.path",
     "host": "a launched server listens on this machine only",
     "port": "a launched server takes a free one",
+    "api_key": "a launched server has a key of its own",
+    "config": "Tidemill passes the server's key in it: give its settings here",
     "dtype": "it is model.dtype",
     "context_length": "it is model.max_length",
     "max_running_requests": "it is generator.max_samples",
@@ -67,8 +71,11 @@ class SglangDialect:
         self._mixture: tuple[int, int, np.dtype[Any]] | None = None
         self._vocabulary = 0
 
-    def command(self, settings: EngineSettings, folder: Path, host: str, port: int) -> list[str]:
+    def command(self, settings: EngineSettings, folder: Path, place: PrivatePlace) -> list[str]:
         http = settings.http
+        # Every user of the machine can read command lines.
+        secret = place.folder / "server.yaml"
+        atomic_write(secret, f"api-key: {place.key}\n", private=True)
         program = (http and http.command) or [sys.executable, "-m", "sglang.launch_server"]
         arguments = options(settings.args, _OURS, negative=False)
         for option, values in () if has_gpu() else _cpu_options(settings).items():
@@ -76,7 +83,7 @@ class SglangDialect:
                 arguments += [option, *values]
         return [
             *program,
-            *("--model-path", str(folder), "--host", host, "--port", str(port)),
+            *("--model-path", str(folder), "--host", HOST, "--port", str(place.port), "--config", str(secret)),
             *("--dtype", settings.dtype, "--context-length", str(_context_length(folder, settings.max_length))),
             *("--max-running-requests", str(settings.max_samples), "--random-seed", str(settings.seed)),
             *("--weight-version", str(settings.version), "--incremental-streaming-output"),
@@ -85,6 +92,9 @@ class SglangDialect:
             *(("--enable-return-routed-experts",) if settings.routed_experts else ()),
             *arguments,
         ]
+
+    def client(self, place: PrivatePlace, key: str | None) -> ServerClient:
+        return ServerClient(f"http://{HOST}:{place.port}", place.key)
 
     def environment(self, settings: EngineSettings) -> dict[str, str]:
         if has_gpu():

@@ -1,7 +1,7 @@
 """vLLM's server: its token-in-token-out route and its routes for reinforcement learning.
 
 The first needs ``--enable-scale-out``, the others ``VLLM_SERVER_DEV_MODE=1``. They are not protected by ``--api-key``,
-so such a server belongs in a private network. Weights come as a file that the server reads with our loader, which vLLM
+so such a server belongs in a private network; a launched one is on a unix socket. Weights come as a file that the server reads with our loader, which vLLM
 finds if Tidemill is installed beside it.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 from producers.engines.base import Ability, EngineSettings
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.http.dialect import has_gpu, options
+from producers.engines.http.server import PrivatePlace
 from producers.engines.http.streamed_sample import UNREADABLE, GrowingSample
 from producers.engines.vllm.plugin import BACKEND
 from schemas.errors import ConfigError, InfraError
@@ -23,8 +24,9 @@ from schemas.messages import Sampling
 
 _OURS = {
     "model": "it is model.path",
-    "host": "a launched server listens on this machine only",
-    "port": "a launched server takes a free one",
+    "host": "a launched server listens on a unix socket",
+    "port": "a launched server listens on a unix socket",
+    "uds": "a launched server listens on a unix socket of its own",
     "dtype": "it is model.dtype",
     "max_model_len": "it is model.max_length",
     "max_num_seqs": "it is generator.max_samples",
@@ -52,7 +54,7 @@ class VllmDialect:
     }
     path = _GENERATE
 
-    def command(self, settings: EngineSettings, folder: Path, host: str, port: int) -> list[str]:
+    def command(self, settings: EngineSettings, folder: Path, place: PrivatePlace) -> list[str]:
         http = settings.http
         program = (http and http.command) or [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         arguments = options(settings.args, _OURS, negative=True)
@@ -61,7 +63,7 @@ class VllmDialect:
                 arguments += [option, *values]
         return [
             *program,
-            *("--model", str(folder), "--host", host, "--port", str(port)),
+            *("--model", str(folder), "--uds", str(place.socket)),
             *("--dtype", settings.dtype, "--max-model-len", str(settings.max_length)),
             *("--max-num-seqs", str(settings.max_samples), "--seed", str(settings.seed)),
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
@@ -70,6 +72,9 @@ class VllmDialect:
             *(("--trust-remote-code",) if settings.trust_remote_code else ()),
             *arguments,
         ]
+
+    def client(self, place: PrivatePlace, key: str | None) -> ServerClient:
+        return ServerClient("http://localhost", key, place.socket)
 
     def environment(self, settings: EngineSettings) -> dict[str, str]:
         wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}

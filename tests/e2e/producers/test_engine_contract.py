@@ -6,6 +6,7 @@ What an engine says it lacks is skipped in its words. Tests of one kind share on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 from collections.abc import AsyncIterator
@@ -13,7 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
+import psutil
 import pytest
 
 from producers.engines.base import ABILITIES, Completion, EngineSettings
@@ -77,6 +80,22 @@ async def subject(
 def test_an_engine_names_what_it_lacks(subject: Subject) -> None:
     assert set(subject.engine.lacks) <= set(ABILITIES)
     assert all(subject.engine.lacks.values())
+
+
+async def test_other_users_of_the_machine_cannot_order_a_launched_server(subject: Subject) -> None:
+    if not isinstance(subject.engine, HttpEngine):
+        pytest.skip(f"{subject.kind} launches no server")
+    listening = [
+        connection.laddr
+        for child in psutil.Process().children(recursive=True)
+        for connection in child.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    for ip, port in listening:
+        for path in ("/update_weights_from_disk", "/generate", "/start_weight_update", "/inference/v1/generate"):
+            with contextlib.suppress(httpx.HTTPError):  # not every port speaks HTTP
+                async with httpx.AsyncClient(timeout=5.0) as client:
+                    assert (await client.post(f"http://{ip}:{port}{path}", json={})).status_code == 401
 
 
 async def test_n_samples_each_with_the_log_probabilities_of_what_was_sampled(subject: Subject) -> None:

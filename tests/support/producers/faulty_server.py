@@ -128,8 +128,8 @@ def make_app(faulty: FaultyServer) -> FastAPI:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int)
+    parser.add_argument("--uds")
     options, _ = parser.parse_known_args()
     slow = FaultyServer()
     slow.token_s = 0.01
-    uvicorn.run(make_app(slow), port=options.port, log_level="critical", lifespan="off")
+    uvicorn.run(make_app(slow), uds=options.uds, log_level="critical", lifespan="off")

@@ -107,6 +107,7 @@ async def test_a_killed_server_ends_the_generator_and_its_samples_go_to_others(
             for child in psutil.Process().children(recursive=True)
             if child.status() != psutil.STATUS_ZOMBIE and child.cmdline()[1:2] == [faulty_server.__file__]
         ]
+        assert server.net_connections("tcp") == []
         os.kill(server.pid, signal.SIGKILL)
         await asyncio.Event().wait()
 

@@ -23,6 +23,7 @@ from producers.engines.base import EngineSettings
 from producers.engines.factory import check_abilities
 from producers.engines.http.dialect import options
 from producers.engines.http.engine import HttpEngine, build_engine
+from producers.engines.http.server import PrivatePlace
 from producers.engines.http.sglang import SglangDialect
 from producers.engines.http.streamed_sample import GrowingSample, parse_spans
 from producers.engines.http.vllm import VllmDialect
@@ -352,7 +353,22 @@ def test_arguments_become_options_and_those_that_are_ours_are_refused() -> None:
     assert options({"x": False, "y": None}, {}, negative=False) == []
     settings = EngineSettings("m", "float32", 256, 8, args={"max-model-len": 4}, http=None)
     with pytest.raises(ConfigError, match=r"generator.args.max-model-len can't be set: it is model.max_length"):
-        VllmDialect().command(settings, Path("m"), "127.0.0.1", 1)
+        VllmDialect().command(settings, Path("m"), PrivatePlace())
+
+
+def test_other_users_cannot_reach_a_launched_server_or_read_its_key(model: Path) -> None:
+    settings = EngineSettings(str(model), "float32", 64, 4)
+    place = PrivatePlace()
+    command = VllmDialect().command(settings, model, place)
+    assert command[command.index("--uds") + 1] == str(place.socket)
+    assert not {"--host", "--port"} & set(command)
+    command = SglangDialect().command(settings, model, place)
+    secret = Path(command[command.index("--config") + 1])
+    assert secret.read_text() == f"api-key: {place.key}\n"
+    assert not any(place.key in word for word in command), "every user can read command lines"
+    assert [path.stat().st_mode & 0o077 for path in (secret, place.folder)] == [0, 0]
+    place.close()
+    assert not place.folder.exists()
 
 
 def test_spans_without_tokens_are_left_out() -> None:
@@ -391,7 +407,7 @@ async def test_sglang_tells_experts_at_the_end_of_a_sample(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(config))
     dialect = SglangDialect()
     settings = EngineSettings(str(tmp_path), "float32", 64, 4, routed_experts=True)
-    assert "--enable-return-routed-experts" in dialect.command(settings, tmp_path, "127.0.0.1", 1)
+    assert "--enable-return-routed-experts" in dialect.command(settings, tmp_path, PrivatePlace())
 
     async def get(_: str) -> Any:
         return {"version": "0.5.23", "context_length": 64, "enable_return_routed_experts": started_with}
