@@ -16,11 +16,12 @@ import redis
 import structlog
 
 from broker.client import Broker
+from broker.flow.owner import Owner
 from broker.health import ProbeServer, Pulse
 from broker.process_meter import ProcessMeter
 from broker.telemetry.heartbeats import parse_heartbeat
 from schemas.config import ProbesConfig
-from schemas.errors import InfraError, TidemillError
+from schemas.errors import ConfigError, InfraError, TidemillError
 from schemas.messages import Heartbeat
 from schemas.system.processes import find_place
 
@@ -66,6 +67,24 @@ def _is_gone(heartbeat: Heartbeat) -> bool:
     if not heartbeat.place or heartbeat.place != find_place():
         return False
     return heartbeat.pid == os.getpid() or not psutil.pid_exists(heartbeat.pid)
+
+
+def refuse_copy(broker: Broker, owner: Owner, any_host: bool = False) -> None:
+    """Raise ConfigError if this run, known by its identity, is alive in another folder: this one is a copy.
+
+    any_host: take the same path on another host for the same folder, which a shared volume is.
+    """
+    other = broker.owner.read()
+    if other is None or other.id != owner.id or other.is_beside(owner):
+        return
+    if any_host and other.folder == owner.folder:
+        return
+    if alive := broker.heartbeats.list_heard(FRESH_S, roles=("supervisor", "trainer")):
+        raise ConfigError(
+            f"the folder {owner.folder} is a copy of a run that is alive in {other.folder} on {other.host}, with"
+            f" heartbeats of {', '.join(alive)} in the last {FRESH_S:.0f} s: stop that run first to move it here, or"
+            " set another run.name to fork it"
+        )
 
 
 class HeartbeatThread:

@@ -20,6 +20,7 @@ from typing import Any
 from broker.client import Broker
 from broker.connection.connection import check_server_now, find_url
 from broker.flow.owner import Owner
+from broker.heartbeat import refuse_copy
 from deploy.control_plane.files.run_folder import flatten, mask
 from deploy.control_plane.status.run_state import LIVE_S
 from schemas.config import TidemillConfig, load_config, save_config
@@ -77,19 +78,6 @@ def refuse_foreign(config: TidemillConfig, fresh: bool) -> None:
     model = Path(config.model.path).resolve()
     if model.is_relative_to(folder) and model != folder and is_run_name(model.relative_to(folder).parts[0]):
         raise ConfigError(f"--fresh would delete model.path {model}: move it out of the run's folder {folder}")
-
-
-def refuse_copy(broker: Broker, owner: Owner) -> None:
-    """Raise ConfigError if this run, known by its identity, is alive in another folder: this one is a copy."""
-    other = broker.owner.read()
-    if other is None or other.id != owner.id or other.is_beside(owner):
-        return
-    if alive := broker.heartbeats.list_heard(LIVE_S, roles=("supervisor", "trainer")):
-        raise ConfigError(
-            f"the folder {owner.folder} is a copy of a run that is alive in {other.folder} on {other.host}, with"
-            f" heartbeats of {', '.join(alive)} in the last {LIVE_S:.0f} s: stop that run first to move it here, or"
-            " set another run.name to fork it"
-        )
 
 
 def claim_name(config: TidemillConfig) -> None:

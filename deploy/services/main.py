@@ -16,6 +16,8 @@ from collections.abc import Callable
 import structlog
 
 from broker.client import Broker
+from broker.flow.owner import Owner
+from broker.heartbeat import refuse_copy
 from deploy.logs import configure_logging
 from deploy.services.allocator import keep_freed_memory
 from deploy.services.finished_run import FinishedRunWatch
@@ -69,7 +71,8 @@ def run_role(role: str, config: TidemillConfig, name: str | None, stay: bool = T
     configure_logging(config, role, name)
     if role == "trainer" and os.environ.get("RANK", "0") == "0":
         # Before the model is loaded, which takes long. One rank alone writes.
-        claim_folder(config)
+        owner = Owner.of(claim_folder(config).id, config.folder)
+        refuse_copy(Broker.connect(config), owner, any_host=True)
     if not stay:
         watch = FinishedRunWatch(config)
         if watch.finished_before():

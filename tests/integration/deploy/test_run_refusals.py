@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 
@@ -15,11 +16,12 @@ import yaml
 from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
 from broker.flow.owner import Owner
+from broker.heartbeat import refuse_copy
 from deploy.control_plane.files.run_folder import RunFolder
 from deploy.run.folder import forget_run, refuse_foreign, sole_user
 from deploy.services.main import ROLES, command, run_role
 from schemas.config import load_config
-from schemas.errors import CONFIG_EXIT
+from schemas.errors import CONFIG_EXIT, ConfigError
 from schemas.messages import Heartbeat
 from schemas.run_record import claim_folder, read_record
 from tests.support.models.tiny_model import make_tiny_model
@@ -166,9 +168,15 @@ def test_a_copied_folder_takes_nothing_over_while_the_run_is_alive(
     if role == "generator":
         refuse_foreign(copy, fresh=False)
         return
-    line = refused(run_tidemill("up", str(file)))
-    assert f"{copy.folder} is a copy of a run that is alive in {first.folder}" in line
-    assert "set another run.name to fork it" in line
+    for program in ("up", "trainer"):
+        line = refused(run_tidemill(program, str(file)))
+        assert f"{copy.folder} is a copy of a run that is alive in {first.folder}" in line
+        assert "set another run.name to fork it" in line
+    owner = Owner.of(claim_folder(first).id, first.folder)
+    moved = replace(owner, host="another")
+    refuse_copy(shared, moved, any_host=True)
+    with pytest.raises(ConfigError, match=f"alive in {first.folder} on {owner.host}"):
+        refuse_copy(shared, moved)
     owner = shared.owner.read()
     assert owner is not None
     assert owner.folder == str(first.folder)
