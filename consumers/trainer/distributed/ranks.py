@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.initial_weights import InitialWeights
 from consumers.trainer.distributed.layout import Layout
+from consumers.trainer.distributed.network import choose_interface
 from consumers.trainer.distributed.parts import ParallelModule, Part
 from consumers.trainer.distributed.tensor_parallel import cut_layers
 from consumers.trainer.distributed.watchdog import RankWatchdog
@@ -64,6 +65,7 @@ class Ranks:
 
         timeout_s: seconds after which a collective fails that some rank has not come to.
         """
+        choose_interface()
         process_group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
         with _own_settings():
             self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[process_group])

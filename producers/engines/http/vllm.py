@@ -1,8 +1,8 @@
 """vLLM's server: its token-in-token-out route and its routes for reinforcement learning.
 
 The first needs ``--enable-scale-out``, the others ``VLLM_SERVER_DEV_MODE=1``. They are not protected by ``--api-key``,
-so such a server belongs in a private network; a launched one is on a unix socket. Weights come as a file that the server reads with our loader, which vLLM
-finds if Tidemill is installed beside it.
+so such a server belongs in a private network; a launched one is on a unix socket. Weights come as a file that the
+server reads with our loader, which vLLM finds if Tidemill is installed beside it.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ def test_a_run_whose_services_fell_silent_is_purged(
 
 
 def test_of_several_ranks_the_first_alone_records_the_run(
-    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: Broker, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ROLES, "trainer", "builtins:print")
     config = load_config(write_config(tmp_path / "mine", models[0], "ranks"))

@@ -1,0 +1,49 @@
+"""The interface by which the ranks of several machines meet over gloo.
+
+gloo listens at the address of the machine's own name and tells the other ranks that number. Where the name is a
+loopback address, as Debian writes it to /etc/hosts, ranks of other machines cannot connect.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import MutableMapping
+
+import psutil
+
+_IFNAME = "GLOO_SOCKET_IFNAME"
+_OUTSIDE = "192.0.2.1"
+"""An address of no machine (RFC 5737): the way to it is the default route."""
+
+
+def choose_interface(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo listen where the other machines of the trainer are reached, unless the user has said where.
+
+    The environment is torchrun's. Nothing changes for ranks of one machine, or if no such interface is found.
+    """
+    alone = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
+    if alone or _IFNAME in environment or "WORLD_SIZE" not in environment:
+        return
+    for there in (environment.get("MASTER_ADDR", "localhost"), _OUTSIDE):
+        name = interface_to(there)
+        if name is not None:
+            environment[_IFNAME] = name
+            return
+
+
+def interface_to(host: str) -> str | None:
+    """Return the interface by which this machine reaches ``host``; None if that is loopback, or there is no way."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            # This only looks up the way: nothing is sent.
+            probe.connect(address)
+            here = probe.getsockname()[0].partition("%")[0]
+    except OSError:
+        return None
+    interfaces = psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == here for one in addresses):
+            return None if "loopback" in interfaces[name].flags.split(",") else name
+    return None
