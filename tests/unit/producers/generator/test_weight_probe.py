@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -93,14 +93,33 @@ def test_a_correct_engine_passes_every_version_and_a_wrong_layer_fails(std: floa
     judge = ProbeJudge("bfloat16")
     trainer = copy.deepcopy(policy).to(torch.bfloat16)
     judge.calibrate(np.abs(logprobs(trainer, ids) - logprobs(engine(trainer), ids)))
-    for _ in range(6):
+    for _ in range(4):
         policy = changed(policy, 2e-4)
         trainer = copy.deepcopy(policy).to(torch.bfloat16)
         reference, correct = logprobs(trainer, ids), engine(trainer)
         assert judge.problem(np.abs(reference - logprobs(correct, ids))) is None
         for layer in range(LAYERS):
-            wrong = changed(correct, 3e-3, range(layer, layer + 1))
+            wrong = changed(correct, 2e-3, range(layer, layer + 1))
             assert judge.problem(np.abs(reference - logprobs(wrong, ids))) is not None, layer
+
+
+@pytest.mark.parametrize("std", [1.0, LARGE])
+def test_a_layer_off_by_a_thousandth_is_found_in_float32_and_beside_the_rounding_of_bfloat16_in_part(
+    std: float,
+) -> None:
+    """Of weights of 0.05. In bfloat16 it adds to differences that are as large as its own."""
+    policy = make_model(std)
+    ids = likely_tokens(policy)
+    rounded = copy.deepcopy(policy).to(torch.bfloat16)
+    usual = float(np.abs(logprobs(rounded, ids) - logprobs(engine(rounded), ids)).mean())
+    ratios = []
+    for layer in range(LAYERS):
+        wrong = changed(policy, 1e-3, range(layer, layer + 1))
+        exact = np.abs(logprobs(policy, ids) - logprobs(wrong, ids))
+        assert ProbeJudge("float32").problem(exact) is not None, layer
+        differences = np.abs(logprobs(rounded, ids) - logprobs(engine(wrong.to(torch.bfloat16)), ids))
+        ratios.append(float(differences.mean()) / usual)
+    assert 1.15 < min(ratios) < RATIO < 2 * min(ratios), ratios
 
 
 def test_the_largest_of_all_differences_says_nothing() -> None:
@@ -135,6 +154,7 @@ def test_a_few_wrong_tokens_are_found_although_the_mean_is_small() -> None:
     assert "one token in 20" in problem
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 0.125, width=32), min_size=1, max_size=30), st.sampled_from(sorted(LIMITS)))
 def test_the_limit_follows_what_passed_and_is_never_below_the_floor(means: list[float], dtype: str) -> None:
     judge = ProbeJudge(dtype)
