@@ -19,6 +19,7 @@ from schemas.system.files import atomic_folder, commit_folder
 
 MARKER = "COMPLETE"
 THREADS = 8
+_NOTED = ".digests-"
 _OLDER = re.compile(r"step-\d{8,}-e\d{4,}(\.msgpack\.zst)?|EPOCH")
 
 
@@ -41,11 +42,25 @@ def damage(path: Path) -> str | None:
     return f"{changed[0]} has changed since it was written" if changed else None
 
 
+def note_digests(aside: Path, rank: int, files: Sequence[Path]) -> None:
+    """Leave the digests of files that this rank has written to the folder ``aside``, for ``complete``."""
+    names = [str(file.relative_to(aside)) for file in files]
+    write_json(aside / f"{_NOTED}{rank}", dict(zip(names, _digests(files), strict=True)))
+
+
 def complete(aside: Path, path: Path) -> None:
-    """Write the marker into the folder ``aside``, and rename it to ``path`` once all of it is on the disk."""
-    files = sorted(p for p in aside.rglob("*") if p.is_file())
-    digests = _digests(files)
-    listed = {str(p.relative_to(aside)): [p.stat().st_size, digest] for p, digest in zip(files, digests, strict=True)}
+    """Write the marker into the folder ``aside``, and rename it to ``path`` once all of it is on the disk.
+
+    Only files whose digest no rank has noted are read.
+    """
+    known: dict[str, str] = {}
+    for noted in aside.glob(f"{_NOTED}*"):
+        known |= json.loads(noted.read_text(encoding="utf-8"))
+        noted.unlink()
+    files = {str(p.relative_to(aside)): p for p in sorted(aside.rglob("*")) if p.is_file()}
+    rest = [name for name in files if name not in known]
+    known |= dict(zip(rest, _digests([files[name] for name in rest]), strict=True))
+    listed = {name: [file.stat().st_size, known[name]] for name, file in files.items()}
     write_json(aside / MARKER, {"files": listed})
     commit_folder(aside, path)
 

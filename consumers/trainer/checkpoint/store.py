@@ -26,7 +26,7 @@ from torch.distributed import is_initialized
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from consumers.trainer.checkpoint.files import complete, damage, refuse_older_names, write_json
+from consumers.trainer.checkpoint.files import complete, damage, note_digests, refuse_older_names, write_json
 from consumers.trainer.checkpoint.reader import SafePlanner, SafeReader
 from consumers.trainer.checkpoint.state import copy_tensors, put_tensors, random_states, set_random_states, tensors_of
 from consumers.trainer.distributed.channel import Channel
@@ -181,6 +181,8 @@ class CheckpointStore:
                     no_dist=channel is None,
                 )
             write_json(aside / f"rng-{ranks.rank}.json", taken.random)
+            # Each rank reads its own files, which its machine still has in memory.
+            note_digests(aside, ranks.rank, list((aside / "tensors").glob(f"__{ranks.rank}_*")))
         with part():
             if ranks.is_main:
                 write_json(aside / _STATE, taken.state)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from transformers import PreTrainedModel
 
-from consumers.trainer.checkpoint import store
+from consumers.trainer.checkpoint import files, store
 from consumers.trainer.checkpoint.files import damage
 from consumers.trainer.checkpoint.state import model_tensors, tensors_of
 from consumers.trainer.checkpoint.store import CheckpointStore, load_tensors
@@ -68,6 +68,25 @@ def test_a_checkpoint_that_was_found_whole_is_not_read_again_before_it_is_loaded
     (path / "rng-0.json").write_text("{}")
     with pytest.raises(InfraError, match="bytes instead of"):
         checkpoints.load(path, step)
+
+
+def test_rank_0_does_not_read_what_other_ranks_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their files are in the memory of their own machines."""
+    aside = tmp_path / ".step.writing"
+    aside.mkdir()
+    theirs, ours = aside / "__1_0.distcp", aside / "state.json"
+    for file in (theirs, ours):
+        file.write_text(file.name)
+    files.note_digests(aside, 1, [theirs])
+    read: list[Path] = []
+    digests = files._digests
+    monkeypatch.setattr(files, "_digests", lambda paths: read.extend(paths) or digests(paths))
+    files.complete(aside, tmp_path / "step")
+    assert read == [ours]
+    assert sorted(file.name for file in (tmp_path / "step").iterdir()) == ["COMPLETE", theirs.name, ours.name]
+    assert damage(tmp_path / "step") is None
+    (tmp_path / "step" / theirs.name).write_text("__2_0.distcp")
+    assert damage(tmp_path / "step") == f"{theirs.name} has changed since it was written"
 
 
 def test_the_step_after_loading_is_bit_identical(model: PreTrainedModel, tmp_path: Path) -> None:
