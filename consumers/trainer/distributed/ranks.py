@@ -38,6 +38,7 @@ from consumers.trainer.distributed.network import choose_interface
 from consumers.trainer.distributed.parts import ParallelModule, Part
 from consumers.trainer.distributed.tensor_parallel import cut_layers
 from consumers.trainer.distributed.watchdog import RankWatchdog
+from consumers.trainer.model.file_layout import in_full_precision
 from schemas.config import ParallelConfig, TrainerConfig
 from schemas.errors import ConfigError, DiskError, InfraError
 
@@ -195,11 +196,14 @@ class Ranks:
         self._cut(model)
         mesh = self._sharding_mesh
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        exact = set(in_full_precision(model)) if dtype != torch.float32 else set()
         layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         for module in model.modules():
             if module is not model and type(module).__name__ in layers:
                 if weights is not None:
                     weights.fill(module, self.accelerator.device)
+                for inner in (each for each in module.modules() if each in exact):
+                    fully_shard(inner, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
                 fully_shard(module, mesh=mesh, mp_policy=precision)
         if weights is not None:
             weights.fill(model, self.accelerator.device)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -75,6 +75,24 @@ def dtype_rule(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], to
         return torch.float32 if name in buffers or kept.search(name) else dtype
 
     return rule
+
+
+def in_full_precision(model: nn.Module) -> list[nn.Module]:
+    """Return the modules, such as routers, that transformers computes in float32 though the rest is in 16 bits.
+
+    PyTorch's own, such as convolutions, are left out: a model may read their weights past their ``forward``.
+    """
+    owner = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    if owner is None:
+        return []
+    rule = dtype_rule(owner, torch.bfloat16)
+    found: list[nn.Module] = []
+    for path, module in owner.named_modules():
+        names = [f"{path}.{name}" for name, _ in module.named_parameters()]
+        ours = not type(module).__module__.startswith("torch.") and not any(module in each.modules() for each in found)
+        if names and ours and all(rule(name) == torch.float32 for name in names):
+            found.append(module)
+    return found
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:

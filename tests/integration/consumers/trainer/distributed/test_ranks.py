@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Sequence
@@ -12,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from consumers.trainer.distributed.ranks import Ranks
-from consumers.trainer.model.policy import Policy
+from consumers.trainer.model.policy import Policy, load_model
 from deploy.offline.tiny_vision_model import Family, write_tiny_vision_model
+from tests.support.models.families import make_family
 from tests.support.models.tiny_mixture import build_mixture
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.forked_ranks import run_in_ranks
@@ -209,6 +211,31 @@ def test_a_model_that_is_sharded_is_never_whole_on_its_device(monkeypatch: pytes
     monkeypatch.setattr(nn.Module, "to", refuse)
     sharded = Ranks().prepare(policy, torch.bfloat16)
     assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+
+
+def test_a_router_that_transformers_keeps_in_float32_computes_so_in_a_sharded_model(tmp_path: Path) -> None:
+    """Rounded to bfloat16, it would send tokens to other experts than the engines' does."""
+    plain = load_model(make_family(tmp_path / "model", "ernie4_5_moe"), "float32")
+    wanted = {name: tensor for name, tensor in plain.named_parameters() if name.endswith("mlp.gate.weight")}
+    for tensor in wanted.values():
+        nn.init.normal_(tensor)
+    sharded = Ranks().prepare(Policy(copy.deepcopy(plain)), torch.bfloat16)
+    seen: dict[str, Tensor] = {}
+
+    def look(name: str) -> None:
+        router: Any = sharded.causal_lm.get_submodule(name.removesuffix(".weight"))
+        router.register_forward_pre_hook(lambda module, _: seen.update({name: module.weight.detach().clone()}))
+
+    for name in wanted:
+        look(name)
+    tokens = torch.arange(5, 13)[None]
+    sharded(tokens, tokens[:, 1:], torch.ones(1, 7, dtype=torch.bool)).logprobs.sum().backward()
+    assert seen.keys() == wanted.keys() != set()
+    for name, tensor in sharded.causal_lm.named_parameters():
+        if name in wanted:
+            assert seen[name].dtype == torch.float32
+            assert torch.equal(seen[name], wanted[name])
+            assert tensor.grad is not None
 
 
 @pytest.mark.parametrize(("family", "freeze"), [("qwen2_5_vl", True), ("qwen3_vl", False)])
