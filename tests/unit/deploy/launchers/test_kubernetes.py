@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, get_args
 
@@ -211,6 +212,22 @@ def test_reward_and_feeder_pods_cannot_change_what_the_trainer_reads() -> None:
         for mount in (mount for container in pod["containers"] for mount in container.get("volumeMounts", [])):
             if mount["name"] == "runs":
                 assert mount.get("readOnly", False) == (name in ("reward", "feeder")), name
+
+
+def test_what_a_model_wrote_reaches_no_metadata_service_and_no_name_server_but_the_clusters() -> None:
+    policies = [each for each in documents("run") if each["kind"] == "NetworkPolicy"]
+    for role in ("reward", "generator"):
+        (egress,) = [
+            each["spec"]["egress"]
+            for each in policies
+            if "Egress" in each["spec"]["policyTypes"] and each["spec"]["podSelector"]["matchLabels"]["role"] == role
+        ]
+        for rule in egress:
+            assert rule["to"], "a rule without it names every address"
+            for block in (peer["ipBlock"] for peer in rule["to"] if "ipBlock" in peer):
+                network = ip_network(block["cidr"])
+                metadata = ip_address("169.254.169.254" if network.version == 4 else "fd00:ec2::254")
+                assert metadata not in network or any(metadata in ip_network(part) for part in block["except"])
 
 
 def test_secrets_are_files_and_in_no_manifest() -> None:
