@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [{"question": f"{n}+1=", "digits": str(n)} for n in range(8)]
 SEVEN = "7"
+SECRET = "hook-secret-4711"
 
 
 class Recorded(tidemill.Callback):
@@ -38,6 +40,18 @@ class Recorded(tidemill.Callback):
             self._loop.call_soon_threadsafe(self.both.set)
 
 
+def readable_by_others(folder: Path) -> list[Path]:
+    """The files that other users of the machine can read under the usual umask."""
+    found = []
+    for path in folder.iterdir():
+        mode = path.lstat().st_mode
+        if path.is_dir() and mode & 0o011:
+            found += readable_by_others(path)
+        elif stat.S_ISREG(mode) and mode & 0o044:
+            found.append(path)
+    return found
+
+
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """A small run without data and reward; its embedded server's socket has to be a short path."""
@@ -51,6 +65,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
             "eval": {"every": 1, "sampling": {"max_tokens": 4}},
             "sampling": {"n": 2, "max_tokens": 4},
             "generator": {"engine": "transformers"},
+            "notify": {"webhook": f"http://127.0.0.1:9/hook?token={SECRET}", "events": ["stuck"]},
             "trainer": {"steps": 500, "batch_groups": 2, "threads": 1, "advantage": {"keep_zero_variance": True}},
         }
 
@@ -81,6 +96,11 @@ async def test_a_run_is_started_watched_paused_and_stopped_in_an_event_loop(conf
     (first, *_) = run.samples(step=1)
     assert first.full_prompt in {row["question"] for row in ROWS}
     assert [sample.terms.keys() for sample in first.samples] == [{"sevens"}] * 2
+    folder = Path(config["run"]["folder"])
+    token = (folder / "control_token").read_bytes().strip()
+    others = readable_by_others(folder)
+    assert {"metrics.jsonl", "feeder.log"} <= {file.name for file in others}
+    assert [file for file in others for secret in (SECRET.encode(), token) if secret in file.read_bytes()] == []
 
 
 @pytest.mark.matrix("a second way to start the run that the test above starts")
