@@ -3,7 +3,7 @@
 A guardian (schemas/system/guard.py) makes sure that no process of the server outlives this one, however it ends. The
 server's output goes to stderr; its last lines are kept for the reason of its end.
 
-Every user of a machine reaches its loopback: a server that anybody could order would load anybody's weights. So it
+Every user of a machine reaches its loopback: a server without a key would load any user's weights. So it
 listens on a socket in a folder that only this user can enter, or on a port with a key for all of its routes.
 """
 
