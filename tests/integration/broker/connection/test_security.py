@@ -369,6 +369,7 @@ def test_the_lines_are_an_aclfile_too(tmp_path: Path) -> None:
     file = tmp_path / "users.acl"
     file.write_text("".join(f"{line}\n" for line in lines))
     server = EmbeddedServer(tmp_path)
+    server.prepare()
     command = [*server.command(), "--aclfile", str(file)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
