@@ -147,12 +147,19 @@ printf '%s\\n' "$*" >>"$CALLS"
 case "$*" in
     "kustomize .") printf "$OBJECTS" ;;
     *dry-run*) cat >"$CALLS.trial"; exit "$REJECTED" ;;
+    *"get job"*) printf "$ACTIVE" ;;
+    diff*) exit "$DIFFERS" ;;
 esac
 """
+GET = "-n tidemill-sums get job trainer --ignore-not-found -o jsonpath={.status.active}"
+DELETE = "-n tidemill-sums delete job trainer --ignore-not-found --wait --timeout=330s"
 
 
-@pytest.mark.parametrize("rejected", [0, 1])
-def test_a_configuration_is_applied_whole_or_not_at_all(file: Path, rejected: int) -> None:
+def apply(file: Path, rejected: int = 0, active: str = "", differs: int = 1) -> tuple[int, list[str], Path]:
+    """Run apply.sh with a kubectl that answers so; returns its exit code, what it asked, and the objects on trial.
+
+    active: pods of the trainer's Job. differs: exit code of kubectl diff.
+    """
     folder = file.parent / "objects"
     *_, script = Kubernetes(folder=folder).prepare(load_config(file, environment={}))
     kubectl, calls = file.parent / "bin" / "kubectl", file.parent / "calls"
@@ -160,16 +167,24 @@ def test_a_configuration_is_applied_whole_or_not_at_all(file: Path, rejected: in
     kubectl.write_text(KUBECTL)
     kubectl.chmod(0o755)
     environment = {"PATH": f"{kubectl.parent}:{os.environ['PATH']}", "CALLS": str(calls), "OBJECTS": OBJECTS}
-    environment["REJECTED"] = str(rejected)
+    environment |= {"REJECTED": str(rejected), "ACTIVE": active, "DIFFERS": str(differs)}
     done = subprocess.run([script], env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == rejected, done.stderr
-    said = calls.read_text().splitlines()
+    said = [re.sub(r" /\S+", "", line) for line in calls.read_text().splitlines()]
+    return done.returncode, said, Path(f"{calls}.trial")
+
+
+@pytest.mark.parametrize("rejected", [0, 1])
+def test_a_configuration_is_applied_whole_or_not_at_all(file: Path, rejected: int) -> None:
+    code, said, trial = apply(file, rejected)
+    assert code == rejected
     assert said[:2] == ["kustomize .", "apply --dry-run=server -f -"]
-    changes = [
-        "apply -f priority.yaml",
-        "-n tidemill-sums delete job trainer --ignore-not-found --wait --timeout=330s",
-        "apply -f",
-    ]
-    assert [line.rsplit(" /", 1)[0] for line in said[2:]] == ([] if rejected else changes)
-    trial = list(yaml.safe_load_all(Path(f"{calls}.trial").read_text()))
-    assert [entry["metadata"]["name"] for entry in trial] == ["trainer-trial", "trainer"], "the Job that runs stays"
+    changes = ["apply -f priority.yaml", GET, DELETE, "apply -f"]
+    assert said[2:] == ([] if rejected else changes)
+    names = [entry["metadata"]["name"] for entry in yaml.safe_load_all(trial.read_text())]
+    assert names == ["trainer-trial", "trainer"], "the Job that runs stays"
+
+
+@pytest.mark.parametrize(("differs", "made_again"), [(0, []), (1, [DELETE]), (2, [DELETE])])
+def test_a_trainer_that_runs_as_it_should_is_not_made_again(file: Path, differs: int, made_again: list[str]) -> None:
+    _, said, _ = apply(file, active="1", differs=differs)
+    assert said[3:] == [GET, "diff -l role=trainer -f", *made_again, "apply -f"]
