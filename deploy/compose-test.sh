@@ -124,7 +124,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from deploy.run.summary import read_lines, surviving_lines
+from schemas.run_folder import read_lines, surviving_lines
 
 lines = surviving_lines(read_lines(Path("runs") / sys.argv[1] / "trained.jsonl"))
 uses = Counter(tuple(sample) for line in lines for sample in line["samples"])
