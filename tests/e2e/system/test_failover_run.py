@@ -45,7 +45,7 @@ def test_a_run_goes_on_with_the_primary_that_sentinel_chose(tmp_path: Path) -> N
         primary.kill()
         before = run.steps()
         summary = run.finish()
-        assert before < STEPS - 10, "it went on without the primary"
+        assert before < STEPS - 10, "it resumed without the primary"
         assert open_client(sentinels.servers[1].url).info("replication")["role"] == "master"
         assert (summary["exit_reason"], summary["steps"]) == ("finished", STEPS)
         assert summary["trajectories_trained_twice"] == 0
