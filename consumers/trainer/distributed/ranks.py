@@ -36,9 +36,9 @@ from consumers.trainer.distributed.initial_weights import InitialWeights
 from consumers.trainer.distributed.layout import Layout
 from consumers.trainer.distributed.network import choose_interface
 from consumers.trainer.distributed.parts import ParallelModule, Part
+from consumers.trainer.distributed.precision import in_full_precision
 from consumers.trainer.distributed.tensor_parallel import cut_layers
 from consumers.trainer.distributed.watchdog import RankWatchdog
-from consumers.trainer.model.file_layout import in_full_precision
 from schemas.config import ParallelConfig, TrainerConfig
 from schemas.errors import ConfigError, DiskError, InfraError
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from consumers.trainer.distributed.precision import dtype_rule
 from consumers.trainer.fragments.actor_critic import Actor
-from consumers.trainer.model.file_layout import TensorConversion, conversions, dtype_rule
+from consumers.trainer.model.file_layout import TensorConversion, conversions
 from consumers.trainer.model.lora import NAME, peft_config
 from consumers.trainer.model.policy import DTYPES, Policy
 from schemas.config import ModelConfig

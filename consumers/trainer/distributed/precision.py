@@ -1,0 +1,46 @@
+"""Which weights of a model transformers keeps in float32 though the rest is stored and computed in 16 bits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def dtype_rule(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    """Return the rule by which a tensor of the model is stored: in ``dtype``, or in float32 if the model asks for it.
+
+    Buffers (an expert's routing bias, say) and what transformers loads in float32 in any case are small, are computed
+    with in float32 by engines as well, and would lose their differences in 16 bits.
+    """
+    buffers = {name for name, _ in model.named_buffers()}
+    modules = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        modules |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept = re.compile("|".join(rf"(?:^|\.){re.escape(each)}(?:\.|$)" for each in modules) or r"(?!)")
+
+    def rule(name: str) -> torch.dtype:
+        return torch.float32 if name in buffers or kept.search(name) else dtype
+
+    return rule
+
+
+def in_full_precision(model: nn.Module) -> list[nn.Module]:
+    """Return the modules, such as routers, that transformers computes in float32 though the rest is in 16 bits.
+
+    PyTorch's own, such as convolutions, are left out: a model may read their weights past their ``forward``.
+    """
+    owner = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    if owner is None:
+        return []
+    rule = dtype_rule(owner, torch.bfloat16)
+    found: list[nn.Module] = []
+    for path, module in owner.named_modules():
+        names = [f"{path}.{name}" for name, _ in module.named_parameters()]
+        ours = not type(module).__module__.startswith("torch.") and not any(module in each.modules() for each in found)
+        if names and ours and all(rule(name) == torch.float32 for name in names):
+            found.append(module)
+    return found
