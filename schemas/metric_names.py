@@ -67,7 +67,9 @@ METRICS: dict[str, str] = {
     " staleness and learning rate.",
     "train/kl_masked": "The same over the tokens that the loss leaves out.",
     "train/kl_unmasked": "The same over the tokens that it keeps.",
-    "train/reference_kl": "Divergence from the reference policy, by the estimator of trainer.kl.",
+    "train/reference_kl": "Divergence from the reference policy, by the estimator of trainer.kl. If teachers are the"
+    " reference: over the tokens that have one.",
+    "train/taught_fraction": "Share of tokens that have a teacher.",
     "train/ratio_mean": "Mean probability ratio of policy and rollout policy; 1 when they agree.",
     "train/ratio_std": "Its standard deviation.",
     "train/ratio_min": "The smallest ratio of a token.",

@@ -10,17 +10,25 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from consumers.reward.rewards.signatures import RewardInput
 from consumers.reward.rewards.terms import Term, TermResult, resolve
 from consumers.reward.workers.pool import LOAD_TIMEOUT_S, START_TIMEOUT_S, WorkerPool
 from consumers.reward.workers.worker import WorkerSetup
+from schemas.codec import Array
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError
 from schemas.messages import REWARD_RANGE, Score, ScoreStatus, Segment, Trajectory, is_reward
+
+Floats: TypeAlias = npt.NDArray[Any]
 
 
 class Scorer:
@@ -88,6 +96,8 @@ class Scorer:
             term = self._terms[i]
             if term.datasets is not None and trajectory.dataset not in term.datasets:
                 continue
+            if term.teacher and trajectory.kind == "eval":
+                continue
             if term.inline:
                 results[i] = await term.call_async(sample())
             else:
@@ -105,6 +115,7 @@ class Scorer:
     def _sum(self, outcomes: dict[int, TermResult], trajectory: Trajectory) -> Score:
         seconds = 0.0
         components, parts = dict[str, float](), dict[int, float]()
+        taught = list[tuple[float, Floats]]()
 
         def failed(status: ScoreStatus, reason: str) -> Score:
             return Score(
@@ -121,10 +132,14 @@ class Scorer:
             if outcome.status != "ok":
                 return failed(outcome.status, f"{term.label}: {outcome.reason}")
             components |= {f"{term.label}/{name}": value for name, value in outcome.logged.items()}
+            if outcome.logprobs is not None:
+                taught.append((term.weight, outcome.logprobs.numpy()))
+                components[term.label] = _gap(trajectory, taught[-1][1])
+                continue
             if outcome.applies:
                 components[term.label] = outcome.value
                 parts[i] = term.weight * outcome.value
-        if not parts:
+        if not parts and not taught:
             return failed("error", "no term applies to it")
         total = sum(parts.values())
         if not is_reward(total):
@@ -140,7 +155,21 @@ class Scorer:
             correct=decisive >= self._correct_from - 1e-9,
             dataset=trajectory.dataset,
             level=trajectory.level,
+            teacher_logprobs=_mixed(trajectory, taught) if taught else None,
         )
+
+
+def _gap(trajectory: Trajectory, logprobs: Floats) -> float:
+    """Return the mean over the sampled tokens of the policy's log-probability less a teacher's; 0 without any."""
+    sampled = trajectory.loss_mask.numpy() == 1
+    return float((trajectory.logprobs.numpy() - logprobs)[sampled].mean()) if sampled.any() else 0.0
+
+
+def _mixed(trajectory: Trajectory, taught: Sequence[tuple[float, Floats]]) -> Array:
+    """Return log(sum w p / sum w) over teachers with weights w, float32 [T], 0 where no token was sampled."""
+    total = sum(weight for weight, _ in taught)
+    parts = [math.log(weight / total) + logprobs.astype(np.float64) for weight, logprobs in taught]
+    return Array.of(np.where(trajectory.loss_mask.numpy() == 1, np.logaddexp.reduce(parts), 0.0), "f4")
 
 
 def check_secrets(terms: Sequence[Term]) -> None:
@@ -173,6 +202,8 @@ def reward_input(trajectory: Trajectory) -> RewardInput:
         _last_row(trajectory) if len(trajectory.segments) > 1 else None,
         _identity(trajectory),
         max((span.version for span in trajectory.spans), default=0),
+        trajectory.segments if len(trajectory.segments) > 1 else [],
+        trajectory.temperature,
     )
 
 

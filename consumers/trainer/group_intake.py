@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 
+import msgspec
 import structlog
 
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
@@ -21,7 +22,7 @@ from consumers.trainer.metrics.group_metrics import GroupMeter
 from schemas.codec import BadMessage
 from schemas.errors import BrokerDamaged, DataError, RunFailed
 from schemas.images import image_size
-from schemas.messages import UNREWARDED, BatchRecord, Trajectory
+from schemas.messages import UNREWARDED, BatchRecord, Score, Trajectory
 
 CLAIM = 2000
 """Most outcomes that are claimed at once."""
@@ -47,6 +48,7 @@ class GroupIntake:
         self._notify = context.notify
         self._images = context.broker.images
         self._image_settings = context.rank_group.step.planner.images
+        self._taught = frozenset(context.config.teacher_weights)
         self._router_replay = context.rank_group.step.policy.router_replay
         self._buffer = GroupBuffer(context.config.flow.window)
         self._failures = FailureStreak(context.config.trainer.failed_groups_limit)
@@ -104,7 +106,7 @@ class GroupIntake:
             self._session.fetch_trajectories([outcome.trajectory_id or b"" for group in scored for outcome in group])
         )
         for task_id, outcomes, members in zip(task_ids, taken, scored, strict=True):
-            found = [(next(bodies), outcome.score.reward) for outcome in members]
+            found = [(self._join(next(bodies), outcome.score), outcome.score.reward) for outcome in members]
             if any(body is None for body, _ in found):
                 # The broker may only have gone back in time, which takes a smaller repair.
                 self._session.read_pipeline()
@@ -151,9 +153,9 @@ class GroupIntake:
             scores = [self._claimed.get(member.scored_id) for member in members]
             bodies = self._session.fetch_trajectories([member.trajectory_id for member in members])
             samples = [
-                (body, score.score.reward)
+                (joined, score.score.reward)
                 for body, score in zip(bodies, scores, strict=True)
-                if isinstance(body, Trajectory) and score
+                if score and isinstance(joined := self._join(body, score.score), Trajectory)
             ]
             if len(samples) < len(members):
                 raise BrokerDamaged(f"the broker has lost a part of journaled step {record.step}")
@@ -234,9 +236,10 @@ class GroupIntake:
     def _drop_without_signal(self, task_id: int, outcomes: list[ScoredSample], rewards: list[float]) -> None:
         """End a group whose rewards, or whose filtering term, carry no signal; keep any other."""
         settings = self._advantage
-        if settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
+        taught = any(outcome.score.teacher_logprobs is not None for outcome in outcomes)
+        if not taught and settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
             why = "zero_variance"
-        elif not within(rewards, settings.mean_between):
+        elif not taught and not within(rewards, settings.mean_between):
             why = "mean_reward"
         else:
             self.meter.keep()
@@ -245,6 +248,17 @@ class GroupIntake:
             return
         self.filtered_at = time.monotonic()
         self._end_group(task_id, outcomes, why)
+
+    def _join(self, body: Trajectory | BadMessage | None, score: Score) -> Trajectory | BadMessage | None:
+        """Return a sample with the log-probabilities of its teacher; BadMessage if they do not fit its tokens."""
+        if not isinstance(body, Trajectory) or not self._taught:
+            return body
+        if score.teacher_logprobs is None and body.dataset in self._taught:
+            return BadMessage("its score has no log-probabilities of its teacher")
+        try:
+            return msgspec.structs.replace(body, teacher_logprobs=score.teacher_logprobs)
+        except ValueError as error:
+            return BadMessage(str(error))
 
     def _fetch_images(self, samples: Sequence[Trajectory]) -> dict[str, bytes]:
         """Return the bytes of the images of samples by digest; BrokerDamaged if one is lost."""

@@ -178,8 +178,9 @@ def check_models(config: TidemillConfig) -> str:
     if trainer.critic is not None and trainer.critic.model is not None:
         check_hub_or_folder(trainer.critic.model, "trainer.critic.model")
     for term in config.reward.terms:
-        if term.name == "reward_model" and "path" in term.args:
-            check_hub_or_folder(str(term.args["path"]), "path of the reward term 'reward_model'")
+        for name, arg in (("reward_model", "path"), ("teacher", "model")):
+            if term.name == name and arg in term.args:
+                check_hub_or_folder(str(term.args[arg]), f"{arg} of the reward term {name!r}")
     return f"{config.model.path}: {found}"
 
 

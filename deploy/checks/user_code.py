@@ -24,6 +24,7 @@ from consumers.reward.scorer import check_reward
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
 from deploy.checks.finding import Finding, run_check
 from deploy.checks.model_files import cached_folder, find_unmade
+from deploy.checks.teachers import check_teachers
 from producers.datasets.base import Example
 from producers.datasets.loading import build_dataset
 from producers.engines import ENGINES
@@ -49,6 +50,7 @@ def checks(config: TidemillConfig, thorough: bool = False, step_s: float | None 
     first: list[Example] = []
     yield "dataset", partial(check_data, config, first)
     yield "reward", partial(check_rewards, config)
+    yield "teachers", partial(check_teachers, config)
     yield "workflow", partial(check_generator, config)
     yield "trackers", partial(check_own_trackers, config)
     yield "algorithm", partial(check_algorithm, config)
@@ -157,7 +159,7 @@ def score_example(config: TidemillConfig, first: Sequence[Example], thorough: bo
     the workflow are skipped, slow terms are left to the run, and a failure is a warning: a function that rejects a
     bare answer may accept what the policy writes.
     """
-    terms = config.reward.terms if thorough else _local_terms(config)
+    terms = [term for term in config.reward.terms if not term.is_teacher] if thorough else _local_terms(config)
     if not terms:
         return "skipped: it needs a server, a model or the workflow"
     if not first:

@@ -115,7 +115,7 @@ def trainer_need(config: TidemillConfig, size: ModelSize, memory_gb: float | Non
         "optimizer": 8 * trained / ranks,
         "activations, roughly": float(trainer.micro_batch_tokens * size.hidden * kept * small),
     }
-    if trainer.kl.coef and not trainer.lora_off and trainer.kl.device != "cpu":
+    if trainer.has_second_model and trainer.kl.device != "cpu":
         parts["reference"] = size.parameters * small / ranks
     if trainer.critic is not None:
         parts["critic"] = 16 * size.parameters / ranks

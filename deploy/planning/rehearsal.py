@@ -94,7 +94,7 @@ def _rehearse_whole(config: TidemillConfig, joined: Ranks, tried: dict[str, bool
     policy = _empty_policy(config, tried, fake)
     number = sum(p.numel() for p in policy.parameters())
     reference = None
-    if config.trainer.kl.coef and not config.trainer.lora_off:
+    if config.trainer.has_second_model:
         reference = _empty_policy(config, tried, fake, reference=True)
     with shapes:
         if reference is not None:
@@ -110,7 +110,7 @@ def refuse(config: TidemillConfig) -> None:
         "model.kind vision": config.model.kind == "vision",
         "trainer.critic": trainer.critic is not None,
         "trainer.router_replay true": trainer.router_replay,
-        "trainer.kl.device cpu": bool(trainer.kl.coef) and not trainer.lora_off and trainer.kl.device == "cpu",
+        "trainer.kl.device cpu": trainer.has_second_model and trainer.kl.device == "cpu",
     }
     for name, applies in refused.items():
         if applies:

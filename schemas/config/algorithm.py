@@ -43,10 +43,11 @@ class KlConfig(Section):
         "loss",
         description="loss: add the penalty to each token's loss. reward: subtract it from the reward at each token.",
     )
-    reference: Literal["auto", "model", "lora_off"] = Field(
+    reference: Literal["auto", "model", "lora_off", "teacher"] = Field(
         "auto",
         description="model: a second model. lora_off: the policy without its adapter, which takes no extra memory."
-        " auto: lora_off if trainer.lora is set and model is not, otherwise model.",
+        " teacher: the teachers of reward.terms, so that the trainer has no second model. auto: lora_off if"
+        " trainer.lora is set and model is not, otherwise model.",
     )
     model: ModelPath | None = Field(
         None,

@@ -112,15 +112,24 @@ RIGHT_OR_WRONG = frozenset({"exact", "gsm8k", "math", "geometry3k", "clevr", "se
 """Built-in reward functions that return 1 for a correct answer and 0 otherwise; code only without ``partial``."""
 
 
+TEACHERS = frozenset({"teacher", "teacher_server"})
+"""Built-in terms that give log-probabilities of tokens."""
+
+
 class RewardTerm(Section):
     """A term of the reward, which is the sum of weight times value over all terms."""
 
     name: str = Field(
         description="A rule: exact, gsm8k, math, geometry3k, clevr, vqa, searchr1, reasoning_gym, code, format,"
         " length. A model: judge, reward_model, reward_model_server. remote: your own server. episode: the reward that"
-        " the workflow gives. Or your own function as module:name or file.py:name."
+        " the workflow gives. teacher, teacher_server: no reward, but log-probabilities for distillation. Or your own"
+        " function as module:name or file.py:name."
     )
-    weight: float = Field(1.0, description="Weight in the sum.")
+    weight: float = Field(
+        1.0,
+        description="Weight in the sum. Of a teacher: weight in trainer.kl of the samples that it gives"
+        " log-probabilities; several teachers of a dataset are mixed by their weights.",
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function.")
     datasets: list[str] | None = Field(
         None, min_length=1, description="Labels of the datasets whose samples get this term; by default all."
@@ -153,6 +162,15 @@ class RewardTerm(Section):
     def label(self) -> str:
         """The name by which metrics and samples show it."""
         return term_label(self.name)
+
+    def applies_to(self, dataset: str) -> bool:
+        """Return whether samples of a dataset, by its label, get this term."""
+        return self.datasets is None or dataset in self.datasets
+
+    @property
+    def is_teacher(self) -> bool:
+        """Whether it gives log-probabilities, and adds nothing to the reward."""
+        return self.name in TEACHERS
 
     @property
     def right_or_wrong(self) -> bool:

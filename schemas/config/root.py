@@ -72,6 +72,19 @@ class TidemillConfig(Section):
         return [*(self.eval.terms or []), *(term for one in self.eval.dataset for term in one.terms or [])]
 
     @property
+    def teacher_weights(self) -> dict[str, float]:
+        """Return the sum of the weights of the teachers of each training dataset that has one, by label."""
+        terms = [term for term in self.reward.terms if term.is_teacher]
+        found = {one.label: sum(term.weight for term in terms if term.applies_to(one.label)) for one in self.train}
+        return {label: weight for label, weight in found.items() if weight}
+
+    @property
+    def unrewarded(self) -> frozenset[str]:
+        """Return the labels of training datasets whose samples have a teacher and no reward."""
+        terms = [term for term in self.reward.terms if not term.is_teacher]
+        return frozenset(label for label in self.teacher_weights if not any(term.applies_to(label) for term in terms))
+
+    @property
     def has_accuracy(self) -> bool:
         """Whether the share of correct held-out samples is an accuracy, and not only a reward that reaches 1.
 
@@ -84,7 +97,7 @@ class TidemillConfig(Section):
             return True
         for dataset in self.eval.dataset:
             terms = self.eval.terms_of(dataset) or self.reward.terms
-            applied = [term for term in terms if term.datasets is None or dataset.label in term.datasets]
+            applied = [term for term in terms if not term.is_teacher and term.applies_to(dataset.label)]
             if len(applied) != 1 or not applied[0].right_or_wrong:
                 return False
         return True
@@ -159,8 +172,10 @@ class TidemillConfig(Section):
         check_labels("train", self.train)
         train = [dataset.label for dataset in self.train]
         held_out = [] if self.eval is None else self.eval.dataset
-        rewarded = {*train, *(one.label for one in held_out if not (self.eval and self.eval.terms_of(one)))}
-        _check_terms("reward.terms", self.reward.terms, rewarded)
+        evaluated = {one.label for one in held_out if not (self.eval and self.eval.terms_of(one))}
+        _check_terms("reward.terms", self.reward.terms, {*train}, evaluated)
+        rewards = [term for term in self.reward.terms if not term.is_teacher]
+        _check_terms("reward.terms", rewards, evaluated, {*train})
         for one in held_out:
             if self.eval is not None and (terms := self.eval.terms_of(one)):
                 _check_terms("eval terms", terms, {one.label}, {other.label for other in held_out})
@@ -189,6 +204,28 @@ class TidemillConfig(Section):
         }
         if names := [name for name, there in refused.items() if there]:
             raise ValueError(f"{names[0]} is not supported with model.kind vision: remove it (docs/vision.md)")
+        return self
+
+    @model_validator(mode="after")
+    def _check_teachers(self) -> TidemillConfig:
+        terms, trainer = [term for term in self.reward.terms if term.is_teacher], self.trainer
+        if any(term.is_teacher for term in self.eval_terms):
+            raise ValueError("eval terms name a teacher, which gives no reward: remove it")
+        if not terms and trainer.kl.reference != "teacher":
+            return self
+        wrong = {
+            "trainer.kl.reference teacher needs a term teacher or teacher_server in reward.terms": not terms,
+            "reward.terms has a teacher: set trainer.kl.reference to teacher": trainer.kl.reference != "teacher",
+            "reward.terms has a teacher: set trainer.kl.coef above 0": not trainer.kl.coef,
+            "trainer.kl.place must be loss with a teacher": trainer.kl.place != "loss",
+            "model.kind must be text with a teacher": self.model.kind != "text",
+            "reward.terms: the weight of a teacher must be above 0": any(term.weight <= 0 for term in terms),
+            f"sampling.temperature must be 1 with teacher_server, is {self.sampling.temperature:g}: servers report"
+            " log-probabilities at temperature 1": self.sampling.temperature != 1
+            and any(term.name == "teacher_server" for term in terms),
+        }
+        if problems := [text for text, there in wrong.items() if there]:
+            raise ValueError(problems[0])
         return self
 
     def _check_live(self) -> None:
@@ -271,7 +308,7 @@ def _check_terms(setting: str, terms: list[RewardTerm], labels: set[str], others
                     f" {', '.join(sorted(labels | others))}"
                 )
     for label in sorted(labels):
-        if all(term.datasets is not None and label not in term.datasets for term in terms):
+        if not any(term.applies_to(label) for term in terms):
             raise ValueError(
                 f"{setting}: no term applies to the dataset {label!r}, so its samples would have no reward"
             )

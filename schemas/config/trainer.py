@@ -350,7 +350,12 @@ class TrainerConfig(Section):
     def lora_off(self) -> bool:
         """Return whether the reference policy is the policy without its adapter."""
         kl = self.kl
-        return bool(kl.coef) and self.lora is not None and kl.model is None and kl.reference != "model"
+        return bool(kl.coef) and self.lora is not None and kl.model is None and kl.reference not in ("model", "teacher")
+
+    @property
+    def has_second_model(self) -> bool:
+        """Return whether the trainer holds a second model, as the reference policy."""
+        return bool(self.kl.coef) and not self.lora_off and self.kl.reference != "teacher"
 
     @model_validator(mode="after")
     def _check_minibatches(self) -> TrainerConfig:
@@ -368,9 +373,10 @@ class TrainerConfig(Section):
                 "trainer.kl.reference lora_off is the policy without its adapter, but trainer.lora is not set: set it,"
                 " or set reference to model"
             )
-        if self.kl.reference == "lora_off" and self.kl.model is not None:
+        if self.kl.reference in ("lora_off", "teacher") and self.kl.model is not None:
             raise ValueError(
-                f"trainer.kl.reference lora_off and trainer.kl.model {self.kl.model!r} name two references: remove one"
+                f"trainer.kl.reference {self.kl.reference} and trainer.kl.model {self.kl.model!r} name two references:"
+                " remove one"
             )
         return self
 

@@ -25,7 +25,9 @@ from schemas.messages.trajectories import (
     Trajectory,
     Turn,
     UncheckedTrajectory,
+    check_logprobs,
     is_reward,
+    rows_of,
     versions_of,
 )
 from schemas.messages.weights import Adapter, Delta, FileSource, Manifest, Payload, Probe, TensorSpec, WeightSource

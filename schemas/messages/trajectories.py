@@ -33,6 +33,22 @@ def is_reward(value: float) -> bool:
     return abs(value) <= LARGEST_REWARD
 
 
+def check_logprobs(name: str, logprobs: Array, length: int | None = None) -> None:
+    """Raise ValueError unless these are float32 [length], finite and not above 0."""
+    if logprobs.dtype != "f4":
+        raise ValueError(f"{name} must be f4, is {logprobs.dtype}")
+    if length is not None and logprobs.shape != length:
+        raise ValueError(f"{name} has {logprobs.shape} entries for {length} tokens")
+    if not logprobs.shape:
+        return
+    values = logprobs.numpy()
+    # Both are NaN if any is, and NaN passes no comparison.
+    if not ((highest := values[values.argmax()]) < math.inf and values[values.argmin()] > -math.inf):
+        raise ValueError(f"{name} hold NaN or infinity")
+    if highest > 1e-4:
+        raise ValueError(f"{name} must be 0 or less, largest is {highest}")
+
+
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens [start, end) of a trajectory, which weight version ``version`` generated."""
 
@@ -126,6 +142,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     temperature: with which its tokens were sampled, that of the task; 0 is greedy.
     routed_experts: of each token, with trainer.router_replay; None if they were not recorded.
     fragment: what was played, with a token for each step; None for text, and for an episode of an evaluation.
+    teacher_logprobs: float32 [T], as in Score, from which the trainer takes them; None on the way to it.
     """
 
     run: str
@@ -153,6 +170,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     temperature: float = 1.0
     routed_experts: RoutedExperts | None = None
     fragment: Fragment | None = None
+    teacher_logprobs: Array | None = None
 
     def __post_init__(self) -> None:
         # Each trajectory is checked where it is made and where it is trained: each check is one pass without a copy, by
@@ -173,12 +191,9 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
                 raise ValueError(f"tokens must be 0 or more, smallest is {smallest}")
             if mask.data.translate(None, b"\0\1"):
                 raise ValueError(f"loss_mask must hold 0 and 1, largest is {max(mask.data)}")
-            values = logprobs.numpy()
-            # Both are NaN if any is, and NaN passes no comparison.
-            if not ((highest := values[values.argmax()]) < math.inf and values[values.argmin()] > -math.inf):
-                raise ValueError("logprobs hold NaN or infinity")
-            if highest > 1e-4:
-                raise ValueError(f"logprobs must be 0 or less, largest is {highest}")
+            check_logprobs("logprobs", logprobs)
+        if self.teacher_logprobs is not None:
+            check_logprobs("teacher_logprobs", self.teacher_logprobs, tokens.shape)
         self._check_spans(mask.data, tokens.shape)
         self._check_numbers()
         if self.segments:
@@ -273,14 +288,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
 
     def rows(self) -> list[Row]:
         """Return the rows to train, one for each segment."""
-        if not self.segments:
-            return [Row(np.arange(len(self.tokens)), 0, "main")]
-        found: list[Row] = []
-        for segment in self.segments:
-            new = np.arange(segment.start, segment.end)
-            before = found[segment.parent].places[: segment.shared] if segment.parent >= 0 else new[:0]
-            found.append(Row(np.concatenate([before, new]), segment.shared, segment.name))
-        return found
+        return rows_of(self.segments, len(self.tokens))
 
     def versions(self) -> Any:
         """Return the weight version of each token, int32 [T]; -1 where no span covers it."""
@@ -297,6 +305,18 @@ class UncheckedTrajectory(Trajectory, kw_only=True, tag="trajectory"):
         pass
 
 
+def rows_of(segments: Sequence[Segment], length: int) -> list[Row]:
+    """Return the rows of ``length`` tokens, one for each segment, or a single one without any."""
+    if not segments:
+        return [Row(np.arange(length), 0, "main")]
+    found: list[Row] = []
+    for segment in segments:
+        new = np.arange(segment.start, segment.end)
+        before = found[segment.parent].places[: segment.shared] if segment.parent >= 0 else new[:0]
+        found.append(Row(np.concatenate([before, new]), segment.shared, segment.name))
+    return found
+
+
 def versions_of(spans: Sequence[Span], length: int) -> Any:
     """Return the weight version of each of ``length`` tokens, int32; -1 where no span covers it."""
     versions = np.empty(length, dtype=np.int32)
@@ -311,7 +331,9 @@ class Score(Message, kw_only=True, tag="score"):
 
     broken_version: weight version that gave log-probabilities that are not finite, or -1.
     correct: whether the reward reaches reward.correct_from. dataset, level: of the prompt.
-    failure: kind of failure in one word, if the sample could not be generated.
+    failure: kind of failure in one word, if the sample could not be generated. teacher_logprobs: float32 [T], natural
+    log of the teacher's probability of each token that was sampled, at the temperature of the sample, 0 for the others;
+    None without a teacher.
     """
 
     reward: float = 0.0
@@ -324,7 +346,10 @@ class Score(Message, kw_only=True, tag="score"):
     dataset: str = ""
     level: int = -1
     failure: str = ""
+    teacher_logprobs: Array | None = None
 
     def __post_init__(self) -> None:
         if not is_reward(self.reward):
             raise ValueError(f"reward {self.reward} must be {REWARD_RANGE}")
+        if self.teacher_logprobs is not None:
+            check_logprobs("teacher_logprobs", self.teacher_logprobs)

@@ -20,6 +20,8 @@ REWARDS = Registry(
         "reward_model": "consumers.reward.rewards.functions:reward_model",
         "reward_model_server": "consumers.reward.rewards.remote:reward_model_server",
         "searchr1": "consumers.reward.rewards.functions:searchr1",
+        "teacher": "consumers.reward.rewards.teacher:teacher",
+        "teacher_server": "consumers.reward.rewards.teacher:teacher_server",
         "vqa": "consumers.reward.rewards.functions:vqa",
     },
 )

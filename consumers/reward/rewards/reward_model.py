@@ -32,7 +32,7 @@ def scores(
     for prompt, completion, asked, said, row in zip(
         prompts, completions, prompt_ids, completion_ids, row_ids, strict=True
     ):
-        if not _same_tokenizer(tokenizer, prompt, completion, asked, said, row):
+        if not same_tokenizer(tokenizer, prompt, completion, asked, said, row):
             raise ValueError(
                 f"the reward model {path} has another tokenizer than the policy, whose token ids it is given"
             )
@@ -72,9 +72,11 @@ def _forward(model: Any, rows: Sequence[list[int]]) -> list[float]:
     return [float(score) for score in logits]
 
 
-def _same_tokenizer(
+def same_tokenizer(
     tokenizer: Any, prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], row_ids: list[int]
 ) -> bool:
+    """Return whether a tokenizer makes the texts of a sample of its ids."""
+
     def text(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from schemas.messages import FinishReason, Turn
+from schemas.messages import FinishReason, Segment, Turn
 
 Form = Literal["sample", "positional", "areal", "lists", "verl"]
 OWN: dict[Form, tuple[str, ...]] = {
@@ -30,7 +30,9 @@ OWN: dict[Form, tuple[str, ...]] = {
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
 """Parameters of each form that hold the sample itself; all others are fields of the data, or settings."""
-FIELDS = frozenset({"reward", "metrics", "turns", "calls", "finish", "row_ids", "trajectory_id"})
+FIELDS = frozenset(
+    {"reward", "metrics", "turns", "calls", "finish", "row_ids", "trajectory_id", "segments", "sampling_temperature"}
+)
 """Fields of a sample that a function gets if it names them, unless the task's data has one of this name."""
 
 
@@ -38,7 +40,8 @@ class RewardInput(msgspec.Struct, frozen=True):
     """The part of a trajectory that reward functions get to see; turns: their positions are in both ids together.
 
     row_ids: the row with the last answer, None where the sample is one row and both ids are it. trajectory_id: the same
-    whenever this very sample is scored. version: the newest weight version that sampled a part of it.
+    whenever this very sample is scored. version: the newest weight version that sampled a part of it. segments: of the
+    sample if it has several rows. sampling_temperature: with which its tokens were sampled.
     """
 
     prompt: str
@@ -54,6 +57,8 @@ class RewardInput(msgspec.Struct, frozen=True):
     row_ids: list[int] | None = None
     trajectory_id: str = ""
     version: int = 0
+    segments: list[Segment] = []
+    sampling_temperature: float = 1.0
 
     def field(self, name: str) -> Any:
         """Return one of FIELDS as functions get it."""

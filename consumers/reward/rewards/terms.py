@@ -38,9 +38,10 @@ from consumers.reward.rewards.signatures import (
     verl_keywords,
 )
 from schemas.arguments import convert_arguments
+from schemas.codec import Array
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, describe_error
-from schemas.messages import REWARD_RANGE, ScoreStatus, is_reward
+from schemas.messages import REWARD_RANGE, ScoreStatus, check_logprobs, is_reward
 
 F = TypeVar("F", bound=Callable[..., Any])
 Finish: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -61,6 +62,7 @@ def reward(
     concurrency: int | None = None,
     secrets: Callable[..., list[str]] | None = None,
     prepare: Callable[..., None] | None = None,
+    teacher: bool = False,
 ) -> Callable[[F], F]:
     """Declare what a reward function is like.
 
@@ -72,6 +74,7 @@ def reward(
     concurrency: calls of an async function in flight at once, in a worker of its own.
     secrets: names of environment variables that its worker is shown, of the arguments of the configuration.
     prepare: called with the arguments of the configuration when a worker starts, so that no call is charged for it.
+    teacher: it returns the log-probability of each token of the sample, and no reward.
     """
 
     def declare(function: F) -> F:
@@ -81,6 +84,7 @@ def reward(
         function.settings = settings  # type: ignore[attr-defined]
         function.secrets = secrets  # type: ignore[attr-defined]
         function.prepare = prepare  # type: ignore[attr-defined]
+        function.teacher = teacher  # type: ignore[attr-defined]
         if concurrency is not None:
             function.concurrency = concurrency  # type: ignore[attr-defined]
         return function
@@ -92,7 +96,7 @@ class TermResult(msgspec.Struct, frozen=True):
     """The result of a call. ``value`` counts only when ``status`` is ``ok``; seconds: of the call itself.
 
     applies: False where a function of lists says by None that it has no opinion of this sample. logged: further
-    numbers that the function reports, for display.
+    numbers that the function reports, for display. logprobs: float32 [T], what a teacher gives of the sample's tokens.
     """
 
     value: float = 0.0
@@ -101,6 +105,7 @@ class TermResult(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     applies: bool = True
     logged: dict[str, float] = {}
+    logprobs: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,8 @@ class Term:
     gives. concurrency: calls in flight in its own worker, 0 where it shares workers. batch: most samples of a call of
     a function of lists, 0 for others; wait_s: how long a call waits for more. chat: such a function gets messages.
     None: where the data is conversational. own: parameters that it names of those that hold the sample.
-    secrets: environment variables that only its worker sees. datasets: whose samples get it, None: all.
+    secrets: environment variables that only its worker sees. datasets: whose samples get it, None: all. teacher: it
+    gives log-probabilities, and no reward.
     """
 
     label: str
@@ -131,6 +137,7 @@ class Term:
     own: frozenset[str] = frozenset()
     secrets: tuple[str, ...] = ()
     datasets: frozenset[str] | None = None
+    teacher: bool = False
 
     @property
     def capacity(self) -> int:
@@ -152,7 +159,7 @@ class Term:
                 value = finish(_finish(value))
         except Exception as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one sample
             return _failed(error, started)
-        return self._score(value, time.perf_counter() - started)
+        return self._score(sample, value, time.perf_counter() - started)
 
     async def call_async(self, sample: RewardInput) -> TermResult:
         """Call the function in a running event loop; never raises either."""
@@ -163,7 +170,7 @@ class Term:
                 value = await value
         except Exception as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one sample
             return _failed(error, started)
-        return self._score(value, time.perf_counter() - started)
+        return self._score(sample, value, time.perf_counter() - started)
 
     def call_batch(self, samples: Sequence[RewardInput], finish: Finish = asyncio.run) -> list[TermResult]:
         """Call a function of lists. If it fails on several samples it is called on each, so that one costs no other."""
@@ -184,6 +191,8 @@ class Term:
                 return [self.call_batch([sample], finish)[0] for sample in samples]
             return [_failed(error, started)]
         seconds = time.perf_counter() - started
+        if self.teacher:
+            return [_taught(value, sample, seconds) for value, sample in zip(values, samples, strict=True)]
         return [
             TermResult(applies=False, seconds=seconds, logged=logged) if v is None else _result(v, seconds, logged)
             for v, logged in zip(values, log.values, strict=True)
@@ -195,7 +204,9 @@ class Term:
         keywords = sample_keywords(sample, self.form, self.own, self.fields, self.accepts, self.settings) | self.args
         return self.function(*(positional(sample) if self.form == "positional" else ()), **keywords)
 
-    def _score(self, value: Any, seconds: float) -> TermResult:
+    def _score(self, sample: RewardInput, value: Any, seconds: float) -> TermResult:
+        if self.teacher:
+            return _taught(value, sample, seconds)
         # verl's functions may return a dict of what else they found.
         if self.form == "verl" and isinstance(value, dict) and "score" in value:
             others = {name: other for name, other in value.items() if name != "score"}
@@ -219,6 +230,15 @@ def _result(value: Any, seconds: float, logged: dict[str, float] | None = None) 
     if not is_reward(value):
         return TermResult(status="error", reason=f"returned {value}, must be {REWARD_RANGE}", seconds=seconds)
     return TermResult(value=value, seconds=seconds, logged=logged or {})
+
+
+def _taught(value: Any, sample: RewardInput, seconds: float) -> TermResult:
+    try:
+        logprobs = Array.of(value, "f4")
+        check_logprobs("teacher_logprobs", logprobs, len(sample.prompt_ids) + len(sample.completion_ids))
+    except (TypeError, ValueError) as error:
+        return TermResult(status="error", reason=str(error), seconds=seconds)
+    return TermResult(seconds=seconds, logprobs=logprobs)
 
 
 def resolve(terms: Sequence[RewardTerm], base: Path) -> list[Term]:
@@ -280,6 +300,7 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
         own=frozenset(() if form == "positional" else OWN[form]) & frozenset(named),
         secrets=tuple(secrets(**term.args)) if secrets is not None else (),
         datasets=None if term.datasets is None else frozenset(term.datasets),
+        teacher=getattr(function, "teacher", False) is True,
     )
 
 

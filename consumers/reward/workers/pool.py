@@ -27,7 +27,8 @@ from schemas.system.worker_process import BadReply, WorkerProcess, frame, read_m
 START_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 900.0
 """For a worker that loads what its function needs before its first call."""
-MAX_REPLY_BYTES = 1 << 16
+MAX_REPLY_BYTES = 1 << 22
+"""Room for the log-probabilities of a million tokens."""
 _READY, _REPLY = msgspec.msgpack.Decoder(WorkerReady), msgspec.msgpack.Decoder(WorkerReply)
 _PROGRAM = [sys.executable, "-P", "-m", "consumers.reward.workers.worker"]
 _CLOSED = "the reward workers are closed"

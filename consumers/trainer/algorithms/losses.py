@@ -37,6 +37,7 @@ class LossInputs:
     proximal_logprobs, reference_logprobs: of other policies, if the run has them, without gradient.
     sequence: int64, id of the sequence that a token belongs to; without it each row is one sequence.
     kept: bool, the tokens of the step that the loss's own ``select_tokens`` chose; without it all.
+    teacher_weights: of each token in the teacher's part of the loss, if ``reference_logprobs`` are a teacher's.
     """
 
     logprobs: Tensor
@@ -48,17 +49,20 @@ class LossInputs:
     reference_logprobs: Tensor | None = None
     sequence: Tensor | None = None
     kept: Tensor | None = None
+    teacher_weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class LossOutput:
     """loss: [R, T] with gradient. metrics: [R, T] each, without; the step averages them over its loss tokens.
 
-    ``clipped`` marks tokens whose gradient the clip took, ``masked`` those that the loss left out.
+    ``clipped`` marks tokens whose gradient the clip took, ``masked`` those that the loss left out. teacher: [R, T] with
+    gradient, the distance to a teacher times its own weights; it is added to the weighted loss.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    teacher: Tensor | None = None
 
 
 AllReduceSum: TypeAlias = Callable[[list[float]], list[float]]

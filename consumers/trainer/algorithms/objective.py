@@ -85,6 +85,7 @@ class Objective:
     estimator: Estimator
     entropy_coef: float
     interpolate: bool
+    taught: bool = False
 
     @classmethod
     def from_config(cls, settings: TrainerConfig, base: Path | None = None) -> Objective:
@@ -97,6 +98,7 @@ class Objective:
             estimator=KL_ESTIMATORS.get(kl.estimator, base),
             entropy_coef=loss.entropy_coef,
             interpolate=loss.proximal == "interpolate",
+            taught=kl.reference == "teacher",
         )
 
     def with_proximal(self, inputs: LossInputs, version: int) -> LossInputs:
@@ -123,13 +125,18 @@ class Objective:
             # A rejected token may hold an infinite loss, which a factor of zero would turn into NaN.
             loss = torch.where(rejected, 0.0, loss * factor)
             metrics["rejected"] = rejected
-        if inputs.reference_logprobs is not None:
-            gap = difference(inputs.logprobs.detach(), inputs.reference_logprobs, inputs.mask)
-            metrics["reference_kl"] = self.estimator(gap)
-        if self.kl_coef and inputs.reference_logprobs is not None:
-            loss = loss + self.kl_coef * kl_loss(
-                self.estimator, inputs.logprobs, inputs.reference_logprobs, inputs.rollout_logprobs, inputs.mask
-            )
+        reference, mask, teacher = inputs.reference_logprobs, inputs.mask, None
+        if self.taught:
+            # Ranks add up the same metrics, also one of which no row has a teacher.
+            weights = torch.zeros_like(loss) if inputs.teacher_weights is None else inputs.teacher_weights
+            mask = mask & (weights > 0)
+            metrics["taught"] = mask
+            reference = torch.zeros_like(loss) if reference is None else reference
+        if reference is not None:
+            metrics["reference_kl"] = self.estimator(difference(inputs.logprobs.detach(), reference, mask))
+        if self.kl_coef and reference is not None:
+            penalty = self.kl_coef * kl_loss(self.estimator, inputs.logprobs, reference, inputs.rollout_logprobs, mask)
+            loss, teacher = (loss, weights * penalty) if self.taught else (loss + penalty, None)
         if self.entropy_coef:
             loss = loss - self.entropy_coef * entropy
-        return LossOutput(loss, metrics)
+        return LossOutput(loss, metrics, teacher)

@@ -36,6 +36,9 @@ class MicroBatch:
     lower its precision with that of the model's inputs. routed_experts: int16 [R, T, L, k], the experts that each token
     was sent to at rollout in L layers, -1 where the engine did not report it; None if of no row.
 
+    teacher_weights: float32 [R, T-1], of each token in the teacher's part of the step's loss; None if no row has a
+    teacher. With it, ``reference_logprobs`` came with the rows.
+
     Known before the gradient if the configuration asks for it (step/prepare.py), [R, T-1]: proximal_logprobs,
     reference_logprobs, values, returns, and kept, the tokens that the loss chose.
     """
@@ -54,6 +57,7 @@ class MicroBatch:
     images: ImageBatch | None = None
     temperatures: Sequence[float] = (1.0,)
     routed_experts: Tensor | None = None
+    teacher_weights: Tensor | None = None
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     kept: Tensor | None = None
@@ -75,6 +79,7 @@ class MicroBatch:
             versions=self.versions,
             proximal_logprobs=self.proximal_logprobs,
             reference_logprobs=self.reference_logprobs,
+            teacher_weights=self.teacher_weights,
             sequence=self.sequence_ids,
             kept=self.kept,
         )
@@ -113,6 +118,7 @@ def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> Micro
 
     tokens = filled(lambda row: row.cut.tokens.numpy(), 0, np.int64)
     mask = filled(lambda row: row.cut.loss_mask.numpy(), 0, np.bool_)[:, 1:].contiguous()
+    taught = any(row.cut.teacher_logprobs is not None for row in rows)
     return MicroBatch(
         tokens=tokens,
         targets=tokens[:, 1:].contiguous(),
@@ -129,6 +135,12 @@ def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> Micro
         images=None if images is None else images.batch([row.cut.images for row in rows], shape[1]),
         temperatures=[row.temperature for row in rows] or [1.0],
         routed_experts=_routed_experts(rows, shape),
+        teacher_weights=spread([row.teacher_weight for row in rows]) if taught else None,
+        reference_logprobs=filled(
+            lambda row: 0.0 if row.cut.teacher_logprobs is None else row.cut.teacher_logprobs.numpy(), 0, np.float32
+        )[:, 1:].contiguous()
+        if taught
+        else None,
     )
 
 

@@ -52,17 +52,26 @@ class SampleWeights:
     totals: Totals
 
 
-def weigh(samples: Samples, aggregation: Aggregation, max_tokens: int, mask_truncated: bool = False) -> SampleWeights:
-    """Weigh the samples by their loss tokens in all rows; DataError if a weight is not a finite number."""
-    masked = samples.truncated & mask_truncated
+def weigh(
+    samples: Samples, shares: Floats, aggregation: Aggregation, max_tokens: int, mask_truncated: bool = False
+) -> SampleWeights:
+    """Weigh the samples by their loss tokens in all rows; DataError if a weight is not a finite number.
+
+    shares: float64 [S], a factor of each sample's weight; where it is 0, the sample counts in no mean.
+    """
+    masked = (samples.truncated & mask_truncated) | (shares == 0)
     counted = np.where(masked, 0, samples.lengths)
     totals = Totals.of(counted, samples.groups, max_tokens)
     found = one_each("weights of the aggregation", aggregation(counted, samples.groups, totals), len(counted))
-    return SampleWeights(np.where(masked, 0.0, found), totals)
+    return SampleWeights(np.where(masked, 0.0, shares * found), totals)
 
 
 def weigh_minibatches(
-    weights: SampleWeights, samples: Samples, minibatch: Ints, weigh_part: Callable[[Samples], SampleWeights]
+    weights: SampleWeights,
+    samples: Samples,
+    minibatch: Ints,
+    shares: Floats,
+    weigh_part: Callable[[Samples, Floats], SampleWeights],
 ) -> SampleWeights:
     """Weigh each minibatch's samples as if there were no others, so that its loss is a mean of its own."""
     found = weights.samples.copy()
@@ -71,7 +80,8 @@ def weigh_minibatches(
         found[part] = weigh_part(
             replace(
                 samples, groups=samples.groups[part], lengths=samples.lengths[part], truncated=samples.truncated[part]
-            )
+            ),
+            shares[part],
         ).samples
     return SampleWeights(found, weights.totals)
 
@@ -182,7 +192,8 @@ class StepPlanner:
     and count in no mean of the loss; their rewards are still compared with the others'. share_prefixes: whether the
     policy computes once what rows of a micro-batch begin with. images: how the model wants images, None for a model of
     text. minibatches: into how many parts of whole groups a step is cut, each for an update of its own; advantages are
-    compared over the whole step.
+    compared over the whole step. teacher_weights: of the datasets with a teacher, by label. unrewarded: datasets that
+    have a teacher and no reward. Each part of the loss, of rewards and of teachers, is a mean over its own samples.
     """
 
     advantage: AnyAdvantage
@@ -197,6 +208,8 @@ class StepPlanner:
     share_prefixes: bool = False
     images: ImageSettings | None = None
     minibatches: int = 1
+    teacher_weights: Mapping[str, float] = field(default_factory=dict)
+    unrewarded: frozenset[str] = frozenset()
 
     def files(self, bodies: Mapping[str, bytes]) -> ImageFiles | None:
         """Return these images with the way in which the model wants them; None for a model of text."""
@@ -209,10 +222,14 @@ class StepPlanner:
         """
         samples = cut(groups)
         given = credit(samples, self.advantage, self.by_name)
-        weights, dealt = self._weigh(samples), None
+        datasets = [trajectory.dataset for trajectory in samples.trajectories]
+        rewarded = np.array([float(dataset not in self.unrewarded) for dataset in datasets])
+        taught = np.array([self.teacher_weights.get(dataset, 0.0) for dataset in datasets])
+        weights, teacher, dealt = self._weigh(samples, rewarded), self._weigh(samples, taught), None
         if self.minibatches > 1 and samples.rows:
             minibatch = split(samples, self.minibatches)
-            weights = weigh_minibatches(weights, samples, minibatch, self._weigh)
+            weights = weigh_minibatches(weights, samples, minibatch, rewarded, self._weigh)
+            teacher = weigh_minibatches(teacher, samples, minibatch, taught, self._weigh)
             dealt = deal_minibatches(samples, minibatch, self._deal)
         dealt = dealt or self._deal(samples)
         rows = [
@@ -223,14 +240,15 @@ class StepPlanner:
                 sequence=number,
                 group=int(samples.groups[row.sample]),
                 temperature=samples.trajectories[row.sample].temperature,
+                teacher_weight=float(teacher.samples[row.sample]),
             )
             for number, (row, advantage) in enumerate(zip(samples.rows, given.rows, strict=True))
         ]
         images = self.files({digest: body for group in groups for digest, body in group.images.items()})
         return StepPlan(samples, given, weights, dealt, rows, images)
 
-    def _weigh(self, samples: Samples) -> SampleWeights:
-        return weigh(samples, self.aggregation, self.max_tokens, self.mask_truncated)
+    def _weigh(self, samples: Samples, shares: Floats) -> SampleWeights:
+        return weigh(samples, shares, self.aggregation, self.max_tokens, self.mask_truncated)
 
     def _deal(self, samples: Samples) -> Deal:
         return deal(samples, self.dp_size, self.micro_batch_tokens, self.cost, self.packed, self.share_prefixes)

@@ -33,7 +33,7 @@ class CutRow(msgspec.Struct, frozen=True, gc=False):
     [L]. spans: weight versions, of context too. name: its segment's. loss_tokens: those that can be trained, since the
     first token of a row has no prediction. images: those that its tokens stand for. routed_experts: of each token;
     None if the engine reported none. places: int32 [L], where its tokens stand in the sample's arrays; None for a row
-    that is the whole sample.
+    that is the whole sample. teacher_logprobs: float32 [L], of its teacher; None without one.
     """
 
     sample: int
@@ -46,6 +46,7 @@ class CutRow(msgspec.Struct, frozen=True, gc=False):
     images: Sequence[PlacedImage] = ()
     routed_experts: RoutedExperts | None = None
     places: Array | None = None
+    teacher_logprobs: Array | None = None
 
     def versions(self) -> Any:
         """Return the weight version of each token, int32 [L]; -1 where no span covers it."""
@@ -61,7 +62,7 @@ class TrainRow(msgspec.Struct, frozen=True, gc=False):
 
     advantage: of each of its loss tokens, or float32 [L] if they differ; see MicroBatch. weight: of each of its loss
     tokens in the step's loss. sequence, group: its index, and that of its group, in the step. temperature: with which
-    its tokens were sampled.
+    its tokens were sampled. teacher_weight: of each of its loss tokens in the teacher's part of the step's loss.
     """
 
     cut: CutRow
@@ -70,6 +71,7 @@ class TrainRow(msgspec.Struct, frozen=True, gc=False):
     sequence: int
     group: int
     temperature: float = 1.0
+    teacher_weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,10 @@ def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
                 count,
                 trajectory.images,
                 trajectory.routed_experts,
+                teacher_logprobs=trajectory.teacher_logprobs,
             )
         ]
-    routed = trajectory.routed_experts
+    routed, taught = trajectory.routed_experts, trajectory.teacher_logprobs
     tokens, logprobs, versions = trajectory.tokens.numpy(), trajectory.logprobs.numpy(), trajectory.versions()
     found = []
     for row in trajectory.rows():
@@ -146,6 +149,7 @@ def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
                 _images(trajectory.images, row.places),
                 None if routed is None else RoutedExperts.of(routed.numpy()[row.places]),
                 Array.of(row.places, "i4"),
+                None if taught is None else Array.of(taught.numpy()[row.places], "f4"),
             )
         )
     return found

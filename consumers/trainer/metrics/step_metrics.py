@@ -32,6 +32,7 @@ FRACTIONS = {
     "masked": "masked_fraction",
     "rejected": "rejected_fraction",
     "reference_kl": "reference_kl",
+    "taught": "taught_fraction",
 }
 """Metrics of a loss that get a name of their own; others are called ``loss_NAME``."""
 _BASE_SUMS = (
@@ -221,7 +222,9 @@ class StepMeter:
         for key, value in s.items():
             if key.startswith("metric_"):
                 name = key.removeprefix("metric_")
-                figures[FRACTIONS.get(name, f"loss_{name}")] = value / tokens
+                # Of a teacher, the mean is over the tokens that it was asked for.
+                counted = max(s.get("metric_taught", tokens), 1.0) if name == "reference_kl" else tokens
+                figures[FRACTIONS.get(name, f"loss_{name}")] = value / counted
         return figures
 
     def _ratio_quantile(self, share: float) -> float:

@@ -126,6 +126,8 @@ def _build_planner(
         and not trainer.router_replay,
         images=None if policy.vision is None else policy.vision.settings,
         minibatches=trainer.minibatches,
+        teacher_weights=config.teacher_weights,
+        unrewarded=config.unrewarded,
     )
 
 
@@ -144,7 +146,7 @@ def _check_models(config: TidemillConfig, ranks: Ranks) -> None:
     paths = {model.path: None}
     if trainer.critic is not None:
         paths[trainer.critic.model or model.path] = None
-    if trainer.kl.coef and not trainer.lora_off and trainer.kl.device != "cpu":
+    if trainer.has_second_model and trainer.kl.device != "cpu":
         paths[trainer.kl.model or model.path] = None
     for path in paths:
         check_model(path, ranks.layout, model.trust_remote_code, model.max_length)
@@ -166,7 +168,7 @@ def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:
     Beside the policy it is sharded over the ranks like that; in main memory every rank has a whole one.
     """
     settings, model = config.trainer.kl, config.model
-    if not settings.coef or config.trainer.lora_off:
+    if not config.trainer.has_second_model:
         return None
     beside = settings.device != "cpu"
     policy = load_policy(config, settings.model or model.path, model.dtype, empty=beside and not ranks.is_main)

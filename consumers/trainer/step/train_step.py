@@ -156,7 +156,10 @@ class TrainStep:
             routed_experts=micro.routed_experts,
         )
         output = self.objective(micro.loss_inputs(scores.logprobs), scores.entropy, version)
-        return scores, output, torch.where(micro.mask, output.loss * micro.weights, 0.0).sum()
+        loss = output.loss * micro.weights
+        if output.teacher is not None:
+            loss = loss + output.teacher
+        return scores, output, torch.where(micro.mask, loss, 0.0).sum()
 
     def _train_critic(self, batch: Sequence[MicroBatch], tokens: float) -> dict[str, float]:
         """Train the critic, if there is one, on the step's returns; returns its metrics."""

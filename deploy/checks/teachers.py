@@ -1,0 +1,91 @@
+"""The check of teachers before a run starts: whether they have the policy's tokenizer, since they get its token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from consumers.reward.rewards.clock import CLOCK, CallClock
+from deploy.checks.finding import Finding
+from deploy.checks.model_files import cached_folder
+from schemas.config import RewardTerm, TidemillConfig
+from schemas.errors import ConfigError
+from schemas.model_folder import read_json
+
+ANSWER_S = 5.0
+"""How long a server may take to answer."""
+PROBE = "The sum of 12345 and 678 is 13023.\n\tdef f(x): return x**2  # größer, été, 你好, привет"
+
+
+def check_teachers(config: TidemillConfig) -> Finding | str:
+    """Raise ConfigError for a teacher with another tokenizer. Warn about one that cannot be asked."""
+    terms = [term for term in config.reward.terms if term.is_teacher]
+    own = _tokenizer_file(config.model.path) if terms else None
+    if own is None:
+        return "none" if not terms else "the tokenizers are compared when samples come"
+    for term in terms:
+        if term.name == "teacher_server":
+            problem = _ask_server(term, own, config)
+            if problem is not None:
+                advice = "samples are excluded while a teacher does not answer"
+                return Finding("teachers", "warn", problem, advice)
+            continue
+        theirs = _tokenizer_file(str(term.args["model"]))
+        if theirs is not None and _vocabulary(theirs) != _vocabulary(own):
+            raise _refusal(term.args["model"], config)
+    return ", ".join(str(term.args["model"]) for term in terms)
+
+
+def _refusal(teacher: Any, config: TidemillConfig) -> ConfigError:
+    return ConfigError(
+        f"the teacher {teacher} has another tokenizer than model.path {config.model.path}: a teacher reads the policy's"
+        " token ids, take one of the same family"
+    )
+
+
+def _tokenizer_file(path: str) -> Path | None:
+    """Return tokenizer.json of a folder or a cached model of the Hub; None if there is no such file."""
+    folder = Path(path).expanduser()
+    found = folder if folder.is_dir() else cached_folder(path)
+    file = None if found is None else found / "tokenizer.json"
+    return file if file is not None and file.is_file() else None
+
+
+def _vocabulary(file: Path) -> dict[int, str]:
+    """Return the text of each token id, as a tokenizer writes it."""
+    content = read_json(file)
+    known = content.get("model", {}).get("vocab", {})
+    # Unigram models have pairs of a text and its probability, in the order of their ids.
+    texts = dict(enumerate(text for text, _ in known)) if isinstance(known, list) else {n: t for t, n in known.items()}
+    return texts | {token["id"]: token["content"] for token in content.get("added_tokens", [])}
+
+
+def _ask_server(term: RewardTerm, file: Path, config: TidemillConfig) -> str | None:
+    """Have a server say what text it reads in token ids. Returns why it cannot be asked; ConfigError if it is wrong."""
+    from tokenizers import Tokenizer
+
+    from consumers.reward.rewards.http import key_headers, post_json
+    from consumers.reward.rewards.teacher import echo_request, echoed_logprobs
+
+    tokenizer = Tokenizer.from_file(str(file))
+    special = {token["id"] for token in read_json(file).get("added_tokens", [])}
+    ids = tokenizer.encode(PROBE, add_special_tokens=False).ids
+    ids.append(max(_vocabulary(file).keys() - special))
+    url = str(term.args["base_url"]).rstrip("/") + "/completions"
+
+    async def ask() -> Any:
+        CLOCK.set(CallClock(ANSWER_S))
+        body = echo_request(term.args["model"], ids)
+        return await post_json(url, body, key_headers(term.args.get("api_key_env")), repeatable=True)
+
+    try:
+        answer = asyncio.run(ask())
+        echoed_logprobs(url, answer, ids)
+    except OSError as error:
+        return str(error)
+    except ValueError as error:
+        raise ConfigError(f"the teacher {term.args['model']}: {error}") from error
+    if not str(answer["choices"][0].get("text")).startswith(tokenizer.decode(ids)):
+        raise _refusal(term.args["model"], config)
+    return None
