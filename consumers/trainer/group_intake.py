@@ -251,12 +251,15 @@ class GroupIntake:
 
     def _join(self, body: Trajectory | BadMessage | None, score: Score) -> Trajectory | BadMessage | None:
         """Return a sample with the log-probabilities of its teacher; BadMessage if they do not fit its tokens."""
-        if not isinstance(body, Trajectory) or not self._taught:
+        if not isinstance(body, Trajectory):
             return body
-        if score.teacher_logprobs is None and body.dataset in self._taught:
+        given = score.teacher_logprobs if body.dataset in self._taught else None
+        if given is None and body.dataset in self._taught:
             return BadMessage("its score has no log-probabilities of its teacher")
+        if given is body.teacher_logprobs:
+            return body
         try:
-            return msgspec.structs.replace(body, teacher_logprobs=score.teacher_logprobs)
+            return msgspec.structs.replace(body, teacher_logprobs=given)
         except ValueError as error:
             return BadMessage(str(error))
 

@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +10,7 @@ import pytest
 
 from benchmarks.rewards.model import make_reward_model, make_samples
 from schemas.config import RewardTerm
+from tests.support.producers.vllm_server import serving
 from tests.support.user_code.user_rewards import score
 
 pytestmark = [
@@ -25,7 +19,6 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-START_S = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -37,43 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[str]:
-    """The address of `vllm serve` with this model."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # What `vllm serve` starts; under its name the CPU's wheel is not found by the command itself.
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(folder),
-        "--runner",
-        "pooling",
-    ]
-    options = ["--dtype", "float32", "--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port)]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with (folder / "vllm.log").open("w") as log:
-        process = subprocess.Popen([*command, *options, "--enforce-eager"], env=environment, stdout=log, stderr=log)
-    url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + START_S
-    try:
-        while not healthy(url):
-            assert process.poll() is None, (folder / "vllm.log").read_text()[-3000:]
-            assert time.monotonic() < deadline, (folder / "vllm.log").read_text()[-3000:]
-            time.sleep(0.5)
+    with serving(folder, "--runner", "pooling") as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url + "/health", timeout=5) as response:
-            return response.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def test_vllms_scores_are_those_of_the_worker(folder: Path, server: str, tmp_path: Path) -> None:
