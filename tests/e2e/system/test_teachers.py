@@ -16,7 +16,7 @@ from tests.support.runs.up_runs import UpRun, trained_samples
 
 pytestmark = pytest.mark.e2e
 
-STEPS, TIMEOUT_S = 40, 3.0
+STEPS, TIMEOUT_S = 20, 3.0
 ROOT = Path(__file__).parents[3]
 
 
@@ -71,7 +71,7 @@ def test_two_teachers_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:
             "threads": 1,
             "kl": {"coef": 1.0, "reference": "teacher"},
             "advantage": {"name": "raw"},
-            "optimizer": {"lr": 3e-3},
+            "optimizer": {"lr": 1e-2},
             "max_failed_groups": 1000,
         },
         "control": {"enabled": False},
