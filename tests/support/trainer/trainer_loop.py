@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ def make_trainer(
     spoil: Callable[[Policy], None] = lambda policy: None,
     turns: DeviceTurns | None = None,
     evaluation: dict[str, Any] | None = None,
+    terms: Sequence[dict[str, Any]] = ({"name": "exact"},),
     **settings: Any,
 ) -> Trainer:
     """Eight steps of two groups of two samples. spoil: is given the policy before anything is published.
@@ -44,7 +45,7 @@ def make_trainer(
             "model": {"path": str(model), "dtype": "float32", "max_length": 64},
             "train": {"name": "arithmetic"},
             "sampling": {"n": 2, "max_tokens": 16},
-            "reward": {"terms": [{"name": "exact"}]},
+            "reward": {"terms": [*terms]},
             "flow": {"staleness": staleness},
             "trainer": {"steps": 8, "batch_groups": 2, "batch_timeout_s": 60, **settings},
             "eval": evaluation,

@@ -19,6 +19,7 @@ from broker.queues.tasks import TaskQueue
 from consumers.trainer.batch_source import NothingToLearn
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy
+from schemas.codec import Array
 from schemas.errors import InfraError, RunFailed
 from schemas.messages import UNREWARDED, RoutedExperts, Score
 from schemas.run_folder import read_lines
@@ -134,6 +135,32 @@ def test_choices_of_routers_that_are_not_the_models_cost_their_group_alone(
     assert groups_of_steps(tmp_path) == [2] * 2
     assert broker.ledger.read_state().failed == {"routed_experts": 1}
     assert [line["reason"] for line in logs if line.get("what") == "routed_experts"] == [f"routed_experts {reason}"]
+
+
+def test_what_a_teacher_says_must_fit_the_tokens_and_equal_rewards_are_trained_with_it(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
+        made = [make_trajectory(task_id, sample, version=max(0, version - 1)) for sample in range(2)]
+        tasks.publish(task_id, [msgspec.structs.replace(one, dataset="arithmetic") for one in made])
+
+    def reward(task_id: int, sample: int) -> Score:
+        says = {1: None, 3: Array.of([-1.0] * 6, "f4")}.get(task_id, Array.of([-1.0] * 7, "f4"))
+        # Without a teacher, a group of equal rewards would teach nothing.
+        return Score(reward=float(says is None and sample), dataset="arithmetic", teacher_logprobs=says)
+
+    terms = [{"name": "teacher", "args": {"model": "x"}}]
+    with Pipeline(broker, generate, reward), capture_logs() as logs:
+        trainer(terms=terms, steps=3, kl={"coef": 1.0, "reference": "teacher"}).run(StopFlag())
+    assert groups_of_steps(tmp_path) == [2] * 3
+    state = broker.ledger.read_state()
+    assert (state.failed, state.dropped) == ({"unreadable": 2}, {})
+    assert sorted(line["reason"] for line in logs if line.get("task_id") in (1, 3)) == [
+        "its score has no log-probabilities of its teacher",
+        "teacher_logprobs has 6 entries for 7 tokens",
+    ]
+    metrics = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "train/taught_fraction" in line]
+    assert [line["train/taught_fraction"] for line in metrics] == [1.0] * 3
 
 
 def fail(reason: str, broken_version: int = -1, samples: tuple[int, ...] = (0, 1)) -> Generate:
