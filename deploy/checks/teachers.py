@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
-from consumers.reward.rewards.clock import CLOCK, CallClock
 from deploy.checks.finding import Finding
 from deploy.checks.model_files import cached_folder
 from schemas.config import RewardTerm, TidemillConfig
 from schemas.errors import ConfigError
 from schemas.model_folder import read_json
 
-ANSWER_S = 5.0
-"""How long a server may take to answer."""
+ANSWER_S = 30.0
+"""How long a server may take to answer; its first answer may need a compilation."""
 PROBE = "The sum of 12345 and 678 is 13023.\n\tdef f(x): return x**2  # größer, été, 你好, привет"
 
 
 def check_teachers(config: TidemillConfig) -> Finding | str:
     """Raise ConfigError for a teacher with another tokenizer. Warn about one that cannot be asked."""
     terms = [term for term in config.reward.terms if term.is_teacher]
-    own = _tokenizer_file(config.model.path) if terms else None
+    own = _tokenizer_file(config.model.path)
     if own is None:
-        return "none" if not terms else "the tokenizers are compared when samples come"
+        return "the tokenizers are compared when samples come"
+    problems = list[str]()
     for term in terms:
         if term.name == "teacher_server":
-            problem = _ask_server(term, own, config)
-            if problem is not None:
-                advice = "samples are excluded while a teacher does not answer"
-                return Finding("teachers", "warn", problem, advice)
+            problems += filter(None, [_ask_server(term, own, config)])
             continue
         theirs = _tokenizer_file(str(term.args["model"]))
         if theirs is not None and _vocabulary(theirs) != _vocabulary(own):
             raise _refusal(term.args["model"], config)
+    if problems:
+        return Finding("teachers", "warn", problems[0], "samples are excluded while a teacher does not answer")
     return ", ".join(str(term.args["model"]) for term in terms)
 
 
@@ -63,9 +61,10 @@ def _vocabulary(file: Path) -> dict[int, str]:
 
 def _ask_server(term: RewardTerm, file: Path, config: TidemillConfig) -> str | None:
     """Have a server say what text it reads in token ids. Returns why it cannot be asked; ConfigError if it is wrong."""
+    import httpx
     from tokenizers import Tokenizer
 
-    from consumers.reward.rewards.http import key_headers, post_json
+    from consumers.reward.rewards.http import REFUSED, key_headers
     from consumers.reward.rewards.teacher import echo_request, echoed_logprobs
 
     tokenizer = Tokenizer.from_file(str(file))
@@ -74,16 +73,17 @@ def _ask_server(term: RewardTerm, file: Path, config: TidemillConfig) -> str | N
     ids.append(max(_vocabulary(file).keys() - special))
     url = str(term.args["base_url"]).rstrip("/") + "/completions"
 
-    async def ask() -> Any:
-        CLOCK.set(CallClock(ANSWER_S))
-        body = echo_request(term.args["model"], ids)
-        return await post_json(url, body, key_headers(term.args.get("api_key_env")), repeatable=True)
-
     try:
-        answer = asyncio.run(ask())
+        body, headers = echo_request(term.args["model"], ids), key_headers(term.args.get("api_key_env"))
+        response = httpx.post(url, json=body, headers=headers, timeout=ANSWER_S)
+        if response.status_code in REFUSED:
+            return f"{url} answers {response.status_code}"
+        if not response.is_success:
+            raise ValueError(f"{url} answers {response.status_code}: {response.text[:200]!r}")
+        answer = response.json()
         echoed_logprobs(url, answer, ids)
-    except OSError as error:
-        return str(error)
+    except httpx.TransportError as error:
+        return f"{url} cannot be reached: {error or type(error).__name__}"
     except ValueError as error:
         raise ConfigError(f"the teacher {term.args['model']}: {error}") from error
     if not str(answer["choices"][0].get("text")).startswith(tokenizer.decode(ids)):

@@ -50,7 +50,8 @@ def checks(config: TidemillConfig, thorough: bool = False, step_s: float | None 
     first: list[Example] = []
     yield "dataset", partial(check_data, config, first)
     yield "reward", partial(check_rewards, config)
-    yield "teachers", partial(check_teachers, config)
+    if any(term.is_teacher for term in config.reward.terms):
+        yield "teachers", partial(check_teachers, config)
     yield "workflow", partial(check_generator, config)
     yield "trackers", partial(check_own_trackers, config)
     yield "algorithm", partial(check_algorithm, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import threading
@@ -37,6 +38,15 @@ def own(completion, prompt_ids, completion_ids, *, value=-1.0, **data):
 
 own.teacher = True
 """
+
+
+tokenizer = functools.cache(make_tokenizer)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    """Its import takes seconds, which no deadline of a request should have to cover."""
+    tokenizer()
 
 
 @pytest.fixture
@@ -138,7 +148,7 @@ def serving(*answers: tuple[int, Any]) -> Iterator[tuple[str, list[Any]]]:
 def echo(request: dict[str, Any], text: str | None = None) -> dict[str, Any]:
     """The answer of a server whose log-probability of each token is its id, less."""
     ids = request["prompt"]
-    said = make_tokenizer().decode(ids) if text is None else text
+    said = tokenizer().decode(ids) if text is None else text
     values = [None, *(-float(token) for token in ids[1:]), -9.0]
     return {"choices": [{"text": said + "!", "logprobs": {"token_logprobs": values}}]}
 
