@@ -11,8 +11,8 @@ from schemas.config import RewardTerm, TidemillConfig
 from schemas.errors import ConfigError
 from schemas.model_folder import read_json
 
-ANSWER_S = 30.0
-"""How long a server may take to answer; its first answer may need a compilation."""
+ANSWER_S = 60.0
+"""How long a server may take to answer: for its first log-probabilities vLLM compiles, which takes half a minute."""
 PROBE = "The sum of 12345 and 678 is 13023.\n\tdef f(x): return x**2  # größer, été, 你好, привет"
 
 

@@ -16,7 +16,7 @@ from tests.support.runs.up_runs import UpRun, trained_samples
 
 pytestmark = pytest.mark.e2e
 
-STEPS, TIMEOUT_S = 20, 3.0
+STEPS, TIMEOUT_S = 30, 3.0
 ROOT = Path(__file__).parents[3]
 
 
@@ -56,7 +56,7 @@ def test_two_teachers_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:
     config = {
         "model": {"path": str(student), "dtype": "float32", "max_length": 64},
         "train": [{"name": "arithmetic", "label": label} for label in ("a", "b")],
-        "sampling": {"n": 4, "max_tokens": 4},
+        "sampling": {"n": 8, "max_tokens": 4},
         "reward": {
             "terms": [
                 {"name": "teacher", "args": {"model": str(folder)}, "datasets": ["a"]},
@@ -64,7 +64,7 @@ def test_two_teachers_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:
             ],
             "timeout_s": TIMEOUT_S,
         },
-        "generator": {"engine": "transformers", "max_samples": 32},
+        "generator": {"engine": "transformers", "max_samples": 64},
         "trainer": {
             "steps": STEPS,
             "batch_groups": 8,
@@ -102,5 +102,5 @@ def test_two_teachers_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:
     samples = trained_samples(run)
     assert len(samples) == len(set(samples))
     kl = [line["train/reference_kl"] for line in lines]
-    assert sum(kl[-5:]) < 0.8 * sum(kl[:5])
+    assert sum(kl[-5:]) < 0.85 * sum(kl[:5])
     assert {line["reward/mean"] for line in lines} == {0.0}
