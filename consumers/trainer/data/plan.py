@@ -62,6 +62,8 @@ def weigh(
     masked = (samples.truncated & mask_truncated) | (shares == 0)
     counted = np.where(masked, 0, samples.lengths)
     totals = Totals.of(counted, samples.groups, max_tokens)
+    if not shares.any():
+        return SampleWeights(np.zeros(len(shares)), totals)
     found = one_each("weights of the aggregation", aggregation(counted, samples.groups, totals), len(counted))
     return SampleWeights(np.where(masked, 0.0, shares * found), totals)
 

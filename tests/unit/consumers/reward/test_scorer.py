@@ -192,6 +192,8 @@ def test_every_built_in_is_there_and_only_bounded_ones_run_inline(base: Path):
         "remote": {"url": "http://127.0.0.1:9/score"},
         "reward_model": {"path": "m"},
         "reward_model_server": {"base_url": "http://127.0.0.1:9", "model": "m"},
+        "teacher": {"model": "m"},
+        "teacher_server": {"base_url": "http://127.0.0.1:9/v1", "model": "m"},
     }
     resolved = resolve(terms(*({"name": n, "args": args.get(n, {})} for n in REWARDS.names)), base)
     assert {t.label for t in resolved if t.inline} == {
