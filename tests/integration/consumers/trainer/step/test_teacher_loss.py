@@ -164,7 +164,7 @@ def test_each_part_is_a_mean_over_its_own_samples(model: PreTrainedModel) -> Non
 
         group.samples[:] = changed([group], given)[0].samples  # type: ignore[index]
     terms = [{"name": "exact", "datasets": ["b", "c"]}, teacher("a"), teacher("c", weight=3.0)]
-    together, result = run(make_step(model, terms, advantage={"name": "raw"}), groups)
+    together, result = run(make_step(model, terms, advantage={"name": "raw"}, micro_batch_tokens=30), groups)
     tokens = [sum(sample.loss_mask.data.count(1) for sample, _ in group.samples) for group in groups]
     rewards, _ = run(make_step(model, [EXACT, teacher("a")], advantage={"name": "raw"}), groups[1:])
     parts = [rewards]
