@@ -157,6 +157,8 @@ def _loss(done: Conversion) -> None:
         kl = {"coef": coef, "estimator": done.value("actor.kl_estimator"), "place": "reward"}
         other = known.get("ref.path")
         done.set("trainer.kl", kl | ({"model": other} if other not in (None, known.get("actor.path")) else {}))
+    else:
+        done.leave("there is no penalty: actor.kl_ctl is 0", "actor.kl_estimator", "ref.path")
 
 
 def _advantage(done: Conversion) -> None:
