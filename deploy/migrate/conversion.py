@@ -121,7 +121,7 @@ class Conversion:
         if self.get(f"{section}.steps") is None:
             count = self.value(epochs)
             batch = "prompts / trainer.batch_groups" if section == "trainer" else f"pairs / {section}.batch_size"
-            self.ask(f"{section}.steps: {count:g} epochs are {count:g} * {batch} steps", epochs)
+            self.ask(f"{section}.steps: {count:g} epochs ({epochs}) are {count:g} * {batch} steps", epochs)
         else:
             self.leave(f"{steps.rpartition('.')[2]} ends the run", epochs)
 
