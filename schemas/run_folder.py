@@ -40,6 +40,8 @@ ADDRESS = "control.json"
 CONTROL_TOKEN = "control_token"
 """Token that a control plane on loopback made for itself; only the run's owner may read it."""
 CHECKPOINTS = "checkpoints"
+DEVICES = "devices"
+"""Folder of locks on GPUs that the trainer shares with generators: schemas/system/device_lock.py."""
 LOGS = "logs"
 PYTHON = "python"
 """Folder of what Python objects became, before the run starts in its folder: functions, data, the configuration."""
@@ -50,6 +52,7 @@ FILES = frozenset(
             ADDRESS,
             CONTROL_TOKEN,
             CHECKPOINTS,
+            DEVICES,
             LOGS,
             PYTHON,
             "redis_url",

@@ -46,6 +46,7 @@ class Trainer:
         self, config: TidemillConfig, name: str, broker: Broker, step: TrainStep, turns: DeviceTurns | None = None
     ) -> None:
         self.config, self.broker, self.state = config, broker, "starting"
+        self._turns = turns
         self.context = context = TrainerContext.create(config, name, broker, step, turns)
         self.session, self.rank_group = context.session, context.rank_group
         self.progress, self.timer = context.progress, context.timer
@@ -62,7 +63,8 @@ class Trainer:
         """Return state, version and metrics for the heartbeat."""
         state = "paused" if self.pause.reasons else self.state
         rate = 0.0 if self.pause.reasons else self.step_log.tokens_per_s
-        return state, self.progress.version, {"step": float(self.progress.step), "tokens_per_s": rate}
+        figures = {"step": float(self.progress.step), "tokens_per_s": rate}
+        return state, self.progress.version, figures | (self._turns.figures() if self._turns is not None else {})
 
     def run(self, stop: StopFlag) -> None:
         """Load, take over, replay, train, finish; take over once more if the broker loses data."""

@@ -48,6 +48,7 @@ class GpuPlan:
 
     0 GPUs: the service sees all that there are. utilization: of vLLM, on a GPU that is shared; None leaves it as it is.
     text: what was dealt out, in a line; empty when nothing was. placed: each service's GPUs by ``placement``.
+    sharing: generators that have GPUs of the trainer, by ``placement``.
     """
 
     trainer: float
@@ -56,6 +57,7 @@ class GpuPlan:
     utilization: float | None = None
     text: str = ""
     placed: Mapping[str, Sequence[int]] | None = None
+    sharing: Sequence[int] = ()
 
     def apply(self, config: TidemillConfig) -> TidemillConfig:
         """Return the configuration as it fits."""
@@ -171,7 +173,11 @@ def _place(config: TidemillConfig, placement: PlacementConfig, gpus: Sequence[Gp
         )
     parts = [f"{','.join(gpus[place].name for place in places)} {name}" for name, places in placed.items()]
     width = len(engines[0])
-    return GpuPlan(len(placed["trainer"]), width, len(engines), text=f"GPUs: {'; '.join(parts)}", placed=placed)
+    sharing = [index for index, places in enumerate(engines) if not set(places).isdisjoint(placed["trainer"])]
+    if sharing:
+        parts.append(f"in turns with the trainer: {', '.join(f'generator-{index}' for index in sharing)}")
+    text = f"GPUs: {'; '.join(parts)}"
+    return GpuPlan(len(placed["trainer"]), width, len(engines), text=text, placed=placed, sharing=sharing)
 
 
 def _check_there(there: int, trainer: int | Auto, generator: int | Auto) -> None:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import structlog
 
 from deploy.launchers.gpus import VISIBLE, Auto, Gpu, GpuPlan, check_count, find_gpus, plan_gpus
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
+from deploy.supervisor.services import Scaler
+from deploy.supervisor.silent_holders import SILENT_S, SilentHolders
 from schemas.config import TidemillConfig
+from schemas.control_api import RunStatus
 from schemas.errors import ConfigError
+from schemas.run_folder import DEVICES
+from schemas.system.device_lock import VARIABLE, SharedGpus
+
+logger = structlog.get_logger()
 
 
 class Local(Processes):
@@ -28,6 +38,9 @@ class Local(Processes):
         self._generator_gpus = 0 if generator_gpus == "auto" else generator_gpus
         self._there: list[Gpu] = []
         self._placed: Mapping[str, Sequence[int]] | None = None
+        self._shared: SharedGpus | None = None
+        self._silent: SilentHolders | None = None
+        self._holders: dict[str, Process] = {}
 
     def plan(self, config: TidemillConfig) -> GpuPlan:
         """Return the share of this machine's GPUs for each service of this run; ConfigError when they can't have it."""
@@ -38,6 +51,10 @@ class Local(Processes):
         plan = self.plan(config)
         self._trainer_gpus, self._generator_gpus = int(plan.trainer), int(plan.generator)
         self._placed = plan.placed
+        if plan.sharing:
+            folder = (config.folder / DEVICES).resolve()
+            self._shared = SharedGpus(str(folder), list(plan.sharing), plan.replicas - len(plan.sharing))
+            self._silent = SilentHolders(self._shared)
         if plan.text:
             print(plan.text)
         return run_up(plan.apply(config), self, fresh)
@@ -48,7 +65,18 @@ class Local(Processes):
         gpus = self._gpus(role, name)
         if gpus:
             environment = {**environment, VISIBLE: ",".join(gpus)}
-        return super().start(argv, name, role, log, environment, mark)
+        if self._shared is not None and role in ("trainer", "generator"):
+            environment = {**environment, VARIABLE: self._shared.to_environment()}
+        process = super().start(argv, name, role, log, environment, mark)
+        if self._shared is not None:
+            self._holders[name] = process
+        return process
+
+    def tick(self, scaler: Scaler, status: RunStatus | None) -> None:
+        for name in self._silent.look(time.time()) if self._silent is not None else ():
+            logger.warning("killed: it was silent with GPUs that it shares", service=name, silent_s=SILENT_S)
+            if (process := self._holders.get(name)) is not None:
+                process.kill()
 
     def _gpus(self, role: str, name: str) -> list[str]:
         """Return names of the service's devices; ConfigError when this process sees too few."""

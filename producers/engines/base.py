@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ class EngineSettings:
     lora: set if loaded files hold an adapter instead of the model; a new engine has no adapter.
     http: the server of the engine http. images: how images are cut into patches; None for a text model.
     frozen_vision: loaded files lack the vision tower, which keeps its weights. routed_experts: completions report the
-    experts of each token.
+    experts of each token. sleeps: ``sleep`` will be called.
     """
 
     model_path: str
@@ -62,6 +62,7 @@ class EngineSettings:
     images: ImageSettings | None = None
     frozen_vision: bool = False
     routed_experts: bool = False
+    sleeps: bool = False
 
 
 Ability = Literal[
@@ -195,4 +196,20 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free all memory and end all processes of the engine."""
+        ...
+
+
+@runtime_checkable
+class SleepingEngine(Protocol):
+    """What an Engine also has that gives its device to others and takes it back, for ``placement`` with shared GPUs."""
+
+    async def sleep(self) -> None:
+        """End every request as ``abort_all`` does, and free the device's memory; called while the engine is paused.
+
+        Requests that come meanwhile wait until ``resume``. The weights stay, in main memory.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Use the device again. Until ``resume`` the engine samples nothing, but ``load`` and ``logprobs`` work."""
         ...

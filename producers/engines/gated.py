@@ -95,6 +95,8 @@ class GatedEngine(ABC, Generic[Core, Images]):
         self._loads = 0
         self._gate = RequestGate()
         self._paused: AsyncExitStack | None = None
+        self._woken = False
+        """Whether the core runs for checks only: it was woken from its sleep, and requests wait for ``resume``."""
         self._loading = asyncio.Lock()
         self._update = asyncio.Lock()
         self._shapes: Shapes = {}
@@ -206,7 +208,7 @@ class GatedEngine(ABC, Generic[Core, Images]):
             )
         ids = list(token_ids)
         prepared = await self.prepare(ids, images)
-        if not await self._gate.wait_open():
+        if not self._woken and not await self._gate.wait_open():
             raise InfraError(f"the {self.name} engine was asked to end before it could answer the probe")
         return await self.probe(ids, prepared)
 
@@ -216,7 +218,7 @@ class GatedEngine(ABC, Generic[Core, Images]):
         self.check_weights(source.path, await asyncio.to_thread(read_shapes, source.path))
         async with self._loading, self._gate.held_closed(), self._update:
             await self._swap(source.path, version)
-            if self._paused is None:
+            if self._paused is None or self._woken:
                 await self.resume_core()
 
     def check_weights(self, path: Path, shapes: Shapes) -> None:
@@ -256,6 +258,7 @@ class GatedEngine(ABC, Generic[Core, Images]):
         async with self._update:
             self._alive()
             await self.resume_core()
+            self._woken = False
             held, self._paused = self._paused, None
             if held is not None:
                 await held.aclose()

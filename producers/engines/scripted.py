@@ -189,6 +189,15 @@ class ScriptedEngine:
         self._check_open()
         self._running.set()
 
+    async def sleep(self) -> None:
+        """See SleepingEngine; there is no device."""
+        self._check_open()
+        await self.abort_all()
+
+    async def wake(self) -> None:
+        """See SleepingEngine."""
+        self._check_open()
+
     async def abort_all(self) -> None:
         self._aborted.set()
         self._aborted = asyncio.Event()

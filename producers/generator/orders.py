@@ -30,7 +30,7 @@ class OrderFollower:
     """The newest orders of a run, and the pause of one engine that follows from them.
 
     reasons: why the engine is paused. control: the newest orders. acknowledged: numbers of followed orders, for the
-    heartbeat; ``changed`` is called when they change.
+    heartbeat; ``changed`` is called when they change. times_lent: how often the trainer has had the engine's device.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class OrderFollower:
         self._engine = engine
         self._changed = changed
         self._turned = asyncio.Condition()
+        self._following = asyncio.Lock()
         self._open = False
         self._ended = False
         self._holders = 0
@@ -57,11 +58,17 @@ class OrderFollower:
         self.reasons = PauseReasons.of("starting")
         self.control = ControlState()
         self.acknowledged: dict[str, int] = {}
+        self.times_lent = 0
 
     @property
     def is_open(self) -> bool:
         """Whether the engine may sample: there is no reason to pause, and the engine has resumed."""
         return self._open
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine leaves its device to the trainer, or has not been checked since."""
+        return "device in use" in self.reasons
 
     @property
     def is_frozen(self) -> bool:
@@ -124,12 +131,21 @@ class OrderFollower:
         async with self._turned:
             self._engine_runs = True
 
+    async def lend_device(self, lent: bool) -> None:
+        """Pause the engine because the trainer wants its device, or end that pause."""
+        self.times_lent += lent
+        await self._follow(self.reasons.setting("device in use", lent))
+
     async def _follow(self, reasons: PauseReasons) -> None:
         self.reasons = reasons
-        if reasons:
-            await self._close()
-        else:
-            await self._reopen()
+        async with self._following:
+            # The newest reasons count: others may have come in the meantime.
+            if self.reasons:
+                await self._close()
+            else:
+                await self._reopen()
+            async with self._turned:
+                self._turned.notify_all()
 
     async def _close(self) -> None:
         async with self._turned:
@@ -151,7 +167,6 @@ class OrderFollower:
                 if self._closed_since is not None:
                     self._closed_s += time.monotonic() - self._closed_since
                     self._closed_since = None
-                self._turned.notify_all()
 
     async def end(self) -> None:
         """Release every wait for the end of a pause or for a question: the generator ends."""
@@ -165,6 +180,12 @@ class OrderFollower:
             await self._turned.wait_for(lambda: self.control.asked != seen or self._ended)
             return None if self._ended else self.control.asked
 
+    async def wait_awake(self) -> bool:
+        """Wait until the engine has its device, checked; return False if the generator ends instead."""
+        async with self._turned:
+            await self._turned.wait_for(lambda: not self.is_asleep or self._ended)
+            return not self._ended
+
     async def wait_open(self) -> bool:
         """Wait until no pause is in force; return False if the generator ends instead."""
         async with self._turned:
@@ -173,10 +194,13 @@ class OrderFollower:
 
     @asynccontextmanager
     async def held_open(self) -> AsyncIterator[bool]:
-        """Wait until no pause is in force, let none begin in the block; yield False if the generator ends instead."""
+        """Wait until no pause is in force, let none begin in the block.
+
+        Yields False without waiting if the generator ends or its engine is asleep.
+        """
         async with self._turned:
-            await self._turned.wait_for(lambda: self._open or self._ended)
-            opened = not self._ended
+            await self._turned.wait_for(lambda: self._open or self._ended or self.is_asleep)
+            opened = self._open and not self._ended
             self._holders += opened
         try:
             yield opened

@@ -50,6 +50,7 @@ class Rollout:
         self._ending = ending
         self._task = delivery.message
         self._begun = time.monotonic()
+        self._times_lent = context.orders.times_lent
         self._ended: set[int] = set()
         self._unfinished: list[Partial] = []
         self._fruitless = False
@@ -181,7 +182,8 @@ class Rollout:
         check_finite(sample, good)
         if sample.finish == "abort" or good < len(sample.tokens):
             partial = sample.to_partial(good)
-            if good == len(sample.tokens) and not self._ending and not self._has_grown(partial):
+            cut_short = self._ending or context.orders.times_lent != self._times_lent
+            if good == len(sample.tokens) and not cut_short and not self._has_grown(partial):
                 bound = context.config.broker.max_deliveries
                 if self._delivery.fruitless >= bound:
                     raise DataError(

@@ -20,6 +20,7 @@ from producers.engines.base import Ability, Engine, EngineSettings
 from producers.engines.factory import check_abilities, make_engine, prepare_engine
 from producers.engines.sampling import check_sampling
 from producers.generator.context import GeneratorContext
+from producers.generator.device_turns import EngineTurns, shares_gpus
 from producers.generator.hang_watchdog import HangWatchdog, LoopPulse, end_hung_process, end_process
 from producers.generator.orders import OrderFollower
 from producers.generator.question_answering import QuestionAnswering
@@ -30,7 +31,7 @@ from producers.tasks import make_sampling
 from producers.workflows.base import WorkflowServices, running
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, ConfigError, InfraError, describe_error, first_error
-from schemas.messages.telemetry import DRAINED
+from schemas.messages.telemetry import ASLEEP, DRAINED
 from schemas.run_record import JoinedRun
 from schemas.system.lifecycle import StopFlag, until_stopped
 
@@ -75,6 +76,7 @@ class Generator:
         self._orders = OrderFollower(broker, engine, lambda: self._heartbeat.soon(), run)
         self._updates = WeightUpdater(config, name, broker, engine, config.folder / "cache" / name, self._orders)
         self._context = GeneratorContext.create(config, name, broker, engine, self._orders, self._updates, run)
+        self._turns = EngineTurns.of(name, engine, self._orders, self._updates)
         self._tasks = TaskLoop(self._context)
         self._questions = QuestionAnswering(self._context, self._tasks)
         self._heartbeat = HeartbeatThread(
@@ -108,10 +110,16 @@ class Generator:
             async with AsyncExitStack() as engine, asyncio.TaskGroup() as group:
                 # Orders come first: loading takes long, and a generator must not begin to sample during a pause.
                 group.create_task(self._orders.run(stop))
+                if self._turns is not None and not await self._turns.take(stop):
+                    return
                 if not await self._load_engine(stop):
                     return
+                if self._turns is not None:
+                    engine.callback(self._turns.close)
                 await engine.enter_async_context(self._serving())
                 group.create_task(self._updates.run(stop))
+                if self._turns is not None:
+                    group.create_task(self._turns.run(stop))
                 group.create_task(self._questions.run(stop))
                 await self._tasks.run(stop)
                 stop.set()
@@ -161,12 +169,17 @@ class Generator:
 
     def _describe(self) -> tuple[str, int, dict[str, float]]:
         """Return state, weight version and metrics for the heartbeat."""
-        frozen = self._state == "running" and self._orders.is_frozen
+        running = self._state == "running"
+        frozen = running and self._orders.is_frozen
         metrics = self._tasks.metrics() | {
             "update_pause_s": self._updates.last_load_s,
             "evaluating": float(self._updates.evaluating),
         }
-        state = DRAINED if self._state == "running" and self._context.is_drained else self._state
+        if self._turns is not None:
+            metrics |= self._turns.metrics()
+        state = DRAINED if running and self._context.is_drained else self._state
+        if running and self._orders.is_asleep:
+            state = ASLEEP
         return "paused" if frozen else state, self._updates.version, metrics
 
 
@@ -189,6 +202,7 @@ def engine_settings(config: TidemillConfig, name: str) -> EngineSettings:
         images=image_settings(config),
         frozen_vision=config.model.kind == "vision" and config.model.freeze_vision,
         routed_experts=config.trainer.router_replay,
+        sleeps=shares_gpus(name) is not None,
     )
 
 

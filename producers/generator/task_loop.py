@@ -236,7 +236,7 @@ class TaskLoop:
         rollout = self._by_entry[delivery.entry_id] = Rollout(self._context, delivery, published, stop)
         try:
             async with self._updates.using(delivery.version, task.kind == "eval") as ready:
-                if ready and not stop:
+                if ready and not stop and not self._context.orders.is_asleep:
                     await rollout.run()
                 else:
                     await asyncio.to_thread(self._queue.return_task, delivery, task)

@@ -113,6 +113,8 @@ class WeightUpdater:
         self._closed = False
         self._draining = False
         self._tasks = 0
+        self._fetching = asyncio.Lock()
+        self._wakes = 0
         self._every = config.eval.every if config.eval else None
         self._queue = broker.task_queue(name)
         self._unreachable: set[int] = set()
@@ -131,7 +133,7 @@ class WeightUpdater:
     async def run(self, stop: StopFlag) -> None:
         """Follow the published versions until stop."""
         try:
-            while not stop:
+            while not stop and await self._orders.wait_awake():
                 seen = max(self.version, *self.weights.refused_versions, -1)
                 manifest = await until_stopped(stop, asyncio.to_thread(self._broker.weights.wait_newer, seen))
                 if manifest is not None:
@@ -238,21 +240,45 @@ class WeightUpdater:
         return FileSource(self._local.fetch(manifest))
 
     async def _update(self, manifest: Manifest, stop: StopFlag) -> None:
+        wakes, source = self._wakes, await self._checked_source(manifest, stop)
+        if source is None:
+            return
+        async with self._drained(), self._orders.held_open() as opened:
+            # A frozen run neither loads nor probes, and what slept meanwhile may have loaded something newer.
+            if opened and wakes == self._wakes:
+                await self._load_and_probe(manifest, source)
+        if self._manifest is manifest:
+            await self._note_verdict(manifest)
+
+    async def check_woken(self, stop: StopFlag) -> None:
+        """Load the newest weights into an engine that slept, or probe those that it has; before it samples again.
+
+        InfraError if the weights in use fail their probe.
+        """
+        self._wakes += 1
+        chosen, newest = None, await asyncio.to_thread(self._broker.weights.newest)
+        known = {self.version, *self.weights.refused_versions}
+        if newest is not None and newest.version not in known and not (self._drains and self._tasks):
+            chosen = await self._choose(newest)
+        if chosen is not None and (source := await self._checked_source(chosen, stop)) is not None:
+            await self._load_and_probe(chosen, source)
+        if self._manifest is not None and self._manifest is chosen:
+            await self._note_verdict(chosen)
+        elif self._manifest is not None:
+            problem = await self._probe(self._manifest)
+            if problem is not None:
+                raise InfraError(f"after its engine's sleep {problem}")
+
+    async def _checked_source(self, manifest: Manifest, stop: StopFlag) -> WeightSource | None:
+        """Return the fetched version; None for one that is not for this generator, and as ``_fetch`` does."""
         try:
             await asyncio.to_thread(self._model.check_compatible, manifest.adapter)
         except DataError as error:
             text = f"weights version {manifest.version} is not for this generator: {error}"
             await self._set_in_use(await self._refuse(manifest, text))
-            return
-        source = await self._fetch(manifest, stop)
-        if source is None:
-            return
-        async with self._drained(), self._orders.held_open() as opened:
-            # A frozen run neither loads nor probes.
-            if opened:
-                await self._load_and_probe(manifest, source)
-        if self._manifest is manifest:
-            await self._note_verdict(manifest)
+            return None
+        async with self._fetching:
+            return await self._fetch(manifest, stop)
 
     @asynccontextmanager
     async def _drained(self) -> AsyncIterator[None]:

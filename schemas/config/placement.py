@@ -41,8 +41,8 @@ class PlacementConfig(Section):
 
     trainer: Ranges = Field(description="GPUs of the trainer, such as 0-3: as many as trainer.processes.")
     generator: Ranges = Field(
-        description="GPUs of the generators, such as 4-7; none of them is the trainer's. They are dealt out in order,"
-        " and there are as many generators as they are enough for."
+        description="GPUs of the generators, such as 4-7. They are dealt out in order, and there are as many generators"
+        " as they are enough for. GPUs that the trainer has as well are used in turns: see docs/deploy/placement.md."
     )
 
     @property

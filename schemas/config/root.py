@@ -263,10 +263,14 @@ class TidemillConfig(Section):
         return self
 
     def _check_placement(self, placement: PlacementConfig) -> None:
-        if placement.shared:
+        refused = {
+            f"generator.engine {self.generator.engine}": self.generator.engine in ("http", "mlp"),
+            f"generator.workflow {LIVE}": self.generator.workflow.name == LIVE,
+        }
+        if placement.shared and (names := [name for name, there in refused.items() if there]):
             raise ValueError(
-                f"placement.trainer {placement.trainer!r} and placement.generator {placement.generator!r} both have"
-                f" GPU {placement.shared[0]}: name other GPUs for one of them"
+                f"{names[0]} can't use its GPUs in turns with the trainer: name other GPUs than"
+                f" {placement.shared[0]} in placement.trainer or placement.generator"
             )
         if (given := len(parse_ranges(placement.trainer))) != self.trainer.processes:
             raise ValueError(

@@ -9,6 +9,8 @@ from schemas.system.processes import identify_process
 
 DRAINED = "mismatch"
 """State of a generator that takes no tasks because its log-probabilities are not those of the policy."""
+ASLEEP = "asleep"
+"""State of a generator whose GPUs the trainer has at the moment."""
 
 
 class Heartbeat(Message, kw_only=True, tag="heartbeat"):

@@ -7,12 +7,18 @@ trainer's rank 0 from when it wants the GPUs until it gives them back.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
+TOUCH_S = 1.0
+HELD, LENT = "device_held_s", "device_lent_s"
 VARIABLE = "TIDEMILL_SHARED_GPUS"
 """Environment variable with a SharedGpus as JSON, for services that share GPUs."""
 
@@ -29,6 +35,25 @@ class SharedGpus(msgspec.Struct, frozen=True):
         """Return what this process was started with; None if it shares no GPU."""
         text = os.environ.get(VARIABLE)
         return msgspec.json.decode(text, type=cls) if text else None
+
+    def to_environment(self) -> str:
+        """Return the variable's value."""
+        return msgspec.json.encode(self).decode()
+
+
+def turn_figures(held: bool, since: float) -> dict[str, float]:
+    """Return the figure of a heartbeat that says who has a shared GPU: seconds since ``since``, a monotonic time."""
+    return {HELD if held else LENT: time.monotonic() - since}
+
+
+def trainer_lock(folder: str | Path) -> DeviceLock:
+    """Return the lock that says that the trainer wants the GPUs."""
+    return DeviceLock(Path(folder) / "trainer.lock")
+
+
+def generator_lock(folder: str | Path, number: int) -> DeviceLock:
+    """Return the lock of the GPUs of generator ``number``."""
+    return DeviceLock(Path(folder) / f"generator-{number}.lock")
 
 
 class DeviceLock:
@@ -54,18 +79,53 @@ class DeviceLock:
         return True
 
     def release(self) -> None:
-        """Free the lock, if this process holds it."""
+        """Free the lock, if this process holds it; also where a child process has a copy of its descriptor."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
-    def is_free(self) -> bool:
-        """Return whether no process holds the lock."""
-        if self._descriptor is not None or not self.try_hold():
+    @property
+    def held(self) -> bool:
+        """Whether this process holds the lock."""
+        return self._descriptor is not None
+
+    def is_free(self, shared: bool = False) -> bool:
+        """Return whether no process holds the lock; shared: none exclusively, and several may ask at once."""
+        if self._descriptor is not None:
             return False
-        self.release()
+        try:
+            descriptor = os.open(self.file, os.O_RDONLY)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(descriptor)
         return True
 
     def touch(self) -> None:
         """Show that the holder is alive: a supervisor may kill one whose file is old."""
-        os.utime(self.file)
+        with contextlib.suppress(OSError):
+            os.utime(self.file)
+
+
+class LockToucher(threading.Thread):
+    """A thread that keeps the files of held locks new: a supervisor ends a process that is stopped with a GPU."""
+
+    def __init__(self, locks: Iterable[DeviceLock]) -> None:
+        super().__init__(name="device-locks", daemon=True)
+        self._locks = tuple(locks)
+
+    def run(self) -> None:
+        while True:
+            time.sleep(TOUCH_S)
+            self.touch()
+
+    def touch(self) -> None:
+        """Touch the files of all locks that are held now."""
+        for lock in self._locks:
+            if lock.held:
+                lock.touch()

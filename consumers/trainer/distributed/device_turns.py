@@ -7,20 +7,17 @@ process that dies, so that a crash in any state leaves the GPUs to the others.
 
 from __future__ import annotations
 
-import threading
 import time
-from pathlib import Path
 
 import structlog
 
 from schemas.errors import InfraError
-from schemas.system.device_lock import DeviceLock, SharedGpus
+from schemas.system.device_lock import DeviceLock, LockToucher, SharedGpus, generator_lock, trainer_lock, turn_figures
 
 DEADLINE_S = 1800.0
 """Seconds that the trainer waits for a generator, which may be loading its engine."""
 TELL_S = 1.0
 POLL_S = 0.01
-TOUCH_S = 1.0
 
 log = structlog.get_logger()
 
@@ -68,29 +65,33 @@ class DeviceTurns:
     """
 
     def __init__(self, shared: SharedGpus, main: bool, deadline_s: float = DEADLINE_S) -> None:
-        folder = Path(shared.folder)
         self.rule = GiveRule(at_once=not shared.others)
         self.holding = False
+        self._since = time.monotonic()
         self._deadline_s = deadline_s
-        self._wanted = [DeviceLock(folder / "trainer.lock")] if main else []
-        self._generators = [DeviceLock(folder / f"generator-{number}.lock") for number in shared.generators]
+        self._wanted = [trainer_lock(shared.folder)] if main else []
+        self._generators = [generator_lock(shared.folder, number) for number in shared.generators]
         self._held: list[DeviceLock] = []
-        self._toucher: threading.Thread | None = None
+        self._toucher: LockToucher | None = None
 
     def hold(self) -> None:
         """Wait until no generator's engine is awake on the GPUs, and take them; InfraError after the deadline."""
         if self._toucher is None:
-            self._toucher = threading.Thread(target=self._touch, name="device-locks", daemon=True)
+            self._toucher = LockToucher([*self._wanted, *self._generators])
             self._toucher.start()
         for lock in self._wanted:
             self._take(lock, shared=False)
         for lock in self._generators:
             self._take(lock, shared=True)
-        self.holding = True
+        self.holding, self._since = True, time.monotonic()
+
+    def figures(self) -> dict[str, float]:
+        """Return figures for the heartbeat: seconds since this rank has the GPUs, or since it has not."""
+        return turn_figures(self.holding, self._since)
 
     def give(self) -> None:
         """Let the generators have the GPUs, on which this rank has no tensors any more."""
-        self.holding = False
+        self.holding, self._since = False, time.monotonic()
         while self._held:
             self._held.pop().release()
 
@@ -108,13 +109,3 @@ class DeviceTurns:
                 log.info("waiting for the shared GPUs", holder=lock.file.stem)
             time.sleep(POLL_S)
         self._held.append(lock)
-
-    def _touch(self) -> None:
-        """Keep the files of held locks new: a supervisor ends a process that is stopped with GPUs that others want."""
-        while True:
-            time.sleep(TOUCH_S)
-            self._touch_held()
-
-    def _touch_held(self) -> None:
-        for lock in tuple(self._held):
-            lock.touch()

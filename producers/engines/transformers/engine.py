@@ -158,6 +158,14 @@ class TransformersEngine:
     async def resume(self) -> None:
         await self._ask(lambda: self._set_paused(False))
 
+    async def sleep(self) -> None:
+        """See SleepingEngine; the model moves to main memory."""
+        await self._ask(self._sleep)
+
+    async def wake(self) -> None:
+        """See SleepingEngine."""
+        await self._ask(lambda: self._move(_device()))
+
     async def abort_all(self) -> None:
         await self._ask(self._abort)
 
@@ -309,6 +317,15 @@ class TransformersEngine:
         self._active.clear()
         self._waiting.clear()
         self._batch.clear()
+
+    def _sleep(self) -> None:
+        self._abort()
+        self._move("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _move(self, device: str) -> None:
+        self._model.to(device)  # type: ignore[arg-type]
 
     def _close(self) -> None:
         self._abort()

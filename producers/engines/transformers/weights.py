@@ -49,8 +49,9 @@ class ModelWeights:
         self._tied = tied
         saved = model.state_dict().keys()
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        self._tensors = {name: each for name, each in tensors if name in saved and each.is_floating_point()}
-        empty = {name: torch.empty(each.shape, device="meta") for name, each in self._tensors.items()}
+        kept = {name: each for name, each in tensors if name in saved and each.is_floating_point()}
+        self._names = kept.keys()
+        empty = {name: torch.empty(each.shape, device="meta") for name, each in kept.items()}
         stored = revert_weight_conversion(model, dict(empty))
         self._shapes: Shapes = {name: tuple(each.shape) for name, each in stored.items()}
         self._converted = any(stored.get(name) is not each for name, each in empty.items())
@@ -65,13 +66,15 @@ class ModelWeights:
         state = (
             type(model).from_pretrained(None, config=model.config, state_dict=tensors, dtype=model.dtype).state_dict()
         )
-        return {name: state[name] for name in self._tensors}
+        return {name: state[name] for name in self._names}
 
     @torch.no_grad()
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the tensors that ``read`` returned into the model."""
-        for name, tensor in self._tensors.items():
-            tensor.copy_(tensors[name])
+        # Looked up each time: buffers are other tensors after the model moved to another device.
+        for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
+            if name in self._names:
+                tensor.copy_(tensors[name])
 
 
 class PeftAdapter:

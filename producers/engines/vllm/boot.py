@@ -56,6 +56,7 @@ def engine_arguments(folder: Path, settings: EngineSettings, on_cpu: bool, devic
 
     arguments = {
         **_defaults(settings),
+        **({"enable_sleep_mode": True} if settings.sleeps and not on_cpu else {}),
         **(_cpu_defaults(folder, settings) if on_cpu else {}),
         **lora_arguments(settings.lora),
         **image_arguments(settings.images, on_cpu),

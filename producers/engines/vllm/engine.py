@@ -179,6 +179,17 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
     async def resume_core(self) -> None:
         await self._rpc(self._alive().resume_generation())
 
+    async def sleep(self) -> None:
+        """See SleepingEngine; vLLM's sleep level 1, which a CPU ignores: the weights stay where they are."""
+        await self.abort_all()
+        self._woken = False
+        await self._rpc(self._alive().sleep(level=1, mode="keep"))
+
+    async def wake(self) -> None:
+        """See SleepingEngine."""
+        await self._rpc(self._alive().wake_up())
+        self._woken = True
+
     async def replace_weights(self, path: Path, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 

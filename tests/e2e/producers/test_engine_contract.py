@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 
-from producers.engines.base import ABILITIES, Completion, EngineSettings
+from producers.engines.base import ABILITIES, Completion, EngineSettings, SleepingEngine
 from producers.engines.factory import make_engine
 from producers.engines.http.engine import HttpEngine, build_engine
 from producers.tokenizer import HfTokenizer
@@ -334,6 +334,39 @@ async def test_a_pause_lets_no_token_out_and_an_update_in_it_leaves_it_paused(su
     assert any(len(completion.spans) == 2 for completion in completions)
     for completion in completions:
         subject.assert_whole(completion)
+
+
+@pytest.mark.parametrize("loads", [False, True])
+async def test_a_sleep_hands_requests_back_and_a_woken_engine_samples_nothing_before_its_check(
+    subject: Subject, loads: bool
+) -> None:
+    engine = subject.engine
+    if not isinstance(engine, SleepingEngine):
+        pytest.skip(f"{subject.kind} keeps its device")
+    await subject.load(0)
+    running = asyncio.create_task(engine.generate(PROMPT, LONG, n=4))
+    await subject.under_way()
+    await engine.pause()
+    for _ in range(2):
+        await engine.sleep()
+    parts = await running
+    assert any(part.finish == "abort" and part.tokens for part in parts)
+    for part in parts:
+        subject.assert_sampled(PROMPT, part)
+    waiting = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=4)))
+    await asyncio.sleep(0.1)
+    await engine.wake()
+    version = await subject.load(7) if loads else engine.version
+    scores = await engine.logprobs(SHARED[:50])
+    if subject.has_weights:
+        assert abs(scores - reference_logprobs(subject.folders[subject.seed], SHARED[:50])).max() < 1e-5
+    done, _ = await asyncio.wait({waiting}, timeout=0.2)
+    assert not done
+    assert engine.growth() is None
+    await engine.resume()
+    (fresh,) = await waiting
+    assert [span.version for span in fresh.spans] == [version]
+    subject.assert_sampled(PROMPT, fresh)
 
 
 @pytest.mark.parametrize("paused", [False, True])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from deploy.launchers.gpus import Gpu, GpuPlan, plan_gpus
 from deploy.launchers.local import Local
+from deploy.supervisor.process import Processes
 from schemas.config import TidemillConfig, parse_config
 from schemas.config.placement import parse_ranges
 from schemas.errors import ConfigError
@@ -44,7 +45,11 @@ def test_ranges_name_the_numbers_that_they_were_written_from(numbers: set[int]) 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"places": "0-2"}, "both have GPU 0"),
+        (
+            {"places": "0-2", "generator": {"engine": "http", "http": {"url": "http://h:1", "dialect": "vllm"}}},
+            "generator.engine http can't",
+        ),
+        ({"places": "0-2", "generator": {"workflow": {"name": "live"}}}, "generator.workflow live can't use its GPUs"),
         ({"places": "3-1"}, "'3-1' names no GPUs, must be numbers and ranges such as 0-3,6"),
         ({"places": ""}, "names no GPUs"),
         ({"places": "1,1-2"}, "'1,1-2' names a GPU twice"),
@@ -89,5 +94,36 @@ def test_each_service_sees_the_gpus_that_placement_names(tmp_path: Path, monkeyp
     seen = {name: launcher._gpus(name.partition("-")[0], name) for name in ("trainer", "generator-0", "generator-1")}
     assert seen == {"trainer": ["1", "0"], "generator-0": ["7", "6"], "generator-1": ["5", "4"]}
     assert launcher._gpus("reward", "reward-0") == []
+    assert launcher._shared is None
     with pytest.raises(ConfigError, match=r"generator-2 has no GPU in placement\.generator"):
         launcher._gpus("generator", "generator-2")
+
+
+@given(trainer=st.sets(st.integers(0, 7), min_size=1), generators=st.sets(st.integers(0, 7), min_size=1))
+def test_generators_on_gpus_of_the_trainer_share_them(trainer: set[int], generators: set[int]) -> None:
+    given_config = config(",".join(map(str, trainer)), ",".join(map(str, sorted(generators))), len(trainer))
+    plan = planned(given_config, 8)
+    assert plan.sharing == [index for index, gpu in enumerate(sorted(generators)) if gpu in trainer]
+    assert ("in turns" in plan.text) is bool(plan.sharing)
+
+
+def test_the_trainer_and_its_generators_are_told_that_they_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.launchers.local.find_gpus", lambda: [Gpu(str(index), 80.0) for index in range(3)])
+    monkeypatch.setattr("deploy.launchers.local.run_up", lambda *_: 0)
+    launcher, told = Local(), {}
+    launcher.launch(config("0-1", "1-2", 2, run={"name": "r", "folder": str(tmp_path)}))
+
+    def start(self: Processes, argv: Any, name: str, role: str, log: Any, environment: Any, mark: str) -> None:
+        told[name] = environment
+
+    monkeypatch.setattr(Processes, "start", start)
+    for name in ("trainer", "generator-0", "reward-0"):
+        launcher.start([], name, name.partition("-")[0], None, {}, "")
+    shared = {"TIDEMILL_SHARED_GPUS": f'{{"folder":"{tmp_path}/devices","generators":[0],"others":1}}'}
+    assert told == {
+        "trainer": {"CUDA_VISIBLE_DEVICES": "0,1", **shared},
+        "generator-0": {"CUDA_VISIBLE_DEVICES": "1", **shared},
+        "reward-0": {},
+    }

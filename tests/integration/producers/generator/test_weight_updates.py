@@ -20,7 +20,7 @@ from schemas.codec import decode
 from schemas.config import TidemillConfig, parse_config
 from schemas.digests import base_digest
 from schemas.errors import InfraError
-from schemas.messages import Adapter, Event, WeightSource
+from schemas.messages import Adapter, Event, Manifest, WeightSource
 from schemas.system.lifecycle import StopFlag
 from tests.support.broker.one_group import publish_weights
 from tests.support.broker.trainer_sessions import take_over
@@ -230,3 +230,56 @@ async def test_a_refusal_counts_only_when_it_leaves_a_generator_without_weights(
         assert await updates.wait_ready(1)
     found = broker.weights.read_refusals()
     assert (found.version, found.count, found.usable) == (1, 0, True)
+
+
+async def test_an_engine_that_sleeps_loads_nothing_and_loads_the_newest_when_it_wakes(
+    config: TidemillConfig, broker: Broker, tmp_path: Path
+) -> None:
+    async with updating(config, broker, tmp_path) as (updates, engine, training):
+        await updates._orders.lend_device(True)
+        for version in (2, 3):
+            publish_weights(broker, training.leader_term, version, tmp_path, keep=2)
+        await asyncio.sleep(0.2)
+        assert engine.versions == [1]
+        await updates.check_woken(StopFlag())
+        assert engine.versions == [1, 3]
+        await updates._orders.lend_device(False)
+        publish_weights(broker, training.leader_term, 4, tmp_path, keep=2)
+        assert await updates.wait_ready(4)
+        assert engine.versions == [1, 3, 4]
+
+
+async def test_an_engine_that_wakes_with_the_newest_weights_is_probed_and_ends_if_they_are_spoiled(
+    config: TidemillConfig, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([None, "fails its probe"])
+    async with updating(config, broker, tmp_path) as (updates, engine, _):
+        await updates._orders.lend_device(True)
+
+        async def probe(manifest: Manifest) -> str | None:
+            assert manifest.version == 1
+            return next(answers)
+
+        monkeypatch.setattr(updates, "_probe", probe)
+        await updates.check_woken(StopFlag())
+        with pytest.raises(InfraError, match="after its engine's sleep fails its probe"):
+            await updates.check_woken(StopFlag())
+        assert engine.versions == [1]
+        await updates._orders.end()
+
+
+async def test_a_version_whose_update_waits_for_tasks_is_left_to_the_wake(
+    config: TidemillConfig, broker: Broker, tmp_path: Path
+) -> None:
+    """With update drain, an episode that waits for the engine keeps its weights, and none waits for the other."""
+    config.generator.update = "drain"
+    async with updating(config, broker, tmp_path) as (updates, engine, training):
+        async with updates.using(1, False):
+            publish_weights(broker, training.leader_term, 2, tmp_path, keep=2)
+            await wait_until(lambda: updates._draining)
+            await updates._orders.lend_device(True)
+            await updates.check_woken(StopFlag())
+            await updates._orders.lend_device(False)
+            assert engine.versions == [1]
+        assert await updates.wait_ready(2)
+        assert engine.versions == [1, 2]
