@@ -142,7 +142,8 @@ def check_memory_fits(
     vllm = engine_name(config.generator.engine) == "vllm"
     args = plan.apply(config).generator.args
     share = float(args.get(UTILIZATION, VLLM_SHARE))
-    shared = len(gpus) == 1 or (bool(gpus) and not plan.trainer)
+    # In turns, each side has the whole GPU.
+    shared = not plan.sharing and (len(gpus) == 1 or (bool(gpus) and not plan.trainer))
     for_trainer = memory
     if memory is not None and shared and vllm:
         for_trainer = memory * max(0.0, 1 - share * plan.replicas)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from schemas.control_api import EvaluationStatus, RunStatus, ServiceStatus, TimelineEvent
+from schemas.system.device_lock import HELD, LENT
 
 SILENT_S = 5.0
 """A service without a heartbeat for longer than this is marked."""
@@ -246,7 +247,7 @@ def _services(services: Sequence[ServiceStatus], restarts: Mapping[str, int] | N
     shown = list(services) if room is None else _chosen(services, room)
     for service in shown:
         silent = not service.live or service.silent_s > SILENT_S
-        state = f"{service.state}, silent for {clock(service.silent_s)}" if silent else service.state
+        state = f"{service.state}, silent for {clock(service.silent_s)}" if silent else service.state + _device(service)
         again = 0 if restarts is None else restarts.get(service.name, 0)
         cells: list[str | Text] = [
             service.name,
@@ -260,6 +261,14 @@ def _services(services: Sequence[ServiceStatus], restarts: Mapping[str, int] | N
     if len(shown) < len(services):
         table.add_row(Text(f"and {len(services) - len(shown)} more", "dim"))
     return table
+
+
+def _device(service: ServiceStatus) -> str:
+    """Return since when a service has the GPUs that it shares, or has not; "" if it shares none."""
+    for name, text in ((HELD, ", GPU for"), (LENT, ", no GPU for")):
+        if name in service.figures:
+            return f"{text} {clock(service.figures[name])}"
+    return ""
 
 
 def _chosen(services: Sequence[ServiceStatus], room: int) -> list[ServiceStatus]:

@@ -19,7 +19,7 @@ from deploy.doctor.gpu_memory import check_memory_fits, model_size, trainer_need
 from deploy.doctor.inference_server import check_inference_server
 from deploy.launchers.gpus import Gpu, plan_gpus
 from deploy.launchers.local import Local
-from schemas.config import TidemillConfig, load_config
+from schemas.config import PlacementConfig, TidemillConfig, load_config
 from schemas.errors import ConfigError
 from schemas.weight_files import read_shapes
 from tests.support.configurations import minimal_config
@@ -149,6 +149,15 @@ def test_one_gpu_that_is_too_small_for_both_is_said_before_anything_runs() -> No
     assert "of 14 GB" in trainer[2]
     assert not generator[1]
     assert "the KV cache cannot hold one sample of model.max_length 4096" in generator[2]
+
+
+def test_in_turns_each_side_has_all_of_its_gpu() -> None:
+    size, gpus = model_size(QWEN_HALF_B), [Gpu("0", 24.0)]
+    assert size is not None
+    turns = config().model_copy(update={"placement": PlacementConfig(trainer="0", generator="0")})
+    trainer, generator = check_memory_fits(turns, size, gpus, plan_gpus(turns, gpus))
+    assert "of 24 GB on each GPU" in trainer[2]
+    assert "of 0.9 of 24 GB" in generator[2]
 
 
 def test_without_gpus_only_what_would_be_needed_is_told() -> None:

@@ -169,6 +169,18 @@ def test_services_are_told_by_their_heartbeats_and_without_one_by_the_supervisor
     ]
 
 
+def test_services_with_shared_gpus_say_since_when_they_have_them() -> None:
+    services = [
+        service("trainer", "trainer").model_copy(update={"figures": {"device_held_s": 71.5}}),
+        service("generator-0", "generator").model_copy(update={"state": "asleep", "figures": {"device_lent_s": 8.0}}),
+        service("generator-1", "generator"),
+    ]
+    text = "\n".join(drawn_page(make_status().model_copy(update={"services": services}), 30))
+    assert "running, GPU for 1:11" in text
+    assert "asleep, no GPU for 0:08" in text
+    assert text.count("GPU for") == 2
+
+
 def test_the_plain_line_speaks_of_complete_evaluations_only() -> None:
     assert plain_line(BUSY, HISTORY) == (
         "step 412/800  reward 0.750  held-out 0.840 (version 400)  staleness 1.4 max 4 bound 4"

@@ -46,6 +46,9 @@ function note(service) {
   const said = [];
   if (service.version !== null) said.push(`version ${count(service.version)}`);
   if (service.figures.evaluating) said.push("evaluates");
+  const { device_held_s: held, device_lent_s: lent } = service.figures;
+  if (held !== undefined) said.push(`has its GPU for ${duration(held)}`);
+  if (lent !== undefined) said.push(`without its GPU for ${duration(lent)}`);
   if (service.load !== null && service.state !== "loading") said.push(`${percent(service.load)} full`);
   const failed = (service.figures.error ?? 0) + (service.figures.timeout ?? 0);
   if (failed) said.push(`${count(failed)} failed`);
