@@ -93,12 +93,18 @@ def list_recipes(gpus: Sequence[Gpu]) -> list[tuple[str, str, list[str]]]:
         small = ["sampling.max_tokens=16", "eval.sampling.max_tokens=16", "trainer.batch_groups=4"]
         engine = ["generator.engine=transformers", "generator.args={}", "model.dtype=float32"]
         return [("tiny", "CPU", [*small, *engine])]
+    # In turns vLLM may have all of a GPU but what the trainer's process keeps, such as the context of CUDA.
+    share = ["generator.args.gpu_memory_utilization=0.85"]
+    every = f"0-{len(gpus) - 1}" if len(gpus) > 1 else "0"
+    both = [f"trainer.processes={len(gpus)}", f"generator.replicas={len(gpus)}"]
+    turns = [*share, *both, f"placement={{trainer: '{every}', generator: '{every}'}}"]
     if len(gpus) == 1:
-        return [("0.5B", "1 GPU", []), ("1.5B", "1 GPU", [])]
+        return [("0.5B", "1 GPU", []), ("1.5B", "1 GPU", []), ("0.5B", "1 GPU in turns", turns)]
     share = ["generator.args.gpu_memory_utilization=0.9"]
     half = len(gpus) // 2
     split = [*share, f"trainer.processes={half}", f"generator.replicas={len(gpus) - half}"]
-    return [("0.5B", f"{len(gpus)} GPUs", split), ("1.5B", f"{len(gpus)} GPUs", split)]
+    whole = f"{len(gpus)} GPUs"
+    return [("0.5B", whole, split), ("1.5B", whole, split), ("0.5B", f"{whole} in turns", turns)]
 
 
 def run_all(cases: Sequence[Case], out: Path, gpus: Sequence[Gpu]) -> None:

@@ -45,6 +45,7 @@ COLUMNS: dict[str, list[Column]] = {
         ("MFU %", lambda row: number(row, "perf/mfu", 1, 100)),
         ("trainer GB", lambda row: number(row, "perf/gpu_memory_peak_bytes", 1, 1 / 1024**3)),
         ("publish s", lambda row: number(row, "time/publish_s", 2)),
+        ("hand-over s", lambda row: number(row, "time/hand_over_s", 2)),
         ("log-prob gap, mean nats", lambda row: number(row, "train/logprob_gap_mean", 5)),
     ],
 }

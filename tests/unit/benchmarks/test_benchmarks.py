@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import recipe
 from benchmarks.gpu.__main__ import Case, list_cases, measure, newest
 from benchmarks.gpu.table import table
 from benchmarks.harness.trajectories import random_groups
 from benchmarks.services.generator import count_tokens
 from benchmarks.services.trainer import LONGEST, MEAN, PROMPT, SPREAD, VOCABULARY, _padded, _row
-from deploy.launchers.gpus import Gpu
+from deploy.launchers.gpus import Gpu, plan_gpus
+from schemas.config import load_config
 
 
 def names(gpus: list[Gpu]) -> list[str]:
@@ -40,8 +42,15 @@ def test_only_a_gpu_of_70_gb_gets_the_adapter_of_7b() -> None:
 
 def test_eight_gpus_are_split_between_trainer_and_generators() -> None:
     cases = list_cases(Path("out"), [Gpu(str(i), 80.0) for i in range(8)], Path("data"), 12)
-    (recipe,) = [case for case in cases if case.name == "1.5B 8 GPUs"]
-    assert {"trainer.processes=4", "generator.replicas=4"} <= set(recipe.command)
+    (split,) = [case for case in cases if case.name == "1.5B 8 GPUs"]
+    assert {"trainer.processes=4", "generator.replicas=4"} <= set(split.command)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_run_in_turns_is_one_that_can_be(count: int) -> None:
+    gpus = [Gpu(str(i), 80.0) for i in range(count)]
+    (case,) = [case for case in list_cases(Path("out"), gpus, Path("data"), 12) if case.name.endswith("in turns")]
+    assert plan_gpus(load_config(recipe.CONFIG, case.command[6:]), gpus).sharing == list(range(count))
 
 
 def test_a_case_that_fails_is_a_row_that_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
