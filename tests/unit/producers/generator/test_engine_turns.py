@@ -34,7 +34,9 @@ class SharedGpu:
         self.calls: list[str] = []
         self.version = 7
         self.trainer, self.own = trainer_lock(folder), generator_lock(folder, 0)
-        self.engine = ScriptedEngine(EngineSettings("m", "float32", 64, 8, args={"max_length": 64, "min_length": 64}))
+        self.engine = ScriptedEngine(
+            EngineSettings("m", "float32", 64, 8, args={"max_length": 64, "min_length": 64, "token_s": 0.01})
+        )
         for name in ("pause", "resume", "sleep", "wake"):
             self._note(name)
         self.orders = OrderFollower(cast(Broker, None), self.engine)
