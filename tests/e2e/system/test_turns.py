@@ -1,0 +1,97 @@
+"""A whole run whose trainer and generators use the same GPUs in turns; the GPUs are imitated."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs import shared_devices
+from tests.support.runs.shared_devices import check_notes, imitate_gpus, read_notes
+from tests.support.runs.up_runs import UpRun, trained_samples
+
+pytestmark = pytest.mark.e2e
+
+STEPS, GROUPS = 20, 4
+PARITY = '''
+def parity(prompt, completion, prompt_ids, completion_ids, **data):
+    """Some reward that follows from the sample alone."""
+    return float(sum(completion_ids) % 2)
+'''
+
+
+def configuration(folder: Path, trainer: str, generators: str, **sections: Any) -> dict[str, Any]:
+    (folder / "rewards.py").write_text(PARITY)
+    code, notes = shared_devices.__file__, str(folder / "notes")
+    return {
+        "model": {"path": str(make_tiny_model(folder / "model", hidden=32)), "dtype": "float32", "max_length": 64},
+        "train": {"name": "arithmetic"},
+        "sampling": {"n": 2, "max_tokens": 8},
+        "reward": {"terms": [{"name": "rewards.py:parity"}], "workers": 1},
+        "placement": {"trainer": trainer, "generator": generators},
+        "generator": {
+            "engine": f"{code}:NotingEngine",
+            "args": {"tokens": 200, "token_s": 0.01, "notes": notes},
+            "probe_tolerance": 1e3,
+            "max_samples": 16,
+            "lease_s": 5,
+        },
+        "trainer": {
+            "threads": 1,
+            "steps": STEPS,
+            "batch_groups": GROUPS,
+            "advantage": {"name": f"{code}:noting", "args": {"notes": notes}},
+            "checkpoint": {"every": 4},
+        },
+        "supervisor": {"max_restarts": 20, "backoff_s": 0.2},
+        **sections,
+    }
+
+
+def start(folder: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], gpus: int) -> UpRun:
+    imitate_gpus(folder / "bin", gpus)
+    monkeypatch.setenv("PATH", str(folder / "bin"), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return UpRun(folder, config)
+
+
+def assert_all_trained_once(run: UpRun, summary: dict[str, Any]) -> None:
+    assert run.steps() == STEPS
+    samples = trained_samples(run)
+    assert len(samples) == len(set(samples))
+    assert {task_id for task_id, _ in samples} == set(range(STEPS * GROUPS)), "a prompt was skipped"
+    assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
+    assert summary["max_staleness"] <= 4
+
+
+@pytest.mark.timeout(300)
+def test_two_generators_and_the_trainer_share_their_gpus_and_one_generator_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(tmp_path, "0-1", "0-2")
+    config["trainer"]["processes"] = 2
+    run = start(tmp_path, monkeypatch, config, 3)
+    summary = run.finish()
+    assert_all_trained_once(run, summary)
+    notes = read_notes(tmp_path / "notes")
+    assert check_notes(notes, ["generator-0", "generator-1"]) >= 4
+    assert {note["who"] for note in notes} == {"trainer", "generator-0", "generator-1", "generator-2"}
+    assert any(line.get("time/hand_over_s", 0) > 0 for line in run.lines("metrics.jsonl"))
+
+
+@pytest.mark.timeout(300)
+def test_with_one_gpu_for_both_each_may_be_killed_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start(tmp_path, monkeypatch, configuration(tmp_path, "0", "0"), 1)
+    for at, victim in ((3, "generator-0"), (6, "trainer"), (9, "generator-0"), (12, "trainer")):
+        run.wait_until(lambda at=at: run.steps() >= at, f"step {at}")
+        run.wait_until(lambda victim=victim: run.service(victim) is not None, f"process of {victim}")
+        process = run.service(victim)
+        assert process is not None
+        process.send_signal(signal.SIGKILL)
+    summary = run.finish()
+    assert_all_trained_once(run, summary)
+    assert check_notes(read_notes(tmp_path / "notes"), ["generator-0"]) >= 6
