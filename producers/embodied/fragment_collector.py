@@ -1,25 +1,33 @@
-"""Environments of gymnasium that are stepped together, and what they play as fragments.
+"""Fragments of environments that are stepped together, in processes that may crash.
 
 Truncation is not termination: the last observation of a truncated episode travels with the fragment, so that the value
 of what would have followed is estimated from it, and not from the next episode's first observation.
+
+The processes form two halves, which take turns: the policy acts for one while the environments of the other step. A
+process that crashes or hangs is replaced. Its episodes are truncated at their last known observations, and the steps
+that it did not finish are played again by its successor; nothing else is lost.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from producers.embodied.environment_process import EnvironmentLost, EnvironmentProcess, EnvironmentSpec, Stepped
 from producers.embodied.mlp_engine import Acted, Floats
 from schemas.codec import Array
-from schemas.errors import ConfigError, DataError
+from schemas.errors import DataError
 from schemas.messages import Span
-from schemas.messages.fragments import TERMINATED, TRUNCATED, Fragment
-from schemas.policy_shape import PolicyShape
+from schemas.messages.fragments import TRUNCATED, Fragment
+
+MOST_LOSSES, FEW_STEPS = 3, 16
+"""How often in a row a process may be lost within so few steps, before the fragment fails."""
+_UNKNOWN = 2
 
 
 class Actor(Protocol):
@@ -28,72 +36,29 @@ class Actor(Protocol):
     def __call__(self, observations: Floats, rng: np.random.Generator, /) -> Acted | None: ...
 
 
-@dataclass(frozen=True)
-class EnvironmentSpec:
-    """An environment by its id in gymnasium. args: of ``make``. modules: imported before, as they register it."""
-
-    id: str
-    args: dict[str, Any] = field(default_factory=dict)
-    modules: Sequence[str] = ()
-
-    def make(self, envs: int = 1) -> Any:
-        """Make ``envs`` environments that are reset in the step that ends an episode; ConfigError if there is none."""
-        try:
-            import gymnasium
-        except ImportError as error:
-            raise ConfigError("gymnasium is not installed: pip install 'tidemill[embodied]'") from error
-        try:
-            for module in self.modules:
-                importlib.import_module(module)
-            mode = gymnasium.vector.AutoresetMode.SAME_STEP
-            return gymnasium.make_vec(
-                self.id,
-                num_envs=envs,
-                vectorization_mode="sync",
-                vector_kwargs={"autoreset_mode": mode},
-                **self.args,
-            )
-        except (gymnasium.error.Error, ImportError, TypeError) as error:
-            raise ConfigError(
-                f"environment {self.id}: {(str(error) or type(error).__name__).splitlines()[0]}"
-            ) from error
-
-    def shape(self) -> PolicyShape:
-        """Return the sizes that a policy must have; ConfigError for a space that is not supported."""
-        from gymnasium import spaces
-
-        made = self.make()
-        seen, acts = made.single_observation_space, made.single_action_space
-        made.close()
-        if not isinstance(seen, spaces.Box) or len(seen.shape) != 1:
-            raise ConfigError(f"environment {self.id}: observations {seen} are not supported, must be Box of one axis")
-        if isinstance(acts, spaces.Discrete) and acts.start == 0:
-            return PolicyShape(seen.shape[0], int(acts.n))
-        if isinstance(acts, spaces.Box) and len(acts.shape) == 1:
-            return PolicyShape(seen.shape[0], acts.shape[0], continuous=True)
-        raise ConfigError(
-            f"environment {self.id}: actions {acts} are not supported, must be Discrete or Box of one axis"
-        )
-
-
 @dataclass
 class Episodes:
-    """The episodes that ended: return, length, and success as their info ``is_success`` or ``success`` says."""
+    """The episodes that ended: return, length, and success as their info ``is_success`` or ``success`` says.
+
+    restarts: processes that were replaced; the episodes that this broke off count nowhere else.
+    """
 
     returns: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     once: list[float] = field(default_factory=list)
     at_end: list[float] = field(default_factory=list)
+    restarts: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return their means, without those that no environment tells."""
+        """Return their means, without those that no environment tells, and the number of restarts."""
         named: dict[str, Sequence[float]] = {
             "return": self.returns,
             "length": self.lengths,
             "success_once": self.once,
             "success_at_end": self.at_end,
         }
-        return {name: float(np.mean(values)) for name, values in named.items() if values}
+        found = {name: float(np.mean(values)) for name, values in named.items() if values}
+        return found | {"restarts": float(self.restarts)}
 
 
 @dataclass(frozen=True)
@@ -105,95 +70,191 @@ class Collected:
     episodes: Episodes
 
 
-class FragmentCollector:
-    """N environments that live on from one fragment to the next."""
+@dataclass
+class _Share:
+    """The environments of one process, ``part`` of all. observations: float32 [n, O], to act on. step: under way.
 
-    def __init__(self, spec: EnvironmentSpec, envs: int, seed: int) -> None:
-        """Reset all of them. seed: of the first environment; the others have the numbers after it."""
-        self._env = spec.make(envs)
-        self._spec, self._envs = spec, envs
+    lived: steps of this process. losses: of processes that lived for FEW_STEPS at most, in a row.
+    """
+
+    process: EnvironmentProcess
+    part: slice
+    observations: Floats
+    step: int | None = None
+    lived: int = 0
+    losses: int = 0
+
+
+class _Columns:
+    """The numbers of a fragment under way; versions: int64 [T], of the oldest policy that acted in a step."""
+
+    def __init__(self, steps: int, envs: int, size: int, actions: int | None) -> None:
+        """actions: numbers of a continuous action, None for a discrete one."""
+        self.observations = np.zeros((steps + 1, envs, size), np.float32)
+        shape, kind = ((steps, envs), np.int32) if actions is None else ((steps, envs, actions), np.float32)
+        self.actions: npt.NDArray[Any] = np.zeros(shape, kind)
+        self.logprobs, self.rewards = np.zeros((steps, envs), np.float32), np.zeros((steps, envs), np.float32)
+        self.ends = np.zeros((steps, envs), np.uint8)
+        self.last: dict[tuple[int, int], Floats] = {}
+        self.versions = np.full(steps, np.iinfo(np.int64).max)
+
+    def fragment(self) -> Fragment:
+        """Return the fragment."""
+        arrays = {name: getattr(self, name) for name in ("observations", "actions", "logprobs", "rewards", "ends")}
+        last = [self.last[place] for place in sorted(self.last)]
+        arrays["last"] = np.stack(last) if last else np.zeros(0, np.float32)
+        kinds = {"actions": "i4" if self.actions.ndim == 2 else "f4", "ends": "u1"}
+        packed = {name: Array.of(found.reshape(-1), kinds.get(name, "f4")) for name, found in arrays.items()}
+        return Fragment(envs=self.ends.shape[1], **packed)
+
+
+class FragmentCollector:
+    """N environments that live on from one fragment to the next; after an error it can only be closed."""
+
+    def __init__(self, spec: EnvironmentSpec, envs: int, seed: int, processes: int = 1, squashed: bool = False) -> None:
+        """Start and reset all of them. seed: of the first environment; the others have the numbers after it.
+
+        squashed: whether actions lie between -1 and 1, and are scaled to the bounds of the space.
+        """
+        self._spec, self._envs, self._squashed = spec, envs, squashed
         self._rng = np.random.default_rng(seed)
-        space = self._env.single_action_space
-        self._bounds = (space.low, space.high) if hasattr(space, "low") else None
-        self._observations = self._checked(self._env.reset(seed=seed)[0])
-        self._returns = np.zeros(envs)
-        self._lengths = np.zeros(envs, dtype=np.int64)
+        self._shares: list[_Share] = []
+        self._returns, self._lengths = np.zeros(envs), np.zeros(envs, dtype=np.int64)
         self._succeeded = np.zeros(envs, dtype=bool)
+        self._episodes = Episodes()
+        try:
+            for start, end in pairwise(np.linspace(0, envs, processes + 1).astype(int).tolist()):
+                process = EnvironmentProcess(spec, end - start)
+                self._shares.append(_Share(process, slice(start, end), np.zeros((0, 0), np.float32)))
+            self.reset(seed)
+        except EnvironmentLost as error:
+            self.close()
+            raise DataError(f"environment {spec.id}: {error}") from error
+
+    def reset(self, seed: int) -> None:
+        """Begin new episodes, the first with this seed; EnvironmentLost if that fails."""
+        for share in self._shares:
+            share.process.reset(seed + share.part.start)
+        for share in self._shares:
+            self._begin(share)
 
     def close(self) -> None:
-        """Close all environments."""
-        self._env.close()
+        """End all environments."""
+        for share in self._shares:
+            share.process.close()
 
     def collect(self, steps: int, actor: Actor) -> Collected | None:
         """Play ``steps`` steps of each environment; None if the actor ends. DataError if a number is not finite."""
-        columns: dict[str, list[npt.NDArray[Any]]] = {
-            name: [] for name in ("observations", "actions", "logprobs", "rewards", "ends", "last")
-        }
-        spans: list[Span] = []
-        episodes = Episodes()
+        process = self._shares[0].process
+        size = None if process.bounds is None else process.actions
+        columns = _Columns(steps, self._envs, process.observations, size)
+        self._episodes = Episodes()
+        middle = (len(self._shares) + 1) // 2
+        halves = [half for half in (self._shares[:middle], self._shares[middle:]) if half]
+        going = True
         for t in range(steps):
-            acted = actor(self._observations, self._rng)
-            if acted is None:
-                return None
-            columns["observations"].append(self._observations)
-            columns["actions"].append(acted.actions)
-            columns["logprobs"].append(acted.logprobs)
-            if spans and spans[-1].version == acted.version:
-                spans[-1] = Span(acted.version, spans[-1].start, t + 1)
-            else:
-                spans.append(Span(acted.version, t, t + 1))
-            self._step(acted.actions, columns, episodes)
-        columns["observations"].append(self._observations)
-        actions = columns["actions"]
-        kinds = {"actions": "i4" if actions[0].ndim == 1 else "f4", "ends": "u1"}
-        arrays = {
-            name: Array.of(np.concatenate([part.reshape(-1) for part in parts] or [np.zeros(0)]), kinds.get(name, "f4"))
-            for name, parts in columns.items()
-        }
-        return Collected(Fragment(envs=self._envs, **arrays), spans, episodes)
+            for half in halves:
+                going = going and self._finish(half, columns, actor) and self._act(half, t, columns, actor)
+        for half in halves:
+            # Also after an abort: the environments live on, and what they answer is not of the next fragment.
+            going = self._finish(half, columns, actor) and going
+        if not going:
+            return None
+        for share in self._shares:
+            columns.observations[steps, share.part] = share.observations
+        return Collected(columns.fragment(), list(_spans(columns.versions)), self._episodes)
 
-    def _step(self, actions: npt.NDArray[Any], columns: dict[str, list[npt.NDArray[Any]]], episodes: Episodes) -> None:
-        """Step all environments once, and note the results."""
-        clipped = actions if self._bounds is None else np.clip(actions, *self._bounds)
-        found, rewards, terminated, truncated, info = self._env.step(clipped)
-        if not np.isfinite(rewards).all():
+    def _act(self, shares: Sequence[_Share], t: int, columns: _Columns, actor: Actor) -> bool:
+        """Begin step t of these environments, which lie side by side; False if the actor ends."""
+        observations = np.concatenate([share.observations for share in shares])
+        acted = actor(observations, self._rng)
+        if acted is None:
+            return False
+        part = slice(shares[0].part.start, shares[-1].part.stop)
+        columns.observations[t, part], columns.actions[t, part] = observations, acted.actions
+        columns.logprobs[t, part] = acted.logprobs
+        columns.versions[t] = min(columns.versions[t], acted.version)
+        for share in shares:
+            share.process.step(self._scaled(columns.actions[t, share.part], share.process.bounds))
+            share.step = t
+        return True
+
+    def _scaled(self, actions: npt.NDArray[Any], bounds: Floats | None) -> npt.NDArray[Any]:
+        """Return actions as the environment takes them."""
+        if bounds is None:
+            return actions
+        low, high = bounds
+        return np.clip(low + (actions + 1) / 2 * (high - low) if self._squashed else actions, low, high)
+
+    def _finish(self, shares: Sequence[_Share], columns: _Columns, actor: Actor) -> bool:
+        """Take the results of the step under way, with new processes for those that are lost; False: the actor ends."""
+        going = True
+        for share in shares:
+            while (t := share.step) is not None:
+                try:
+                    stepped, share.step = share.process.receive(), None
+                except EnvironmentLost as error:
+                    self._replace(share, t, columns, error)
+                    going = self._act([share], t, columns, actor) and going
+                else:
+                    self._note(share, t, stepped, columns)
+        return going
+
+    def _replace(self, share: _Share, t: int, columns: _Columns, error: EnvironmentLost) -> None:
+        """Start a process in the place of one that was lost in step t; its episodes are truncated before that step."""
+        for i in range(share.part.start, share.part.stop):
+            if t and not columns.ends[t - 1, i]:
+                columns.ends[t - 1, i] = TRUNCATED
+                columns.last[t - 1, i] = columns.observations[t, i].copy()
+        while True:
+            self._episodes.restarts += 1
+            share.losses = share.losses + 1 if share.lived <= FEW_STEPS else 1
+            if share.losses > MOST_LOSSES:
+                raise DataError(f"environment {self._spec.id}: lost {share.losses} times in a row: {error}") from error
+            share.lived = 0
+            try:
+                share.process = EnvironmentProcess(self._spec, share.process.envs)
+                share.process.reset(int(self._rng.integers(1 << 31)))
+                return self._begin(share)
+            except EnvironmentLost as again:
+                error = again
+
+    def _begin(self, share: _Share) -> None:
+        """Take the first observations after a reset."""
+        share.observations = self._checked(share.process.receive().observations)
+        share.step = None
+        self._returns[share.part], self._lengths[share.part], self._succeeded[share.part] = 0, 0, False
+
+    def _note(self, share: _Share, t: int, stepped: Stepped, columns: _Columns) -> None:
+        """Note the results of step t."""
+        if not np.isfinite(stepped.rewards).all():
             raise DataError(f"environment {self._spec.id}: a reward is not finite")
-        self._observations = self._checked(found)
-        ended = terminated | truncated
-        cut = truncated & ~terminated
-        columns["rewards"].append(np.asarray(rewards, dtype=np.float32))
-        columns["ends"].append(np.where(terminated, TERMINATED, np.where(cut, TRUNCATED, 0)).astype(np.uint8))
-        self._returns += rewards
-        self._lengths += 1
-        success = _success(info, ended)
-        if success is not None:
-            self._succeeded |= success
-        for i in np.flatnonzero(ended):
-            if cut[i]:
-                columns["last"].append(self._checked(np.asarray(info["final_obs"][i])))
+        share.observations = self._checked(stepped.observations)
+        part = share.part
+        share.lived += 1
+        columns.rewards[t, part], columns.ends[t, part] = stepped.rewards, stepped.ends
+        self._returns[part] += stepped.rewards
+        self._lengths[part] += 1
+        self._succeeded[part] |= stepped.success == 1
+        for k in np.flatnonzero(stepped.ends):
+            i, episodes = part.start + int(k), self._episodes
+            if stepped.ends[k] == TRUNCATED:
+                columns.last[t, i] = self._checked(stepped.last[k])
             episodes.returns.append(float(self._returns[i]))
             episodes.lengths.append(int(self._lengths[i]))
-            if success is not None:
+            if stepped.success[k] != _UNKNOWN:
                 episodes.once.append(float(self._succeeded[i]))
-                episodes.at_end.append(float(success[i]))
-        self._returns[ended], self._lengths[ended], self._succeeded[ended] = 0, 0, False
+                episodes.at_end.append(float(stepped.success[k]))
+            self._returns[i], self._lengths[i], self._succeeded[i] = 0, 0, False
 
-    def _checked(self, observations: npt.NDArray[Any]) -> Floats:
-        found = np.array(observations, dtype=np.float32)
-        if not np.isfinite(found).all():
+    def _checked(self, observations: Floats) -> Floats:
+        if not np.isfinite(observations).all():
             raise DataError(f"environment {self._spec.id}: an observation is not finite")
-        return found
+        return observations
 
 
-def _success(info: dict[str, Any], ended: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_] | None:
-    """Return which environments report success, bool [N]; None if they report nothing.
-
-    What an environment says in the last step of an episode stands in ``final_info``.
-    """
-    for name in ("is_success", "success"):
-        final = info.get("final_info", {})
-        if name not in info and name not in final:
-            continue
-        here = np.asarray(info.get(name, np.zeros_like(ended)), dtype=bool)
-        return np.where(ended, np.asarray(final.get(name, here), dtype=bool), here)
-    return None
+def _spans(versions: npt.NDArray[np.int64]) -> Iterator[Span]:
+    """Yield the runs of equal versions."""
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    for start, end in pairwise(edges):
+        yield Span(int(versions[start]), start, end)

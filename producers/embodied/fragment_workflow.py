@@ -6,17 +6,18 @@ import asyncio
 import functools
 import threading
 from collections.abc import AsyncIterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from producers.embodied.fragment_collector import Collected, EnvironmentSpec, Episodes, FragmentCollector
+from producers.embodied.environment_process import EnvironmentLost, spec_of
+from producers.embodied.fragment_collector import MOST_LOSSES, Actor, Collected, Episodes, FragmentCollector
 from producers.embodied.mlp_engine import MlpEngine
 from producers.workflows.base import RolloutContext, WorkflowServices
 from producers.workflows.trajectory_builder import SampledCompletion
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, DataError
 from schemas.messages import Span, Task
 from schemas.messages.fragments import Fragment
 from schemas.policy_shape import PolicyShape
@@ -27,25 +28,35 @@ class Fragments:
 
     def __init__(self) -> None:
         self._collectors: dict[bytes, FragmentCollector] = {}
+        self._idle: dict[bytes, list[FragmentCollector]] = {}
+        """Of evaluations, which play beside each other."""
         self._turn = threading.Lock()
+        self._squashed = False
 
     async def start(self, services: WorkflowServices) -> None:
         """Check that the policy has the sizes of every environment; ConfigError otherwise."""
         config = services.config
-        policy = msgspec.structs.replace(PolicyShape.read(config.model.path), hidden=())
+        shape = PolicyShape.read(config.model.path)
+        self._squashed = shape.squashed
         for dataset in [*config.train, *(config.eval.dataset if config.eval else [])]:
-            args = dataset.args
-            needed = EnvironmentSpec(args["id"], args.get("args") or {}, args.get("modules") or []).shape()
-            if msgspec.structs.replace(needed, hidden=()) != policy:
+            spec = spec_of(dataset.args)
+            needed = await asyncio.to_thread(spec.shape)
+            if (needed.observations, needed.actions, needed.continuous) != (
+                shape.observations,
+                shape.actions,
+                shape.continuous,
+            ):
                 raise ConfigError(
-                    f"model.path {config.model.path}: a policy for {args['id']} needs observations"
+                    f"model.path {config.model.path}: a policy for {spec.id} needs observations"
                     f" {needed.observations}, actions {needed.actions}, continuous {str(needed.continuous).lower()}"
                 )
+            if shape.squashed and not needed.squashed:
+                raise ConfigError(f"environment {spec.id}: a squashed policy needs actions with finite bounds")
 
     async def close(self) -> None:
         """Close all environments."""
         with self._turn:
-            for collector in self._collectors.values():
+            for collector in [*self._collectors.values(), *chain(*self._idle.values())]:
                 collector.close()
 
     async def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion]:
@@ -53,18 +64,20 @@ class Fragments:
         engine = rollout.engine
         if not isinstance(engine, MlpEngine):
             raise ConfigError("generator.workflow.name fragments needs generator.engine mlp")
-        play = _play_episode if rollout.task.kind == "eval" else self._play_fragment
+        play = self._play_episode if rollout.task.kind == "eval" else self._play_fragment
         for index in rollout.indices:
             yield await asyncio.to_thread(play, engine, rollout.task, index)
 
     def _play_fragment(self, engine: MlpEngine, task: Task, index: int) -> SampledCompletion:
         data = task.data
-        spec = EnvironmentSpec(data["id"], data["args"], data["modules"])
-        key = msgspec.msgpack.encode([spec, data["envs"]])
+        spec = spec_of(data)
+        key = msgspec.msgpack.encode([spec, data["envs"], data["processes"]])
         with self._turn, engine.playing() as begun:
             collector = self._collectors.get(key)
             if collector is None:
-                collector = self._collectors[key] = FragmentCollector(spec, data["envs"], data["seed"])
+                collector = self._collectors[key] = FragmentCollector(
+                    spec, data["envs"], data["seed"], data["processes"], self._squashed
+                )
             try:
                 found = collector.collect(data["steps"], functools.partial(engine.act, begun=begun))
             except Exception:
@@ -73,25 +86,47 @@ class Fragments:
                 raise
         return _sample(task, index, found)
 
+    def _play_episode(self, engine: MlpEngine, task: Task, index: int) -> SampledCompletion:
+        """Play one episode from the task's seed to its end; at temperature 0 with the most probable actions.
 
-def _play_episode(engine: MlpEngine, task: Task, index: int) -> SampledCompletion:
-    """Play one episode from the task's seed to its end; at temperature 0 with the most probable actions."""
-    data = task.data
-    collector = FragmentCollector(EnvironmentSpec(data["id"], data["args"], data["modules"]), 1, data["seed"] + index)
-    greedy = task.sampling.temperature == 0
-    parts: list[Collected] = []
-    with engine.playing() as begun:
+        One that a crash breaks off is played again from its seed.
+        """
+        spec, seed = spec_of(task.data), task.data["seed"] + index
+        idle = self._idle.setdefault(msgspec.msgpack.encode(spec), [])
+        collector = idle.pop() if idle else FragmentCollector(spec, 1, seed, squashed=self._squashed)
+        try:
+            with engine.playing() as begun:
+                act = functools.partial(engine.act, begun=begun, greedy=task.sampling.temperature == 0)
+                parts = _episode(collector, seed, act)
+        except Exception as error:
+            collector.close()
+            if isinstance(error, EnvironmentLost):
+                raise DataError(f"environment {spec.id}: {error}") from error
+            raise
+        idle.append(collector)
+        if parts is None:
+            return _sample(task, index, None)
+        versions = [part.spans[0].version for part in parts]
+        starts = [t for t, version in enumerate(versions) if not t or version != versions[t - 1]]
+        spans = [Span(versions[start], start, end) for start, end in pairwise([*starts, len(parts)])]
+        return _sample(task, index, None, spans, parts[-1].episodes)
+
+
+def _episode(collector: FragmentCollector, seed: int, actor: Actor) -> list[Collected] | None:
+    """Play an episode step by step; None if the actor ends, EnvironmentLost if it is broken off again and again."""
+    for _ in range(MOST_LOSSES):
+        collector.reset(seed)
+        parts: list[Collected] = []
         while not parts or not parts[-1].episodes.returns:
-            found = collector.collect(1, functools.partial(engine.act, begun=begun, greedy=greedy))
+            found = collector.collect(1, actor)
             if found is None:
-                collector.close()
-                return _sample(task, index, None)
+                return None
+            if found.episodes.restarts:
+                break
             parts.append(found)
-    collector.close()
-    versions = [part.spans[0].version for part in parts]
-    starts = [t for t, version in enumerate(versions) if not t or version != versions[t - 1]]
-    spans = [Span(versions[start], start, end) for start, end in pairwise([*starts, len(parts)])]
-    return _sample(task, index, None, spans, parts[-1].episodes)
+        else:
+            return parts
+    raise EnvironmentLost(f"the episode of seed {seed} was broken off {MOST_LOSSES} times")
 
 
 def _sample(

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from producers.datasets.base import Example
-from producers.embodied.fragment_collector import EnvironmentSpec
+from producers.embodied.environment_process import EnvironmentSpec
+from schemas.errors import ConfigError
 
 
 class GymnasiumTasks:
     """Seeds of an environment, whose spaces are checked at once.
 
-    id, args, modules: the environment, see EnvironmentSpec. envs: environments that one generator steps together.
-    steps: of each of them in a fragment. seeds: number of tasks. first_seed: of the first, so that held-out seeds
-    differ.
+    id, args, modules, python, step_s, reset_s: the environment, see EnvironmentSpec. envs: environments that one
+    generator steps together. processes: over which they are spread. steps: of each environment in a fragment. seeds:
+    number of tasks. first_seed: of the first, so that held-out seeds differ.
     """
 
     def __init__(
@@ -25,14 +27,22 @@ class GymnasiumTasks:
         base: Path | None = None,
         args: dict[str, Any] | None = None,
         modules: list[str] | None = None,
+        python: str | None = None,
+        step_s: Annotated[float, Field(gt=0)] = 30.0,
+        reset_s: Annotated[float, Field(gt=0)] = 120.0,
         envs: Annotated[int, Field(ge=1)] = 8,
+        processes: Annotated[int, Field(ge=1)] | None = None,
         steps: Annotated[int, Field(ge=1)] = 32,
         seeds: Annotated[int, Field(ge=1)] = 1 << 20,
         first_seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
-        self._data = {"id": id, "args": args or {}, "modules": modules or [], "envs": envs, "steps": steps}
+        processes = processes or min(2, envs)
+        if processes > envs:
+            raise ConfigError(f"processes {processes} must be at most envs, {envs}: each has an environment")
+        spec = EnvironmentSpec(id, args or {}, modules or [], python, step_s, reset_s)
+        self._data = {**asdict(spec), "envs": envs, "processes": processes, "steps": steps}
         self._seeds, self._first = seeds, first_seed
-        EnvironmentSpec(id, args or {}, modules or []).shape()
+        spec.shape()
 
     def __len__(self) -> int:
         return self._seeds

@@ -1,77 +1,129 @@
-"""Environments that are stepped together: ends, last observations, and what is refused."""
+"""Environments that are stepped together: ends, last observations, processes that are lost, and what is refused."""
 
 from __future__ import annotations
 
-import gymnasium
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import numpy as np
 import pytest
 
-from producers.embodied.fragment_collector import EnvironmentSpec, FragmentCollector
+from producers.embodied.environment_process import EnvironmentSpec
+from producers.embodied.fragment_collector import FragmentCollector
 from producers.embodied.mlp_engine import Acted, Floats
 from schemas.errors import ConfigError, DataError
 
-
-class Counting(gymnasium.Env[np.ndarray, int]):
-    """Observes how many steps the episode has; ends after ``length``, by truncation or termination."""
-
-    def __init__(self, length: int = 3, truncates: bool = True, broken: bool = False) -> None:
-        self.observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
-        self.action_space = gymnasium.spaces.Discrete(2)
-        self._length, self._truncates, self._broken, self._count = length, truncates, broken, 0
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
-        self._count = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        self._count += 1
-        over = self._count == self._length
-        reward = float("nan") if self._broken else 1.0
-        found = np.full(1, self._count, np.float32)
-        return found, reward, over and not self._truncates, over and self._truncates, {"is_success": self._count == 2}
+MODULE = "tests.support.embodied.environments"
 
 
-gymnasium.register("Counting-v0", entry_point=Counting)
+@contextmanager
+def collector(envs: int = 1, processes: int = 1, squashed: bool = False, **args: Any) -> Iterator[FragmentCollector]:
+    deadlines = {name: args.pop(name) for name in ("step_s", "reset_s") if name in args}
+    made = FragmentCollector(EnvironmentSpec("Counting-v0", args, [MODULE], **deadlines), envs, 0, processes, squashed)
+    yield made
+    made.close()
 
 
 def act(observations: Floats, rng: np.random.Generator) -> Acted:
     return Acted(np.zeros(len(observations), np.int32), np.full(len(observations), -0.5, np.float32), 7)
 
 
-@pytest.mark.parametrize("truncates", [True, False])
-def test_the_last_observation_of_a_truncated_episode_is_kept(truncates: bool) -> None:
-    collector = FragmentCollector(EnvironmentSpec("Counting-v0", {"truncates": truncates}), 2, seed=0)
-    found = collector.collect(4, act)
+@pytest.mark.parametrize(("truncates", "processes"), [(True, 1), (False, 2)])
+def test_the_last_observation_of_a_truncated_episode_is_kept(truncates: bool, processes: int) -> None:
+    with collector(2, processes, truncates=truncates) as made:
+        found = made.collect(4, act)
+        assert found is not None
+        columns = found.fragment.numpy()
+        assert columns["observations"][:, 0, 0].tolist() == [0, 1, 2, 0, 1]
+        assert columns["ends"][:, 1].tolist() == [0, 0, 2 if truncates else 1, 0]
+        assert columns["last"].tolist() == ([[3], [3]] if truncates else [])
+        assert [(span.version, span.start, span.end) for span in found.spans] == [(7, 0, 4)]
+        means = {"return": 3, "length": 3, "success_once": 1, "success_at_end": 0, "restarts": 0}
+        assert found.episodes.metrics() == means
+        # The environments live on.
+        again = made.collect(2, act)
+        assert again is not None
+        assert again.fragment.numpy()["observations"][:, 0, 0].tolist() == [1, 2, 0]
+
+
+def test_a_fragment_ends_when_the_engine_aborts_and_the_next_one_begins_in_step() -> None:
+    answers = iter([True, True, True, False])
+    with collector(3, 2, length=100) as made:
+        assert made.collect(4, lambda seen, rng: act(seen, rng) if next(answers) else None) is None
+        found = made.collect(1, act)
+        assert found is not None
+        assert found.fragment.numpy()["observations"][0, :, 0].tolist() == [2, 1, 1]
+
+
+@pytest.mark.parametrize("fault", ["crash", "hang", "raise"])
+def test_a_lost_process_is_replaced_and_its_episode_is_cut_at_what_was_last_seen(fault: str) -> None:
+    """One process of two environments is lost at every 40th of its steps, which is the 20th of each environment."""
+    with collector(2, 1, length=1000, fault=fault, at=40, step_s=1.0) as made:
+        found = made.collect(30, act)
     assert found is not None
     columns = found.fragment.numpy()
-    assert columns["observations"][:, 0, 0].tolist() == [0, 1, 2, 0, 1]
-    assert columns["ends"][:, 0].tolist() == [0, 0, 2 if truncates else 1, 0]
-    assert columns["last"].tolist() == ([[3], [3]] if truncates else [])
-    assert [(span.version, span.start, span.end) for span in found.spans] == [(7, 0, 4)]
-    assert found.episodes.metrics() == {"return": 3, "length": 3, "success_once": 1, "success_at_end": 0}
-    # The environments live on.
-    again = collector.collect(2, act)
-    assert again is not None
-    assert again.fragment.numpy()["observations"][:, 0, 0].tolist() == [1, 2, 0]
-    collector.close()
+    # 19 steps were finished. The next observation was 19; it is the last of the truncated episode.
+    assert columns["ends"][:, 0].tolist() == [0] * 18 + [2] + [0] * 11
+    assert columns["observations"][:, 1, 0].tolist() == [*range(19), *range(12)]
+    assert columns["last"].tolist() == [[19], [19]]
+    assert columns["rewards"].sum() == 60
+    assert found.episodes.metrics() == {"restarts": 1}, "a broken episode counts nowhere else"
 
 
-def test_a_fragment_ends_when_the_engine_aborts() -> None:
-    collector = FragmentCollector(EnvironmentSpec("Counting-v0"), 1, seed=0)
-    assert collector.collect(4, lambda observations, rng: None) is None
+def test_others_go_on_while_a_process_is_replaced() -> None:
+    with collector(2, 2, length=1000, fault="crash", at=25) as made:
+        found = made.collect(30, act)
+        assert found is not None
+        assert found.episodes.restarts == 2, "each of the two processes at its own 25th step"
+        assert found.fragment.numpy()["ends"].sum(0).tolist() == [2, 2]
+
+
+def test_a_process_that_is_lost_again_and_again_fails_the_fragment() -> None:
+    with (
+        collector(fault="raise", at=2) as made,
+        pytest.raises(DataError, match="Counting-v0: lost 4 times in a row: RuntimeError: the arm is stuck"),
+    ):
+        made.collect(40, act)
 
 
 def test_a_reward_that_is_not_finite_is_named() -> None:
-    collector = FragmentCollector(EnvironmentSpec("Counting-v0", {"broken": True}), 1, seed=0)
-    with pytest.raises(DataError, match="environment Counting-v0: a reward is not finite"):
-        collector.collect(1, act)
+    with (
+        collector(fault="nan") as made,
+        pytest.raises(DataError, match="environment Counting-v0: a reward is not finite"),
+    ):
+        made.collect(1, act)
+
+
+def test_actions_of_a_squashed_policy_are_scaled_to_the_bounds() -> None:
+    def squashed(observations: Floats, rng: np.random.Generator) -> Acted:
+        return Acted(np.array([[-1.0], [0.5]], np.float32), np.zeros(2, np.float32), 0)
+
+    with collector(2, 1, squashed=True, scale=8.0) as made:
+        found = made.collect(1, squashed)
+    assert found is not None
+    assert found.fragment.numpy()["rewards"].tolist() == [[0.0, 6.0]]
+    assert found.fragment.numpy()["actions"].tolist() == [[[-1.0], [0.5]]], "the fragment has them as the policy drew"
+
+
+def test_one_half_is_stepped_while_the_policy_acts_for_the_other() -> None:
+    def slow(observations: Floats, rng: np.random.Generator) -> Acted:
+        time.sleep(0.02)
+        return act(observations, rng)
+
+    with collector(2, 2, slow_s=0.02, length=1000) as made:
+        made.collect(2, slow)
+        started = time.monotonic()
+        made.collect(20, slow)
+        taken = time.monotonic() - started
+    assert taken < 20 * 0.06 * 0.95, "two actions and a step of 20 ms take 60 ms one after the other"
 
 
 @pytest.mark.parametrize(
     ("id", "reason"),
     [
-        ("CliffWalking-v1", "observations Discrete"),
+        ("CliffWalking-v1", "environment CliffWalking-v1: ValueError: observations Discrete"),
         ("NoSuch-v0", "environment NoSuch-v0: "),
     ],
 )
@@ -80,8 +132,13 @@ def test_what_is_not_supported_is_refused_by_name(id: str, reason: str) -> None:
         EnvironmentSpec(id).shape()
 
 
+def test_an_interpreter_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="environment CartPole-v1: its process ended"):
+        EnvironmentSpec("CartPole-v1", python="/no/python").shape()
+
+
 def test_sizes_are_those_of_the_spaces() -> None:
     shape = EnvironmentSpec("CartPole-v1").shape()
-    assert (shape.observations, shape.actions, shape.continuous) == (4, 2, False)
+    assert (shape.observations, shape.actions, shape.continuous, shape.squashed) == (4, 2, False, False)
     shape = EnvironmentSpec("Pendulum-v1").shape()
-    assert (shape.observations, shape.actions, shape.continuous) == (3, 1, True)
+    assert (shape.observations, shape.actions, shape.continuous, shape.squashed) == (3, 1, True, True)

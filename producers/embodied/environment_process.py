@@ -1,0 +1,172 @@
+"""Environments of gymnasium in a process of their own, which may crash or hang without harm to the generator.
+
+The process runs ``producers/runner/gymnasium_envs.py`` with any interpreter that has gymnasium. Nothing is pickled:
+numbers travel as raw arrays over a socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from producers import runner
+from schemas.errors import ConfigError
+from schemas.policy_shape import PolicyShape
+from schemas.system.guarded_process import environment
+from schemas.system.worker_process import WorkerProcess
+
+Floats = npt.NDArray[np.float32]
+START_S = 120.0
+"""Longest time until a process has imported gymnasium and made its environments."""
+
+
+class EnvironmentLost(Exception):
+    """The process crashed, hung or raised an error; one line says which."""
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """An environment by its id in gymnasium. args: of ``make``. modules: imported before, as they register it.
+
+    python: the interpreter of its process; by default this one. step_s, reset_s: longest time of a step and of a reset,
+    in seconds, of all environments of a process together.
+    """
+
+    id: str
+    args: dict[str, Any] = field(default_factory=dict)
+    modules: Sequence[str] = ()
+    python: str | None = None
+    step_s: float = 30.0
+    reset_s: float = 120.0
+
+    def shape(self) -> PolicyShape:
+        """Return the sizes that a policy must have, squashed if it may be; ConfigError for a space not supported."""
+        try:
+            process = EnvironmentProcess(self, 1)
+        except EnvironmentLost as error:
+            raise ConfigError(f"environment {self.id}: {error}") from error
+        process.close()
+        bounds = process.bounds
+        squashed = bounds is not None and bool(np.isfinite(bounds).all())
+        return PolicyShape(process.observations, process.actions, bounds is not None, squashed=squashed)
+
+
+def spec_of(data: Mapping[str, Any]) -> EnvironmentSpec:
+    """Return the environment that a task, or the arguments of the dataset, names."""
+    names = EnvironmentSpec.__dataclass_fields__
+    return EnvironmentSpec(**{name: value for name, value in data.items() if name in names and value is not None})
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What N environments answer. observations: f4 [N, O], after an episode's end those of the next.
+
+    last: f4 [N, O], the last observations of episodes that ended. rewards: f4 [N]. ends: u1 [N], as in Fragment.
+    success: u1 [N], 0 or 1, and 2 from an environment that does not say.
+    """
+
+    observations: Floats
+    last: Floats
+    rewards: Floats
+    ends: npt.NDArray[np.uint8]
+    success: npt.NDArray[np.uint8]
+
+
+class EnvironmentProcess:
+    """N environments in one process. observations, actions: sizes of the spaces. bounds: of continuous actions, [2, A].
+
+    ``reset`` or ``step`` begins, ``receive`` waits for the result; EnvironmentLost from it means that the process is of
+    no more use.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, envs: int) -> None:
+        """Start it; EnvironmentLost if its environments cannot be made."""
+        self.envs = envs
+        self._spec = spec
+        program = [spec.python or sys.executable, str(Path(runner.__file__).parent), "gymnasium_envs"]
+        try:
+            self._process = WorkerProcess(program, "environment", environment())
+        except OSError as error:
+            raise EnvironmentLost(f"cannot start {program[0]}: {error}") from error
+        self._connection = self._process.connection
+        self._limit = time.monotonic() + START_S
+        setup = {"id": spec.id, "args": spec.args, "modules": list(spec.modules), "envs": envs}
+        self._heard = bytearray()
+        with contextlib.suppress(OSError):
+            self._connection.sendall(json.dumps(setup).encode() + b"\n")
+        found = json.loads(self._read_line())
+        if "error" in found:
+            self.close()
+            raise EnvironmentLost(found["error"])
+        self.observations, self.actions = int(found["observations"]), int(found["actions"])
+        bounds = found["bounds"]
+        self.bounds = None if bounds is None else np.array(bounds, dtype=np.float32)
+
+    def reset(self, seed: int) -> None:
+        """Begin a new episode of each environment; the first has this seed, the others the numbers after it."""
+        self._send(b"R" + struct.pack("<q", seed), self._spec.reset_s)
+
+    def step(self, actions: npt.NDArray[Any]) -> None:
+        """Begin a step. actions: int32 [N], or float32 [N, A] inside the bounds."""
+        kind = "<i4" if self.bounds is None else "<f4"
+        self._send(b"S" + np.ascontiguousarray(actions, dtype=kind).tobytes(), self._spec.step_s)
+
+    def receive(self) -> Stepped:
+        """Wait for the end of a reset or step; EnvironmentLost after its deadline, and if there is none."""
+        while (kind := self._read(1)) == b".":
+            # An episode has ended: what follows is a reset.
+            self._limit = time.monotonic() + self._spec.reset_s
+        if kind == b"!":
+            (size,) = struct.unpack("<I", self._read(4))
+            text = self._read(size).decode()
+            self.close()
+            raise EnvironmentLost(text)
+        size, n = self.observations, self.envs
+        numbers = np.frombuffer(self._read(4 * n * (2 * size + 1) + 2 * n), np.uint8)
+        floats, flags = numbers[: -2 * n].view("<f4"), numbers[-2 * n :]
+        seen, last = floats[: 2 * n * size].reshape(2, n, size)
+        return Stepped(seen, last, floats[2 * n * size :], flags[:n], flags[n:])
+
+    def close(self) -> str:
+        """Kill the process with everything below it; returns how it ended."""
+        return self._process.kill()
+
+    def _send(self, data: bytes, seconds: float) -> None:
+        self._limit = time.monotonic() + seconds
+        self._connection.settimeout(seconds)
+        # Of a process that is gone, or does not read, ``receive`` says so.
+        with contextlib.suppress(OSError):
+            self._connection.sendall(data)
+
+    def _read_line(self) -> bytes:
+        line = b""
+        while not line.endswith(b"\n"):
+            line += self._read(1)
+        return line
+
+    def _read(self, size: int) -> bytes:
+        """Read this many bytes before the deadline."""
+        try:
+            while len(self._heard) < size:
+                self._connection.settimeout(max(1e-6, self._limit - time.monotonic()))
+                if not (part := self._connection.recv(1 << 16)):
+                    raise ConnectionResetError
+                self._heard += part
+        except TimeoutError:
+            self.close()
+            raise EnvironmentLost("it did not answer in time and was killed") from None
+        except OSError:
+            raise EnvironmentLost(f"its process ended: {self.close()}") from None
+        data = bytes(self._heard[:size])
+        del self._heard[:size]
+        return data

@@ -1,0 +1,109 @@
+"""The program that steps environments of gymnasium with numbers; it needs numpy and gymnasium, and nothing else.
+
+stdin is a socket. The first line is ``{"id", "args", "modules", "envs"}`` as JSON, answered by the spaces or an error.
+Then each request is a byte and a body of a known size: ``R`` and a seed (i8) resets all environments, ``S`` and their
+actions (i4 [N] or f4 [N, A]) steps them. The answer is ``=`` and the arrays of ``Environments.answer``; before it ``.``
+if an episode has ended, whose environment is reset now. ``!`` is an error, with its length (u4) and its text. All is
+little-endian.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+import struct
+import sys
+from typing import Any
+
+from .connection import describe, end_a_copy
+
+TERMINATED, TRUNCATED = 1, 2
+UNKNOWN = 2
+"""Success of an environment that says nothing of it."""
+
+
+def main(channel: socket.socket) -> None:
+    """Make the environments that the first line names, and serve requests until the connection ends."""
+    stream = channel.makefile("rb")
+    setup = json.loads(stream.readline())
+    sys.path.insert(0, "")
+    try:
+        environments = Environments(**setup)
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
+        channel.sendall(json.dumps({"error": describe(error)}).encode() + b"\n")
+        return
+    channel.sendall(json.dumps(environments.spaces()).encode() + b"\n")
+    while order := stream.read(1):
+        try:
+            answer = environments.answer(order, stream.read(environments.size_of(order)), channel)
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything
+            text = describe(error).encode()
+            answer = b"!" + struct.pack("<I", len(text)) + text
+        end_a_copy()
+        channel.sendall(answer)
+
+
+class Environments:
+    """N environments of one kind, reset in the step that ends their episode."""
+
+    def __init__(self, id: str, args: dict[str, Any], modules: list[str], envs: int) -> None:
+        self._np = importlib.import_module("numpy")
+        try:
+            gymnasium = importlib.import_module("gymnasium")
+        except ImportError as error:
+            raise ImportError("gymnasium is not installed: pip install 'tidemill[embodied]'") from error
+        for module in modules:
+            importlib.import_module(module)
+        self._envs = [gymnasium.make(id, disable_env_checker=True, **args) for _ in range(envs)]
+        seen, acts = self._envs[0].observation_space, self._envs[0].action_space
+        spaces = gymnasium.spaces
+        if not isinstance(seen, spaces.Box) or len(seen.shape) != 1:
+            raise ValueError(f"observations {seen} are not supported, must be Box of one axis")
+        self._discrete = isinstance(acts, spaces.Discrete) and acts.start == 0
+        if not self._discrete and not (isinstance(acts, spaces.Box) and len(acts.shape) == 1):
+            raise ValueError(f"actions {acts} are not supported, must be Discrete or Box of one axis")
+        self._observed, self._acts = int(seen.shape[0]), acts
+        shape = (envs, self._observed)
+        self._observations, self._last = self._np.zeros(shape, "<f4"), self._np.zeros(shape, "<f4")
+        self._rewards, self._ends, self._success = (self._np.zeros(envs, kind) for kind in ("<f4", "u1", "u1"))
+
+    def spaces(self) -> dict[str, Any]:
+        """Return the sizes of the spaces, and the bounds of actions (JSON has infinity, as Python writes it)."""
+        acts = self._acts
+        if self._discrete:
+            return {"observations": self._observed, "actions": int(acts.n), "bounds": None}
+        bounds = [acts.low.tolist(), acts.high.tolist()]
+        return {"observations": self._observed, "actions": int(acts.shape[0]), "bounds": bounds}
+
+    def size_of(self, order: bytes) -> int:
+        """Return the bytes of an order's body."""
+        return 8 if order == b"R" else 4 * len(self._envs) * (1 if self._discrete else self._acts.shape[0])
+
+    def answer(self, order: bytes, body: bytes, channel: socket.socket) -> bytes:
+        """Reset or step; returns observations, last observations (f4 [N, O]), rewards (f4), ends and success (u1)."""
+        self._ends[:], self._success[:] = 0, UNKNOWN
+        if order == b"R":
+            (seed,) = struct.unpack("<q", body)
+            for i, env in enumerate(self._envs):
+                self._observations[i] = env.reset(seed=seed + i)[0]
+        else:
+            self._step(body, channel)
+        arrays = (self._observations, self._last, self._rewards, self._ends, self._success)
+        return b"=" + b"".join(array.tobytes() for array in arrays)
+
+    def _step(self, body: bytes, channel: socket.socket) -> None:
+        actions = self._np.frombuffer(body, "<i4" if self._discrete else "<f4").reshape(len(self._envs), -1)
+        for i, env in enumerate(self._envs):
+            action = int(actions[i, 0]) if self._discrete else actions[i].astype(self._acts.dtype)
+            seen, self._rewards[i], terminated, truncated, info = env.step(action)
+            self._observations[i] = seen
+            self._ends[i] = TERMINATED if terminated else TRUNCATED if truncated else 0
+            success = info.get("is_success", info.get("success"))
+            self._success[i] = UNKNOWN if success is None else bool(success)
+        ended = self._np.flatnonzero(self._ends)
+        if len(ended):
+            channel.sendall(b".")
+        for i in ended:
+            self._last[i] = self._observations[i]
+            self._observations[i] = self._envs[i].reset()[0]

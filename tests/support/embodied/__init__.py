@@ -1,0 +1,1 @@
+"""Environments with numbers for tests: processes of environments import them."""

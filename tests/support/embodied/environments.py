@@ -1,0 +1,58 @@
+"""An environment that counts its steps, and can be told to end, fail, crash, hang, or be slow."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+
+class Counting(gymnasium.Env[np.ndarray, Any]):
+    """Observes how many steps the episode has; ends after ``length``, by truncation or termination.
+
+    fault: crash, hang, raise or nan, at every step whose number since the process began is a multiple of ``at``.
+    slow_s: seconds that a step sleeps. scale: finite bounds of a continuous action, whose value is the reward.
+    """
+
+    steps = 0
+
+    def __init__(
+        self,
+        length: int = 3,
+        truncates: bool = True,
+        fault: str = "",
+        at: int = 1,
+        slow_s: float = 0.0,
+        scale: float = 0.0,
+    ) -> None:
+        self.observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
+        self.action_space = gymnasium.spaces.Box(0, scale, (1,), np.float32) if scale else gymnasium.spaces.Discrete(2)
+        self._length, self._truncates, self._fault, self._at = length, truncates, fault, at
+        self._slow_s, self._scale, self._count = slow_s, scale, 0
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self._count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        time.sleep(self._slow_s)
+        self._count += 1
+        Counting.steps += 1
+        fault = self._fault if Counting.steps % self._at == 0 else ""
+        if fault == "crash":
+            os.abort()
+        if fault == "hang":
+            time.sleep(3600)
+        if fault == "raise":
+            raise RuntimeError("the arm is stuck")
+        over = self._count == self._length
+        reward = float("nan") if fault == "nan" else float(action[0]) if self._scale else 1.0
+        found = np.full(1, self._count, np.float32)
+        return found, reward, over and not self._truncates, over and self._truncates, {"is_success": self._count == 2}
+
+
+gymnasium.register("Counting-v0", entry_point=Counting)
