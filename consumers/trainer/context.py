@@ -15,7 +15,7 @@ from broker.flow.trainer_session import TrainerSession
 from consumers.trainer.distributed.device_turns import DeviceTurns
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.rank_group import RankGroup
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.learner import Learner
 from schemas.config import TidemillConfig
 from schemas.errors import DiskError
 from schemas.messages import Event
@@ -121,7 +121,7 @@ class TrainerContext:
 
     @classmethod
     def create(
-        cls, config: TidemillConfig, name: str, broker: Broker, step: TrainStep, turns: DeviceTurns | None = None
+        cls, config: TidemillConfig, name: str, broker: Broker, step: Learner, turns: DeviceTurns | None = None
     ) -> TrainerContext:
         """Make the context of the trainer ``name``, which has loaded and taken over nothing yet.
 

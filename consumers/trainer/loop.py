@@ -24,7 +24,7 @@ from consumers.trainer.model.hf_weights import copy_tokenizer
 from consumers.trainer.pause import PauseFollower
 from consumers.trainer.publishing import MismatchWatch, RefusalWatch, WeightPublisher
 from consumers.trainer.records.evaluations import best_versions, count_since_best
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.learner import Learner
 from consumers.trainer.step_log import StepLog
 from schemas.config import TidemillConfig
 from schemas.errors import BrokerLost, DiskError, RunFailed
@@ -43,7 +43,7 @@ class Trainer:
     """A trainer process. progress: what its weights were trained on. pause: follows the orders of users."""
 
     def __init__(
-        self, config: TidemillConfig, name: str, broker: Broker, step: TrainStep, turns: DeviceTurns | None = None
+        self, config: TidemillConfig, name: str, broker: Broker, step: Learner, turns: DeviceTurns | None = None
     ) -> None:
         self.config, self.broker, self.state = config, broker, "starting"
         self._turns = turns

@@ -24,7 +24,7 @@ from consumers.trainer.leadership import Leadership
 from consumers.trainer.metrics.mismatch import KL_BOUNDS, MismatchJudge, SampleMismatch, mismatch_metrics
 from consumers.trainer.model.hf_weights import check_published
 from consumers.trainer.model.probe import probe_tokens
-from consumers.trainer.step.train_step import StepResult
+from consumers.trainer.step.learner import StepResult
 from schemas.codec import Array
 from schemas.errors import DiskError, InfraError, RunFailed
 from schemas.messages import Probe

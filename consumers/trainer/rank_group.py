@@ -30,7 +30,7 @@ from consumers.trainer.metrics.timing import StepTimer, traced
 from consumers.trainer.model.hf_weights import save_model
 from consumers.trainer.model.probe import reference_logprobs
 from consumers.trainer.model.snapshot import Snapshot, Snapshots
-from consumers.trainer.step.train_step import StepResult, TrainStep
+from consumers.trainer.step.learner import Learner, StepResult
 from schemas.config import TidemillConfig
 from schemas.errors import InfraError
 
@@ -119,7 +119,7 @@ class RankGroup:
     def __init__(
         self,
         config: TidemillConfig,
-        step: TrainStep,
+        step: Learner,
         turns: DeviceTurns | None = None,
         timer: StepTimer | None = None,
     ) -> None:
@@ -348,10 +348,8 @@ class RankGroup:
             self.ranks.channel.send(rank, _encoder.encode(command))
 
 
-def _state_of(step: TrainStep) -> StateOffload:
-    """Return the weights of policy, critic and reference, and the state of the optimizers."""
-    reference = step.preparation.reference if step.preparation is not None else None
-    critic = step.critic
-    models = [step.policy, reference, critic.critic if critic else None]
-    optimizers = [step.update.optimizer, *([critic.update.optimizer] if critic else [])]
-    return StateOffload(step.policy.device, [model for model in models if model is not None], optimizers)
+def _state_of(step: Learner) -> StateOffload:
+    """Return the weights of all models, and the state of the optimizers."""
+    parts = step.parts().values()
+    models = [*(model for model, _ in parts), *step.frozen()]
+    return StateOffload(step.policy.device, models, [update.optimizer for _, update in parts])

@@ -17,7 +17,7 @@ from consumers.trainer.checkpoint.store import CheckpointStore, leader_term_of, 
 from consumers.trainer.data.groups import Group
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.rank_group import RankGroup
-from consumers.trainer.step.build import build_train_step
+from consumers.trainer.step.build import build_learner
 from schemas.config import ParallelConfig, TidemillConfig
 from schemas.errors import ConfigError
 
@@ -84,7 +84,7 @@ def run_replay(config: TidemillConfig, plan: ReplayPlan, on_step: Callable[[int]
     ranks = Ranks(config.trainer.rank_deadline_s, ParallelConfig(**plan.parallel))
     batches = BatchFiles(config.folder)
     with ranks.watchdog():
-        rank_group = RankGroup(config, build_train_step(config, ranks))
+        rank_group = RankGroup(config, build_learner(config, ranks))
         if not ranks.is_main:
             rank_group.follow()
             return None

@@ -12,7 +12,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.loop import Trainer
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.records.trackers import check_trackers
-from consumers.trainer.step.build import build_train_step
+from consumers.trainer.step.build import build_learner
 from schemas.config import TidemillConfig
 from schemas.system.device_lock import SharedGpus
 from schemas.system.lifecycle import StopFlag
@@ -34,7 +34,7 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
         turns = DeviceTurns(shared, ranks.is_main) if shared is not None else None
         if turns is not None:
             turns.hold()
-        step = build_train_step(config, ranks)
+        step = build_learner(config, ranks)
         if not ranks.is_main:
             # If asked to end, it continues until rank 0 has saved, which needs all ranks.
             RankGroup(config, step, turns).follow()

@@ -24,7 +24,7 @@ from consumers.trainer.records.evaluations import EvaluationLog
 from consumers.trainer.records.machine import write_environment
 from consumers.trainer.records.samples import SampleLog, Terms
 from consumers.trainer.records.trackers import Trackers
-from consumers.trainer.step.train_step import StepResult
+from consumers.trainer.step.learner import StepResult
 from schemas.errors import BrokerDamaged, DiskError
 from schemas.messages import Trajectory
 from schemas.run_folder import METRICS, TRAINED

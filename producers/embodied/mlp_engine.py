@@ -19,7 +19,7 @@ import numpy.typing as npt
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import Sampling, WeightSource
-from schemas.messages.fragments import probe_observations
+from schemas.messages.fragments import CLOSE_TO_1, LOG_STD_BOUNDS, probe_observations
 from schemas.policy_shape import PolicyShape
 
 Floats = npt.NDArray[np.float32]
@@ -37,36 +37,41 @@ class Acted:
 
 
 class Perceptron:
-    """The weights of one version. layers: of weight [out, in] and bias. log_std: float32 [A], None if discrete."""
+    """The weights of one version. layers: of weight [out, in] and bias. log_std: float32 [A] of a normal policy."""
 
-    def __init__(self, layers: Sequence[tuple[Floats, Floats]], log_std: Floats | None) -> None:
-        self._layers, self._log_std = layers, log_std
+    def __init__(
+        self, shape: PolicyShape, layers: Sequence[tuple[Floats, Floats]], log_std: Floats | None = None
+    ) -> None:
+        self._shape, self._layers, self._log_std = shape, layers, log_std
 
     @classmethod
     def of(cls, tensors: Mapping[str, Floats], shape: PolicyShape) -> Perceptron:
         """Take the weights of a published file; DataError if they are not of this shape."""
-        sizes = [shape.observations, *shape.hidden, shape.actions]
-        expected: dict[str, tuple[int, ...]] = {"log_std": (shape.actions,)} if shape.continuous else {}
+        sizes = [shape.observations, *shape.hidden, shape.outputs]
+        normal = shape.continuous and not shape.squashed
+        expected: dict[str, tuple[int, ...]] = {"log_std": (shape.actions,)} if normal else {}
         for k, (size, following) in enumerate(pairwise(sizes)):
             expected |= {f"layers.{2 * k}.weight": (following, size), f"layers.{2 * k}.bias": (following,)}
         found = {name: tensor.shape for name, tensor in tensors.items()}
         if found != expected:
             raise DataError(f"weights of shapes {found} are not those of model.path, {expected}")
         layers = [(tensors[f"layers.{2 * k}.weight"], tensors[f"layers.{2 * k}.bias"]) for k in range(len(sizes) - 1)]
-        return cls(layers, tensors.get("log_std"))
+        return cls(shape, layers, tensors.get("log_std"))
 
     def outputs(self, observations: Floats) -> Floats:
-        """Return logits or means, float32 [N, A], of observations [N, O]."""
-        values = observations
+        """Return logits or means, float32 [N, A], of observations [N, O]; if squashed also log-deviations, [N, 2 A]."""
+        values, act = observations, np.tanh if self._shape.activation == "tanh" else _relu
         for k, (weight, bias) in enumerate(self._layers):
-            values = (np.tanh(values) if k else values) @ weight.T + bias
+            values = (act(values) if k else values) @ weight.T + bias
         return values
 
     def sample(self, outputs: Floats, rng: np.random.Generator, greedy: bool) -> npt.NDArray[Any]:
         """Draw an action for each row of outputs; the most probable one if ``greedy``."""
-        if self._log_std is not None:
-            noise = 0.0 if greedy else rng.standard_normal(outputs.shape, dtype=np.float32) * np.exp(self._log_std)
-            return np.asarray(outputs + noise, dtype=np.float32)
+        if self._shape.continuous:
+            means, log_std = self._normal(outputs)
+            noise = 0.0 if greedy else rng.standard_normal(means.shape, dtype=np.float32) * np.exp(log_std)
+            drawn = np.asarray(means + noise, dtype=np.float32)
+            return np.tanh(drawn) if self._shape.squashed else drawn
         if greedy:
             return np.asarray(outputs.argmax(-1), dtype=np.int32)
         below = np.exp(_log_softmax(outputs)).cumsum(-1) < rng.random((len(outputs), 1))
@@ -74,19 +79,29 @@ class Perceptron:
 
     def logprobs(self, outputs: Floats, actions: npt.NDArray[Any]) -> Floats:
         """Return the log-probability, or log-density, of each action, float32 [N]."""
-        if self._log_std is None:
-            found = _log_softmax(outputs)[np.arange(len(outputs)), actions]
-        else:
-            scaled = (actions - outputs) / np.exp(self._log_std)
-            found = (-0.5 * scaled**2 - self._log_std - 0.5 * np.log(2 * np.pi)).sum(-1)
-        return np.asarray(found, dtype=np.float32)
+        if not self._shape.continuous:
+            return np.asarray(_log_softmax(outputs)[np.arange(len(outputs)), actions], dtype=np.float32)
+        means, log_std = self._normal(outputs)
+        drawn = np.arctanh(np.clip(actions, -CLOSE_TO_1, CLOSE_TO_1)) if self._shape.squashed else actions
+        found = -0.5 * ((drawn - means) / np.exp(log_std)) ** 2 - log_std - 0.5 * np.log(2 * np.pi)
+        if self._shape.squashed:
+            found = found - 2 * (np.log(2) - drawn - np.logaddexp(0, -2 * drawn))
+        return np.asarray(found.sum(-1), dtype=np.float32)
+
+    def _normal(self, outputs: Floats) -> tuple[Floats, Floats]:
+        """Return means and logarithms of deviations, float32 [N, A] or [A], before tanh."""
+        if self._log_std is not None:
+            return outputs, self._log_std
+        means, log_std = np.split(outputs, 2, -1)
+        return means, np.clip(log_std, *LOG_STD_BOUNDS)
 
     def probe(self, tokens: Sequence[int]) -> Floats:
         """Return the log-probabilities of a probe; see ``probe_observations``."""
         size = self._layers[0][0].shape[1]
         outputs = self.outputs(probe_observations(tokens, size))
-        discrete = self._log_std is None
-        actions = np.asarray(tokens[1:]) % outputs.shape[1] if discrete else np.zeros_like(outputs)
+        count = self._shape.actions
+        discrete = not self._shape.continuous
+        actions = np.asarray(tokens[1:]) % count if discrete else np.zeros((len(outputs), count), np.float32)
         return self.logprobs(outputs, actions)
 
 
@@ -202,6 +217,10 @@ class MlpEngine:
     async def close(self) -> None:
         self._closed = True
         await self.abort_all()
+
+
+def _relu(values: Floats) -> Floats:
+    return np.maximum(values, np.float32(0))
 
 
 def _log_softmax(values: Floats) -> Floats:

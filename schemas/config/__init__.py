@@ -5,7 +5,7 @@ Every setting has its type, unit, default and limits in the file of its section;
 """
 
 from schemas.config.agents import AgentsConfig
-from schemas.config.algorithm import AdvantageConfig, KlConfig, LossConfig, RejectionConfig
+from schemas.config.algorithm import AdvantageConfig, KlConfig, LossConfig, RejectionConfig, SacConfig
 from schemas.config.data import (
     CurriculumConfig,
     DatasetConfig,

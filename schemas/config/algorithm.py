@@ -97,6 +97,29 @@ class RejectionConfig(Section):
         return self
 
 
+class SacConfig(Section):
+    """Soft actor-critic with a replay buffer, in the place of loss, advantage and critic (docs/embodied.md)."""
+
+    updates_per_transition: float = Field(
+        1.0, gt=0, description="Updates of all networks for each new transition of an environment."
+    )
+    batch: int = Field(256, ge=1, description="Transitions that an update draws from the buffer.")
+    buffer: int = Field(1_000_000, ge=1, description="Transitions that the buffer keeps, the newest ones.")
+    start: int = Field(100, ge=1, description="Transitions before the first update.")
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount of the next step's value.")
+    tau: float = Field(0.005, gt=0, le=1, description="Share by which the target networks follow in an update.")
+    target_entropy: float | None = Field(
+        None, description="Entropy to which the temperature is tuned; by default minus the numbers of an action."
+    )
+
+    @model_validator(mode="after")
+    def _fits_the_buffer(self) -> SacConfig:
+        for name in ("batch", "start"):
+            if (value := getattr(self, name)) > self.buffer:
+                raise ValueError(f"trainer.sac.{name} {value} must be at most trainer.sac.buffer, {self.buffer}")
+        return self
+
+
 class AdvantageConfig(Section):
     """The advantage function, and which groups are trained."""
 

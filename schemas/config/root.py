@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,24 @@ DRAIN_S = 60.0
 """Longest deadline of episodes for which new weights may wait."""
 HAND_OVER_S = 5.0
 """Time that a generator needs to hand over unfinished episodes after their grace period."""
+
+
+TEXT_TRAINER = (
+    "lora",
+    "router_replay",
+    "compile",
+    "mask_truncated",
+    "micro_batch_tokens",
+    "aggregation",
+    "share_prefixes",
+    "activation_checkpointing",
+    "activation_offload",
+    "processes",
+    "parallel",
+)
+"""Settings of the trainer that concern tokens or several ranks: with other policies they would do nothing."""
+TEXT_SAMPLING = ("temperature", "top_p", "top_k", "stop")
+"""The same of sampling for training."""
 
 
 class TidemillConfig(Section):
@@ -235,6 +253,18 @@ class TidemillConfig(Section):
             raise ValueError("generator.update drain would wait for every conversation: set it to keep or recompute")
 
     @model_validator(mode="after")
+    def _check_minibatches(self) -> TidemillConfig:
+        trainer = self.trainer
+        most, of = trainer.batch_groups, "trainer.batch_groups, {}: a minibatch has whole prompt groups"
+        if self.model.kind == "mlp":
+            sizes = [(one.args.get("envs", 8), one.args.get("steps", 32)) for one in self.train]
+            played = [envs * steps for envs, steps in sizes if isinstance(envs, int) and isinstance(steps, int)] or [1]
+            most, of = most * self.sampling.n * min(played), "{}, the transitions of a step"
+        if trainer.minibatches > most:
+            raise ValueError(f"trainer.minibatches {trainer.minibatches} must be at most {of.format(most)}")
+        return self
+
+    @model_validator(mode="after")
     def _check_mlp(self) -> TidemillConfig:
         trainer, generator = self.trainer, self.generator
         parts = {
@@ -242,22 +272,29 @@ class TidemillConfig(Section):
             "generator.engine": (generator.engine, "mlp"),
             "generator.workflow.name": (generator.workflow.name, "fragments"),
         }
-        if all(value != wanted for value, wanted in parts.values()):
+        if all(value != wanted for value, wanted in parts.values()) and trainer.sac is None:
             return self
-        for name, (value, wanted) in (parts | {"trainer.advantage.name": (trainer.advantage.name, "gae")}).items():
+        if trainer.sac is None:
+            parts["trainer.advantage.name"] = (trainer.advantage.name, "gae")
+        for name, (value, wanted) in parts.items():
             if value != wanted:
                 raise ValueError(f"{name} must be {wanted} to act in environments with numbers, is {value!r}")
         refused = {
             f"model.dtype {self.model.dtype}": self.model.dtype != "float32",
-            "trainer.lora": trainer.lora is not None,
             "trainer.kl.coef": trainer.kl.coef > 0,
             "trainer.critic.model": trainer.critic is not None and trainer.critic.model is not None,
-            "trainer.router_replay": trainer.router_replay,
-            "trainer.compile": trainer.compile,
             "warm_start": self.warm_start is not None,
             "dpo": self.dpo is not None,
             "reward_model": self.reward_model is not None,
         }
+        chosen: list[tuple[str, Section, Sequence[str]]] = [
+            ("trainer", trainer, TEXT_TRAINER),
+            ("sampling", self.sampling, TEXT_SAMPLING),
+        ]
+        for where, section, settings in chosen:
+            for name in settings:
+                default = type(section).model_fields[name].get_default(call_default_factory=True)
+                refused[f"{where}.{name}"] = getattr(section, name) != default
         if names := [name for name, there in refused.items() if there]:
             raise ValueError(f"{names[0]} is not supported with model.kind mlp: remove it (docs/embodied.md)")
         return self

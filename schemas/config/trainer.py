@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from schemas.config.algorithm import RECIPES, AdvantageConfig, KlConfig, LossConfig, RejectionConfig
+from schemas.config.algorithm import RECIPES, AdvantageConfig, KlConfig, LossConfig, RejectionConfig, SacConfig
 from schemas.config.base import ModelPath, Seconds, Section, UserPath
 from schemas.config.publish import PublishConfig
 
@@ -219,6 +219,7 @@ class TrainerConfig(Section):
     loss: LossConfig = Field(default_factory=LossConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
     critic: CriticConfig | None = None
+    sac: SacConfig | None = None
     lora: LoraConfig | None = None
     kl: KlConfig = Field(default_factory=KlConfig)
     rejection: list[RejectionConfig] = Field(
@@ -329,7 +330,15 @@ class TrainerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete_recipe(cls, data: Any) -> Any:
-        """Complete a loss's recipe: its advantage and aggregation, where the configuration does not set them."""
+        """Complete a loss's recipe: its advantage and aggregation, where the configuration does not set them.
+
+        SAC has none of them; the rewards of fragments are not compared.
+        """
+        if isinstance(data, dict) and data.get("sac") is not None:
+            for name in ("loss", "advantage", "critic", "epochs", "minibatches", "aggregation", "rejection"):
+                if data.get(name) is not None and (name != "advantage" or data[name] != {"name": "raw"}):
+                    raise ValueError(f"trainer.{name} has no effect with trainer.sac: remove it")
+            return {**data, "advantage": {"name": "raw"}}
         loss = data.get("loss") if isinstance(data, dict) else None
         name = loss.get("name") if isinstance(loss, dict) else loss.name if isinstance(loss, LossConfig) else None
         if name not in RECIPES:
@@ -356,15 +365,6 @@ class TrainerConfig(Section):
     def has_second_model(self) -> bool:
         """Return whether the trainer holds a second model, as the reference policy."""
         return bool(self.kl.coef) and not self.lora_off and self.kl.reference != "teacher"
-
-    @model_validator(mode="after")
-    def _check_minibatches(self) -> TrainerConfig:
-        if self.minibatches > self.batch_groups:
-            raise ValueError(
-                f"trainer.minibatches {self.minibatches} must be at most trainer.batch_groups, {self.batch_groups}: a"
-                " minibatch has whole prompt groups"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_reference(self) -> TrainerConfig:

@@ -91,6 +91,12 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
         }
 
 
+LOG_STD_BOUNDS = (-20.0, 2.0)
+"""Between them is the logarithm of a squashed policy's deviations, as in SAC's implementations."""
+CLOSE_TO_1 = 1 - 1e-6
+"""Largest size of a squashed action whose inverse is taken: that of 1 is infinite."""
+
+
 def probe_observations(tokens: npt.ArrayLike, size: int) -> npt.NDArray[np.float32]:
     """Return the observations that a probe's tokens but the last stand for, float32 [T - 1, size].
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from consumers.trainer.checkpoint.state import tensors_of
 from consumers.trainer.checkpoint.store import load_tensors
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.learner import Learner
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Comparison:
         return not self.differs
 
 
-def compare(train: TrainStep, path: Path) -> Comparison:
+def compare(train: Learner, path: Path) -> Comparison:
     """Compare weights and optimizer state with those of a whole checkpoint; every rank must call this.
 
     One part at a time is read, so memory grows by the largest of policy, critic and their optimizers.

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,20 +23,25 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from consumers.trainer.model.policy import Policy
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.learner import Learner
 
 
-def tensors_of(train: TrainStep, critic: bool = True) -> dict[str, Any]:
+def tensors_of(train: Learner, critic: bool = True) -> dict[str, Any]:
     """Return state dictionaries of models and optimizers by name, for a checkpoint to be written or read.
 
     critic: whether that of the critic counts, if there is one.
     """
-    model, optimizer = get_state_dict(train.policy, train.update.optimizer, options=_options(train.policy))
-    tensors = {"model": _trained(train.policy, model), "optimizer": optimizer}
-    if train.critic is not None and critic:
-        model, optimizer = get_state_dict(train.critic.critic, train.critic.update.optimizer)
-        tensors |= {"critic": model, "critic_optimizer": optimizer}
+    tensors = {}
+    for name, (module, update) in train.parts().items():
+        if name != "critic" or critic:
+            model, optimizer = get_state_dict(module, update.optimizer, options=_options(module))
+            tensors |= {name: _trained(module, model), _optimizer(name): optimizer}
     return tensors
+
+
+def _optimizer(name: str) -> str:
+    """Return the name in checkpoints of a part's optimizer."""
+    return "optimizer" if name == "model" else f"{name}_optimizer"
 
 
 def copy_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -51,22 +57,17 @@ def copy_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def put_tensors(train: TrainStep, tensors: dict[str, Any]) -> None:
+def put_tensors(train: Learner, tensors: dict[str, Any]) -> None:
     """Make ``tensors`` the state of training; a critic of which they have nothing stays as it is."""
-    set_state_dict(
-        train.policy,
-        train.update.optimizer,
-        model_state_dict=tensors["model"],
-        optim_state_dict=tensors["optimizer"],
-        options=_options(train.policy),
-    )
-    if train.critic is not None and "critic" in tensors:
-        set_state_dict(
-            train.critic.critic,
-            train.critic.update.optimizer,
-            model_state_dict=tensors["critic"],
-            optim_state_dict=tensors["critic_optimizer"],
-        )
+    for name, (module, update) in train.parts().items():
+        if name in tensors:
+            set_state_dict(
+                module,
+                update.optimizer,
+                model_state_dict=tensors[name],
+                optim_state_dict=tensors[_optimizer(name)],
+                options=_options(module),
+            )
 
 
 def model_tensors(policy: Policy) -> dict[str, Any]:
@@ -79,16 +80,16 @@ def put_model_tensors(policy: Policy, tensors: dict[str, Any]) -> None:
     set_model_state_dict(policy, tensors, options=_options(policy))
 
 
-def _trained(policy: Policy, model: dict[str, Any]) -> dict[str, Any]:
+def _trained(module: nn.Module, model: dict[str, Any]) -> dict[str, Any]:
     """Leave out the second name of a frozen tied weight, and buffers, which are frozen too."""
-    if policy.adapter is None:
+    if getattr(module, "adapter", None) is None:
         return model
-    names = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     return {name: tensor for name, tensor in model.items() if name in names}
 
 
-def _options(policy: Policy) -> StateDictOptions:
-    frozen = policy.adapter is not None
+def _options(module: nn.Module) -> StateDictOptions:
+    frozen = getattr(module, "adapter", None) is not None
     # A file that lacks a tensor was refused when it was read.
     return StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)
 

@@ -34,7 +34,7 @@ from consumers.trainer.distributed.ranks import Ranks, reason
 from consumers.trainer.model.lora import check_same, describe
 from consumers.trainer.records.evaluations import best_versions, read_evaluations
 from consumers.trainer.step.gradient_update import LossScale
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.learner import Learner
 from schemas.errors import ConfigError, InfraError
 from schemas.run_folder import EVALUATIONS
 from schemas.system.files import make_folder
@@ -98,7 +98,7 @@ class CheckpointStore:
 
     def save(
         self,
-        train: TrainStep,
+        train: Learner,
         *,
         step: int,
         version: int,
@@ -125,7 +125,7 @@ class CheckpointStore:
 
     def take(
         self,
-        train: TrainStep,
+        train: Learner,
         *,
         step: int,
         version: int,
@@ -147,7 +147,8 @@ class CheckpointStore:
             "schedule": train.schedule.done,
             "loss_scale": [scale.state() for scale in _loss_scales(train)],
             "adapter": describe(train.policy.adapter),
-            "critic": train.critic is not None,
+            "critic": "critic" in train.parts(),
+            "learner": train.state(),
             "extra": extra,
         }
         tensors = tensors_of(train)
@@ -244,7 +245,7 @@ class CheckpointStore:
         steps = [step_of(path) for path in self._all()[: self.keep]]
         return min(steps) if len(steps) == self.keep else 0
 
-    def load(self, path: Path, train: TrainStep) -> Restored:
+    def load(self, path: Path, train: Learner) -> Restored:
         """Put the state in ``path`` into ``train``, on as many ranks as there are now; InfraError if it is damaged.
 
         ConfigError if it is of another model.
@@ -257,10 +258,12 @@ class CheckpointStore:
         state = read_state(path)
         check_same(path.name, state.get("adapter"), train.policy.adapter)
         # Earlier versions did not say.
-        had_critic = state.get("critic", train.critic is not None)
+        has_critic = "critic" in train.parts()
+        had_critic = state.get("critic", has_critic)
         tensors = tensors_of(train, critic=had_critic)
         load_tensors(path, tensors)
         put_tensors(train, tensors)
+        train.restore(state.get("learner", {}))
         train.schedule.done = state["schedule"]
         # Earlier versions saved none.
         for scale, saved in zip(_loss_scales(train), state.get("loss_scale", ()), strict=False):
@@ -269,7 +272,7 @@ class CheckpointStore:
         # More ranks than there were: the new ones keep the random state they started with.
         if rng.exists():
             set_random_states(json.loads(rng.read_text(encoding="utf-8")))
-        difference = _critic_difference(path.name, had_critic, train.critic is not None)
+        difference = _critic_difference(path.name, had_critic, has_critic)
         return Restored(state["step"], state["version"], state["extra"], difference)
 
     def _all(self) -> list[Path]:
@@ -373,10 +376,9 @@ def leader_term_of(path: Path) -> int:
     return int(path.name.rpartition("-t")[2])
 
 
-def _loss_scales(train: TrainStep) -> list[LossScale]:
+def _loss_scales(train: Learner) -> list[LossScale]:
     """List the scales of the policy's loss and of the critic's; none unless they compute in float16."""
-    updates = [train.update, *([train.critic.update] if train.critic is not None else [])]
-    return [update.loss_scale for update in updates if update.loss_scale is not None]
+    return [update.loss_scale for _, update in train.parts().values() if update.loss_scale is not None]
 
 
 @contextmanager

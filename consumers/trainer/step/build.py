@@ -18,10 +18,17 @@ from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.critic import Critic, CriticStep
 from consumers.trainer.step.fragment_step import build_fragment_step
 from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, build_optimizer
+from consumers.trainer.step.learner import Learner
 from consumers.trainer.step.prepare import Preparation
 from consumers.trainer.step.train_step import Observer, TrainStep
 from schemas.config import TidemillConfig
 from schemas.plugins import bind
+
+
+def build_learner(config: TidemillConfig, ranks: Ranks) -> Learner:
+    """Build the training step that a configuration describes, of tokens or of fragments; see build_train_step."""
+    build = build_fragment_step if config.model.kind == "mlp" else build_train_step
+    return build(config, ranks)
 
 
 def build_train_step(
@@ -32,7 +39,7 @@ def build_train_step(
     reference: Policy | None = None,
     critic: Critic | None = None,
 ) -> TrainStep:
-    """Build the training step that a configuration describes; every rank calls this.
+    """Build the training step of a language model; every rank calls this.
 
     ranks: by default this process alone. policy, reference, critic: loaded models, by default those of ``model``,
     ``trainer.kl`` and ``trainer.critic``; the reference on its device. Parameters and optimizer keep the type of
@@ -41,8 +48,6 @@ def build_train_step(
     """
     ranks = ranks or Ranks(parallel=config.trainer.parallel)
     trainer = config.trainer
-    if config.model.kind == "mlp":
-        return build_fragment_step(config, ranks)
     if policy is None:
         _check_models(config, ranks)
     # Rank 0 reads each model and sends it to the others, one model after the other.
@@ -81,10 +86,10 @@ def build_train_step(
     return TrainStep(
         policy,
         planner,
-        objective,
         update,
         schedule,
         ranks,
+        objective,
         preparation if preparation.needed else None,
         critic_step,
         observers,

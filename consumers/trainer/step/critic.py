@@ -78,6 +78,10 @@ class CriticStep:
         optimizer = build_optimizer(self.critic.parameters(), settings.optimizer)
         self.update = GradientUpdate(self.critic, optimizer, ranks, settings.optimizer.max_grad_norm, dtype)
 
+    def parts(self) -> dict[str, tuple[nn.Module, GradientUpdate]]:
+        """See Learner."""
+        return {"critic": (self.critic, self.update)}
+
     @torch.no_grad()
     def values(self, micro: MicroBatch) -> Tensor:
         """Return the values of the states before each token, by the weights before the step: float32 [R, T-1]."""

@@ -5,46 +5,30 @@ Everything random follows from run.seed and the step's number, so the same fragm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from consumers.trainer.algorithms.advantages import Gae
 from consumers.trainer.algorithms.losses import LossInputs
 from consumers.trainer.algorithms.objective import Objective
-from consumers.trainer.data.groups import Group
 from consumers.trainer.data.plan import StepPlanner
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.fragments.actor_critic import Actor, ValueNetwork
+from consumers.trainer.fragments.plan import FragmentPlan
 from consumers.trainer.fragments.transitions import Transitions
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.critic import CriticStep, value_loss
 from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Sums, build_optimizer, lr_factor
-from consumers.trainer.step.train_step import StepResult, TrainStep
+from consumers.trainer.step.learner import Learner, StepResult
+from consumers.trainer.step.sac_step import build_sac_step
 from schemas.config import CriticConfig, TidemillConfig
 from schemas.errors import ConfigError
-from schemas.messages import Trajectory
 from schemas.plugins import bind
 from schemas.policy_shape import PolicyShape
-
-
-@dataclass(frozen=True)
-class FragmentPlan:
-    """The fragments of a step, and the planner that makes it. images: None, as of a model of text."""
-
-    samples: Sequence[tuple[Trajectory, float]] = ()
-    images: None = None
-
-    def plan(self, groups: Sequence[Group]) -> FragmentPlan:
-        """Return the plan of a step over these groups."""
-        return FragmentPlan([sample for group in groups for sample in group.samples])
-
-    def batch(self, dp_rank: int) -> FragmentPlan:
-        """Return the part of a rank: all of it, for there is one."""
-        return self
 
 
 class FragmentCritic(CriticStep):
@@ -70,20 +54,27 @@ class FragmentCritic(CriticStep):
 
 
 @dataclass(eq=False)
-class FragmentStep(TrainStep):
+class PpoStep(Learner):
     """A step of PPO over fragments. minibatches: parts of an epoch. seed: run.seed.
 
     advantage: gamma, lam, and whether to normalise. Advantages are normalised in each minibatch.
     """
 
-    advantage: Gae = Gae()  # noqa: RUF009 - it is frozen
-    minibatches: int = 1
-    seed: int = 0
+    objective: Objective
+    critic: FragmentCritic
+    epochs: int
+    advantage: Gae
+    minibatches: int
+    seed: int
+
+    def parts(self) -> dict[str, tuple[nn.Module, GradientUpdate]]:
+        """See Learner."""
+        return super().parts() | self.critic.parts()
 
     def run(self, batch: Any, version: int) -> StepResult:
         """Update actor and critic for each minibatch of each epoch; ``version`` is that before the step."""
         timer = StepTimer()
-        actor, critic, done = self.policy, cast(FragmentCritic, self.critic), self.schedule.done
+        actor, critic, done = self.policy, self.critic, self.schedule.done
         critic.steps = self.schedule.steps
         samples = [sample for sample, _ in batch.samples]
         with timer.phase("prepare"), torch.no_grad():
@@ -108,9 +99,7 @@ class FragmentStep(TrainStep):
         spread = float(data.returns.var())
         if spread > 0:
             metrics["critic_explained_variance"] = 1.0 - float((data.returns - data.values).var()) / spread
-        ages, counts = torch.unique(version - data.versions, return_counts=True)
-        staleness = dict(zip(ages.tolist(), counts.tolist(), strict=True))
-        return StepResult(metrics, staleness, skipped == updates, timer.lap())
+        return StepResult(metrics, batch.ages(version), skipped == updates, timer.lap())
 
     def _add_gradient(self, part: Transitions, proximal: torch.Tensor, version: int) -> Sums:
         """Run forward and backward for a minibatch; returns the means of its loss and metrics."""
@@ -141,25 +130,29 @@ class FragmentStep(TrainStep):
         return sums
 
 
-def build_fragment_step(config: TidemillConfig, ranks: Ranks) -> FragmentStep:
+def build_fragment_step(config: TidemillConfig, ranks: Ranks) -> Learner:
     """Build the step of model.kind mlp, with new networks; ConfigError for more than one rank."""
     trainer, shape = config.trainer, PolicyShape.read(config.model.path)
     if ranks.world > 1:
         raise ConfigError(f"model.kind mlp trains on one rank, not on {ranks.world}")
+    if trainer.sac is not None:
+        return build_sac_step(config, ranks, trainer.sac)
     if trainer.critic is None:
-        raise ConfigError("model.kind mlp needs a trainer.critic section")
+        raise ConfigError("model.kind mlp needs a trainer.critic or a trainer.sac section")
+    if shape.squashed:
+        raise ConfigError(f"model.path {config.model.path}: a squashed policy needs trainer.sac")
     actor, network = Actor(shape), ValueNetwork(shape)
     optimizer = build_optimizer(actor.parameters(), trainer.optimizer)
-    return FragmentStep(
+    return PpoStep(
         cast(Policy, actor),
         cast(StepPlanner, FragmentPlan()),
-        Objective.from_config(trainer, config.base),
         GradientUpdate(actor, optimizer, ranks, trainer.optimizer.max_grad_norm, torch.float32),
         Schedule(trainer.optimizer, trainer.optimizer.lr, trainer.steps),
         ranks,
-        critic=FragmentCritic(network, trainer.critic, trainer.steps, ranks),
-        epochs=trainer.epochs,
-        advantage=bind("trainer.advantage", Gae, trainer.advantage.args),
-        minibatches=trainer.minibatches,
-        seed=config.run.seed,
+        Objective.from_config(trainer, config.base),
+        FragmentCritic(network, trainer.critic, trainer.steps, ranks),
+        trainer.epochs,
+        bind("trainer.advantage", Gae, trainer.advantage.args),
+        trainer.minibatches,
+        config.run.seed,
     )

@@ -202,11 +202,13 @@ class LocalAdamW(AdamW):
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerConfig) -> AdamW:
     """Build AdamW for the parameters that need a gradient. Matrices decay, vectors (norms, biases) don't."""
     trained = [p for p in parameters if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
     optimizer = LocalAdamW(
-        [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ],
+        # A group without parameters would lose its settings in a checkpoint.
+        [group for group in groups if group["params"]],
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,

@@ -7,45 +7,25 @@ update whose loss or gradient is not finite changes no weight, not the critic's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from consumers.trainer.algorithms.losses import LossOutput
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.data.collate import MicroBatch
-from consumers.trainer.data.plan import StepBatch, StepPlanner
-from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.data.plan import StepBatch
 from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
 from consumers.trainer.metrics.timing import StepTimer
-from consumers.trainer.model.policy import Policy, TokenScores
+from consumers.trainer.model.policy import TokenScores
 from consumers.trainer.step.critic import CriticStep
-from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Update
+from consumers.trainer.step.gradient_update import GradientUpdate, Update
+from consumers.trainer.step.learner import Learner, StepResult
 from consumers.trainer.step.prepare import Preparation
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The outcome of a step. metrics: for logs. staleness: loss tokens by age in versions. skipped: no weight changed.
-
-    seconds: of each phase, ``total`` and what is in none of them, ``other``. advantages: of each sample, on the rank
-    that made the plan; empty if tokens have advantages of their own. samples: see StepMeter.
-
-    A skipped step counts, and makes a version with the weights of the one before.
-    """
-
-    metrics: dict[str, float]
-    staleness: dict[int, int]
-    skipped: bool
-    seconds: dict[str, float]
-    advantages: Sequence[float] = ()
-    samples: Mapping[int, npt.NDArray[np.float64]] = field(default_factory=dict)
 
 
 class Observer(Protocol):
@@ -57,27 +37,30 @@ class Observer(Protocol):
 
 
 @dataclass(eq=False)
-class TrainStep:
+class TrainStep(Learner):
     """An optimizer step, from micro-batches to changed weights and metrics; ``build_train_step`` puts it together::
 
         step = build_train_step(config)
         batch = step.planner.plan(groups).batch()
         result = step.run(batch, version=7)      # the policy is version 8 now
 
-    planner: what makes batches of groups. policy: on its device, sharded over ``ranks`` if these are several. epochs:
-    how often a step trains its batch.
+    epochs: how often a step trains its batch.
     """
 
-    policy: Policy
-    planner: StepPlanner
     objective: Objective
-    update: GradientUpdate
-    schedule: Schedule
-    ranks: Ranks
     preparation: Preparation | None = None
     critic: CriticStep | None = None
     observers: Sequence[Observer] = ()
     epochs: int = 1
+
+    def parts(self) -> dict[str, tuple[nn.Module, GradientUpdate]]:
+        """See Learner."""
+        return super().parts() | ({} if self.critic is None else self.critic.parts())
+
+    def frozen(self) -> Sequence[nn.Module]:
+        """See Learner; the reference policy, if there is one."""
+        reference = self.preparation.reference if self.preparation is not None else None
+        return () if reference is None else (reference,)
 
     def run(self, batch: StepBatch, version: int) -> StepResult:
         """Update the weights for each minibatch of each epoch; ``version`` is that of the weights before the step."""

@@ -79,7 +79,14 @@ def test_advantages_are_those_of_the_definition(seed: int, steps: int, envs: int
     np.testing.assert_allclose(returns, expected + values[:-1], atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [PolicyShape(4, 3, hidden=(8, 8)), PolicyShape(3, 2, continuous=True, hidden=(5,))])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        PolicyShape(4, 3, hidden=(8, 8)),
+        PolicyShape(3, 2, continuous=True, hidden=(5,)),
+        PolicyShape(3, 2, continuous=True, hidden=(5, 4), squashed=True, activation="relu"),
+    ],
+)
 def test_a_generator_computes_the_log_probabilities_of_the_trainer(shape: PolicyShape) -> None:
     torch.manual_seed(0)
     actor = Actor(shape)

@@ -1,0 +1,35 @@
+"""The fragments of a step as its batch: they are not dealt to ranks, for there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from consumers.trainer.data.groups import Group
+from schemas.messages import Trajectory
+
+
+@dataclass(frozen=True)
+class FragmentPlan:
+    """The fragments of a step, and the planner that makes it. images: None, as of a model of text."""
+
+    samples: Sequence[tuple[Trajectory, float]] = ()
+    images: None = None
+
+    def plan(self, groups: Sequence[Group]) -> FragmentPlan:
+        """Return the plan of a step over these groups."""
+        return FragmentPlan([sample for group in groups for sample in group.samples])
+
+    def batch(self, dp_rank: int) -> FragmentPlan:
+        """Return the part of a rank: all of it."""
+        return self
+
+    def ages(self, version: int) -> dict[int, int]:
+        """Return the number of transitions by age, in versions."""
+        found: dict[int, int] = {}
+        for trajectory, _ in self.samples:
+            envs = trajectory.fragment.envs if trajectory.fragment is not None else 1
+            for span in trajectory.spans:
+                age = version - span.version
+                found[age] = found.get(age, 0) + (span.end - span.start) * envs
+        return dict(sorted(found.items()))

@@ -1,0 +1,170 @@
+"""The step of SAC over fragments (arXiv:1812.05905): twin Q networks, a tuned temperature, and a replay buffer.
+
+New transitions go into the buffer, then there are as many updates as trainer.sac says. The order within an update is
+that of Stable-Baselines3. Everything random follows from run.seed and the step's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from consumers.trainer.data.plan import StepPlanner
+from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.fragments.actor_critic import Actor, TwinCritic
+from consumers.trainer.fragments.plan import FragmentPlan
+from consumers.trainer.fragments.replay_buffer import ReplayBuffer
+from consumers.trainer.metrics.timing import StepTimer
+from consumers.trainer.model.policy import Policy
+from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Sums, build_optimizer
+from consumers.trainer.step.learner import Learner, StepResult
+from schemas.config import SacConfig, TidemillConfig
+from schemas.errors import ConfigError
+from schemas.policy_shape import PolicyShape
+
+METRICS = ("alpha", "entropy", "critic_loss", "q_mean", "loss", "grad_norm", "critic_grad_norm", "skipped")
+
+
+class Temperature(nn.Module):
+    """The weight of the entropy, alpha, by its logarithm; at first 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_alpha = nn.Parameter(torch.zeros(1))
+
+
+@dataclass(eq=False)
+class SacStep(Learner):
+    """A step of SAC. critic, temperature: what is trained beside the policy, each with its update. seed: run.seed."""
+
+    critic: tuple[TwinCritic, GradientUpdate]
+    temperature: tuple[Temperature, GradientUpdate]
+    buffer: ReplayBuffer
+    settings: SacConfig
+    seed: int
+
+    def parts(self) -> dict[str, tuple[nn.Module, GradientUpdate]]:
+        """See Learner."""
+        return {**super().parts(), "critic": self.critic, "temperature": self.temperature}
+
+    def state(self) -> dict[str, Any]:
+        """See Learner; the files of the buffer."""
+        return self.buffer.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See Learner."""
+        self.buffer.restore(state)
+
+    def run(self, batch: Any, version: int) -> StepResult:
+        """Add the fragments to the buffer, and update all networks."""
+        timer, done, settings = StepTimer(), self.schedule.done, self.settings
+        before = self.buffer.count
+        with timer.phase("prepare"):
+            new = self.buffer.add([sample for sample, _ in batch.samples])
+        ratio = settings.updates_per_transition
+        # Whole updates, whose number over all steps is exact.
+        updates = int(self.buffer.count * ratio) - int(before * ratio) if self.buffer.count >= settings.start else 0
+        rng = np.random.default_rng([self.seed, done])
+        noise = torch.Generator().manual_seed(self.seed * 1_000_003 + done)
+        lr = self.schedule.at(done + 1)
+        sums = np.zeros(len(METRICS))
+        with timer.phase("optimizer"):
+            for _ in range(updates):
+                sums += self.update_once(self.buffer.draw(rng, settings.batch), noise, lr)
+        self.schedule.done += 1
+        metrics = dict(zip(METRICS, (sums / updates).tolist(), strict=True)) if updates else {}
+        metrics |= {"tokens": float(new), "lr": lr, "updates": float(updates), "buffer": float(self.buffer.filled)}
+        skipped = bool(updates) and metrics["skipped"] == 1.0
+        return StepResult(metrics, batch.ages(version), skipped, timer.lap())
+
+    def update_once(self, data: dict[str, Tensor], noise: torch.Generator, lr: float) -> list[float]:
+        """Update temperature, critic and policy once, then the targets; returns the numbers of METRICS."""
+        actor, (critic, critic_update) = cast(Actor, self.policy), self.critic
+        module, temperature_update = self.temperature
+        seen, gamma = data["observations"], self.settings.gamma
+        alpha = module.log_alpha.detach().exp()
+        actions, logprobs = actor.sample(seen, _normal(data["actions"], noise))
+        with torch.no_grad():
+            goal = self.settings.target_entropy
+            gap = logprobs.detach() + (-float(actions.shape[-1]) if goal is None else goal)
+            following, following_logprobs = actor.sample(data["next_observations"], _normal(data["actions"], noise))
+            value = critic(data["next_observations"], following, target=True).amin(0) - alpha * following_logprobs
+            wanted = data["rewards"] + gamma * (1 - data["terminated"]) * value
+        tuned = temperature_update.run(_once(temperature_update, lambda: -(module.log_alpha * gap).mean()), lr)
+
+        def critic_loss() -> tuple[Tensor, Tensor]:
+            found = critic(seen, data["actions"])
+            return 0.5 * (found - wanted).square().mean(-1).sum(), found.mean()
+
+        learnt = critic_update.run(_once(critic_update, critic_loss), lr)
+        with _fixed(critic):
+            improved = self.update.run(
+                _once(self.update, lambda: (alpha * logprobs - critic(seen, actions).amin(0)).mean()), lr
+            )
+        critic.follow(self.settings.tau)
+        entropy = -float(logprobs.detach().mean())
+        skipped = float(tuned.skipped or learnt.skipped or improved.skipped)
+        losses = (*learnt.sums.values, improved.sums.loss, improved.norm, learnt.norm)
+        return [float(alpha), entropy, *losses, skipped]
+
+
+def _normal(like: Tensor, noise: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=noise)
+
+
+def _once(update: GradientUpdate, loss: Callable[[], Tensor | tuple[Tensor, Tensor]]) -> Callable[[], Sums]:
+    """Return the pass of an update over one batch; a second tensor of ``loss`` is a metric."""
+
+    def accumulate() -> Sums:
+        found = loss()
+        values = found if isinstance(found, tuple) else (found,)
+        update.backward(values[0])
+        sums = Sums(len(values))
+        sums.add(*(float(value.detach()) for value in values))
+        return sums
+
+    return accumulate
+
+
+@contextmanager
+def _fixed(module: nn.Module) -> Iterator[None]:
+    """Compute no gradient of the module's weights in the block, only of what goes through it."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def build_sac_step(config: TidemillConfig, ranks: Ranks, settings: SacConfig) -> SacStep:
+    """Build the step of SAC with new networks and an empty buffer; ConfigError for a policy that is not squashed."""
+    trainer, shape = config.trainer, PolicyShape.read(config.model.path)
+    if not shape.squashed:
+        raise ConfigError(f"model.path {config.model.path}: trainer.sac needs squashed: true in config.json")
+
+    def part(module: nn.Module) -> GradientUpdate:
+        optimizer = build_optimizer(module.parameters(), trainer.optimizer)
+        return GradientUpdate(module, optimizer, ranks, trainer.optimizer.max_grad_norm, torch.float32)
+
+    actor, critic, temperature = Actor(shape), TwinCritic(shape), Temperature()
+    return SacStep(
+        cast(Policy, actor),
+        cast(StepPlanner, FragmentPlan()),
+        part(actor),
+        Schedule(trainer.optimizer, trainer.optimizer.lr, trainer.steps),
+        ranks,
+        (critic, part(critic)),
+        (temperature, part(temperature)),
+        ReplayBuffer(config.folder, settings.buffer, shape.observations, shape.actions),
+        settings,
+        config.run.seed,
+    )
