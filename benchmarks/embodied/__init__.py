@@ -1,0 +1,1 @@
+"""Environments with numbers beside Stable-Baselines3."""
