@@ -267,6 +267,33 @@ def batches(
 
 
 @app.command(rich_help_panel=AFTER)
+def play(
+    run: RunOnDisk,
+    step: Annotated[int | None, typer.Option(help="Step of a checkpoint; default: the newest complete one.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the episode; default: the evaluation's first.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Most steps of the episode.")] = 1000,
+    to: Annotated[Path | None, typer.Option(help="File for the GIF; default: one in the run's folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Play an episode of a policy that acts in an environment with numbers, and write it as a GIF."""
+    from schemas.run_folder import config_of
+
+    config = config_of(run)
+    from deploy.offline.play import play as play_episode
+
+    found = play_episode(config, step, seed, steps, to)
+    if as_json:
+        print_json(found)
+    else:
+        print(
+            f"{found['environment']}, seed {found['seed']}: return {found['return']:g} in {found['steps']} steps,"
+            f" {found['end']} ({found['checkpoint']}): {found['file']}"
+        )
+
+
+@app.command(rich_help_panel=AFTER)
 def replay(
     run: RunOnDisk,
     first: Annotated[int, typer.Option("--from", help="Step of a checkpoint; 0: the run's initial model.")],

@@ -61,6 +61,14 @@ class EnvironmentSpec:
         return PolicyShape(process.observations, process.actions, bounds is not None, squashed=squashed)
 
 
+def scale_actions(actions: npt.NDArray[Any], bounds: Floats | None, squashed: bool) -> npt.NDArray[Any]:
+    """Return a policy's actions as the environment takes them. bounds: of a continuous space, [2, A]."""
+    if bounds is None:
+        return actions
+    low, high = bounds
+    return np.clip(low + (actions + 1) / 2 * (high - low) if squashed else actions, low, high)
+
+
 def spec_of(data: Mapping[str, Any]) -> EnvironmentSpec:
     """Return the environment that a task, or the arguments of the dataset, names."""
     names = EnvironmentSpec.__dataclass_fields__
@@ -123,6 +131,26 @@ class EnvironmentProcess:
 
     def receive(self) -> Stepped:
         """Wait for the end of a reset or step; EnvironmentLost after its deadline, and if there is none."""
+        self._answered()
+        size, n = self.observations, self.envs
+        numbers = np.frombuffer(self._read(4 * n * (2 * size + 1) + 2 * n), np.uint8)
+        floats, flags = numbers[: -2 * n].view("<f4"), numbers[-2 * n :]
+        seen, last = floats[: 2 * n * size].reshape(2, n, size)
+        return Stepped(seen, last, floats[2 * n * size :], flags[:n], flags[n:])
+
+    def frame(self) -> npt.NDArray[np.uint8]:
+        """Draw the first environment as it is now, uint8 [height, width, 3]; EnvironmentLost if it has no picture."""
+        self._send(b"V", self._spec.step_s)
+        self._answered()
+        height, width = struct.unpack("<2I", self._read(8))
+        return np.frombuffer(self._read(3 * height * width), np.uint8).reshape(height, width, 3)
+
+    def close(self) -> str:
+        """Kill the process with everything below it; returns how it ended."""
+        return self._process.kill()
+
+    def _answered(self) -> None:
+        """Wait until an answer begins that is no error."""
         while (kind := self._read(1)) == b".":
             # An episode has ended: what follows is a reset.
             self._limit = time.monotonic() + self._spec.reset_s
@@ -131,15 +159,6 @@ class EnvironmentProcess:
             text = self._read(size).decode()
             self.close()
             raise EnvironmentLost(text)
-        size, n = self.observations, self.envs
-        numbers = np.frombuffer(self._read(4 * n * (2 * size + 1) + 2 * n), np.uint8)
-        floats, flags = numbers[: -2 * n].view("<f4"), numbers[-2 * n :]
-        seen, last = floats[: 2 * n * size].reshape(2, n, size)
-        return Stepped(seen, last, floats[2 * n * size :], flags[:n], flags[n:])
-
-    def close(self) -> str:
-        """Kill the process with everything below it; returns how it ended."""
-        return self._process.kill()
 
     def _send(self, data: bytes, seconds: float) -> None:
         self._limit = time.monotonic() + seconds

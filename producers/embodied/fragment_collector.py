@@ -18,7 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from producers.embodied.environment_process import EnvironmentLost, EnvironmentProcess, EnvironmentSpec, Stepped
+from producers.embodied.environment_process import (
+    EnvironmentLost,
+    EnvironmentProcess,
+    EnvironmentSpec,
+    Stepped,
+    scale_actions,
+)
 from producers.embodied.mlp_engine import Acted, Floats
 from schemas.codec import Array
 from schemas.errors import DataError
@@ -175,16 +181,10 @@ class FragmentCollector:
         columns.logprobs[t, part] = acted.logprobs
         columns.versions[t] = min(columns.versions[t], acted.version)
         for share in shares:
-            share.process.step(self._scaled(columns.actions[t, share.part], share.process.bounds))
+            actions = scale_actions(columns.actions[t, share.part], share.process.bounds, self._squashed)
+            share.process.step(actions)
             share.step = t
         return True
-
-    def _scaled(self, actions: npt.NDArray[Any], bounds: Floats | None) -> npt.NDArray[Any]:
-        """Return actions as the environment takes them."""
-        if bounds is None:
-            return actions
-        low, high = bounds
-        return np.clip(low + (actions + 1) / 2 * (high - low) if self._squashed else actions, low, high)
 
     def _finish(self, shares: Sequence[_Share], columns: _Columns, actor: Actor) -> bool:
         """Take the results of the step under way, with new processes for those that are lost; False: the actor ends."""

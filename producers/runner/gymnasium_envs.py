@@ -2,9 +2,9 @@
 
 stdin is a socket. The first line is ``{"id", "args", "modules", "envs"}`` as JSON, answered by the spaces or an error.
 Then each request is a byte and a body of a known size: ``R`` and a seed (i8) resets all environments, ``S`` and their
-actions (i4 [N] or f4 [N, A]) steps them. The answer is ``=`` and the arrays of ``Environments.answer``; before it ``.``
-if an episode has ended, whose environment is reset now. ``!`` is an error, with its length (u4) and its text. All is
-little-endian.
+actions (i4 [N] or f4 [N, A]) steps them, ``V`` draws the first. The answer is ``=`` and what ``Environments.answer``
+returns; before it ``.`` if an episode has ended, whose environment is reset now. ``!`` is an error, with its length
+(u4) and its text. All is little-endian.
 """
 
 from __future__ import annotations
@@ -78,10 +78,17 @@ class Environments:
 
     def size_of(self, order: bytes) -> int:
         """Return the bytes of an order's body."""
+        if order == b"V":
+            return 0
         return 8 if order == b"R" else 4 * len(self._envs) * (1 if self._discrete else self._acts.shape[0])
 
     def answer(self, order: bytes, body: bytes, channel: socket.socket) -> bytes:
-        """Reset or step; returns observations, last observations (f4 [N, O]), rewards (f4), ends and success (u1)."""
+        """Reset, step or draw.
+
+        Returns observations, last observations (f4 [N, O]), rewards (f4 [N]), ends and success (u1 [N]), or a picture.
+        """
+        if order == b"V":
+            return b"=" + self._picture()
         self._ends[:], self._success[:] = 0, UNKNOWN
         if order == b"R":
             (seed,) = struct.unpack("<q", body)
@@ -91,6 +98,13 @@ class Environments:
             self._step(body, channel)
         arrays = (self._observations, self._last, self._rewards, self._ends, self._success)
         return b"=" + b"".join(array.tobytes() for array in arrays)
+
+    def _picture(self) -> bytes:
+        """Return height, width (u4) and colors (u1 [height, width, 3]) of the first environment."""
+        frame = self._envs[0].render()
+        if getattr(frame, "dtype", None) != "uint8" or frame.shape[2:] != (3,):
+            raise ValueError("render_mode rgb_array gives no picture of bytes [height, width, 3]")
+        return struct.pack("<2I", *frame.shape[:2]) + frame.tobytes()
 
     def _step(self, body: bytes, channel: socket.socket) -> None:
         actions = self._np.frombuffer(body, "<i4" if self._discrete else "<f4").reshape(len(self._envs), -1)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.checkpoint.state import model_tensors, put_model_tensors
 from consumers.trainer.checkpoint.store import CheckpointStore, WantedStep, load_tensors, read_state
+from consumers.trainer.fragments.actor_critic import Actor
 from consumers.trainer.model.hf_weights import copy_tokenizer, save_adapter, save_model
 from consumers.trainer.model.lora import check_same, make_policy
+from consumers.trainer.model.policy import Policy
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
+from schemas.policy_shape import PolicyShape
 
 
 def export_checkpoint(
@@ -32,11 +36,7 @@ def export_checkpoint(
     path, out = find_export(config, step, out, adapter)
     with whole_folder(out, "folder with --to") as aside:
         stage(f"loading {path.name}")
-        policy = make_policy(config)
-        check_same(path.name, read_state(path).get("adapter"), policy.adapter)
-        tensors = {"model": model_tensors(policy)}
-        load_tensors(path, tensors)
-        put_model_tensors(policy, tensors["model"])
+        policy = load_actor(config, path) if config.model.kind == "mlp" else _load_model(config, path)
         stage(f"writing {out}")
         if adapter:
             save_adapter(policy, aside, config.model.dtype, config.model.path)
@@ -44,6 +44,27 @@ def export_checkpoint(
             save_model(policy, aside, config.model.dtype)
         copy_tokenizer(config.model, aside)
     return path, out
+
+
+def _load_model(config: TidemillConfig, path: Path) -> Policy:
+    """Load the language model of a checkpoint."""
+    policy = make_policy(config)
+    check_same(path.name, read_state(path).get("adapter"), policy.adapter)
+    _fill(policy, path)
+    return policy
+
+
+def load_actor(config: TidemillConfig, path: Path) -> Policy:
+    """Load the policy of a checkpoint of a run with model.kind mlp."""
+    actor = cast(Policy, Actor(PolicyShape.read(config.model.path)))
+    _fill(actor, path)
+    return actor
+
+
+def _fill(policy: Policy, path: Path) -> None:
+    tensors = {"model": model_tensors(policy)}
+    load_tensors(path, tensors)
+    put_model_tensors(policy, tensors["model"])
 
 
 def find_export(config: TidemillConfig, step: WantedStep, out: Path | None, adapter: bool) -> tuple[Path, Path]:

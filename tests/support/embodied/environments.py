@@ -27,7 +27,9 @@ class Counting(gymnasium.Env[np.ndarray, Any]):
         at: int = 1,
         slow_s: float = 0.0,
         scale: float = 0.0,
+        render_mode: str | None = None,
     ) -> None:
+        self.render_mode = render_mode
         self.observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
         self.action_space = gymnasium.spaces.Box(0, scale, (1,), np.float32) if scale else gymnasium.spaces.Discrete(2)
         self._length, self._truncates, self._fault, self._at = length, truncates, fault, at
@@ -37,6 +39,10 @@ class Counting(gymnasium.Env[np.ndarray, Any]):
         super().reset(seed=seed)
         self._count = 0
         return np.zeros(1, np.float32), {}
+
+    def render(self) -> Any:
+        drawn = self.render_mode == "rgb_array" and self._fault != "picture"
+        return np.full((4, 6, 3), 20 * self._count, np.uint8) if drawn else None
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         time.sleep(self._slow_s)
