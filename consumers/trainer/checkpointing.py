@@ -101,7 +101,7 @@ class Checkpointing:
             steps = self._progress.step - last
             if steps >= self._settings.checkpoint_every or (steps and self._keeps_best and self._is_evaluated()):
                 self._finish_pending()
-                self._begin()
+                self._context.retry("checkpoint", self._begin)
                 self.poll()
 
     def _is_evaluated(self) -> bool:

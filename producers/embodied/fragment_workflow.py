@@ -40,6 +40,11 @@ class Fragments:
         self._squashed = shape.squashed
         for dataset in [*config.train, *(config.eval.dataset if config.eval else [])]:
             spec = spec_of(dataset.args)
+            if max(spec.step_s, spec.reset_s) >= config.generator.stall_s:
+                raise ConfigError(
+                    f"environment {spec.id}: step_s {spec.step_s:g} and reset_s {spec.reset_s:g} must be below"
+                    f" generator.stall_s {config.generator.stall_s:g}, after which the generator itself is restarted"
+                )
             needed = await asyncio.to_thread(spec.shape)
             if (needed.observations, needed.actions, needed.continuous) != (
                 shape.observations,
@@ -72,14 +77,15 @@ class Fragments:
         data = task.data
         spec = spec_of(data)
         key = msgspec.msgpack.encode([spec, data["envs"], data["processes"]])
-        with self._turn, engine.playing() as begun:
+        with self._turn:
             collector = self._collectors.get(key)
             if collector is None:
                 collector = self._collectors[key] = FragmentCollector(
                     spec, data["envs"], data["seed"], data["processes"], self._squashed
                 )
             try:
-                found = collector.collect(data["steps"], functools.partial(engine.act, begun=begun))
+                with engine.playing() as begun:
+                    found = collector.collect(data["steps"], functools.partial(engine.act, begun=begun))
             except Exception:
                 # Whatever state the environments are in, the next fragment begins with fresh ones.
                 self._collectors.pop(key).close()
@@ -93,7 +99,10 @@ class Fragments:
         """
         spec, seed = spec_of(task.data), task.data["seed"] + index
         idle = self._idle.setdefault(msgspec.msgpack.encode(spec), [])
-        collector = idle.pop() if idle else FragmentCollector(spec, 1, seed, squashed=self._squashed)
+        try:
+            collector = idle.pop()
+        except IndexError:
+            collector = FragmentCollector(spec, 1, seed, squashed=self._squashed)
         try:
             with engine.playing() as begun:
                 act = functools.partial(engine.act, begun=begun, greedy=task.sampling.temperature == 0)

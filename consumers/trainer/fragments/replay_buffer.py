@@ -20,7 +20,7 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from schemas.digests import digest
-from schemas.errors import DataError, DiskError, InfraError
+from schemas.errors import ConfigError, DataError, DiskError, InfraError
 from schemas.messages import Trajectory
 from schemas.messages.fragments import TERMINATED, TRUNCATED
 from schemas.system.files import atomic_write
@@ -106,10 +106,14 @@ class ReplayBuffer:
                     path.unlink(missing_ok=True)
         except OSError as error:
             raise DiskError(f"cannot write the replay buffer in {self._run / FOLDER}: {error}") from error
-        return {"count": self.count, "files": self._files}
+        return {"count": self.count, "size": self._size, "files": self._files}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Read the files of a checkpoint; InfraError if one is missing or damaged."""
+        """Read the files of a checkpoint; InfraError if one is missing or damaged, ConfigError for another size."""
+        if state["size"] != self._size:
+            raise ConfigError(
+                f"trainer.sac.buffer is {self._size}, but the checkpoint has a buffer of {state['size']}: set that"
+            )
         for name, start, _ in state["files"]:
             path = self._run / FOLDER / name
             try:

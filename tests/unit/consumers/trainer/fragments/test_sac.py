@@ -18,8 +18,8 @@ from consumers.trainer.fragments.replay_buffer import FOLDER, ReplayBuffer
 from consumers.trainer.step.build import build_learner
 from consumers.trainer.step.sac_step import SacStep
 from schemas.codec import Array
-from schemas.config import TidemillConfig, parse_config
-from schemas.errors import ConfigError, InfraError
+from schemas.config import CriticConfig, TidemillConfig, parse_config
+from schemas.errors import ConfigError, DiskError, InfraError
 from schemas.messages import Fragment, Span, Trajectory
 
 ORACLE = Path(__file__).with_name("sac_update.json")
@@ -192,9 +192,30 @@ def test_a_damaged_file_of_the_buffer_is_named(tmp_path: Path) -> None:
         again.restore(state)
 
 
+def test_a_full_disk_is_reported_and_the_next_try_writes_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = ReplayBuffer(tmp_path, 100, 3, 1)
+    buffer.add([trajectory(1)])
+    (tmp_path / FOLDER).write_text("in the way")
+    with pytest.raises(DiskError, match="cannot write the replay buffer"):
+        buffer.state()
+    (tmp_path / FOLDER).unlink()
+    again = ReplayBuffer(tmp_path, 100, 3, 1)
+    again.restore(buffer.state())
+    assert np.array_equal(again._columns["rewards"], buffer._columns["rewards"])
+    with pytest.raises(ConfigError, match=r"trainer\.sac\.buffer is 50, but the checkpoint has a buffer of 100"):
+        ReplayBuffer(tmp_path, 50, 3, 1).restore(buffer.state())
+
+
 def test_updates_follow_new_transitions_exactly(tmp_path: Path) -> None:
     step = make_step(tmp_path, updates_per_transition=0.3, start=10)
     assert [train(step, number)["updates"] for number in range(4)] == [0, 2, 3, 2]
+
+
+def test_ppo_takes_no_squashed_policy(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    ppo = config.trainer.model_copy(update={"sac": None, "critic": CriticConfig()})
+    with pytest.raises(ConfigError, match=r"a squashed policy needs trainer\.sac"):
+        build_learner(config.model_copy(update={"trainer": ppo}), Ranks())
 
 
 def test_a_policy_that_is_not_squashed_is_refused(tmp_path: Path) -> None:

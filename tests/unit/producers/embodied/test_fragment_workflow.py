@@ -1,0 +1,79 @@
+"""What the workflow refuses before a run starts, and an evaluation whose environments crash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from producers.embodied.environment_process import EnvironmentLost, EnvironmentSpec
+from producers.embodied.fragment_collector import FragmentCollector
+from producers.embodied.fragment_workflow import Fragments, _episode
+from producers.embodied.mlp_engine import Acted, Floats
+from schemas.errors import ConfigError
+
+MODULE = "tests.support.embodied.environments"
+
+
+def start(tmp_path: Path, args: dict[str, Any], stall_s: float = 300.0, **shape: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"observations": 1, "actions": 2, **shape}))
+    config = SimpleNamespace(
+        model=SimpleNamespace(path=str(tmp_path)),
+        train=[SimpleNamespace(args={"id": "Counting-v0", "modules": [MODULE], **args})],
+        eval=None,
+        generator=SimpleNamespace(stall_s=stall_s),
+    )
+    services: Any = SimpleNamespace(config=config)
+    asyncio.run(Fragments().start(services))
+
+
+def test_a_policy_that_fits_is_taken(tmp_path: Path) -> None:
+    start(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("args", "shape", "reason"),
+    [
+        ({}, {"actions": 3}, "a policy for Counting-v0 needs observations 1, actions 2, continuous false"),
+        (
+            {"args": {"scale": float("inf")}},
+            {"actions": 1, "continuous": True, "squashed": True},
+            "environment Counting-v0: a squashed policy needs actions with finite bounds",
+        ),
+        ({"reset_s": 400}, {}, "step_s 30 and reset_s 400 must be below generator.stall_s 300"),
+        ({"args": {"length": "x", "no": 1}}, {}, "environment Counting-v0: TypeError"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, args: dict[str, Any], shape: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        start(tmp_path, args, **shape)
+
+
+def act(observations: Floats, rng: np.random.Generator) -> Acted:
+    return Acted(np.zeros(len(observations), np.int32), np.full(len(observations), -0.5, np.float32), 7)
+
+
+def test_an_episode_that_a_crash_breaks_off_is_played_again_from_its_seed() -> None:
+    """The process crashes at its 60th step, in the third episode of 25 steps, and its successor does not."""
+    collector = FragmentCollector(
+        EnvironmentSpec("Counting-v0", {"length": 25, "fault": "crash", "at": 60}, [MODULE]), 1, 0
+    )
+    for _ in range(3):
+        parts = _episode(collector, 5, act)
+        assert parts is not None
+        assert (len(parts), parts[-1].episodes.returns) == (25, [25.0])
+    collector.close()
+
+
+def test_an_episode_that_always_crashes_fails() -> None:
+    collector = FragmentCollector(
+        EnvironmentSpec("Counting-v0", {"length": 50, "fault": "crash", "at": 30}, [MODULE]), 1, 0
+    )
+    with pytest.raises(EnvironmentLost, match="the episode of seed 5 was broken off 3 times"):
+        _episode(collector, 5, act)
+    collector.close()
