@@ -9,7 +9,7 @@ import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
 
 
-class Slow(CartPoleEnv):  # type: ignore[misc]
+class Slow(CartPoleEnv):
     """CartPole that waits in each step, as for another device."""
 
     def __init__(self, ms: float = 5.0) -> None:
@@ -19,7 +19,7 @@ class Slow(CartPoleEnv):  # type: ignore[misc]
     def step(self, action: Any) -> Any:
         """Wait, then step."""
         time.sleep(self._seconds)
-        return super().step(action)
+        return super().step(action)  # type: ignore[no-untyped-call]
 
 
-gymnasium.register("Slow-v0", entry_point=Slow, max_episode_steps=500)
+gymnasium.register("Slow-v0", entry_point=f"{__name__}:Slow", max_episode_steps=500)

@@ -101,10 +101,10 @@ class Environments:
 
     def _picture(self) -> bytes:
         """Return height, width (u4) and colors (u1 [height, width, 3]) of the first environment."""
-        frame = self._envs[0].render()
+        frame: Any = self._envs[0].render()
         if getattr(frame, "dtype", None) != "uint8" or frame.shape[2:] != (3,):
             raise ValueError("render_mode rgb_array gives no picture of bytes [height, width, 3]")
-        return struct.pack("<2I", *frame.shape[:2]) + frame.tobytes()
+        return struct.pack("<2I", *frame.shape[:2]) + bytes(frame.tobytes())
 
     def _step(self, body: bytes, channel: socket.socket) -> None:
         actions = self._np.frombuffer(body, "<i4" if self._discrete else "<f4").reshape(len(self._envs), -1)

@@ -335,9 +335,9 @@ class TrainerConfig(Section):
         SAC has none of them; the rewards of fragments are not compared.
         """
         if isinstance(data, dict) and data.get("sac") is not None:
-            for name in ("loss", "advantage", "critic", "epochs", "minibatches", "aggregation", "rejection"):
-                if data.get(name) is not None and (name != "advantage" or data[name] != {"name": "raw"}):
-                    raise ValueError(f"trainer.{name} has no effect with trainer.sac: remove it")
+            for setting in ("loss", "advantage", "critic", "epochs", "minibatches", "aggregation", "rejection"):
+                if data.get(setting) is not None and (setting != "advantage" or data[setting] != {"name": "raw"}):
+                    raise ValueError(f"trainer.{setting} has no effect with trainer.sac: remove it")
             return {**data, "advantage": {"name": "raw"}}
         loss = data.get("loss") if isinstance(data, dict) else None
         name = loss.get("name") if isinstance(loss, dict) else loss.name if isinstance(loss, LossConfig) else None

@@ -31,7 +31,7 @@ def tensors_of(train: Learner, critic: bool = True) -> dict[str, Any]:
 
     critic: whether that of the critic counts, if there is one.
     """
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for name, (module, update) in train.parts().items():
         if name != "critic" or critic:
             model, optimizer = get_state_dict(module, update.optimizer, options=_options(module))

@@ -119,8 +119,9 @@ class TwinCritic(nn.Module):
     @torch.no_grad()
     def follow(self, tau: float) -> None:
         """Move the targets by this share of their distance to the Q networks."""
-        targets = list(self.target.parameters())
-        torch._foreach_lerp_(targets, list(self.q.parameters()), tau)
+        targets: list[Tensor] = list(self.target.parameters())
+        sources: list[Tensor] = list(self.q.parameters())
+        torch._foreach_lerp_(targets, sources, tau)
 
 
 class ValueNetwork(nn.Module):
