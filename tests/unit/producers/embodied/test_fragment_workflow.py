@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from producers.embodied.environment_process import EnvironmentLost, EnvironmentS
 from producers.embodied.fragment_collector import FragmentCollector
 from producers.embodied.fragment_workflow import Fragments, _episode
 from producers.embodied.mlp_engine import Acted, Floats
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, DataError
 
 MODULE = "tests.support.embodied.environments"
 
@@ -77,3 +79,29 @@ def test_an_episode_that_always_crashes_fails() -> None:
     with pytest.raises(EnvironmentLost, match="the episode of seed 5 was broken off 3 times"):
         _episode(collector, 5, act)
     collector.close()
+
+
+class PlainEngine:
+    """Acts without weights."""
+
+    @contextmanager
+    def playing(self) -> Iterator[int]:
+        yield 0
+
+    def act(self, observations: Floats, rng: np.random.Generator, begun: int) -> Acted:
+        return act(observations, rng)
+
+
+def test_a_reward_that_is_not_finite_fails_its_fragment_and_no_other() -> None:
+    args = {"length": 1000, "fault": "nan", "at": 45}
+    data = {"id": "Counting-v0", "args": args, "modules": [MODULE], "envs": 1, "processes": 1, "steps": 30, "seed": 0}
+    task: Any = SimpleNamespace(data=data, text="")
+    engine: Any = PlainEngine()
+    workflow = Fragments()
+    assert workflow._play_fragment(engine, task, 0).reward == 30
+    with pytest.raises(DataError, match="environment Counting-v0: a reward is not finite"):
+        workflow._play_fragment(engine, task, 0)
+    found = workflow._play_fragment(engine, task, 0)
+    assert found.fragment is not None
+    assert found.fragment.numpy()["observations"][0].tolist() == [[0]], "fresh environments"
+    asyncio.run(workflow.close())
