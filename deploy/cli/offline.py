@@ -269,7 +269,7 @@ def batches(
 @app.command(rich_help_panel=AFTER)
 def play(
     run: RunOnDisk,
-    step: Annotated[int | None, typer.Option(help="Step of a checkpoint; default: the newest complete one.")] = None,
+    step: CheckpointStep = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of the episode; default: the evaluation's first.")
     ] = None,

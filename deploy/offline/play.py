@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from consumers.trainer.checkpoint.convert import load_actor
-from consumers.trainer.checkpoint.store import CheckpointStore
+from consumers.trainer.checkpoint.store import CheckpointStore, WantedStep
 from producers.embodied.environment_process import EnvironmentLost, EnvironmentProcess, scale_actions, spec_of
 from producers.embodied.mlp_engine import Perceptron
 from schemas.config import TidemillConfig
@@ -23,10 +23,10 @@ from schemas.system.files import atomic_write
 FRAME_MS = 40
 
 
-def play(config: TidemillConfig, step: int | None, seed: int | None, steps: int, to: Path | None) -> dict[str, Any]:
+def play(config: TidemillConfig, step: WantedStep, seed: int | None, steps: int, to: Path | None) -> dict[str, Any]:
     """Play one episode, of at most ``steps`` steps, with the most probable actions; returns what happened.
 
-    step: of a checkpoint, the newest by default. seed: by default the first of the evaluation. ConfigError without a
+    step: see ``CheckpointStore.at``. seed: by default the first of the evaluation. ConfigError without a
     checkpoint, and for an environment that gives no pictures.
     """
     from PIL import Image
