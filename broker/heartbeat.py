@@ -92,7 +92,7 @@ class HeartbeatThread:
 
     ``describe`` returns (state, weight version, metrics), ``acknowledged`` the numbers of the orders that were
     followed; neither may block. probes: where to answer probes over HTTP, if a port is given. sole: refuse to start,
-    with InfraError, while another live process has the name.
+    with InfraError, while another live process has the name. pool: of a generator.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class HeartbeatThread:
         acknowledged: Callable[[], dict[str, int]] = dict,
         probes: ProbesConfig | None = None,
         sole: bool = False,
+        pool: str = "",
     ) -> None:
         self._broker = broker
         self._service = service
@@ -116,6 +117,7 @@ class HeartbeatThread:
         self._acknowledged = acknowledged
         self._probes = probes
         self._sole = sole
+        self._pool = pool
         self._place = find_place()
         # The supervisor's children are services, which report their own metrics.
         self._meter = ProcessMeter(alone=role == "supervisor")
@@ -200,4 +202,5 @@ class HeartbeatThread:
             figures={**figures, **self._meter.figures},
             acknowledged=dict(self._acknowledged()),
             place=self._place,
+            pool=self._pool,
         )

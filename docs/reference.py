@@ -194,7 +194,8 @@ def _section(path: str, model: type[BaseModel], owners: dict[type[BaseModel], st
     for name, field in model.model_fields.items():
         inner, kind, meaning = nested(field.annotation), type_name(field.annotation, field), field.description or ""
         if inner is not None:
-            many = "list of " if typing.get_origin(field.annotation) is list else ""
+            origin = typing.get_origin(field.annotation)
+            many = "list of " if origin is list else "names, each with " if origin is dict else ""
             kind = f"{many}[{owners[inner]}](#{anchor(owners[inner])})"
             meaning = meaning or _documentation_of(inner)
         rows.append([f"`{name}`", kind, default(field), meaning])

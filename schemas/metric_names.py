@@ -93,6 +93,11 @@ METRICS: dict[str, str] = {
     "mismatch/{}/tokens": "Number of these tokens.",
     "mismatch/{}/age_{}/gap": "The same over tokens of samples whose oldest token is so many versions older than the"
     " step's: at age 0 it should be tiny. The other two metrics exist for each age, too.",
+    "pool/{}/gap": "Mean difference of log-probabilities, trainer against this pool's generators, over their tokens of"
+    " the step.",
+    "pool/{}/kl": "Mean divergence (k3) of the two on these tokens.",
+    "pool/{}/tokens": "Number of these tokens: what each pool gives to training.",
+    "pool/{}/age_{}/gap": "The same by the age of a sample, as of a generator; the other two metrics exist, too.",
     "train/advantage_abs_mean": "Mean size of the samples' advantages.",
     "train/advantage_mean": "Mean advantage of a token.",
     "train/advantage_std": "Its standard deviation.",

@@ -26,6 +26,7 @@ from consumers.trainer.model.hf_weights import check_published
 from consumers.trainer.model.probe import probe_tokens
 from consumers.trainer.step.learner import StepResult
 from schemas.codec import Array
+from schemas.config import by_pool
 from schemas.errors import DiskError, InfraError, RunFailed
 from schemas.messages import Probe
 
@@ -221,12 +222,15 @@ class MismatchWatch:
         settings, sampling = context.config.trainer.mismatch, context.config.sampling
         dtype = context.config.model.dtype
         # Neither samples from the policy as the trainer computes it.
-        other = sampling.top_p < 1 or sampling.top_k > 0 or context.config.generator.engine == "scripted"
+        scripted = any(one.generator.engine == "scripted" for one in by_pool(context.config).values())
+        other = sampling.top_p < 1 or sampling.top_k > 0 or scripted
         kl = settings.kl or (None if other else KL_BOUNDS[dtype])
         self._drains = settings.action == "drain"
         self._judge = MismatchJudge(dtype, settings.ratio, kl)
         self._told: dict[str, str] = {}
         """Process of each generator that was reported, by name."""
+        self._pools: dict[str, str] = {}
+        """Pool of each generator that was seen, by name."""
 
     def observe(self, batch: Batch, result: StepResult) -> dict[str, float]:
         """Judge the generators of a step's samples; return the step's metrics of them."""
@@ -238,7 +242,10 @@ class MismatchWatch:
         ]
         for name, problem in self._judge.add(samples).items():
             self._report(name, problem)
-        return mismatch_metrics(samples)
+        if self._context.config.pools:
+            beats = self._context.broker.heartbeats.list()
+            self._pools |= {beat.service: beat.pool for beat in beats if beat.pool}
+        return mismatch_metrics(samples, self._pools)
 
     def _report(self, name: str, problem: str) -> None:
         context = self._context

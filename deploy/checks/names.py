@@ -7,13 +7,13 @@ from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
 from producers.workflows import WORKFLOWS
-from schemas.config import TidemillConfig
+from schemas.config import TidemillConfig, by_pool
 from schemas.errors import ConfigError
 
 
 def check_names(config: TidemillConfig) -> str:
     """Check that every name is built in or an import path. Return the loss, advantage and engine names."""
-    trainer, engine = config.trainer, config.generator.engine
+    trainer, engines = config.trainer, sorted({one.generator.engine for one in by_pool(config).values()})
     held_out = config.eval.dataset if config.eval else []
     warm = [config.warm_start.dataset, config.warm_start.eval] if config.warm_start else []
     for dataset in (*config.train, *held_out, *warm):
@@ -21,8 +21,9 @@ def check_names(config: TidemillConfig) -> str:
     for term in (*config.reward.terms, *config.eval_terms):
         REWARDS.check(term.name)
     WORKFLOWS.check(config.generator.workflow.name)
-    if engine != "auto":
-        ENGINES.check(engine)
+    for engine in engines:
+        if engine != "auto":
+            ENGINES.check(engine)
     _check_not_swapped(trainer.loss.name, trainer.advantage.name)
     LOSSES.check(trainer.loss.name)
     ADVANTAGES.check(trainer.advantage.name)
@@ -31,7 +32,7 @@ def check_names(config: TidemillConfig) -> str:
     for rule in trainer.rejection:
         if rule.measure != "ratio":
             KL_ESTIMATORS.check(rule.measure)
-    return f"loss {trainer.loss.name}, advantage {trainer.advantage.name}, engine {engine}"
+    return f"loss {trainer.loss.name}, advantage {trainer.advantage.name}, engine {', '.join(engines)}"
 
 
 def _check_not_swapped(loss: str, advantage: str) -> None:

@@ -31,7 +31,7 @@ from producers.engines.factory import engine_name
 from producers.engines.sampling import check_sampling
 from producers.engines.vllm.arguments import check_names_of_arguments
 from producers.tasks import make_sampling
-from schemas.config import HttpEngineConfig, TidemillConfig, dump_config
+from schemas.config import HttpEngineConfig, TidemillConfig, by_pool, dump_config
 from schemas.errors import ConfigError
 from schemas.policy_shape import PolicyShape
 
@@ -66,7 +66,7 @@ def inspect(
     """
     checks: dict[str, Callable[[], Finding | str | None]] = {
         "names": lambda: check_names(config),
-        "packages": lambda: check_packages(config, here),
+        "packages": lambda: check_pools(config, here),
         "folders": lambda: check_folders(config),
         "control plane": lambda: check_control(config),
         "model": lambda: check_models(config),
@@ -84,6 +84,23 @@ def inspect(
         yield Finding(
             "prompts, model size", "warn", "not checked: there is no model", "see the line of the model above"
         )
+
+
+def check_pools(config: TidemillConfig, here: bool = True) -> str:
+    """Check the packages of each pool's generators as ``check_packages`` does; ConfigError.
+
+    Those of another interpreter are not looked at.
+    """
+    found = {}
+    for name, one in by_pool(config).items():
+        python = config.pools[name].python if name else None
+        try:
+            if python is not None and not os.access(python, os.X_OK):
+                raise ConfigError(f"python {python} is no program that can be started")
+            found[name] = check_packages(one, here and python is None)
+        except ConfigError as error:
+            raise ConfigError(f"pools.{name}: {error}" if name else str(error)) from error
+    return ", ".join(f"pool {name}: {text}" if name else text for name, text in found.items())
 
 
 def check_packages(config: TidemillConfig, here: bool = True) -> str:

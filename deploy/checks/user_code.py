@@ -32,7 +32,7 @@ from producers.engines.factory import engine_name, find_engine
 from producers.workflows import WORKFLOWS
 from producers.workflows.base import find_workflow
 from schemas.codec import Array
-from schemas.config import EPISODE_WORKFLOWS, REWARDING_WORKFLOWS, RewardTerm, TidemillConfig, parse_config
+from schemas.config import EPISODE_WORKFLOWS, REWARDING_WORKFLOWS, RewardTerm, TidemillConfig, by_pool, parse_config
 from schemas.errors import ConfigError
 from schemas.messages import ChatMessage, Span, Trajectory, Turn
 from schemas.model_folder import chat_template
@@ -222,14 +222,24 @@ def check_generator(config: TidemillConfig) -> str:
         from producers.agents.workflow import AgentWorkflow
 
         AgentWorkflow(**generator.workflow.args).check_agent(config.base, generator.agents)
-    engine = engine_name(generator.engine)
+    engines = [
+        _check_engine(one)
+        for name, one in by_pool(config).items()
+        # Another interpreter has packages of its own.
+        if not name or config.pools[name].python is None
+    ]
+    return f"{generator.workflow.name} on {', '.join(engines)}"
+
+
+def _check_engine(config: TidemillConfig) -> str:
+    engine, args = engine_name(config.generator.engine), config.generator.args
     if engine not in ENGINES.names:
-        find_engine(generator.engine, config.base)
+        find_engine(config.generator.engine, config.base)
     if engine == "scripted":
         from producers.engines.scripted import SampleScript
 
-        bind("generator", SampleScript, generator.args)
-    return f"{generator.workflow.name} on {engine}"
+        bind(f"pools.{config.pool}.generator" if config.pool else "generator", SampleScript, args)
+    return engine
 
 
 def check_own_trackers(config: TidemillConfig) -> str:

@@ -88,18 +88,22 @@ def print_accepted(answer: Mapping[str, Any], as_json: bool) -> None:
 @on_control_plane
 def scale(
     target: Target,
-    replicas: Annotated[list[str], typer.Argument(metavar="ROLE=N...", help="For example generator=3 reward=2.")],
+    replicas: Annotated[
+        list[str], typer.Argument(metavar="ROLE=N...", help="For example generator=3 reward=2, or generator.POOL=3.")
+    ],
 ) -> None:
     """Change the number of generators or reward services, of `tidemill up` or on Kubernetes."""
     counts = {}
     # All are checked before the first is ordered.
     for assignment in replicas:
         role, _, count = assignment.partition("=")
-        if role not in ("generator", "reward") or not count.isdigit():
-            raise ConfigError(f"{assignment!r} must look like generator=3 or reward=2")
+        if role.partition(".")[0] not in ("generator", "reward") or not count.isdigit():
+            raise ConfigError(f"{assignment!r} must look like generator=3, reward=2 or generator.POOL=3")
         counts[role] = int(count)
     for role, number in counts.items():
-        _order(target, "scale", {"role": role, "replicas": number}, taken_is_done=True)
+        kind, _, pool = role.partition(".")
+        body = {"role": kind, "replicas": number} | ({"pool": pool} if pool else {})
+        _order(target, "scale", body, taken_is_done=True)
 
 
 @app.command("set", rich_help_panel=WATCH)

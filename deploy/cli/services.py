@@ -36,9 +36,22 @@ def feeder(config: ConfigFile, overrides: Overrides = None, name: Name = None, s
 
 
 @app.command(rich_help_panel=SERVICES)
-def generator(config: ConfigFile, overrides: Overrides = None, name: Name = None, stay: Stay = False) -> None:
+def generator(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    pool: Annotated[str | None, typer.Option(help="Pool of the generator, if the configuration has pools.")] = None,
+    name: Name = None,
+    stay: Stay = False,
+) -> None:
     """Run one generator. Start one on each machine that should sample."""
-    _serve("generator", config, overrides, name, stay)
+    loaded = load(config, overrides)
+    from deploy.services.main import run_role
+    from deploy.services.pool import enter_pool
+    from schemas.config import of_pool
+
+    own = of_pool(loaded, pool)
+    enter_pool(loaded, pool)
+    run_role("generator", own, name, stay)
 
 
 @app.command(rich_help_panel=SERVICES)

@@ -74,6 +74,7 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
     from rich.markup import escape
 
     from deploy.client import find
+    from deploy.terminal.page import pool_figures
 
     ledger = s.ledger
     dropped, failed = sum(ledger.dropped.values()), sum(ledger.failed.values())
@@ -103,6 +104,10 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
         ("dead letters", str(s.dead_letters)),
         ("services", ", ".join(_service(service) for service in s.services) or "none"),
     ]
+    for pool in s.pools:
+        count, speed, share, gap = (value for _, value in pool_figures(pool))
+        text = f"{count} generators, {speed} tokens/s, {share} of the trained tokens, log-probability gap {gap}"
+        lines.append((f"pool {pool.name}", text))
     if s.pause.mode != "none":
         done = "done" if s.pause.done else f"waiting for {', '.join(s.pause.waiting_for)}"
         lines.insert(1, ("pause", f"{s.pause.mode} by {s.pause.by}: {done}"))

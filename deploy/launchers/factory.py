@@ -36,6 +36,15 @@ def build_launcher(config: TidemillConfig) -> Launcher:
     return launcher
 
 
+def refuse_pools(config: TidemillConfig, launcher: str) -> None:
+    """Raise ConfigError if there are pools: this launcher starts one kind of generators."""
+    if config.pools:
+        raise ConfigError(
+            f"pools {', '.join(config.pools)}: {launcher} starts one kind of generators; use launcher.name local, and"
+            " `tidemill generator CONFIG --pool NAME` on other machines"
+        )
+
+
 def _check_arguments(make: type[Launcher], wanted: LauncherConfig) -> None:
     signature = inspect.signature(make)
     try:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from producers.engines.factory import engine_name
 from schemas.config import PlacementConfig, TidemillConfig
-from schemas.config.placement import parse_ranges
+from schemas.config.placement import count_gpus, parse_ranges
 from schemas.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -104,6 +104,11 @@ def ask(command: Sequence[str]) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
+def there_are(count: int) -> str:
+    """Return a number of GPUs as a clause, such as ``there is 1 GPU``."""
+    return f"there {'is' if count == 1 else 'are'} {count_gpus(count)}"
+
+
 def engine_width(config: TidemillConfig) -> int:
     """Return the GPUs of one generator's engine; ConfigError if its arguments give no number."""
     width = 1
@@ -169,7 +174,7 @@ def _place(config: TidemillConfig, placement: PlacementConfig, gpus: Sequence[Gp
     last = max(place for places in placed.values() for place in places)
     if last >= len(gpus):
         raise ConfigError(
-            f"placement names GPU {last}, but there are {len(gpus)} GPUs (nvidia-smi, {VISIBLE}), counted from 0"
+            f"placement names GPU {last}, but {there_are(len(gpus))} (nvidia-smi, {VISIBLE}), counted from 0"
         )
     parts = [f"{','.join(gpus[place].name for place in places)} {name}" for name, places in placed.items()]
     width = len(engines[0])
@@ -188,9 +193,8 @@ def _check_there(there: int, trainer: int | Auto, generator: int | Auto) -> None
         wanted = sum(given[name] for name in names)
         if wanted > there:
             raise ConfigError(
-                f"launcher.args.{' + '.join(names)} is {wanted}, but there"
-                f" {'is 1 GPU' if there == 1 else f'are {there} GPUs'} (nvidia-smi, {VISIBLE}): set auto, which gives"
-                " each service what it needs, or 0"
+                f"launcher.args.{' + '.join(names)} is {wanted}, but {there_are(there)} (nvidia-smi, {VISIBLE}):"
+                " set auto, which gives each service what it needs, or 0"
             )
 
 

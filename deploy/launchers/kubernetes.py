@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from deploy.checks.preflight import check
+from deploy.launchers.factory import refuse_pools
 from deploy.launchers.gpus import Auto, check_count, engine_width
 from schemas.config import TidemillConfig, dump_config
 from schemas.errors import OK_EXIT, ConfigError
@@ -101,6 +102,7 @@ class Kubernetes:
         return sorted(written, key=lambda path: (path.name == "apply.sh", path.name))
 
     def _check(self, config: TidemillConfig) -> None:
+        refuse_pools(config, "Kubernetes")
         if self.trainer_nodes < 1:
             raise ConfigError(f"Kubernetes needs 1 or more trainer nodes, not {self.trainer_nodes}")
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", self._namespace(config)):

@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 
 from deploy.launchers.gpus import VISIBLE, Auto, Gpu, GpuPlan, check_count, find_gpus, plan_gpus
+from deploy.launchers.pool_gpus import plan_pools
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.services import Scaler
@@ -45,7 +46,7 @@ class Local(Processes):
     def plan(self, config: TidemillConfig) -> GpuPlan:
         """Return the share of this machine's GPUs for each service of this run; ConfigError when they can't have it."""
         self._there = find_gpus()
-        return plan_gpus(config, self._there, *self._wanted)
+        return (plan_pools if config.pools else plan_gpus)(config, self._there, *self._wanted)
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
         plan = self.plan(config)
@@ -88,7 +89,7 @@ class Local(Processes):
         elif role == "trainer":
             wanted = range(self._trainer_gpus)
         elif role == "generator":
-            first = self._trainer_gpus + int(name.removeprefix("generator-")) * self._generator_gpus
+            first = self._trainer_gpus + int(name.rpartition("-")[2]) * self._generator_gpus
             wanted = range(first, first + self._generator_gpus)
         else:
             return []

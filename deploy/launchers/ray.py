@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from broker.connection.connection import find_url
+from deploy.launchers.factory import refuse_pools
 from deploy.launchers.gpus import Auto, GpuPlan, check_count, engine_width, shared_utilization
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
@@ -253,6 +254,7 @@ class Ray:
     max_generators: int | None = None
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
+        refuse_pools(config, "Ray")
         least = config.generator.replicas if self.generators is None else self.generators
         most = least if self.max_generators is None else self.max_generators
         if not 1 <= least <= most:

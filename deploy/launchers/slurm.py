@@ -16,6 +16,7 @@ from pathlib import Path
 from string import Template
 
 from deploy.checks.preflight import check
+from deploy.launchers.factory import refuse_pools
 from deploy.launchers.gpus import Auto, ask, check_count, engine_width
 from deploy.run.folder import settle_configuration
 from schemas.config import TidemillConfig
@@ -71,6 +72,7 @@ class Slurm:
             raise ConfigError(
                 f"--fresh does not work with Slurm: for a new run, `tidemill purge` and rm -r {config.folder}"
             )
+        refuse_pools(config, "Slurm")
         check_record(config)
         self._check(config)
         dealt = self.deal(config)

@@ -33,8 +33,8 @@ from deploy.supervisor.commands import CommandFollower
 from deploy.supervisor.process import Processes
 from deploy.supervisor.services import Change, ServiceSpec, Starter
 from deploy.supervisor.supervisor import RunOutcome, Supervisor
-from schemas.config import ProbesConfig, TidemillConfig
-from schemas.control_api.orders import CONFIGURED
+from schemas.config import ProbesConfig, TidemillConfig, by_pool
+from schemas.control_api.orders import CONFIGURED, scaled_role
 from schemas.errors import (
     CONFIG_EXIT,
     ERROR_EXIT,
@@ -113,7 +113,7 @@ class SupervisedRun:
             return self.report(early, None)
         broker = self.take_name()
         commands = CommandFollower(supervisor, broker)
-        commands.begin({"generator": self.config.generator.replicas, "reward": self.config.reward.replicas})
+        commands.begin({scaled_role(role, pool): count for (role, pool), count in self._replicas().items()})
         with (
             self.observer.timeline.to(broker),
             HeartbeatThread(broker, "supervisor", "supervisor", commands.describe),
@@ -221,19 +221,25 @@ class SupervisedRun:
 
     def _start_services(self, supervisor: Supervisor) -> None:
         config = self.config
-        for role, count in (("generator", config.generator.replicas), ("reward", config.reward.replicas)):
-            supervisor.add_role(role, self._replica(role), count)
+        for (role, pool), count in self._replicas().items():
+            supervisor.add_role(scaled_role(role, pool), self._replica(role, pool), count)
         supervisor.add(replace(self._spec("trainer"), finishes=True))
         supervisor.add(self._spec("feeder"))
         if config.control.enabled:
             (config.folder / ADDRESS).unlink(missing_ok=True)
             supervisor.add(replace(self._spec("control"), optional=True))
 
-    def _replica(self, role: str) -> Callable[[int], ServiceSpec]:
-        return lambda index: replace(self._spec(role, f"{role}-{index}"), essential=False)
+    def _replicas(self) -> dict[tuple[str, str], int]:
+        """Return the configured number of each kind of services, by role and pool."""
+        generators = {("generator", pool): one.generator.replicas for pool, one in by_pool(self.config).items()}
+        return {**generators, ("reward", ""): self.config.reward.replicas}
 
-    def _spec(self, role: str, name: str | None = None) -> ServiceSpec:
-        argv = command(role, str(self.file))
+    def _replica(self, role: str, pool: str) -> Callable[[int], ServiceSpec]:
+        kind = f"{role}-{pool}" if pool else role
+        return lambda index: replace(self._spec(role, f"{kind}-{index}", pool), essential=False)
+
+    def _spec(self, role: str, name: str | None = None, pool: str = "") -> ServiceSpec:
+        argv = command(role, str(self.file), *(["--pool", pool] if pool else []))
         if role in STAYING:
             # This process stops them when the run is done.
             argv.append("--stay")
@@ -243,6 +249,7 @@ class SupervisedRun:
             name or role,
             argv,
             role=role,
+            pool=pool,
             environment=self.environment,
             stop_order=STOP_ORDER.get(role, 0),
         )

@@ -67,7 +67,7 @@ def command(*arguments: str) -> list[str]:
 def run_role(role: str, config: TidemillConfig, name: str | None, stay: bool = True) -> None:
     """Run until it ends; the errors of schemas/errors.py say why when it fails. stay: also when its run is finished."""
     keep_freed_memory()
-    name = service_name(role, name)
+    name = service_name(role, name, config.pool)
     configure_logging(config, role, name)
     if role == "trainer" and os.environ.get("RANK", "0") == "0":
         # Before the model is loaded, which takes long. One rank alone writes.
@@ -87,11 +87,12 @@ def run_role(role: str, config: TidemillConfig, name: str | None, stay: bool = T
     run(config, name)
 
 
-def service_name(role: str, name: str | None = None) -> str:
+def service_name(role: str, name: str | None = None, pool: str = "") -> str:
     """Return the name of this machine's service of a role: stable over restarts, different on each machine.
 
     ConfigError for an unknown role.
     """
     if role not in ROLES:
         raise ConfigError(f"unknown role {role!r}: one of {', '.join(sorted(ROLES))}")
-    return name or (role if role in SINGLE else f"{role}-{socket.gethostname()}")
+    kind = f"{role}-{pool}" if pool else role
+    return name or (role if role in SINGLE else f"{kind}-{socket.gethostname()}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from schemas.control_api import RunStatus
+from schemas.control_api.orders import scaled_role
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,18 @@ class ServiceSpec:
     name: str
     argv: Sequence[str]
     role: str = ""
+    pool: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     essential: bool = True
     optional: bool = False
     finishes: bool = False
     stop_order: int = 0
     shared_output: bool = False
+
+    @property
+    def scaled_as(self) -> str:
+        """What an order to scale calls it: its role, and its pool after a dot."""
+        return scaled_role(self.role, self.pool)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,10 @@ class Supervisor:
         self._services[spec.name] = service
 
     def add_role(self, role: str, factory: Callable[[int], ServiceSpec], count: int) -> None:
-        """Start ``count`` replicas; ``factory`` makes the spec of replica 0, 1, ... ``scale`` changes the count."""
+        """Start ``count`` replicas; ``factory`` makes the spec of replica 0, 1, ... ``scale`` changes the count.
+
+        role: as ``ServiceSpec.scaled_as`` has it.
+        """
         self._factories[role] = factory
         self.scale(role, count)
 
@@ -164,7 +167,7 @@ class Supervisor:
             raise ConfigError(f"role {role!r} cannot be scaled, these can: {roles}")
         if count < 0:
             raise ConfigError(f"cannot scale {role} to {count}: it must be 0 or more")
-        live = [s for s in self._services.values() if s.spec.role == role and _lives(s)]
+        live = [s for s in self._services.values() if s.spec.scaled_as == role and _lives(s)]
         for service in live[count:]:
             self._ask(service)
         index = 0
@@ -178,7 +181,7 @@ class Supervisor:
 
     def replicas(self, role: str) -> int:
         """Return the number of services of a role that run or are about to be restarted."""
-        return sum(s.spec.role == role and _lives(s) for s in self._services.values())
+        return sum(s.spec.scaled_as == role and _lives(s) for s in self._services.values())
 
     def run(self, on_tick: Callable[[], None] = lambda: None) -> RunOutcome:
         """Supervise until the run is finished or has failed, or SIGINT, SIGTERM or SIGHUP arrives.

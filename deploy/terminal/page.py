@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from schemas.control_api import EvaluationStatus, RunStatus, ServiceStatus, TimelineEvent
+from schemas.control_api import EvaluationStatus, PoolStatus, RunStatus, ServiceStatus, TimelineEvent
 from schemas.system.device_lock import HELD, LENT
 
 SILENT_S = 5.0
@@ -69,7 +69,11 @@ def page(status: RunStatus, history: History, height: int | None = None) -> Rend
     height: lines of the terminal; the page shows fewer events and services to fit, if that is possible.
     """
     events = history.events[-(EVENTS if height is None or height >= TALL else FEW_EVENTS) :]
-    room = None if height is None else max(MIN_SERVICES, height - FIXED_LINES - len(status.streams) - len(events))
+    room = (
+        None
+        if height is None
+        else max(MIN_SERVICES, height - FIXED_LINES - len(status.streams) - len(status.pools) - len(events))
+    )
     parts: list[RenderableType] = [Text(status.bottleneck.text)]
     if status.cause and status.state in CAUSE_STYLES:
         parts.append(Text(status.cause, CAUSE_STYLES[status.state]))
@@ -181,11 +185,23 @@ def _figures(status: RunStatus, history: History) -> Table:
     )
     balance = Text("balanced") if ledger.balanced else Text("NOT BALANCED", "bold red")
     table.add_row("ledger", balance + Text("   ") + _pairs(("dead letters", str(status.dead_letters), "")))
+    for pool in status.pools:
+        table.add_row(f"pool {pool.name}", _pairs(*((name, value, "") for name, value in pool_figures(pool))))
     if history.restarts is not None:
         table.add_row(
             "queues", _pairs(*((stream.name, f"{stream.waiting + stream.pending:,}", "") for stream in status.streams))
         )
     return table
+
+
+def pool_figures(pool: PoolStatus) -> list[tuple[str, str]]:
+    """Return the names and values that describe a pool of generators."""
+    return [
+        ("generators", str(pool.generators)),
+        ("tokens/s", f"{pool.tokens_per_s:,.0f}"),
+        ("trained", "-" if pool.trained_share is None else f"{pool.trained_share:.0%}"),
+        ("gap", "-" if pool.logprob_gap is None else f"{pool.logprob_gap:.1e}"),
+    ]
 
 
 def _progress(status: RunStatus) -> Table:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from zlib import crc32
 
 import structlog
 
@@ -89,6 +90,7 @@ class Generator:
             acknowledged=lambda: self._orders.acknowledged,
             probes=config.probes,
             sole=True,
+            pool=config.pool,
         )
 
     async def run(self, stop: StopFlag) -> None:
@@ -185,14 +187,16 @@ class Generator:
 
 def engine_settings(config: TidemillConfig, name: str) -> EngineSettings:
     """Return the arguments of the engine of the generator ``name``."""
-    number = name.rpartition("-")[2]  # generator-2 adds 2 to the seed, so that replicas sample differently
+    # generator-2 adds 2 to the seed, so that replicas sample differently; those of a pool have a seed of their own.
+    number = name.rpartition("-")[2]
+    seed = config.run.seed + crc32(config.pool.encode()) % 1_000_000
     flush_every = config.generator.flush_every
     return EngineSettings(
         model_path=config.model.path,
         dtype=config.model.dtype,
         max_length=config.model.max_length,
         max_samples=config.generator.max_samples,
-        seed=config.run.seed + (int(number) if number.isdigit() else 0),
+        seed=seed + (int(number) if number.isdigit() else 0),
         trust_remote_code=config.model.trust_remote_code,
         recompute=config.generator.update == "recompute",
         report_every=flush_every and max(1, flush_every // 2),

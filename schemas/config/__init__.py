@@ -21,10 +21,11 @@ from schemas.config.generator import (
     REWARDING_WORKFLOWS,
     GeneratorConfig,
     HttpEngineConfig,
+    PoolConfig,
     SamplingConfig,
     WorkflowConfig,
 )
-from schemas.config.loading import dump_config, dump_yaml, load_config, parse_config, save_config
+from schemas.config.loading import by_pool, dump_config, dump_yaml, load_config, of_pool, parse_config, save_config
 from schemas.config.offline import DpoConfig, PreferenceConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.placement import PlacementConfig
 from schemas.config.publish import PublishConfig

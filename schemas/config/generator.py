@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from schemas.config.agents import AgentsConfig
-from schemas.config.base import Seconds, Section
+from schemas.config.base import Seconds, Section, UserPath, matching
 from schemas.urls import hide_password
 
 REFUSED_SAMPLING = (
@@ -180,3 +180,56 @@ class GeneratorConfig(Section):
                 " which pauses it and replaces its weights; give each further generator its own generator.http.url"
             )
         return self
+
+
+POOL_NAME = "[a-z][a-z0-9-]{0,31}"
+SAME = frozenset({"workflow", "allow_truncated", "lease_s"})
+"""Settings of ``generator`` that all generators of a run must share."""
+SAME_ARGS = ("tokenizer", "revision", "hf_", "chat_template", "json_model_override", "generation_config")
+"""Beginnings of engine arguments that choose the model or its tokens."""
+OF_MACHINE = frozenset({"processes", "python", "env", "memory_mb", "episodes", "address", "public_url"})
+"""Settings of ``generator.agents`` that may differ: they say where agents run, not what their samples are."""
+
+
+class PoolConfig(Section):
+    """One kind of generators: what differs from ``generator``, and how its processes are started."""
+
+    generator: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Settings of the section generator that are different in this pool, such as replicas, max_samples"
+        " or args. If engine differs, args and http of the section generator do not apply. workflow, allow_truncated"
+        " and lease_s cannot differ, nor what chooses the model or its tokens.",
+    )
+    env: dict[
+        Annotated[
+            str,
+            matching(
+                "(?!TIDEMILL_)[A-Za-z_][A-Za-z0-9_]*",
+                "pools.NAME.env",
+                "the name of an environment variable that does not begin with TIDEMILL_",
+            ),
+        ],
+        str,
+    ] = Field(
+        default_factory=dict,
+        description="Environment variables of its generators. $NAME in a value is a variable of the machine that the"
+        " generator runs on, or empty there.",
+    )
+    python: UserPath | None = Field(
+        None,
+        description="Interpreter of its generators, in whose environment the same release of Tidemill is installed; by"
+        " default the one that starts them.",
+    )
+
+    @property
+    def common(self) -> list[str]:
+        """Return the settings given here that all generators must share, by their path below the pool."""
+        found = [f"generator.{name}" for name in self.generator if name in SAME]
+        for section, refused in (
+            ("args", lambda name: name.startswith(SAME_ARGS)),
+            ("agents", lambda name: name not in OF_MACHINE),
+        ):
+            given = self.generator.get(section)
+            names = given if isinstance(given, dict) else ()
+            found += [f"generator.{section}.{name}" for name in names if refused(str(name))]
+        return found

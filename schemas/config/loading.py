@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -29,6 +29,7 @@ OTHER_VARIABLES = frozenset(
         "TIDEMILL_CONTROL_TOKEN",
         "TIDEMILL_CONTROL_TOKEN_FILE",
         "TIDEMILL_CONTROL_URL",
+        "TIDEMILL_POOL",
         "TIDEMILL_SUPERVISOR",
         "TIDEMILL_VLLM_OWNER",
     }
@@ -117,6 +118,7 @@ def parse_config(data: Mapping[str, Any], base: Path | None = None) -> TidemillC
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(item, data) for item in error.errors())) from error
     config._base = (config.run.base or base or Path.cwd()).resolve()
+    by_pool(config)
     return config
 
 
@@ -138,6 +140,41 @@ def dump_config(config: TidemillConfig) -> dict[str, Any]:
     return data
 
 
+def of_pool(config: TidemillConfig, name: str | None) -> TidemillConfig:
+    """Return the configuration of the generators of a pool; the same one in a run without pools. ConfigError."""
+    if not config.pools and not name:
+        return config
+    if name not in config.pools:
+        known = ", ".join(config.pools) or "none"
+        raise ConfigError(f"{name!r} is not one of pools, which are {known}" if name else f"name one of pools: {known}")
+    pool, data = config.pools[name], dump_config(config)
+    del data["pools"]
+    common = data.get("generator", {})
+    if pool.generator.get("engine", config.generator.engine) != config.generator.engine:
+        common = {key: value for key, value in common.items() if key not in ("args", "http")}
+    data["generator"] = _merge(common, pool.generator)
+    try:
+        found = parse_config(data)
+    except ConfigError as error:
+        raise ConfigError(f"pools.{name}: {error}") from error
+    found._pool = name
+    return found
+
+
+def by_pool(config: TidemillConfig) -> dict[str, TidemillConfig]:
+    """Return the configuration of each pool's generators, in order; without pools that of all of them, by ""."""
+    return {name: of_pool(config, name) for name in config.pools or [""]}
+
+
+def _merge(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``common`` with the values of ``own``, also in the mappings below."""
+    both = {
+        key: _merge(common[key], value) if isinstance(value, dict) and isinstance(common.get(key), dict) else value
+        for key, value in own.items()
+    }
+    return {**common, **both}
+
+
 def _refuse_single_underscores(variable: str) -> None:
     """Reject a variable that looks like a setting but sets nothing.
 
@@ -157,7 +194,7 @@ def _paths(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
     for name, field in section.model_fields.items():
         yield (name,)
         below = _section(field.annotation)
-        if below is not None:
+        if below is not None and get_origin(field.annotation) is not dict:
             yield from ((name, *path) for path in _paths(below))
 
 
@@ -266,12 +303,16 @@ def _fields(path: Sequence[str]) -> list[str]:
 
 def _section_at(path: Sequence[str]) -> type[BaseModel] | None:
     model: type[BaseModel] = TidemillConfig
-    for key in path:
+    keys = iter(path)
+    for key in keys:
         if key.isdigit():
             continue
-        found = _section(model.model_fields[key].annotation)
+        annotation = model.model_fields[key].annotation
+        found = _section(annotation)
         if found is None:
             return None
+        if get_origin(annotation) is dict:
+            next(keys, None)  # the name of a section, which users choose
         model = found
     return model
 

@@ -13,6 +13,11 @@ RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 """One number, or the first and the last of a range."""
 
 
+def count_gpus(count: int) -> str:
+    """Return a number of GPUs in words, such as ``1 GPU``."""
+    return f"{count} GPU{'' if count == 1 else 's'}"
+
+
 def parse_ranges(text: str) -> list[int]:
     """Return the numbers that ranges such as ``0-3,6`` name, in order; ValueError says what is allowed."""
     numbers: list[int] = []
@@ -55,7 +60,7 @@ class PlacementConfig(Section):
         numbers = parse_ranges(self.generator)
         if len(numbers) % width:
             raise ValueError(
-                f"placement.generator {self.generator!r} has {len(numbers)} GPUs, must be a multiple of {width}"
+                f"placement.generator {self.generator!r} has {count_gpus(len(numbers))}, must be a multiple of {width}"
                 " (generator.args.tensor_parallel_size)"
             )
         return [numbers[at : at + width] for at in range(0, len(numbers), width)]

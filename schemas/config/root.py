@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from schemas.config.base import Section
+from schemas.config.base import Section, matching
 from schemas.config.data import EvalConfig, RewardConfig, RewardTerm, TrainDatasets, check_labels
 from schemas.config.deploy import ControlConfig, LauncherConfig, NotifyConfig, ProbesConfig, SupervisorConfig
-from schemas.config.generator import LIVE, REWARDING_WORKFLOWS, GeneratorConfig, SamplingConfig
+from schemas.config.generator import (
+    LIVE,
+    POOL_NAME,
+    REWARDING_WORKFLOWS,
+    GeneratorConfig,
+    PoolConfig,
+    SamplingConfig,
+)
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
-from schemas.config.placement import PlacementConfig, parse_ranges
+from schemas.config.placement import PlacementConfig, count_gpus, parse_ranges
 from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, count_slots, slots_problem
 from schemas.config.trainer import TrainerConfig
 
@@ -39,6 +46,9 @@ TEXT_TRAINER = (
 """Settings of the trainer that concern tokens or several ranks: with other policies they would do nothing."""
 TEXT_SAMPLING = ("temperature", "top_p", "top_k", "stop")
 """The same of sampling for training."""
+PoolName = Annotated[
+    str, matching(POOL_NAME, "pools", "a name of up to 32 lower-case letters, digits and hyphens, a letter first")
+]
 
 
 class TidemillConfig(Section):
@@ -52,6 +62,11 @@ class TidemillConfig(Section):
     reward: RewardConfig
     flow: FlowConfig = Field(default_factory=FlowConfig)
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
+    pools: dict[PoolName, PoolConfig] = Field(
+        default_factory=dict,
+        description="Several kinds of generators, by name: each is the section generator with other values for some"
+        " settings. By default there is one kind, without a name.",
+    )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     warm_start: WarmStartConfig | None = None
     dpo: DpoConfig | None = None
@@ -66,6 +81,12 @@ class TidemillConfig(Section):
     log: LogConfig = Field(default_factory=LogConfig)
 
     _base: Path = PrivateAttr(default_factory=Path.cwd)
+    _pool: str = PrivateAttr("")
+
+    @property
+    def pool(self) -> str:
+        """Name of the pool whose generators this configuration is for (``of_pool``), else empty."""
+        return self._pool
 
     @property
     def base(self) -> Path:
@@ -166,6 +187,7 @@ class TidemillConfig(Section):
             raise ValueError(f"trainer.checkpoint.keep_best {best} needs evaluations: add an eval section")
         if self.placement is not None:
             self._check_placement(self.placement)
+        self._check_pools()
         if self.generator.http is not None and self.trainer.lora is not None:
             raise ValueError(
                 "trainer.lora: the engine http loads whole models only; set generator.engine to vllm or transformers"
@@ -299,6 +321,18 @@ class TidemillConfig(Section):
             raise ValueError(f"{names[0]} is not supported with model.kind mlp: remove it (docs/embodied.md)")
         return self
 
+    def _check_pools(self) -> None:
+        for name, pool in self.pools.items():
+            for setting in pool.common:
+                raise ValueError(
+                    f"pools.{name}.{setting} must be the same for all generators, whose samples are trained together:"
+                    " remove it there"
+                )
+        if self.pools and self.placement is not None and (shared := self.placement.shared):
+            raise ValueError(
+                f"pools can't use GPU {shared[0]} in turns with the trainer: name others in placement.generator"
+            )
+
     def _check_placement(self, placement: PlacementConfig) -> None:
         refused = {
             f"generator.engine {self.generator.engine}": self.generator.engine in ("http", "mlp"),
@@ -311,7 +345,7 @@ class TidemillConfig(Section):
             )
         if (given := len(parse_ranges(placement.trainer))) != self.trainer.processes:
             raise ValueError(
-                f"placement.trainer {placement.trainer!r} has {given} GPUs, must be as many as trainer.processes"
+                f"placement.trainer {placement.trainer!r} has {count_gpus(given)}, must be as many as trainer.processes"
                 f" {self.trainer.processes}"
             )
         if self.launcher.name != "local":

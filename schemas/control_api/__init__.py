@@ -31,6 +31,7 @@ from schemas.control_api.status import (
     EvaluationStatus,
     LedgerStatus,
     PauseStatus,
+    PoolStatus,
     RunStatus,
     Scaling,
     Services,

@@ -82,10 +82,16 @@ class EvaluationRequest(RequestBody):
     wait_s: float = Field(0.0, ge=0, le=300)
 
 
+def scaled_role(role: str, pool: str = "") -> str:
+    """Return what orders and ``Scaling.replicas`` call a kind of services: ``generator``, or ``generator.POOL``."""
+    return f"{role}.{pool}" if pool else role
+
+
 class ScaleRequest(RequestBody):
     """Body of POST /v1/scale."""
 
     role: Literal["generator", "reward"]
+    pool: str = Field("", description="Pool of generators, in a run with pools.")
     replicas: int = Field(ge=0, le=1000)
 
 

@@ -15,6 +15,7 @@ class ServiceStatus(Answer):
 
     name: str
     role: str = Field(description="feeder, generator, reward, trainer, control or supervisor.")
+    pool: str = Field("", description="Pool of a generator; empty in a run without pools.")
     host: str
     pid: int
     state: str = Field(
@@ -32,6 +33,18 @@ class ServiceStatus(Answer):
         description="Number of the newest order that the service has followed, by kind of order."
     )
     figures: dict[str, float] = Field(description="All other metrics of the heartbeat, by name.")
+
+
+class PoolStatus(Answer):
+    """A pool of generators; what is trained is counted over the last steps."""
+
+    name: str
+    generators: int = Field(description="Generators of the pool that are live.")
+    tokens_per_s: float = Field(description="Tokens that they generate a second.")
+    trained_share: float | None = Field(description="Share of the trained tokens that came from the pool.")
+    logprob_gap: float | None = Field(
+        description="Mean difference of log-probabilities, trainer against the pool, over these tokens."
+    )
 
 
 class Services(Answer):
@@ -173,6 +186,7 @@ class RunStatus(Answer):
     ledger: LedgerStatus
     streams: list[StreamStatus]
     services: list[ServiceStatus]
+    pools: list[PoolStatus] = Field(default_factory=list, description="Pools of generators; empty in a run without.")
     settings: Settings
     scaling: Scaling
     dead_letters: int

@@ -17,7 +17,8 @@ class Heartbeat(Message, kw_only=True, tag="heartbeat"):
     """Heartbeat of a service, sent each second. time: Unix seconds by the broker's clock. figures: for display.
 
     acknowledged: number of the newest order that the service followed, by kind of order (broker/flow/run_control.py).
-    place: the running system and the process namespace in which ``pid`` counts; "" if unknown.
+    place: the running system and the process namespace in which ``pid`` counts; "" if unknown. pool: of a generator, ""
+    in a run without pools.
     """
 
     service: str
@@ -30,6 +31,7 @@ class Heartbeat(Message, kw_only=True, tag="heartbeat"):
     figures: dict[str, float] = {}
     acknowledged: dict[str, int] = {}
     place: str = ""
+    pool: str = ""
 
     @property
     def process(self) -> str:

@@ -127,19 +127,27 @@ def _means_by_age(samples: Sequence[SampleMismatch]) -> dict[int, dict[str, floa
     return {age: {name: gap / tokens for name, (gap, tokens) in of.items()} for age, of in sums.items()}
 
 
-def mismatch_metrics(samples: Sequence[SampleMismatch]) -> dict[str, float]:
-    """Return gap, KL and tokens of each generator, over all its tokens of a step and by their age in versions."""
+def mismatch_metrics(samples: Sequence[SampleMismatch], pools: Mapping[str, str] | None = None) -> dict[str, float]:
+    """Return gap, KL and tokens of each generator, over all its tokens of a step and by their age in versions.
+
+    pools: of the generators that are in one, by name; the pools have the same metrics.
+    """
     sums: dict[tuple[str, str], list[float]] = {}
     for one in samples:
-        for part in ("", f"age_{one.age}/"):
-            total = sums.setdefault((one.generator, part), [0.0, 0.0, 0.0])
-            for place, value in enumerate((one.tokens, one.gap, one.kl)):
-                total[place] += value
-    worst = sorted((name for name, part in sums if not part), key=lambda name: -sums[name, ""][1] / sums[name, ""][0])
-    kept = set(worst[:MOST_GENERATORS])
+        names = [f"mismatch/{one.generator}"]
+        if pool := (pools or {}).get(one.generator):
+            names.append(f"pool/{pool}")
+        for name in names:
+            for part in ("", f"age_{one.age}/"):
+                total = sums.setdefault((name, part), [0.0, 0.0, 0.0])
+                for place, value in enumerate((one.tokens, one.gap, one.kl)):
+                    total[place] += value
+    alone = [name for name, part in sums if not part and name.startswith("mismatch/")]
+    alone.sort(key=lambda name: -sums[name, ""][1] / sums[name, ""][0])
+    left_out = set(alone[MOST_GENERATORS:])
     figures: dict[str, float] = {}
     for (name, part), (tokens, gap, kl) in sums.items():
-        if name in kept:
-            where = f"mismatch/{name}/{part}"
+        if name not in left_out:
+            where = f"{name}/{part}"
             figures |= {f"{where}gap": gap / tokens, f"{where}kl": kl / tokens, f"{where}tokens": tokens}
     return figures

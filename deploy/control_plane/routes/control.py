@@ -20,6 +20,7 @@ from schemas.control_api import (
     SettingsChange,
     WaitRequest,
 )
+from schemas.control_api.orders import scaled_role
 from schemas.errors import RefusedError
 
 router = APIRouter(prefix="/v1", tags=["orders"])
@@ -169,11 +170,12 @@ async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
     """Set the number of replicas of a role, through the supervisor of `tidemill up` or a Deployment on Kubernetes."""
     if body.role == "reward" and body.replicas == 0:
         raise Refusal(409, "a run needs one reward service at least: pause it instead")
+    kind = scaled_role(body.role, body.pool)
     changed = await asyncio.to_thread(_scale, context, body, by)
     if changed:
-        await asyncio.to_thread(context.record_event, "scale", f"{body.replicas} {body.role} services ordered", by)
+        await asyncio.to_thread(context.record_event, "scale", f"{body.replicas} {kind} services ordered", by)
     status = await asyncio.to_thread(context.poller.refresh)
-    alive = sum(service.role == body.role and service.live for service in status.services)
+    alive = sum(scaled_role(service.role, service.pool) == kind and service.live for service in status.services)
     done = alive == body.replicas
     return Accepted(
         order="scale",
@@ -181,18 +183,21 @@ async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
         done=done,
         waiting_for=[] if done else [status.scaling.by],
         state=status.state,
-        text=f"{alive} of {body.replicas} {body.role} services are alive",
+        text=f"{alive} of {body.replicas} {kind} services are alive",
     )
 
 
 def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
     """Give the order to Kubernetes or to the supervisor; Refusal without either."""
-    by_whom = context.poller.latest.scaling.by
+    scaling, kind = context.poller.latest.scaling, scaled_role(body.role, body.pool)
+    by_whom, kinds = scaling.by, scaling.replicas
+    if kind not in kinds and (by_whom == "supervisor" or (body.pool and kinds)):
+        raise Refusal(409, f"{kind} cannot be scaled in this run, these can: {', '.join(kinds)}")
     if by_whom == "kubernetes" and context.deployments is not None:
         return context.deployments.scale(body.role, body.replicas)
     if by_whom != "supervisor":
         raise Refusal(409, NO_SUPERVISOR + scale_command(context.plan.scale_hint, body.role, str(body.replicas)))
-    return context.broker.run_control.scale(body.role, body.replicas, by)
+    return context.broker.run_control.scale(kind, body.replicas, by)
 
 
 @router.patch("/settings")

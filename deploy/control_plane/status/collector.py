@@ -18,6 +18,7 @@ from broker.flow.run_control import ControlState
 from broker.telemetry.heartbeats import FORGOTTEN_S
 from broker.telemetry.stream_lag import StreamLag, read_stream_lags
 from deploy.control_plane.status.bottleneck import Evidence, find_bottleneck
+from deploy.control_plane.status.pools import pool_statuses
 from deploy.control_plane.status.run_state import LOADING, is_live, pause_status, run_state
 from deploy.control_plane.status.scaling import scaling
 from deploy.control_plane.status.series import HISTOGRAM, STEPS_KEPT, MetricsSeries, Rates
@@ -68,6 +69,7 @@ class PlannedRun:
     staleness: int = 0
     batch: int = 0
     max_samples: int = 0
+    pools: Sequence[str] = ()
     n: int = 1
     scale_hint: str = ""
     folder: Path = Path()
@@ -87,6 +89,7 @@ class PlannedRun:
             staleness=config.flow.staleness,
             batch=config.trainer.batch_groups,
             max_samples=config.generator.max_samples,
+            pools=tuple(config.pools),
             n=config.sampling.n,
             scale_hint=config.control.scale_hint or "",
             folder=config.folder,
@@ -180,6 +183,7 @@ class Collector:
         state, cause = run_state(ledger, pause, beats, now)
         services = [self._service(beat, orders, now) for beat in beats]
         services.sort(key=lambda service: (_rank(service.role), natural(service.name)))
+        pools = list(dict.fromkeys([*self._plan.pools, *(one.pool for one in services if one.pool)]))
         complete = [result for result in results if result.complete and result.n]
         steps = ledger.steps or self._plan.steps
         return RunStatus(
@@ -211,6 +215,7 @@ class Collector:
             ledger=_ledger(ledger),
             streams=[self._stream(lag, now) for lag in lags],
             services=services,
+            pools=pool_statuses(pools, services, history, RECENT),
             settings=Settings.model_validate(
                 {name: ledger.settings.get(name) for name in SettingsChange.model_fields}
                 | {
@@ -220,7 +225,7 @@ class Collector:
                     "changed": sorted(ledger.settings),
                 }
             ),
-            scaling=scaling(orders, beats, now, self._plan.scale_hint),
+            scaling=scaling(orders, beats, now, self._plan.scale_hint, pools),
             dead_letters=ledger.dead_letters,
             counters=dict(ledger.counters),
             memory_bytes=self._memory,
@@ -233,6 +238,7 @@ class Collector:
         return ServiceStatus(
             name=beat.service,
             role=beat.role,
+            pool=beat.pool,
             host=beat.host,
             pid=beat.pid,
             state=beat.state if is_live(beat, now) else LOST,
@@ -308,7 +314,7 @@ class Collector:
         total = sum(history.last("time/total_s", RECENT))
         stream = {lag.name: lag for lag in lags}
         generators = [beat for beat in live if beat.role == "generator"]
-        places = len(generators) * (ledger.settings.get("concurrency", self._plan.max_samples))
+        places = sum(beat.figures.get("max_samples", self._plan.max_samples) for beat in generators)
         taken = sum(beat.figures.get("samples_in_flight", 0.0) for beat in generators)
         pause = sum(self._loads) / len(self._loads) if self._loads else 0.0
         known = len(history.last("time/total_s", RECENT))

@@ -24,6 +24,12 @@ from schemas.messages.telemetry import DRAINED
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = get_args(RunState)
+POOL_FIGURES = (
+    ("pool_generators_live", "Generators of a pool with a recent heartbeat", "generators"),
+    ("pool_tokens_per_second", "Tokens that a pool generates a second", "tokens_per_s"),
+    ("pool_trained_share", "Share of the trained tokens that came from a pool", "trained_share"),
+    ("pool_logprob_gap", "Mean difference of a pool's log-probabilities from the trainer's", "logprob_gap"),
+)
 AGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
@@ -143,6 +149,9 @@ class StatusMetrics(Collector):
         yield _gauge("generators_drained", "Generators whose log-probabilities are not those of the policy", drained)
         tokens = ((role, sum(x.tokens_per_s for x in live if x.role == role)) for role in ("generator", "trainer"))
         yield _labelled("tokens_per_second", "Tokens generated and trained a second", "role", tokens)
+        for name, text, figure in POOL_FIGURES if self._status.pools else ():
+            values = ((pool.name, getattr(pool, figure)) for pool in self._status.pools)
+            yield _labelled(name, text, "pool", ((pool, value) for pool, value in values if value is not None))
         yield InfoMetricFamily("tidemill_build", "This release", {"version": version("tidemill")})
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from broker.flow.run_control import ControlState
 from deploy.control_plane.status.run_state import is_live
 from schemas.control_api import Scaling
+from schemas.control_api.orders import scaled_role
 from schemas.messages import Heartbeat
 
 SCALABLE = ("generator", "reward")
@@ -15,12 +16,15 @@ NO_SUPERVISOR = "no supervisor of this run is running (`tidemill up` did not sta
 """The beginning of a refusal."""
 
 
-def scaling(orders: ControlState, beats: Sequence[Heartbeat], now: float, hint: str = "") -> Scaling:
+def scaling(
+    orders: ControlState, beats: Sequence[Heartbeat], now: float, hint: str = "", pools: Sequence[str] = ()
+) -> Scaling:
     """Return whether an order can change the number of replicas, and how many there are to be."""
     possible = any(beat.role == "supervisor" and is_live(beat, now) for beat in beats)
     refusal = NO_SUPERVISOR + scale_command(hint, "generator", "N")
-    alive = Counter(beat.role for beat in beats if beat.role in SCALABLE and is_live(beat, now))
-    replicas = {role: alive[role] for role in SCALABLE} | dict(orders.replicas)
+    alive = Counter(scaled_role(beat.role, beat.pool) for beat in beats if beat.role in SCALABLE and is_live(beat, now))
+    kinds = [*(scaled_role("generator", pool) for pool in pools or [""]), "reward"]
+    replicas = {kind: orders.replicas.get(kind, alive[kind]) for kind in kinds}
     return Scaling(
         possible=possible,
         by="supervisor" if possible else "nobody",

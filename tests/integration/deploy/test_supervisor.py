@@ -257,6 +257,28 @@ def test_the_run_goes_on_while_one_replica_is_left(tmp_path: Path, token: str) -
     assert outcome.cause.service == "generator-0"
 
 
+def test_the_last_generator_of_a_pool_may_fail_while_another_pool_has_one(tmp_path: Path, token: str) -> None:
+    rig = Rig(tmp_path, token, max_restarts=0)
+
+    def replica(pool: str) -> Callable[[int], ServiceSpec]:
+        return lambda index: rig.spec(
+            f"generator-{pool}-{index}", family(), role="generator", pool=pool, essential=False
+        )
+
+    with rig.supervisor as supervisor:
+        supervisor.add_role("generator.a", replica("a"), 1)
+        supervisor.add_role("generator.b", replica("b"), 2)
+        names = ["generator-a-0", "generator-b-0", "generator-b-1"]
+        rig.run_until("all", lambda: all("ready" in rig.log(name) for name in names))
+        os.kill(rig.pid("generator-a-0"), signal.SIGKILL)
+        rig.run_until("its end", lambda: supervisor.services[0].state is State.FAILED)
+        assert supervisor.poll() is None
+        supervisor.scale("generator.b", 1)
+        rig.run_until("one to end", lambda: supervisor.services[2].state is State.STOPPED)
+        os.kill(rig.pid("generator-b-0"), signal.SIGKILL)
+        assert rig.run().reason == "failed"
+
+
 def test_replicas_come_and_go(tmp_path: Path, token: str) -> None:
     rig = Rig(tmp_path, token)
 

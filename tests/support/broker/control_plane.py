@@ -42,6 +42,7 @@ class ControlPlane:
         reader: str | None = None,
         held_out: bool = False,
         live: dict[str, Any] | None = None,
+        pools: dict[str, Any] | None = None,
         **control: str,
     ) -> None:
         held = {"eval": {"dataset": {"name": "arithmetic"}, "every": 50}} if held_out else {}
@@ -53,6 +54,7 @@ class ControlPlane:
                 "train": {"name": "arithmetic"},
                 "reward": {"terms": [{"name": "exact"}]},
                 "generator": {"agents": {"live": live or {}}},
+                "pools": pools or {},
                 "control": control,
             }
         )

@@ -53,7 +53,7 @@ def test_ranges_name_the_numbers_that_they_were_written_from(numbers: set[int]) 
         ({"places": "3-1"}, "'3-1' names no GPUs, must be numbers and ranges such as 0-3,6"),
         ({"places": ""}, "names no GPUs"),
         ({"places": "1,1-2"}, "'1,1-2' names a GPU twice"),
-        ({"processes": 2}, "'0' has 1 GPUs, must be as many as trainer.processes 2"),
+        ({"processes": 2}, "'0' has 1 GPU, must be as many as trainer.processes 2"),
         ({"launcher": {"name": "ray"}}, "placement needs launcher.name local, not 'ray'"),
         ({"launcher": {"args": {"trainer_gpus": 1}}}, "launcher.args.trainer_gpus and placement exclude each other"),
     ],

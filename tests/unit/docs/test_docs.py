@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_origin
 
 import jsonschema
 import pytest
@@ -23,7 +23,7 @@ import tidemill
 from deploy.checks.editor_schema import editor_schema
 from deploy.checks.names import check_names
 from deploy.cli.app import app
-from schemas.config import TidemillConfig, load_config, parse_config
+from schemas.config import GeneratorConfig, PoolConfig, TidemillConfig, load_config, parse_config
 from schemas.metric_names import METRICS, describe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -117,7 +117,8 @@ def test_every_yaml_block_is_a_valid_part_of_a_configuration(page: Path) -> None
 @each_page
 def test_every_setting_that_is_named_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    spans = [*CODE.findall(text), *(word for words in commands(page) for word in words[2:])]
+    settings = (words[2:] for words in commands(page) if words[:1] != ["scale"])  # which takes roles
+    spans = [*CODE.findall(text), *(word for words in settings for word in words)]
     spans += re.findall(r"ARGS=\"([^\"]+)\"", text)
     names = [re.split(r"[=:\s]", word)[0] for span in spans for word in span.split() if "." in word]
     for name in names:
@@ -137,7 +138,11 @@ def setting_exists(model: type[BaseModel], path: list[str]) -> bool:
     if not rest or path[0] == "args":
         return True
     inner = hook().nested(field.annotation)
-    return inner is not None and setting_exists(inner, rest)
+    if get_origin(field.annotation) is dict and inner is not None:
+        rest = rest[1:]  # the name that a user gave it
+    elif model is PoolConfig and path[0] == "generator":
+        inner = GeneratorConfig
+    return inner is not None and (not rest or setting_exists(inner, rest))
 
 
 @each_page

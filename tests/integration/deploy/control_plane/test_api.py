@@ -121,6 +121,25 @@ def test_scale_and_stop_are_refused_where_nobody_could_obey(api: ControlPlane) -
     assert orders.replicas == {"generator": 3}
 
 
+def test_a_pool_is_scaled_by_its_name(broker: Broker) -> None:
+    with (
+        ControlPlane(broker, "pools", pools={"fast": {}, "old": {}}) as api,
+        HeartbeatThread(broker, "up", "supervisor", lambda: ("running", -1, {})),
+    ):
+        api.wait("the supervisor", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["possible"])
+        answer = api.ask("POST", "/v1/scale", {"role": "generator", "pool": "old", "replicas": 2})[1]
+        assert answer["text"] == "0 of 2 generator.old services are alive"
+        for wrong, name in (({}, "generator"), ({"pool": "new"}, "generator.new")):
+            status, problem = api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 2, **wrong})
+            assert status == 409
+            assert problem["detail"] == (
+                f"{name} cannot be scaled in this run, these can: generator.fast, generator.old, reward"
+            )
+    orders = broker.run_control.read()
+    assert orders is not None
+    assert orders.replicas == {"generator.old": 2}
+
+
 def test_a_refusal_names_the_command_that_scales_here(broker: Broker) -> None:
     with ControlPlane(broker, "hint", scale_hint="docker-compose up -d --scale {role}={replicas}") as api:
         problem = api.ask("POST", "/v1/scale", {"role": "reward", "replicas": 3})[1]

@@ -51,13 +51,14 @@ function stop() {
   });
 }
 
-function scale(role, now, wanted) {
+function scale(kind, now, wanted) {
   const more = wanted > now;
+  const [role, pool = ""] = kind.split(".");
   confirm({
-    title: more ? `Start another ${role}` : `Stop a ${role}`, verb: more ? "Start it" : "Stop it",
+    title: more ? `Start another ${kind}` : `Stop a ${kind}`, verb: more ? "Start it" : "Stop it",
     body: h("p", null, `From ${plural(now, "replica")} to ${count(wanted)}. `,
       more ? "It joins as soon as it has loaded; nothing waits for it." : "It hands back what it has not finished."),
-    act: async () => `Ordered: ${await post("scale", { role, replicas: wanted })}`,
+    act: async () => `Ordered: ${await post("scale", { role, pool, replicas: wanted })}`,
   });
 }
 

@@ -2,7 +2,7 @@
 // A long list scrolls by itself; how many there are stands above it.
 
 import { byId, h, keyed, setAttribute, setText } from "../elements/dom.js";
-import { DASH, count, duration, percent, rate, short } from "../elements/format.js";
+import { DASH, count, duration, percent, plural, rate, short, small } from "../elements/format.js";
 import { spark } from "../elements/spark.js";
 import { on, store } from "../data/store.js";
 
@@ -77,14 +77,27 @@ function update(element, service) {
   speed.lastChild.show(points);
 }
 
+/** A pool stands above the services, in the same columns. */
+function updatePool(element, pool) {
+  const [, name, state, speed] = element.children;
+  setText(name.firstChild, `pool ${pool.name}`);
+  setText(name.lastChild, plural(pool.generators, "generator"));
+  setText(state.firstChild, pool.logprob_gap === null ? "" : `log-probability gap ${small(pool.logprob_gap)}`);
+  setText(state.lastChild, pool.trained_share === null ? "" : `${percent(pool.trained_share)} of the trained tokens`);
+  setText(speed.firstChild, `${short(pool.tokens_per_s)} tok/s`);
+}
+
 function show() {
   const host = byId("service-list");
   if (!host.children.length) {
     host.append(h("ul", { class: "services", tabindex: "0", "aria-label": "Services" }), h("p", { class: "empty" }));
+    host.prepend(h("ul", { class: "services", "aria-label": "Pools of generators" }));
   }
   const shown = store.status.services.filter((service) => presence(service) !== "gone");
   const gone = store.status.services.filter((service) => presence(service) === "gone");
-  keyed(host.firstChild, shown, (service) => service.name, row, update);
+  keyed(host.firstChild, store.status.pools, (pool) => pool.name, row, updatePool);
+  host.firstChild.hidden = !store.status.pools.length;
+  keyed(host.children[1], shown, (service) => service.name, row, update);
   setText(host.lastChild, gone.length
     ? `Left without a word: ${gone.map((service) => `${service.name} (${duration(service.silent_s)} ago)`).join(", ")}`
     : shown.length ? "" : ENDED.includes(store.status.state) ? "All services have ended." : "No service has been heard of.");

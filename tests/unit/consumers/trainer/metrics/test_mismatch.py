@@ -97,3 +97,12 @@ def test_a_large_fleet_has_metrics_of_those_with_the_largest_difference() -> Non
     assert "mismatch/g39/gap" in found
     assert "mismatch/g8/gap" in found
     assert "mismatch/g7/gap" not in found
+
+
+def test_pools_have_the_metrics_of_all_their_generators_whose_own_may_be_left_out() -> None:
+    samples = [SampleMismatch(f"g{index}", index % 2, 10.0, float(index), 0.0, 1.0) for index in range(40)]
+    found = mismatch_metrics(samples, {f"g{index}": "low" if index < 20 else "high" for index in range(39)})
+    assert found["pool/low/gap"] == pytest.approx(sum(range(20)) / 200)
+    assert found["pool/low/age_1/tokens"] == 100
+    assert found["pool/high/tokens"] == 190, "one is in no pool"
+    assert "mismatch/g7/gap" not in found

@@ -1,0 +1,109 @@
+"""Two kinds of generators in one run of ``tidemill up``, each with its own settings, variables and interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.control_plane.address import address_of, own_token
+from tests.support.runs.up_runs import UpRun, trained_samples
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 60
+EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic" / "model.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The untrained model of the arithmetic example."""
+    spec = importlib.util.spec_from_file_location("arithmetic_model", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = tmp_path_factory.mktemp("model") / "untrained"
+    folder.mkdir()
+    module.build(folder, 0)
+    return folder
+
+
+def ask(run: UpRun, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Send a request to the run's control plane."""
+    headers = {"Authorization": f"Bearer {own_token(run.folder)}", "Content-Type": "application/json"}
+    url = (address_of(run.folder) or "").rstrip("/") + path
+    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.loads(answer.read())
+
+
+@pytest.mark.timeout(300)
+def test_two_pools_train_one_policy_also_when_a_generator_of_one_is_killed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nSTARTED_BY=own exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("OF_MACHINE", "/opt/lib")
+    config = {
+        "model": {"path": str(model), "dtype": "float32", "max_length": 32},
+        "train": {"name": "arithmetic"},
+        "sampling": {"n": 4, "max_tokens": 6},
+        "reward": {"terms": [{"name": "exact"}]},
+        "generator": {"engine": "transformers", "max_samples": 32, "lease_s": 5},
+        "pools": {
+            "real": {
+                "generator": {"max_samples": 4},
+                "env": {"SEARCH": "/own:${OF_MACHINE}:$NOWHERE"},
+                "python": str(python),
+            },
+            "quick": {"generator": {"engine": "scripted", "replicas": 2, "args": {"token_s": 0.02}}},
+        },
+        "trainer": {
+            "steps": STEPS,
+            "batch_groups": 8,
+            "threads": 1,
+            "advantage": {"keep_zero_variance": True},
+            "mismatch": {"action": "report"},
+        },
+        "control": {"port": 0},
+        "supervisor": {"max_restarts": 20, "backoff_s": 0.2},
+    }
+    run = UpRun(tmp_path, config)
+    run.wait_until(lambda: run.steps() >= 3 and address_of(run.folder) is not None, "three steps")
+    service = run.service("generator-real-0")
+    assert service is not None
+    environment = service.environ()
+    assert (environment["SEARCH"], environment["STARTED_BY"]) == ("/own:/opt/lib:", "own")
+    killed = run.service("generator-quick-0")
+    assert killed is not None
+    assert "SEARCH" not in killed.environ()
+    killed.kill()
+    ask(run, "/v1/scale", {"role": "generator", "pool": "quick", "replicas": 1})
+
+    def of_pools(figure: str) -> list[Any]:
+        return [pool[figure] for pool in ask(run, "/v1/status")["pools"]]
+
+    run.wait_until(lambda: of_pools("generators") == [1, 1], "one generator of each pool")
+    run.wait_until(lambda: None not in of_pools("logprob_gap"), "samples of both pools")
+    status = ask(run, "/v1/status")
+    assert status["scaling"]["replicas"] == {"generator.real": 1, "generator.quick": 1, "reward": 1}
+    assert {one["name"]: one["pool"] for one in status["services"] if one["pool"]}["generator-real-0"] == "real"
+    summary = run.finish()
+    assert (summary["exit_reason"], summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (
+        "finished",
+        0,
+        0,
+    )
+    samples = trained_samples(run)
+    assert len(samples) == len(set(samples)) == STEPS * 8 * 4
+    figures = {name for line in run.lines("metrics.jsonl") for name in line if name.startswith("pool/")}
+    assert {"pool/real/gap", "pool/quick/gap", "pool/real/tokens", "pool/quick/tokens"} <= figures
+    real, quick = (pool["logprob_gap"] for pool in status["pools"])
+    assert quick > 100 * real, "the scripted engine draws its log-probabilities"

@@ -1,0 +1,89 @@
+"""Pools in the status: which generators are whose, what they give to training, and which orders scale them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from broker.flow.run_control import ControlState
+from broker.telemetry.stream_lag import StreamLag
+from deploy.cli.status import rows
+from deploy.control_plane.status.collector import Collector, PlannedRun
+from deploy.control_plane.status.prometheus import render
+from deploy.terminal.page import History, page
+from schemas.control_api import RunStatus
+from schemas.messages import Heartbeat
+from tests.support.broker.run_statuses import LEDGER
+
+LAGS = [StreamLag(name, 3, 1, 2, 10, 95.0) for name in ("tasks", "eval_tasks", "trajectories", "scored")]
+
+
+def beat(name: str, pool: str, at: float = 100.0, role: str = "generator") -> Heartbeat:
+    figures = {"tokens_per_s": 50.0}
+    return Heartbeat(service=name, role=role, host="h", pid=1, state="running", time=at, figures=figures, pool=pool)
+
+
+def status(beats: list[Heartbeat], **planned: tuple[str, ...]) -> RunStatus:
+    collector = Collector(None, PlannedRun("run", **planned))  # type: ignore[arg-type]
+    for step, (gap, tokens) in enumerate(((0.5, 30.0), (0.1, 10.0))):
+        collector.history.add(
+            {
+                "step": step,
+                "pool/fast/gap": gap,
+                "pool/fast/tokens": tokens,
+                "pool/old/gap": 0.01,
+                "pool/old/tokens": 20.0,
+            }
+        )
+    return collector._status(LEDGER, LAGS, beats, [], 100.0)
+
+
+BEATS = [
+    beat("generator-fast-0", "fast"),
+    beat("generator-fast-1", "fast"),
+    beat("generator-fast-2", "fast", at=1.0),
+    beat("generator-old-0", "old"),
+    beat("reward-0", "", role="reward"),
+    beat("up", "", role="supervisor"),
+]
+
+
+def test_each_pool_has_its_live_generators_and_its_part_of_training() -> None:
+    found = status(BEATS, pools=("fast", "old", "idle"))
+    fast, old, idle = found.pools
+    assert (fast.name, fast.generators, fast.tokens_per_s) == ("fast", 2, 100.0)
+    assert (fast.trained_share, fast.logprob_gap) == (pytest.approx(0.5), pytest.approx(0.4))
+    assert (old.generators, old.logprob_gap) == (1, pytest.approx(0.01))
+    assert (idle.generators, idle.trained_share, idle.logprob_gap) == (0, 0.0, None)
+    assert {one.name: one.pool for one in found.services}["generator-old-0"] == "old"
+    assert found.scaling.replicas == {"generator.fast": 2, "generator.old": 1, "generator.idle": 0, "reward": 1}
+
+
+def test_an_order_names_the_pool_and_without_pools_all_is_as_it_was() -> None:
+    found = status([beat("generator-0", ""), *BEATS[-2:]])
+    assert found.pools == []
+    assert found.scaling.replicas == {"generator": 1, "reward": 1}
+    assert "pool" not in render(found, True, {}, {}).decode()
+    collector = Collector(None, PlannedRun("run"))  # type: ignore[arg-type]
+    orders = ControlState(replicas={"generator.old": 3, "generator": 7})
+    ledger = LEDGER.__class__(**{**vars(LEDGER), "control": orders})
+    assert collector._status(ledger, LAGS, BEATS, [], 100.0).scaling.replicas == {
+        "generator.fast": 2,
+        "generator.old": 3,
+        "reward": 1,
+    }
+
+
+def test_pools_are_shown_on_the_page_in_the_status_and_to_prometheus() -> None:
+    found = status(BEATS)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    console.print(page(found, History()))
+    assert isinstance(console.file, io.StringIO)
+    assert "generators 2   tokens/s 100   trained 50%   gap 4.0e-01" in console.file.getvalue()
+    assert (
+        dict(rows(found))["pool old"]
+        == "1 generators, 50 tokens/s, 50% of the trained tokens, log-probability gap 1.0e-02"
+    )
+    assert 'tidemill_pool_logprob_gap{pool="fast"} 0.4' in render(found, True, {}, {}).decode()

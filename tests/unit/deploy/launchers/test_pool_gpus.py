@@ -1,0 +1,95 @@
+"""Pools on this machine's GPUs, and the launchers that start none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.launchers.gpus import Gpu, GpuPlan
+from deploy.launchers.kubernetes import Kubernetes
+from deploy.launchers.local import Local
+from deploy.launchers.pool_gpus import plan_pools
+from deploy.launchers.ray import Ray
+from deploy.launchers.slurm import Slurm
+from deploy.services.pool import expand
+from schemas.config import TidemillConfig, parse_config
+from schemas.errors import ConfigError
+
+WIDE = {"generator": {"engine": "vllm", "args": {"tensor_parallel_size": 2}}}
+THIN = {"generator": {"engine": "vllm", "replicas": 2}}
+
+
+def config(**sections: Any) -> TidemillConfig:
+    base: dict[str, Any] = {
+        "model": {"path": "m"},
+        "train": {"name": "arithmetic"},
+        "reward": {"terms": [{"name": "exact"}]},
+        "pools": {"wide": WIDE, "thin": THIN},
+    }
+    return parse_config({**base, **sections})
+
+
+def planned(config: TidemillConfig, count: int, *given: int) -> GpuPlan:
+    return plan_pools(config, [Gpu(str(index), 80.0) for index in range(count)], *given)
+
+
+def test_each_pool_has_the_gpus_of_its_engines_after_the_trainer() -> None:
+    plan = planned(config(), 6)
+    assert plan.placed is not None
+    assert {name: list(places) for name, places in plan.placed.items()} == {
+        "trainer": [0],
+        "generator-wide-0": [1, 2],
+        "generator-thin-0": [3],
+        "generator-thin-1": [4],
+    }
+    assert plan.text.endswith("4 generator-thin-1; 5 unused")
+    placed = planned(config(placement={"trainer": "4", "generator": "0-3"}), 5).placed
+    assert placed is not None
+    assert (placed["trainer"], placed["generator-wide-0"], placed["generator-thin-1"]) == ([4], [0, 1], [3])
+
+
+def test_one_gpu_is_shared_by_all_and_without_any_all_run_on_the_cpu() -> None:
+    plan = planned(config(generator={"engine": "vllm"}, pools={"a": {}, "b": {"generator": {"replicas": 3}}}), 1)
+    assert (plan.placed, plan.utilization, plan.replicas) == (None, 0.1, 1)
+    assert planned(config(), 0) == planned(config(), 4, 0, 0) == GpuPlan(0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("sections", "count", "message"),
+    [
+        ({}, 4, "generator-thin-1 needs 1 of 4 GPUs, but 0 of them are left"),
+        ({}, 2, "generator-wide-0 needs 2 of 2 GPUs, but 1 of them is left"),
+        ({"placement": {"trainer": "0", "generator": "1-4"}}, 1, "have GPU 4, counted from 0, but there is 1 GPU"),
+    ],
+)
+def test_too_few_gpus_are_refused(sections: dict[str, Any], count: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(config(**sections), count)
+
+
+def test_a_generator_sees_the_gpus_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [Gpu(str(index), 80.0) for index in range(5)]
+    monkeypatch.setattr("deploy.launchers.local.find_gpus", lambda: gpus)
+    monkeypatch.setattr("deploy.launchers.local.run_up", lambda *_: 0)
+    launcher = Local()
+    launcher.launch(config())
+    assert launcher._gpus("generator", "generator-wide-0") == ["1", "2"]
+    assert launcher._gpus("generator", "generator-thin-1") == ["4"]
+    shared = Local(0, 0)
+    shared.launch(config())
+    assert shared._gpus("generator", "generator-thin-1") == []
+
+
+@pytest.mark.parametrize("launcher", [Slurm(), Kubernetes(), Ray()])
+def test_launchers_of_one_kind_of_generators_say_so(launcher: Slurm | Kubernetes | Ray, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        launcher.launch(config(run={"folder": str(tmp_path / "run")}))
+    assert str(raised.value).startswith(f"pools wide, thin: {type(launcher).__name__} starts one kind of generators")
+    assert not (tmp_path / "run").exists()
+
+
+def test_variables_are_those_of_the_machine_and_unknown_ones_are_empty() -> None:
+    values = {"A": "/x:$PATHS:${HOME}/y", "B": "$MISSING", "C": "5$"}
+    assert expand(values, {"PATHS": "/p", "HOME": "/h"}) == {"A": "/x:/p:/h/y", "B": "", "C": "5$"}
