@@ -40,7 +40,10 @@ class ClusterRates:
 
     step_s, row_s: a generator's next token for b samples takes step_s + b * row_s seconds. most: samples that it has in
     flight at most. trained_tokens_per_s: of one GPU of the trainer. publish_s: from the end of a step until generators
-    have its weights. The defaults are rough numbers for a dense model of 7 billion parameters in bfloat16 on H100s.
+    have its weights. hold_s, give_s: of a hand-over of shared GPUs, to the trainer and to the generators.
+    prefilled_tokens_per_s: of an engine that reads the tokens of a sample again. The defaults are rough numbers for a
+    dense model of 7 billion parameters in bfloat16 on H100s; those of a hand-over are of verl-omni, measured at 5
+    billion.
     """
 
     step_s: float = 0.012
@@ -48,6 +51,9 @@ class ClusterRates:
     most: int = 128
     trained_tokens_per_s: float = 6000.0
     publish_s: float = 5.0
+    hold_s: float = 4.0
+    give_s: float = 9.0
+    prefilled_tokens_per_s: float = 25_000.0
 
     def sampled_tokens_per_s(self) -> float:
         """Return the tokens a second of a generator that is full."""
@@ -58,7 +64,8 @@ class ClusterRates:
 class ClusterLayout:
     """Who does what. generators: of ``generator_gpus`` GPUs each. trainers: GPUs of the trainer.
 
-    batch: groups of a step, of ``samples`` each. staleness, window: as ``flow`` has them.
+    batch: groups of a step, of ``samples`` each. staleness, window: as ``flow`` has them. shared: how many of the
+    generators are on GPUs of the trainer, and generate in turns with it.
     """
 
     generators: int
@@ -68,6 +75,7 @@ class ClusterLayout:
     staleness: int
     window: int = 1
     generator_gpus: int = 1
+    shared: int = 0
 
     def __post_init__(self) -> None:
         if self.window - 1 > self.staleness * self.batch:
@@ -78,7 +86,7 @@ class ClusterLayout:
 
     @property
     def gpus(self) -> int:
-        return self.generators * self.generator_gpus + self.trainers
+        return (self.generators - self.shared) * self.generator_gpus + self.trainers
 
     @property
     def slots(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,16 @@ from rich.table import Table
 
 from deploy.launchers.gpus import engine_width
 from deploy.planning.run_rates import Known, of_run, sampling_at, stated
-from deploy.planning.search import Plan, best
+from deploy.planning.search import Plan, best, best_in_turns, in_turns, simulate
 from schemas.config import TidemillConfig
+from schemas.config.placement import count_gpus, parse_ranges
 from schemas.run_folder import METRICS
 
 STALENESS = (0, 1, 2, 4, 8)
+STEPS = 6
+"""Steps that are simulated."""
+WORTH = 1.05
+"""Least gain over a split for which turns are named."""
 NEARLY = 0.95
 """The least staleness is taken that has this share of the best throughput."""
 
@@ -37,13 +43,15 @@ def plan(
     known = figures(config, trained, sampled, mean)
     plans = [make(config, gpus, staleness, known) for staleness in STALENESS]
     chosen = choose([one for one in plans if one.layout.staleness <= config.flow.staleness])
+    compared = compare(config, known, chosen)
     if as_json:
-        found = {
+        found: dict[str, Any] = {
             "rates": vars(known.rates),
             "lengths": vars(known.mix),
             "sources": dict(known.source),
             "plans": [describe(one) for one in plans],
             "start_from": settings(chosen),
+            **{name: {**describe(one), "shared": one.layout.shared} for name, one in compared.items()},
         }
         typer.echo(json.dumps(found, indent=2))
         return
@@ -71,6 +79,10 @@ def plan(
         )
     Console().print(table)
     typer.echo("start from: " + " ".join(f"{name}={value}" for name, value in settings(chosen).items()))
+    for text in advise(compared, chosen, known):
+        typer.echo(text)
+    if config.pools:
+        typer.echo("pools: planned as generators of one kind, at their mean rate")
 
 
 def figures(config: TidemillConfig, trained: float | None, sampled: float | None, mean: float | None) -> Known:
@@ -96,10 +108,70 @@ def make(config: TidemillConfig, gpus: int, staleness: int, known: Known) -> Pla
         staleness,
         known.rates,
         known.mix,
-        steps=6,
+        steps=STEPS,
         generator_gpus=engine_width(config),
         trainer_unit=config.trainer.parallel.unit,
     )
+
+
+def compare(config: TidemillConfig, known: Known, chosen: Plan) -> dict[str, Plan]:
+    """Simulate ``turns``, the best of generators on the trainer's GPUs, and what ``placement`` names, if it is set.
+
+    That is ``placement``, beside ``best_split`` of its GPUs at the configured staleness, and ``placement_in_turns``
+    with generators on all of its trainer's GPUs.
+    """
+    rates, mix, unit = known.rates, known.mix, config.trainer.parallel.unit
+    found = {"turns": best_in_turns(chosen, rates, mix, unit, STEPS)}
+    if (placement := config.placement) is None:
+        return found
+    width, own = engine_width(config), set(parse_ranges(placement.trainer))
+    engines = placement.engines(width)
+    layout = replace(
+        chosen.layout,
+        generators=len(engines),
+        trainers=len(own),
+        staleness=config.flow.staleness,
+        window=config.flow.window,
+        shared=sum(not own.isdisjoint(numbers) for numbers in engines),
+    )
+    found["placement"] = simulate(layout, rates, mix, STEPS)
+    if layout.gpus > 1:
+        found["best_split"] = make(config, layout.gpus, layout.staleness, known)
+    if not layout.shared:
+        found["placement_in_turns"] = in_turns(found["placement"], layout.trainers, rates, mix, STEPS)
+    return found
+
+
+def advise(compared: Mapping[str, Plan], chosen: Plan, known: Known) -> Iterator[str]:
+    """Say what the placement gives beside the best split, and whether turns are worth it."""
+    speed = {name: plan.outcome.tokens_per_s for name, plan in compared.items()}
+    if (placed := compared.get("placement")) is not None:
+        text = f"placement: {in_words(placed)}: {speed['placement']:,.0f} tokens/s"
+        if (split := compared.get("best_split")) is not None:
+            text += (
+                f", {speed['placement'] / speed['best_split']:.2f} of the best split of these GPUs at its staleness"
+                f" ({in_words(split)}, window {split.layout.window}: {speed['best_split']:,.0f})"
+            )
+        if "placement_in_turns" in speed:
+            gain = speed["placement_in_turns"] / speed["placement"]
+            text += f"; with generators on all of the trainer's GPUs, too, {gain:.2f} times as fast"
+        yield text
+    turns, gain = compared["turns"], speed["turns"] / chosen.outcome.tokens_per_s
+    worth = (
+        f"{gain:.2f} times this split: {in_words(turns)}"
+        if gain >= WORTH
+        else f"not worth it, {gain:.2f} times this split"
+    )
+    both = known.rates.hold_s + known.rates.give_s
+    yield f"turns on shared GPUs, {both:.1f} s for each there and back ({known.source['turns']}): {worth}"
+
+
+def in_words(plan: Plan) -> str:
+    """Return who has how many GPUs in a plan."""
+    layout = plan.layout
+    shared = f", {layout.shared} of them on its GPUs" if layout.shared else ""
+    plural = "" if layout.generators == 1 else "s"
+    return f"{count_gpus(layout.trainers)} for the trainer, {layout.generators} generator{plural}{shared}"
 
 
 def choose(plans: list[Plan]) -> Plan:

@@ -35,6 +35,7 @@ def stated(max_tokens: int, max_samples: int) -> Known:
         "sampled": "stated, a dense model of 7 billion parameters on an H100",
         "lengths": "stated, a fifth of sampling.max_tokens",
         "publishing": "stated",
+        "turns": "stated",
     }
     return Known(replace(ClusterRates(), most=max_samples), mix, source)
 
@@ -55,6 +56,10 @@ def of_run(file: Path, before: Known, ranks: int, generators: int) -> Known:
         trained_tokens_per_s=trained,
         publish_s=median(line.get("time/publish_s", 0.0) for line in lines),
     )
+    if handed := [line["time/hand_over_s"] for line in lines if line.get("time/hand_over_s")]:
+        factor = median(handed) / (rates.hold_s + rates.give_s)
+        rates = replace(rates, hold_s=rates.hold_s * factor, give_s=rates.give_s * factor)
+        source["turns"] = words
     generated = sorted(line["perf/generated_tokens_per_s"] for line in lines if line.get("perf/generated_tokens_per_s"))
     if generated and generators:
         # They rest while slots are taken: nine tenths of the way up is nearer to what they can than the mean.

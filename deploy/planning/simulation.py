@@ -2,6 +2,10 @@
 
 The rules are those of the ledger, of the generators and of the trainer, whose own GroupBuffer chooses; what is computed
 takes as long as ClusterRates say. Events are played in order of their time, so that a simulated hour takes a second.
+
+Generators on GPUs of the trainer generate in turns with it. The trainer takes the GPUs for each batch that is complete,
+and gives them when it waits: at once if all generators are on them, else after as long as a hand-over there and back
+takes. Generators that have to sleep hand their samples back, which others, or they in their next turn, continue.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ NO_SCORE = Score(reward=0.0)
 class SimulationResult:
     """Metrics of the steps after the first ones. busy: shares of the time, of a generator's places those in use.
 
-    oldest: largest age in versions of a trained group, by its admission.
+    oldest: largest age in versions of a trained group, by its admission. turns: of shared GPUs, those of the trainer.
     """
 
     seconds: float
@@ -34,6 +38,7 @@ class SimulationResult:
     trainer_busy: float
     generators_busy: float
     oldest: int
+    turns: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -46,12 +51,15 @@ class SimulationResult:
 
 @dataclass
 class _Generator:
-    """An engine. clock: tokens that a sample here since the beginning would have; ends: at which clock samples end."""
+    """An engine. clock: tokens that a sample here since the beginning would have, at the time ``at``.
+
+    ends: at which clock samples end, with their tasks and lengths.
+    """
 
     clock: float = 0.0
     at: float = 0.0
     turn: int = 0
-    ends: list[tuple[float, int]] = field(default_factory=list)
+    ends: list[tuple[float, int, int]] = field(default_factory=list)
     place_s: float = 0.0
 
 
@@ -70,6 +78,11 @@ class Simulation:
         self._numbers = 0
         self._now = 0.0
         self._waiting: deque[int] = deque()  # tasks that no generator has
+        self._returned: list[tuple[int, float, int]] = []  # samples that were handed back: task, tokens left, length
+        self._awake = list(self._generators)
+        self._holds = not layout.shared  # whether the trainer has its GPUs
+        self._turns = 0
+        self._wait = -1  # number of the step that the trainer waits for
         self._left: dict[int, int] = {}  # samples that are being generated, by task
         self._admitted: dict[int, int] = {}  # version at the admission, by task in a slot
         self._untaken: dict[int, None] = {}  # tasks in slots that the next step doesn't have yet, the oldest first
@@ -104,6 +117,7 @@ class Simulation:
             sum(spent for _, spent, _, _ in measured) / seconds,
             sum(generator.place_s for generator in self._generators) / places / seconds,
             max(age for _, _, _, age in self._trained),
+            self._turns,
         )
 
     def _at(self, when: float, happen: Callable[[], None]) -> None:
@@ -123,26 +137,31 @@ class Simulation:
         self._deal()
 
     def _deal(self) -> None:
-        """Give waiting tasks to the generators with the most room."""
-        while self._waiting:
-            generator = min(self._generators, key=lambda one: len(one.ends))
+        """Give samples that were handed back, then waiting tasks, to the generators with the most room."""
+        while self._awake and (self._returned or self._waiting):
+            generator = min(self._awake, key=lambda one: len(one.ends))
             if len(generator.ends) >= self._rates.most:
                 return
-            task = self._waiting.popleft()
-            lengths = self._mix.of_group(task, self._layout.samples)
-            self._tokens[task], self._left[task] = int(lengths.sum()), len(lengths)
             self._advance(generator)
-            for length in lengths:
-                heapq.heappush(generator.ends, (generator.clock + float(length), task))
+            if self._returned:
+                task, left, length = heapq.heappop(self._returned)
+                generator.at += (length - left) / self._rates.prefilled_tokens_per_s
+                heapq.heappush(generator.ends, (generator.clock + left, task, length))
+            else:
+                task = self._waiting.popleft()
+                lengths = self._mix.of_group(task, self._layout.samples)
+                self._tokens[task], self._left[task] = int(lengths.sum()), len(lengths)
+                for length in lengths:
+                    heapq.heappush(generator.ends, (generator.clock + float(length), task, int(length)))
             self._expect(generator)
 
     def _token_s(self, generator: _Generator) -> float:
         return self._rates.step_s + len(generator.ends) * self._rates.row_s
 
     def _advance(self, generator: _Generator) -> None:
-        """Bring an engine to the present."""
-        passed = self._now - generator.at
-        generator.at = self._now
+        """Bring an engine to the present, or leave it in the future until which it reads samples again."""
+        passed = max(0.0, self._now - generator.at)
+        generator.at += passed
         if generator.ends:
             generator.clock += passed / self._token_s(generator)
             generator.place_s += passed * min(len(generator.ends), self._rates.most)
@@ -153,7 +172,7 @@ class Simulation:
         if generator.ends:
             turn = generator.turn
             seconds = max(0.0, generator.ends[0][0] - generator.clock) * self._token_s(generator)
-            self._at(self._now + seconds, lambda: self._end_sample(generator, turn))
+            self._at(generator.at + seconds, lambda: self._end_sample(generator, turn))
 
     def _end_sample(self, generator: _Generator, turn: int) -> None:
         if turn != generator.turn:
@@ -161,7 +180,7 @@ class Simulation:
         self._advance(generator)
         complete = False
         while generator.ends and generator.ends[0][0] <= generator.clock + 1e-6:
-            _, task = heapq.heappop(generator.ends)
+            _, task, _ = heapq.heappop(generator.ends)
             self._left[task] -= 1
             if self._left[task] == 0:
                 complete = True
@@ -181,15 +200,54 @@ class Simulation:
         while len(self._taken) < self._layout.batch:
             task = self._choose()
             if task is None:
+                self._wait_for_samples()
                 return
             del self._untaken[task]
             self._taken.append(task)
-        if len(self._taken) < self._layout.batch:
+        if not self._holds:
+            self._hold()
             return
         self._training = True
         tokens = sum(self._tokens.pop(task) for task in self._taken)
         seconds = tokens / (self._rates.trained_tokens_per_s * self._layout.trainers)
         self._at(self._now + seconds, lambda: self._end_step(seconds, tokens))
+
+    def _hold(self) -> None:
+        """Let the generators on the trainer's GPUs sleep, so that it has them after a hand-over."""
+        self._training, self._turns = True, self._turns + 1
+        for generator in self._generators[: self._layout.shared]:
+            self._advance(generator)
+            self._returned += [(task, end - generator.clock, length) for end, task, length in generator.ends]
+            generator.ends.clear()
+            self._expect(generator)
+        heapq.heapify(self._returned)
+        self._awake = self._generators[self._layout.shared :]
+        self._deal()
+        self._at(self._now + self._rates.hold_s, self._take_gpus)
+
+    def _take_gpus(self) -> None:
+        self._holds, self._training = True, False
+        self._train()
+
+    def _wait_for_samples(self) -> None:
+        """Give shared GPUs to their generators, at the latest after as long as a hand-over there and back takes."""
+        layout, step = self._layout, len(self._trained)
+        if layout.shared and self._holds and self._wait < step:
+            self._wait = step
+            patience = 0.0 if layout.shared == layout.generators else self._rates.hold_s + self._rates.give_s
+            self._at(self._now + patience, lambda: self._give(step))
+
+    def _give(self, step: int) -> None:
+        if self._holds and not self._training and step == len(self._trained):
+            self._holds, turn = False, self._turns
+            self._at(self._now + self._rates.give_s, lambda: self._wake(turn))
+
+    def _wake(self, turn: int) -> None:
+        if turn == self._turns:  # else the trainer has them back
+            self._awake = list(self._generators)
+            for generator in self._generators[: self._layout.shared]:
+                self._advance(generator)
+            self._deal()
 
     def _choose(self) -> int | None:
         if self._complete is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix, colocated_step_s
-from deploy.planning.search import best, losses
+from deploy.planning.search import best, best_in_turns, in_turns, losses
 from deploy.planning.simulation import Simulation
 from schemas.errors import ConfigError
 
@@ -61,7 +61,7 @@ def test_the_best_split_gives_the_slower_side_more_gpus() -> None:
 
 
 def test_too_few_gpus_are_refused() -> None:
-    with pytest.raises(ConfigError, match="1 GPUs are too few: a generator needs 1 and the trainer 1"):
+    with pytest.raises(ConfigError, match="1 GPU is too few: a generator needs 1 and the trainer 1"):
         best(1, 8, 4, 4, RATES, EVEN)
 
 
@@ -72,3 +72,35 @@ def test_staleness_gains_with_heavy_tails_and_the_loss_is_named() -> None:
     lost = losses(plans[0], RATES, TAILED)
     assert lost.lengths > 0
     assert lost.publishing > 0
+
+
+def test_in_turns_on_one_gpu_all_parts_of_a_step_follow_one_another() -> None:
+    layout = ClusterLayout(1, 1, batch=2, samples=4, staleness=0, shared=1)
+    rates = replace(RATES, hold_s=3.0, give_s=2.0)
+    outcome = Simulation(layout, rates, EVEN).run(5)
+    # As on two GPUs, and both ways of the hand-over; the weights are there before the engine is awake.
+    assert outcome.step_s == pytest.approx(1.0 + 0.8 + 3.0 + 2.0)
+    assert (layout.gpus, outcome.turns) == (1, 8)
+
+
+def test_samples_that_are_handed_back_are_read_again_and_end() -> None:
+    layout = ClusterLayout(2, 2, batch=2, samples=4, staleness=2, shared=2)
+    outcomes = [Simulation(layout, replace(RATES, prefilled_tokens_per_s=rate), TAILED).run(30) for rate in (1e9, 1e3)]
+    assert outcomes[0].tokens_per_s > outcomes[1].tokens_per_s
+    assert all(outcome.turns > 0 and outcome.oldest <= 2 for outcome in outcomes)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize(("generators", "shared"), [(4, 4), (4, 3), (4, 1)])
+def test_no_layout_in_turns_stands_still_or_exceeds_the_bound(staleness: int, generators: int, shared: int) -> None:
+    layout = ClusterLayout(generators, max(1, shared), 8, 4, staleness, shared=shared)
+    assert Simulation(layout, replace(RATES, hold_s=0.5, give_s=0.5), TAILED).run(12).oldest <= staleness
+
+
+def test_turns_help_a_wrong_split_and_hardly_a_good_one() -> None:
+    rates = replace(RATES, trained_tokens_per_s=4000.0, hold_s=0.1, give_s=0.1)
+    split = best(8, 8, 4, 4, rates, TAILED)
+    wrong = replace(split, layout=replace(split.layout, generators=1, trainers=7))
+    slow = Simulation(wrong.layout, rates, TAILED).run(8).tokens_per_s
+    assert in_turns(wrong, 7, rates, TAILED).outcome.tokens_per_s > 1.5 * slow
+    assert best_in_turns(split, rates, TAILED).outcome.tokens_per_s < 1.2 * split.outcome.tokens_per_s

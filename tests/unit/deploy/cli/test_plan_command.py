@@ -49,7 +49,7 @@ def test_rates_are_read_from_a_run(tmp_path: Path) -> None:
     assert known.rates.publish_s == 0.5
     assert known.mix.mean == 250.0
     assert known.mix.sigma == pytest.approx(0.76, abs=0.01)
-    assert all(text.startswith("measured, 9 steps") for text in known.source.values())
+    assert {name for name, text in known.source.items() if not text.startswith("measured, 9 steps")} == {"turns"}
 
 
 def test_generators_that_were_not_waited_for_are_said_to_do_more(tmp_path: Path) -> None:
@@ -94,3 +94,32 @@ def test_no_staleness_above_the_configured_one_is_recommended(tmp_path: Path, bo
     found = json.loads(done.stdout)
     assert found["start_from"]["flow.staleness"] <= bound
     assert [one["staleness"] for one in found["plans"]] == [0, 1, 2, 4, 8], "the others are shown all the same"
+
+
+def test_a_placement_is_compared_with_the_best_split_and_turns_are_named_when_worth_it(tmp_path: Path) -> None:
+    config = tmp_path / "my.yaml"
+    placed = "placement: {trainer: 0-5, generator: 6-7}\n"
+    config.write_text(CONFIG.format(folder=tmp_path / "run").replace("steps: 10", "steps: 10, processes: 6") + placed)
+    rates = ["--trained-tokens-per-s", "5000", "--sampled-tokens-per-s", "500"]
+    done = CliRunner().invoke(app, ["plan", str(config), *rates])
+    assert done.exit_code == 0, done.output
+    last = " ".join(done.stdout.split("start from:")[1].split())
+    assert "placement: 6 GPUs for the trainer, 2 generators: " in last
+    assert " of the best split of these GPUs at its staleness (" in last
+    assert "turns on shared GPUs, 13.0 s for each there and back (stated): not worth it" in last
+    found = json.loads(CliRunner().invoke(app, ["plan", str(config), *rates, "--json"]).stdout)
+    placement, split = found["placement"], found["best_split"]
+    assert (placement["generators"], placement["trainers"]) == (2, 6)
+    assert split["generators"] + split["trainers"] == 8
+    share = f"{placement['tokens_per_s'] / split['tokens_per_s']:.2f}"
+    assert float(share) < 0.8
+    assert f"{share} of the best split" in last
+    assert found["placement_in_turns"]["shared"] == 6
+
+
+def test_the_seconds_of_a_hand_over_are_those_of_the_run(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    file.write_text(file.read_text().replace('"time/publish_s"', '"time/hand_over_s": 2.6, "time/publish_s"'))
+    known = of_run(file, stated(1000, 16), ranks=1, generators=1)
+    assert [known.rates.hold_s, known.rates.give_s] == pytest.approx([0.8, 1.8])
+    assert known.source["turns"].startswith("measured")

@@ -1,0 +1,66 @@
+"""What trainer and generators gain on shared GPUs, in turns: simulated, beside splits of the same GPUs.
+
+Rates are those of ``tidemill plan``. Each row is a layout, each column a bound on staleness. The first row is in tokens
+a second, with the split as generators:trainer; all others are relative to it::
+
+    python -m benchmarks.services.turns --gpus 8
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix
+from deploy.planning.search import Plan, in_turns, simulate
+
+SAMPLES = 8
+STALENESS = (1, 2, 4, 8)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--mean", type=float, default=6000, help="Tokens of an answer.")
+    parser.add_argument("--longest", type=int, default=32_768)
+    parser.add_argument("--publish", type=float, default=5.0, help="Seconds until generators have new weights.")
+    parser.add_argument("--steps", type=int, default=60)
+    settings = parser.parse_args()
+    rates = ClusterRates(publish_s=settings.publish)
+    mix = LengthMix(settings.mean, longest=settings.longest)
+    columns = [column(settings.gpus, staleness, rates, mix, settings.steps) for staleness in STALENESS]
+    print(f"| Tokens/s | {' | '.join(f'staleness {staleness}' for staleness in STALENESS)} |")
+    print("| --- " * (len(STALENESS) + 1) + "|")
+    for name in columns[0]:
+        print(f"| {name} | {' | '.join(each[name] for each in columns)} |")
+
+
+def column(gpus: int, staleness: int, rates: ClusterRates, mix: LengthMix, steps: int) -> dict[str, str]:
+    """Return the cells of a column by the names of their rows."""
+    layout = ClusterLayout(1, gpus - 1, SAMPLES * gpus, SAMPLES, staleness)
+    splits = {n: simulate(replace(layout, generators=gpus - n, trainers=n), rates, mix, steps) for n in range(1, gpus)}
+    shared = {n: in_turns(splits[gpus // 2], n, rates, mix, steps) for n in range(1, gpus + 1)}
+    best = max(splits, key=lambda count: speed(splits[count]))
+    turns = max(range(1, gpus), key=lambda count: speed(shared[count]))
+    wrong = gpus * 3 // 4
+
+    def relative(plan: Plan) -> str:
+        return f"{speed(plan) / speed(splits[best]):.2f}"
+
+    return {
+        "best split": f"{speed(splits[best]):,.0f} ({gpus - best}:{best})",
+        "trainer on some, generators on all": f"{relative(shared[turns])} (trainer on {turns})",
+        "both on all": relative(shared[gpus]),
+        f"wrong split, {gpus - wrong}:{wrong}": relative(splits[wrong]),
+        f"trainer on {wrong}, generators on all": relative(shared[wrong]),
+    }
+
+
+def speed(plan: Plan) -> float:
+    """Return the tokens a second of a plan."""
+    return plan.outcome.tokens_per_s
+
+
+if __name__ == "__main__":
+    main()
