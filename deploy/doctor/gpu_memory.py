@@ -13,7 +13,7 @@ from typing import Any
 
 from deploy.launchers.gpus import UTILIZATION, Gpu, GpuPlan, engine_width
 from producers.engines.factory import engine_name
-from schemas.config import TidemillConfig
+from schemas.config import TidemillConfig, by_pool
 from schemas.config.trainer import CHECKPOINTED_FROM
 
 GB = 1024**3
@@ -139,17 +139,22 @@ def check_memory_fits(
 ) -> list[tuple[str, bool, str]]:
     """Return name, whether it fits, and a text for trainer and generator. Without GPUs, only the trainer's need."""
     memory = gpus[0].memory_gb if gpus else None
-    vllm = engine_name(config.generator.engine) == "vllm"
-    args = plan.apply(config).generator.args
-    share = float(args.get(UTILIZATION, VLLM_SHARE))
-    # In turns, each side has the whole GPU.
-    shared = not plan.sharing and (len(gpus) == 1 or (bool(gpus) and not plan.trainer))
+    generators = {
+        pool: one
+        for pool, one in by_pool(plan.apply(config)).items()
+        if one.generator.replicas and engine_name(one.generator.engine) == "vllm"
+    }
+    shares = {pool: float(one.generator.args.get(UTILIZATION, VLLM_SHARE)) for pool, one in generators.items()}
     for_trainer = memory
-    if memory is not None and shared and vllm:
-        for_trainer = memory * max(0.0, 1 - share * plan.replicas)
+    # In turns, each side has the whole GPU.
+    if memory is not None and not plan.sharing and (len(gpus) == 1 or not plan.trainer):
+        taken = sum(shares[pool] * one.generator.replicas for pool, one in generators.items())
+        for_trainer = memory * max(0.0, 1 - taken)
     need = trainer_need(config, size, for_trainer)
     found = [("trainer memory", need.fits, f"{size.parameters / 1e6:,.0f}M parameters: {need}")]
-    if memory is not None and vllm and plan.replicas:
-        fits, text = describe_cache(config, size, memory, share)
-        found.append(("generator memory", fits, text))
+    for pool, one in generators.items():
+        if memory is None:
+            break
+        fits, text = describe_cache(one, size, memory, shares[pool])
+        found.append(("generator memory", fits, f"pool {pool}: {text}" if pool else text))
     return found
