@@ -29,6 +29,8 @@ MAX_FILES = 900_000
 """Bytes of the files in the ConfigMap, of which Kubernetes allows 1 MiB."""
 OF_ONE_NODE = "ReadWriteOnce"
 WITHOUT_VOLUME = ("feeder", "generator", "reward")
+WAIT = 'for _ in $(seq 1800); do [ ! -e "$0" ] || exit 0; sleep 2; done; echo "no $0 after an hour" >&2; exit 1'
+"""Shell of a container that waits for a file."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,11 @@ class Kubernetes:
             "containers": [{"name": "trainer", "env": env, "resources": _resources(ranks)}],
         }
         size = {"parallelism": self.trainer_nodes, "completions": self.trainer_nodes}
-        generator = {"containers": [{"name": "generator", "resources": _resources(self._gpus(config, "generator"))}]}
+        generator: dict[str, Any] = {
+            "containers": [{"name": "generator", "resources": _resources(self._gpus(config, "generator"))}]
+        }
+        if config.warm_start is not None:
+            generator["initContainers"] = [_waits_for(f"{config.model.path}/config.json")]
         claim: dict[str, Any] = {
             "accessModes": [self.access_mode],
             "resources": {"requests": {"storage": self.storage}},
@@ -197,6 +203,25 @@ def _patch(version: str, kind: str, name: str, spec: Mapping[str, Any]) -> dict[
 def _resources(gpus: int) -> dict[str, Any]:
     """Return what differs in a container's resources; None removes a GPU that the base asks for."""
     return {kind: {"nvidia.com/gpu": str(gpus) if gpus else None} for kind in ("requests", "limits")}
+
+
+def _waits_for(file: str) -> dict[str, Any]:
+    """Return a container of a generator that ends once the trainer's pod has made the model with this file.
+
+    Without it the generator would end and be started again, with pauses that grow to five minutes.
+    """
+    return {
+        "name": "wait",
+        "image": "tidemill-generator",
+        "command": ["tini", "--", "sh", "-c", WAIT, file],
+        "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "128Mi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [{"name": "runs", "mountPath": str(RUNS), "readOnly": True}],
+    }
 
 
 def _beside(role: str) -> dict[str, Any]:

@@ -89,6 +89,23 @@ def test_without_gpus_nothing_asks_for_one(file: Path) -> None:
     assert {"name": "GPUS", "value": "4"} in container["env"], "ranks of the configuration"
 
 
+def test_generators_wait_for_the_model_that_the_trainers_pod_makes(file: Path) -> None:
+    """A generator without its model ends with 2, and is started again with pauses that grow to five minutes."""
+    assert "initContainers" not in pod(render(file), "Deployment", "generator")
+    warm = {"model": "rewards.py:build", "dataset": {"name": "arithmetic"}, "eval": {"name": "arithmetic"}}
+    data = yaml.safe_load(file.read_text())
+    data["model"] = {"path": "/tidemill/runs/cache/sums"}
+    file.write_text(yaml.safe_dump({**data, "warm_start": warm}))
+    generator = pod(render(file), "Deployment", "generator")
+    (wait,) = generator["initContainers"]
+    assert wait["image"] == generator["containers"][0]["image"]
+    assert wait["command"][-1] == "/tidemill/runs/cache/sums/config.json"
+    script, made = wait["command"][-2], file.parent / "config.json"
+    assert subprocess.run(["timeout", "1", "sh", "-c", script, made], timeout=60, check=False).returncode == 124
+    made.touch()
+    assert subprocess.run(["sh", "-c", script, made], timeout=60, check=False).returncode == 0
+
+
 def test_every_object_is_in_the_namespace_of_the_run(file: Path) -> None:
     objects = render(file, keda=True)
     assert not [kind for kind, _ in objects if kind == "PriorityClass"], "other runs use it when this one is deleted"
