@@ -237,7 +237,6 @@ drill_lose() {
   # As docs/deploy/kubernetes.md says.
   quietly kubectl taint node "$node" node.kubernetes.io/out-of-service=nodeshutdown:NoExecute
   reconnect
-  last=$(step) || true
   advances "lost the trainer's node"
   "${FIND[@]}" "$node" >"$SCRATCH/output.log"
   wait_for 120 "$node is back" is_ready "$node" True

@@ -96,7 +96,7 @@ def test_services_are_started_with_commands_that_exist_and_the_configuration_tha
     for _, pod in pods():
         for container in pod["containers"]:
             if container["image"].startswith("tidemill-"):
-                words = [*container.get("command", []), *container.get("args", [])]
+                words = container["args"]
                 # A Deployment starts again what ends: only the trainer, a Job, may.
                 assert ("--stay" in words) == (container["image"] != "tidemill-trainer")
                 assert words[0] in commands
@@ -142,6 +142,24 @@ def test_an_end_that_no_restart_mends_fails_the_job_and_a_drained_node_does_not(
     ignored, failed = job()["spec"]["podFailurePolicy"]["rules"]
     assert ignored == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     assert failed == {"action": "FailJob", "onExitCodes": {"operator": "In", "values": sorted(HOPELESS)}}
+
+
+@pytest.mark.parametrize(("asked", "ends", "code"), [(False, 0, 0), (False, 2, 2), (True, 0, 75), (True, 1, 1)])
+def test_a_trainer_that_is_asked_to_end_has_not_finished_its_job(
+    tmp_path: Path, asked: bool, ends: int, code: int
+) -> None:
+    """Kubernetes takes a pod that ends with 0 for the end of the Job, also one that was deleted or drained."""
+    command = job()["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[:2] == ["tini", "--"]
+    program = tmp_path / "tidemill"
+    program.write_text(
+        "#!/bin/sh\n"
+        + (f"trap 'exit {ends}' TERM; sleep 0.2; kill $PPID; while :; do sleep 0.1; done" if asked else f"exit {ends}")
+    )
+    program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run([*command[2:], "trainer"], env=environment, timeout=60, check=False)
+    assert done.returncode == code
 
 
 def test_a_checkpoint_has_the_grace_of_its_pod() -> None:
