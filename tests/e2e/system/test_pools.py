@@ -106,4 +106,5 @@ def test_two_pools_train_one_policy_also_when_a_generator_of_one_is_killed(
     figures = {name for line in run.lines("metrics.jsonl") for name in line if name.startswith("pool/")}
     assert {"pool/real/gap", "pool/quick/gap", "pool/real/tokens", "pool/quick/tokens"} <= figures
     gap = {pool["name"]: pool["logprob_gap"] for pool in status["pools"]}
-    assert gap["quick"] > 100 * gap["real"], "the scripted engine draws its log-probabilities"
+    # The scripted engine draws its log-probabilities; some samples that it began, the other pool has finished.
+    assert gap["quick"] > 4 * gap["real"]
