@@ -59,6 +59,7 @@ FILES = frozenset(
             "model",
             "batches",
             "exports",
+            "replay_buffer",
             "weights",
             "cache",
             "broker",

@@ -29,6 +29,7 @@ from tests.support.producers.engine_contract import MAX_LENGTH, Subject
 from tests.support.producers.vllm_checks import EVERY, reference_logprobs
 from tests.support.runs.command_line import run_tidemill
 from tests.support.runs.programs import sglang_command
+from tests.support.servers.reached_server import reached
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a kind waits for its server
 
@@ -461,25 +462,29 @@ async def test_the_fill_of_the_cache_is_told_or_it_is_said_that_it_is_not(subjec
 async def test_the_openai_protocol_of_the_same_server_answers_evaluations(subject: Subject) -> None:
     if not isinstance(subject.engine, HttpEngine):
         pytest.skip("there is no server")
-    http = HttpEngineConfig.model_validate({"dialect": "openai", "url": subject.engine.client.url})
-    plain = build_engine(EngineSettings(str(subject.folders[0]), "float32", MAX_LENGTH, 8, http=http))
     greedy = Sampling(max_tokens=8, temperature=0)
     tokenizer = HfTokenizer(str(subject.folders[0]))
-
-    await plain.start()
-    (found,), (ours,) = await plain.generate(PROMPT, greedy), await subject.engine.generate(PROMPT, greedy)
+    with reached(subject.engine) as address:
+        http = HttpEngineConfig.model_validate({"dialect": "openai", **address})
+        plain = build_engine(EngineSettings(str(subject.folders[0]), "float32", MAX_LENGTH, 8, http=http))
+        await plain.start()
+        (found,), (ours,) = await plain.generate(PROMPT, greedy), await subject.engine.generate(PROMPT, greedy)
+        await plain.close()
     # Of ids at random some make no character, and servers differ in what they write for these.
     texts = [tokenizer.decode(completion.tokens).replace("\ufffd", "") for completion in (found, ours)]
     assert texts[0] == texts[1] != ""
     assert found.finish == ours.finish
-    await plain.close()
 
 
 def test_tidemill_eval_asks_the_same_server_over_the_openai_protocol(subject: Subject, tmp_path: Path) -> None:
     if not isinstance(subject.engine, HttpEngine):
         pytest.skip("there is no server")
-    (tmp_path / "config.yaml").write_text(
-        f"""
+    (tmp_path / "rewards.py").write_text(
+        "def answered(prompt, completion, prompt_ids, completion_ids, **data):\n    return float(bool(completion))\n"
+    )
+    with reached(subject.engine) as address:
+        (tmp_path / "config.yaml").write_text(
+            f"""
 model: {{path: {subject.folders[0]}, dtype: float32, max_length: 64}}
 train: {{name: arithmetic}}
 eval:
@@ -488,13 +493,10 @@ eval:
 sampling: {{n: 2, max_tokens: 5}}
 reward:
   terms: [{{name: "rewards.py:answered"}}]
-generator: {{engine: http, http: {{dialect: openai, url: "{subject.engine.client.url}"}}, max_samples: 8}}
+generator: {{engine: http, http: {json.dumps({"dialect": "openai", **address})}, max_samples: 8}}
 """
-    )
-    (tmp_path / "rewards.py").write_text(
-        "def answered(prompt, completion, prompt_ids, completion_ids, **data):\n    return float(bool(completion))\n"
-    )
-    done = run_tidemill("eval", "config.yaml", cwd=tmp_path)
+        )
+        done = run_tidemill("eval", "config.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "held-out reward 1.0000 on 6 samples, 0 failed (http" in done.stdout
 
@@ -503,20 +505,19 @@ async def test_a_server_that_is_there_is_trained_with_and_who_had_it_before_trus
     if not isinstance(subject.engine, HttpEngine):
         pytest.skip("there is no server")
     found = settings(subject.kind, subject.folders)
-    http = HttpEngineConfig.model_validate(
-        {"dialect": subject.kind.removeprefix("http-"), "url": subject.engine.client.url}
-    )
     await subject.load(7)
-    engine = HttpEngine(replace(found, version=1000, http=http))
-    there = Subject(subject.kind, engine, subject.folders)
-    await engine.start()
-    (first,) = await engine.generate(PROMPT, Sampling(max_tokens=6))
-    there.assert_sampled(PROMPT, first)
-    assert await there.load(8) == 1001
-    (second,) = await engine.generate(PROMPT, Sampling(max_tokens=6))
-    there.assert_sampled(PROMPT, second)
-    assert [[span.version for span in one.spans] for one in (first, second)] == [[1000], [1001]]
-    await engine.close()
+    with reached(subject.engine) as address:
+        http = HttpEngineConfig.model_validate({"dialect": subject.kind.removeprefix("http-"), **address})
+        engine = HttpEngine(replace(found, version=1000, http=http))
+        there = Subject(subject.kind, engine, subject.folders)
+        await engine.start()
+        (first,) = await engine.generate(PROMPT, Sampling(max_tokens=6))
+        there.assert_sampled(PROMPT, first)
+        assert await there.load(8) == 1001
+        (second,) = await engine.generate(PROMPT, Sampling(max_tokens=6))
+        there.assert_sampled(PROMPT, second)
+        assert [[span.version for span in one.spans] for one in (first, second)] == [[1000], [1001]]
+        await engine.close()
     with pytest.raises(InfraError, match=r"reports weight versions \[1001\] for a sample"):
         await subject.engine.generate(PROMPT, Sampling(max_tokens=6))
 

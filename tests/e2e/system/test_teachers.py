@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 def start_server(model: Path, port: int) -> subprocess.Popen[bytes]:
     """An inference server that answers once it listens."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.runs.teacher_server", str(model), str(port)], cwd=ROOT
+        [sys.executable, "-m", "tests.support.servers.teacher_server", str(model), str(port)], cwd=ROOT
     )
     deadline = time.monotonic() + 60
     while True:

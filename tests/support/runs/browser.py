@@ -35,7 +35,7 @@ def open_browser() -> Iterator[Browser]:
 
 
 class WatchedPage:
-    """A page of one context: ``page``, and what it did in ``errors`` and ``requests``. token: sent with each request."""
+    """A page of one context: ``page``, what it did in ``errors`` and ``requests``. token: sent with each request."""
 
     def __init__(self, browser: Browser, url: str, token: str | None = None, **options: Any) -> None:
         sent = {"extra_http_headers": {"Authorization": f"Bearer {token}"}} if token else {}

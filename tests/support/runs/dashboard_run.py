@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
 import yaml
 from msgspec.structs import replace
 
-from deploy.control_plane.address import address_of, own_token
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
+from deploy.control_plane.address import address_of, own_token
 from schemas.codec import decode, encode
 from schemas.messages import DeadLetter, Heartbeat
-from tests.support.runs.programs import free_port
-from tests.support.runs.light_service import start_service
 from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.light_service import start_service
+from tests.support.runs.programs import free_port
 from tests.support.runs.up_runs import UpRun
 
 START_S = 240.0

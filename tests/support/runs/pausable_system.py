@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.control_plane.status.run_state import pause_status
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
 from broker.telemetry.stream_lag import read_stream_lags
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
+from deploy.control_plane.status.run_state import pause_status
 from producers.datasets.loading import build_dataset
 from producers.datasets.mixture import build_mixture
 from producers.engines.base import EngineSettings
@@ -23,8 +23,8 @@ from producers.engines.scripted import ScriptedEngine
 from producers.feeder import Feeder
 from producers.generator.service import Generator
 from schemas.config import TidemillConfig, parse_config
-from schemas.system.lifecycle import StopFlag
 from schemas.messages import Score
+from schemas.system.lifecycle import StopFlag
 
 
 def small_config(

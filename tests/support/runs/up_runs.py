@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import yaml
 
-from schemas.run_folder import surviving_lines
 from deploy.services.main import command
+from schemas.run_folder import surviving_lines
 
 PACKAGES = ("schemas", "broker", "producers", "consumers", "deploy")
 
@@ -30,9 +30,7 @@ def make_decoys(folder: Path) -> Path:
 class UpRun:
     """One ``tidemill up`` in a folder of its own, beside a user's folders that are named like our packages."""
 
-    def __init__(
-        self, folder: Path, config: dict[str, Any], output: int | None = None, terminal: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], output: int | None = None, terminal: bool = False) -> None:
         """output: descriptor for what it prints, instead of a file. terminal: whether that is its terminal."""
         self.folder = folder / "run"
         self.output = folder / "output.txt"

@@ -25,7 +25,7 @@ from schemas.run_folder import config_of
 from tests.support.configurations import minimal_config
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
-from tests.support.runs.hub_server import TOKEN, Hub
+from tests.support.servers.hub_server import TOKEN, Hub
 from tests.support.trainer.trajectories import make_groups
 
 pytestmark = pytest.mark.integration

@@ -35,7 +35,7 @@ from tests.support.producers.generator_service import (
     wait_until,
 )
 from tests.support.runs.light_service import METADATA, start_service
-from tests.support.runs.metadata_server import metadata_server
+from tests.support.servers.metadata_server import metadata_server
 
 pytestmark = pytest.mark.integration
 

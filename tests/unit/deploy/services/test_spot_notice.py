@@ -12,8 +12,8 @@ import pytest
 
 from deploy.services.spot_notice import SERVERS, SpotNoticeWatch, announces_end
 from schemas.config.deploy import SupervisorConfig
-from tests.support.runs.metadata_server import metadata_server
 from tests.support.runs.programs import free_port
+from tests.support.servers.metadata_server import metadata_server
 
 
 @pytest.mark.parametrize("cloud", SERVERS)

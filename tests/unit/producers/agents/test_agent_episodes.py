@@ -344,7 +344,8 @@ class Checked:
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.updates = self.weights = self.saver = self
+        self.updates = self.weights = self.saver = self.orders = self
+        self.times_lent = 0
         self.saved: list[Partial] = []
         self.checked = asyncio.Event()
 

@@ -24,7 +24,7 @@ from schemas.weight_files import read_shapes
 from tests.support.models.families import FAMILIES, make_family
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.models.weight_files import write_weights
-from tests.support.runs.hub_server import Hub
+from tests.support.servers.hub_server import Hub
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""An inference server with one causal model: ``python -m tests.support.runs.teacher_server FOLDER PORT``.
+"""An inference server with one causal model: ``python -m tests.support.servers.teacher_server FOLDER PORT``.
 
 It answers OpenAI's completions for a prompt of token ids, with ``echo`` and ``logprobs``, and nothing else.
 """

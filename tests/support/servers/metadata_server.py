@@ -10,7 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 TOKEN = "AQAEAL1-token"
-EVENTS = {"DocumentIncarnation": 2, "Events": [{"EventId": "A", "EventType": "Preempt", "ResourceType": "VirtualMachine"}]}
+EVENTS = {
+    "DocumentIncarnation": 2,
+    "Events": [{"EventId": "A", "EventType": "Preempt", "ResourceType": "VirtualMachine"}],
+}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -29,7 +32,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/latest/meta-data/spot/instance-action":
             if headers["X-aws-ec2-metadata-token"] != TOKEN:
                 return self._answer(401, "")
-            return self._answer(200 if ended else 404, json.dumps({"action": "terminate", "time": "2026-11-25T08:22:00Z"}))
+            return self._answer(
+                200 if ended else 404, json.dumps({"action": "terminate", "time": "2026-11-25T08:22:00Z"})
+            )
         if self.path == "/computeMetadata/v1/instance/preempted" and headers["Metadata-Flavor"] == "Google":
             return self._answer(200, "TRUE" if ended else "FALSE")
         if self.path == "/metadata/scheduledevents?api-version=2020-07-01" and headers["Metadata"] == "true":
