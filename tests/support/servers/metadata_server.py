@@ -1,4 +1,4 @@
-"""The metadata server of a cloud, imitated: it announces the end of a machine once it gets to."""
+"""The metadata server of a cloud, imitated: it announces the end of a machine when a test says so."""
 
 from __future__ import annotations
 
