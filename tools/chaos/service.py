@@ -244,7 +244,7 @@ def _trainer(evidence: EvidenceWriter, folder: Path) -> None:
     from consumers.trainer.step.train_step import TrainStep
     from consumers.trainer.step_log import StepLog
 
-    _once(evidence, service, "build_train_step", "ready")
+    _once(evidence, service, "build_learner", "ready")
     trained = EvidenceWriter(folder / calls.FOLDER, evidence.name)
     last: dict[str, Any] = {"x": [], "wrong": [], "version": -1}
     judged = JUDGE_SAYS if "name: judge" in (folder / "config.yaml").read_text() else 0.0
