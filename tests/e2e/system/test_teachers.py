@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -39,8 +40,12 @@ def start_server(model: Path, port: int) -> subprocess.Popen[bytes]:
 def find_teacher(run: UpRun) -> psutil.Process | None:
     """The worker process of the reward service that holds a model."""
     service = run.service("reward-0")
-    below = [] if service is None else service.children(recursive=True)
-    return next((each for each in below if "consumers.reward.workers.worker" in each.cmdline()), None)
+    for each in [] if service is None else service.children(recursive=True):
+        # One that was killed may not be reaped yet.
+        with suppress(psutil.NoSuchProcess):
+            if "consumers.reward.workers.worker" in each.cmdline():
+                return each
+    return None
 
 
 @pytest.mark.timeout(300)
