@@ -19,9 +19,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.distributed.ranks import Ranks, reason
 from deploy.checks.finding import Finding
 from schemas.config import TidemillConfig
+from schemas.errors import InfraError
 
 MEET_S = 120.0
 """Seconds in which all ranks must have met, and any later collective must have ended."""
@@ -72,7 +73,13 @@ class Collective(msgspec.Struct, frozen=True):
 
 def check_ranks(config: TidemillConfig) -> list[Finding] | None:
     """Measure and compare all ranks; every rank calls this. Returns the findings on rank 0, None on the others."""
-    ranks = Ranks(MEET_S, config.trainer.parallel)
+    try:
+        ranks = Ranks(MEET_S, config.trainer.parallel)
+    except dist.DistError as error:
+        raise InfraError(
+            f"the ranks did not meet within {MEET_S:.0f} s: start this on every machine, and open the port of --meet"
+            f" and those between the ranks ({reason(error)})"
+        ) from error
     with ranks.watchdog():
         report = _measure(ranks, config.folder)
         collective = _sum_over_ranks(ranks)

@@ -55,7 +55,7 @@ def same(value: Any) -> Any:
 
 
 def positive(value: Any) -> int | None:
-    """Return a count, None for one below 1, by which systems say that there is none."""
+    """Return a count, or None if it is below 1, which stands for no limit in other systems."""
     return int(value) if value >= 1 else None
 
 

@@ -130,7 +130,7 @@ class EnvironmentProcess:
         self._send(b"S" + np.ascontiguousarray(actions, dtype=kind).tobytes(), self._spec.step_s)
 
     def receive(self) -> Stepped:
-        """Wait for the end of a reset or step; EnvironmentLost after its deadline, and if there is none."""
+        """Wait for the end of a reset or step; EnvironmentLost after its deadline, or if there is no process."""
         self._answered()
         size, n = self.observations, self.envs
         numbers = np.frombuffer(self._read(4 * n * (2 * size + 1) + 2 * n), np.uint8)

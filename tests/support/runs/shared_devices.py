@@ -128,7 +128,7 @@ def awake_intervals(notes: list[Note], who: str) -> Iterator[tuple[float, float]
 
 
 def check_notes(notes: list[Note], sharing: Sequence[str]) -> int:
-    """Check that nobody used a device of another, and no token came before its probe; return how often they woke."""
+    """Check that each device had one user at a time, and each token came after a probe; return the number of wakes."""
     assert all(note["held"] for note in notes), [note for note in notes if not note["held"]][:3]
     computed = [note["time"] for note in notes if note["what"] == "compute"]
     assert computed

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch.distributed as dist
 
-from deploy.doctor.ranks import Collective, RankReport, compare
+from deploy.doctor import ranks
+from deploy.doctor.ranks import Collective, RankReport, check_ranks, compare
+from schemas.config import ParallelConfig
+from schemas.errors import InfraError
+from tests.support.configurations import minimal_config
 
 SUM = Collective("nccl", correct=True, gb_per_s=180.0)
 GOOD = [
@@ -70,3 +75,13 @@ def test_a_wrong_sum_is_a_problem() -> None:
 def test_ranks_on_processors_may_share_one_and_differ_in_speed() -> None:
     cpus = [msgspec.structs.replace(one, device="CPU", device_id="", product_s=0.001 * (one.rank + 1)) for one in GOOD]
     assert problems(cpus) == []
+
+
+def test_ranks_that_do_not_meet_are_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(timeout_s: float, parallel: ParallelConfig) -> None:
+        """As PyTorch says it; a real group that fails would leave its traces in this process."""
+        raise dist.DistStoreError(f"Timed out after {timeout_s:.0f} seconds waiting for clients. 1/2 clients joined.")
+
+    monkeypatch.setattr(ranks, "Ranks", join)
+    with pytest.raises(InfraError, match=r"did not meet within 120 s: .*1/2 clients joined"):
+        check_ranks(minimal_config())
