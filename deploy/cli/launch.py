@@ -44,7 +44,7 @@ def init(
     folder: Annotated[
         Path, typer.Argument(metavar="[FOLDER]", help="Folder for the files; default: the current one.")
     ] = HERE,
-    name: Annotated[str, typer.Option(help="Name of the run.")] = "first",
+    name: Annotated[str | None, typer.Option(help="Name of the run; default: that of the folder.")] = None,
     model: Annotated[
         str, typer.Option(help="Folder of a model, or its hub id (org/name, org/name@revision).")
     ] = "Qwen/Qwen2.5-0.5B-Instruct",

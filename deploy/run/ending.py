@@ -49,9 +49,11 @@ class Ending:
             table.add_column("after", justify="right", style="bold")
             table.add_row(held_out, before or "-", after)
             console.print(table)
+        equal = s["trajectories_dropped_equal"]
         rows = (
             ("steps", f"{s['steps']:,} in {clock(s['wall_s'])}"),
             ("trajectories", f"{_count(s['trajectories'])}, {s['trajectories_trained']:,} trained"),
+            *([("equal rewards", f"{equal:,}, dropped: nothing can be learned from them")] if equal else []),
             ("lost, trained twice", f"{_count(s['trajectories_lost'])}, {s['trajectories_trained_twice']}"),
             ("tokens", f"{s['tokens_generated']:,} generated, {s['tokens_trained']:,} trained"),
             ("staleness", f"mean {_figure(s['mean_staleness'], 2)}, max {s['max_staleness']}"),
@@ -97,6 +99,7 @@ def _counts(config: TidemillConfig, broker: Broker, reason: str, phases: Mapping
         failed=ledger.samples_failed,
         live=broker.ledger.count_live_samples(),
         # Groups are counted by reason; nearly all have all their samples.
+        dropped_equal=ledger.dropped.get("zero_variance", 0) * config.sampling.n,
         dropped_stale=ledger.dropped.get("stale", 0) * config.sampling.n,
         tokens_generated=ledger.tokens_generated,
         evaluations=_evaluations(config, broker.evals.read_results(), ledger.started),

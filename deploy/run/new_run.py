@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from deploy.checks.editor_schema import FILE, editor_schema
@@ -54,11 +55,14 @@ TRAINED = 32
 """Prompts that are trained on; the others are held out."""
 
 
-def write_new_run(folder: Path, name: str, model: str, data: Path | None, steps: int) -> list[Path]:
+def write_new_run(folder: Path, name: str | None, model: str, data: Path | None, steps: int) -> list[Path]:
     """Write the files into ``folder``; returns them. ConfigError, and nothing is written, if one is there already.
 
+    name: of the run; None for that of the folder, in the characters that are allowed.
     data: a file of JSON lines with ``prompt`` and ``answer``; without it one with a few sums is written.
     """
+    if name is None:
+        name = re.sub(r"[^a-z0-9_-]+", "-", folder.resolve().name.lower()).strip("-_")[:63] or "first"
     texts = {folder / "rewards.py": REWARD, folder / FILE: json.dumps(editor_schema(), indent=1) + "\n"}
     held_out = ""
     if data is None:

@@ -43,6 +43,7 @@ class Final:
     dropped: int = 0
     failed: int = 0
     live: int = 0
+    dropped_equal: int = 0
     dropped_stale: int = 0
     tokens_generated: int = 0
     evaluations: Sequence[Evaluation] = ()
@@ -136,6 +137,7 @@ def summarise(metrics: Iterable[dict[str, Any]], trained: Iterable[dict[str, Any
         "trajectories_trained_twice": samples.again,
         # Fewer deliveries than ends: the counts are of another run, such as the one that this run was forked from.
         "trajectories_lost": None if final.published is None or final.published < gone else final.published - gone,
+        "trajectories_dropped_equal": final.dropped_equal,
         "trajectories_dropped_stale": final.dropped_stale,
         "trajectories_excluded": excluded,
         "tokens_generated": final.tokens_generated,

@@ -120,6 +120,8 @@ def plain_line(status: RunStatus, history: History) -> str:
         parts.append(status.bottleneck.text)
     elif status.state != "running":
         parts.append(_state(status))
+    elif status.bottleneck.limit == "prompts":
+        parts.append(status.bottleneck.text)
     return "  ".join(parts)
 
 

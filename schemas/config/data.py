@@ -211,7 +211,9 @@ class RewardConfig(Section):
 class EvalDataset(LabelledDataset):
     """Held-out prompts; one dataset, or a list of them."""
 
-    sampling: SamplingConfig | None = Field(None, description="Sampling for this dataset; by default eval.sampling.")
+    sampling: SamplingConfig | None = Field(
+        None, description="Sampling for this dataset; what it leaves out is as in eval.sampling."
+    )
     terms: list[RewardTerm] | None = Field(
         None, min_length=1, description="Reward terms for this dataset; by default eval.terms."
     )
@@ -246,7 +248,8 @@ class EvalConfig(Section):
     )
     sampling: SamplingConfig = Field(
         default_factory=lambda: SamplingConfig(n=1, temperature=0.0),
-        description="Sampling for datasets without their own; greedy by default.",
+        description="Sampling for datasets without their own. By default one greedy sample, with max_tokens and"
+        " stop of the section sampling.",
     )
     terms: list[RewardTerm] | None = Field(None, description="Reward terms; by default those of training.")
     hold_s: Seconds = Field(

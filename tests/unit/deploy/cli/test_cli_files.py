@@ -149,9 +149,10 @@ def test_init_writes_what_can_be_checked_and_replaces_nothing(tmp_path: Path) ->
     before = os.stat(tmp_path / "mine" / "config.yaml")
     again = run_tidemill("init", str(tmp_path / "mine"))
     assert (again.returncode, os.stat(tmp_path / "mine" / "config.yaml")) == (2, before)
-    third = tmp_path / "third"
+    third = tmp_path / "_Third try"
     written = json.loads(run_tidemill("init", str(third), "--json").stdout)["files"]
     assert sorted(written) == sorted(str(file) for file in third.iterdir())
+    assert load_config(third / "config.yaml").run.name == "third-try"
     wrong = run_tidemill("init", str(tmp_path / "other"), "--name", "No Name")
     assert wrong.returncode == 2
     assert not list((tmp_path / "other").iterdir())

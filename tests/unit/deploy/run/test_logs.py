@@ -241,6 +241,7 @@ def test_the_file_has_all_keys_also_for_a_run_that_never_began(tmp_path: Path) -
         "mean_staleness",
         "trajectories_lost",
         "trajectories_trained_twice",
+        "trajectories_dropped_equal",
         "trajectories_dropped_stale",
         "logprob_gap_mean",
         "wall_s",

@@ -188,6 +188,12 @@ def test_the_plain_line_speaks_of_complete_evaluations_only() -> None:
     )
 
 
+def test_the_plain_line_says_why_no_step_is_taken() -> None:
+    text = "Prompts: 98% of the groups are dropped because all their samples have the same reward."
+    bottleneck = BUSY.bottleneck.model_copy(update={"limit": "prompts", "text": text})
+    assert plain_line(BUSY.model_copy(update={"bottleneck": bottleneck}), HISTORY).endswith(f"2:31 to go  {text}")
+
+
 def test_without_a_terminal_lines_come_now_and_then_and_at_each_evaluation() -> None:
     output = io.StringIO()
     with View(Console(file=output, width=80)) as view:

@@ -89,6 +89,30 @@ def test_pass_at_k_goes_up_to_the_samples_that_there_are() -> None:
     assert [one.passes(evaluation.sampling_of(one).n) for one in evaluation.dataset] == [[1], [1, 2, 4, 8]]
 
 
+def test_what_an_evaluation_leaves_out_is_one_greedy_sample_of_the_lengths_of_training() -> None:
+    training = {"n": 16, "max_tokens": 40, "stop": ["\n"], "temperature": 0.7}
+    datasets = [{"name": "x"}, {"name": "y", "sampling": {"n": 10, "max_tokens": 50}}]
+
+    def samplings(**evaluation: object) -> list[tuple[int, float, int, list[str]]]:
+        found = parse_config({**MINIMAL, "train": TWO, "sampling": training, "eval": evaluation}).eval
+        assert found is not None
+        return [(s.n, s.temperature, s.max_tokens, s.stop) for s in map(found.sampling_of, found.dataset)]
+
+    assert samplings(dataset=datasets) == [(1, 0.0, 40, ["\n"]), (10, 0.0, 50, ["\n"])]
+    assert samplings(dataset=datasets[0], sampling={"max_tokens": 9}) == [(1, 0.0, 9, ["\n"])]
+    assert samplings(dataset=datasets, sampling={"temperature": 1.0, "stop": []}) == [
+        (1, 1.0, 40, []),
+        (10, 1.0, 50, []),
+    ]
+
+
+@pytest.mark.parametrize("sampling", [3, "greedy", {"n": "x"}])
+def test_a_sampling_that_is_none_is_refused_by_name(sampling: object) -> None:
+    for sections in ({"sampling": sampling, "eval": {"dataset": {"name": "x"}}}, {"eval": {"sampling": sampling}}):
+        with pytest.raises(ConfigError, match="sampling"):
+            parse_config({**MINIMAL, "train": TWO, **sections})
+
+
 DIGITS = {"name": "rewards.py:digits"}
 
 
