@@ -12,7 +12,7 @@ Lines of evidence, by kind (x: one list for each sample or group):
   started · ready (model or engine is loaded) · answered (first answer of the broker to this service's work)
   admit: t, a (answer), c (next task id); what the curriculum skips ends
   publish?: x=[t, s, digest] before, publish: x=[t, s, digest, answer] after
-  score?: x=[t, s], score: x=[t, s, status, answer] · end?: t, how, reason (and s, for one sample
+  score?: x=[t, s, status], score: x=[t, s, status, answer] · end?: t, how, reason (and s, for one sample
   alone) before, end: the same and a after
   loaded: step, term · saving (its state is copied): step, term · begin: term, step, lost
   step: step, term, version, x=[t, s, digest, oldest version], wrong=[t, s] with the reward of another sample
@@ -214,13 +214,12 @@ def _reward(evidence: EvidenceWriter, folder: Path) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def publish(self: ScoreQueue, results: Sequence[tuple[Any, Any]]) -> Any:
-            items = [[delivery.message.task_id, delivery.message.sample] for delivery, _ in results]
+            items = [[one.message.task_id, one.message.sample, score.status] for one, score in results]
             if items:
                 evidence.write("score?", x=items)
             answers = original(self, results)
             if items:
-                done = zip(items, results, answers, strict=True)
-                evidence.write("score", x=[[*item, score.status, word] for item, (_, score), word in done])
+                evidence.write("score", x=[[*item, word] for item, word in zip(items, answers, strict=True)])
             return answers
 
         return publish

@@ -65,9 +65,12 @@ def gather(logs: Iterable[Log]) -> Facts:
     """Read every log once."""
     facts = Facts()
     admitted: dict[int, list[float]] = defaultdict(list)
+    scored: dict[Sample, list[float]] = defaultdict(list)
     asked_again: list[tuple[int, int, float, str]] = []
+    scored_again: list[tuple[int, int, float, str]] = []
     for log in logs:
         begun: dict[tuple[int, int], str] = {}
+        scoring: dict[Sample, str] = {}
         for line in log.lines:
             data = line.data
             if line.kind == "publish?":
@@ -81,10 +84,19 @@ def gather(logs: Iterable[Log]) -> Facts:
                         facts.accepted[task, sample].append((line.at, digest))
                     else:
                         facts.refusals[answer] += 1
+            elif line.kind == "score?":
+                scoring.update({(task, sample): status for task, sample, status in data["x"]})
             elif line.kind == "score":
                 for task, sample, status, answer in data["x"]:
-                    if status != "ok" and answer == "ok":
+                    scoring.pop((task, sample), None)
+                    if status == "ok" and answer in ("ok", "dup"):
+                        scored[task, sample].append(line.at)
+                    elif status == "ok":
+                        continue
+                    elif answer == "ok":
                         facts.excluded[task, sample] = f"reward: {status}"
+                    elif answer == "dup":
+                        scored_again.append((task, sample, line.at, f"reward: {status}"))
             elif line.kind == "end?":
                 begun[data["t"], data.get("s", -1)] = f"{data['how']}: {data['reason']}"
             elif line.kind == "end":
@@ -98,11 +110,16 @@ def gather(logs: Iterable[Log]) -> Facts:
         # A process that was killed before the answer came may have ended the group all the same.
         for (task, sample), reason in begun.items():
             _end(facts, task, sample, f"{reason} (unanswered)")
-    for task, sample, at, reason in asked_again:
-        # The first answer may be lost on its way: then the sample has failed, unless it was published before.
-        since = max((time for time in admitted[task] if time <= at), default=0.0)
-        if not any(since <= time <= at for time, _ in facts.accepted.get((task, sample), ())):
-            _end(facts, task, sample, f"{reason} (asked again)")
+        for (task, sample), status in scoring.items():
+            if status != "ok":
+                _end(facts, task, sample, f"reward: {status} (unanswered)")
+    # The first answer may be lost on its way: then the sample has failed, unless it was published or scored before.
+    published = {sample: [at for at, _ in times] for sample, times in facts.accepted.items()}
+    for again, known in ((asked_again, published), (scored_again, scored)):
+        for task, sample, at, reason in again:
+            since = max((time for time in admitted[task] if time <= at), default=0.0)
+            if not any(since <= time <= at for time in known.get((task, sample), ())):
+                _end(facts, task, sample, f"{reason} (asked again)")
     return facts
 
 

@@ -163,6 +163,33 @@ def test_a_sample_without_a_reward_is_excluded_not_lost() -> None:
     assert broken(judge([publications(), reward, partial], RULES)) == []
 
 
+ERROR = [[1, 1, "error"]]
+AGAIN = (1.7, "score", {"x": [[1, 1, "error", "dup"]]})
+
+
+@pytest.mark.parametrize(
+    ("lines", "promises"),
+    [
+        # The answer was lost, or the service was killed before it came.
+        ([(1.6, "score?", {"x": ERROR}), AGAIN], []),
+        ([(1.6, "score?", {"x": ERROR})], []),
+        # It was scored by then: the late error changes nothing.
+        ([(1.5, "score", {"x": [[1, 1, "ok", "ok"]]}), AGAIN], ["lost"]),
+        ([(1.5, "score", {"x": [[1, 1, "ok", "closed"]]}), AGAIN], []),
+        ([(1.6, "score?", {"x": [[1, 1, "ok"]]})], ["lost"]),
+        # What was scored before it was admitted again was forgotten.
+        ([(0.3, "score", {"x": [[1, 1, "ok", "ok"]]}), AGAIN], []),
+    ],
+)
+def test_an_error_of_a_reward_excludes_a_sample_though_its_answer_was_lost(
+    lines: list[tuple[float, str, dict[str, object]]], promises: list[str]
+) -> None:
+    partial = trainer(step(2.0, 0, [0]), step(3.0, 1, [1]))
+    partial.lines[-1].data["x"].pop()
+    feeder = log("feeder.4", (0.5, "admit", {"t": 1, "a": "ok", "c": 2}))
+    assert broken(judge([publications(), feeder, log("reward-0.3", *lines), partial], RULES)) == promises
+
+
 @pytest.mark.parametrize(("admitted", "promises"), [(0.5, ["lost"]), (1.2, [])])
 def test_a_failure_whose_answer_was_lost_excludes_a_sample_that_was_not_published_since_its_admission(
     admitted: float, promises: list[str]
