@@ -85,7 +85,11 @@ class RestartState:
 
     def healthy(self, now: float) -> bool:
         """Return whether the service runs and has recovered from its last failure."""
-        return self.state is State.RUNNING and (self.failing_since is None or now - self._started >= SETTLED_S)
+        return self.settled(now) or (self.state is State.RUNNING and self.failing_since is None)
+
+    def settled(self, now: float) -> bool:
+        """Return whether the service has run for a while, so that its configuration cannot be what is wrong."""
+        return self.state is State.RUNNING and now - self._started >= SETTLED_S
 
     def _failed(self, code: int, now: float) -> None:
         if self.failing_since is None or now - self._started >= SETTLED_S:

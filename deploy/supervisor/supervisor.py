@@ -22,7 +22,7 @@ from deploy.supervisor.process import OrphanReaper, Processes, become_subreaper
 from deploy.supervisor.restart_policy import RestartState, State
 from deploy.supervisor.services import Change, Exit, RunningService, ServiceSpec, Starter
 from schemas.config import SupervisorConfig
-from schemas.errors import CONFIG_EXIT, HOPELESS, OK_EXIT, RUN_FAILED_EXIT, ConfigError, InfraError
+from schemas.errors import CONFIG_EXIT, ERROR_EXIT, HOPELESS, OK_EXIT, RUN_FAILED_EXIT, ConfigError, InfraError
 from schemas.system.files import cut_log
 from schemas.system.guard import readable
 
@@ -318,11 +318,12 @@ class Supervisor:
             return False
         if service.spec.essential:
             return True
-        # All replicas read the same configuration: if it is wrong for one, it is wrong for all.
-        hopeless = service.failure is not None and service.failure.exit.code in HOPELESS
-        return hopeless or not any(
-            _lives(other) for other in self._services.values() if other.spec.role == service.spec.role
-        )
+        alive = [s for s in self._services.values() if s.spec.role == service.spec.role and _lives(s)]
+        code = service.failure.exit.code if service.failure is not None else ERROR_EXIT
+        # All replicas read the same configuration: if it is wrong for one, it is wrong for all, unless one works: then
+        # a file has changed since, or this machine lacks something, and the run continues without this replica.
+        works = code == CONFIG_EXIT and any(s.lifecycle.settled(time.monotonic()) for s in alive)
+        return not alive or (code in HOPELESS and not works)
 
     def _ask(self, service: _Service) -> None:
         asked_before = service.lifecycle.state is State.STOPPING

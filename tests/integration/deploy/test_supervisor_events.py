@@ -17,6 +17,7 @@ from deploy.control_plane.status.poller import StatusPoller
 from deploy.run.folder import settle_configuration
 from deploy.run.observer import RunObserver, latest
 from deploy.run.up import SupervisedRun
+from deploy.supervisor import restart_policy
 from deploy.supervisor.commands import CommandFollower
 from deploy.supervisor.events import KEPT, TimelineWriter
 from deploy.supervisor.process import Processes
@@ -25,7 +26,7 @@ from deploy.supervisor.services import Change, ServiceSpec
 from deploy.supervisor.supervisor import Supervisor
 from deploy.terminal.page import History, plain_line
 from schemas.config import BrokerConfig, SupervisorConfig, TidemillConfig
-from schemas.errors import InfraError
+from schemas.errors import CONFIG_EXIT, ERROR_EXIT, InfraError
 from schemas.messages import Event
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.configurations import minimal_config
@@ -165,11 +166,14 @@ def test_while_the_broker_is_down_the_last_look_is_shown_as_such_and_nothing_wai
         server.stop()
 
 
+@pytest.mark.parametrize("code", [ERROR_EXIT, CONFIG_EXIT])
 def test_a_replica_that_failed_for_good_is_started_anew_when_the_same_number_is_ordered_again(
-    broker: Broker, tmp_path: Path
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
+    """A wrong configuration of one replica ends no run whose other replicas have worked for a while."""
+    monkeypatch.setattr(restart_policy, "SETTLED_S", 0.01)
     life = tmp_path / "second life"
-    once = f"import pathlib, sys, time; time.sleep(600) if pathlib.Path({str(life)!r}).exists() else sys.exit(1)"
+    once = f"import pathlib, sys, time; time.sleep(600) if pathlib.Path({str(life)!r}).exists() else sys.exit({code})"
     codes = {"generator-0": "import time; time.sleep(600)", "generator-1": once}
 
     def replica(index: int) -> ServiceSpec:
