@@ -10,8 +10,11 @@ import msgspec
 
 from producers.agents.protocol import CallRequest
 from producers.agents.workers.notes import Notes
+from schemas.errors import DataError
 
 PREFIX = "request-"
+MOST_BYTES = 8 << 20
+"""Bytes of all requests of an episode, which are handed over with its calls."""
 
 
 class _Stored(msgspec.Struct):
@@ -29,7 +32,9 @@ class Requests:
         self._known: list[CallRequest] = []
         self._repeated = 0
         self._repeats_last = False
+        self._bytes = 0
         while (text := notes.get(f"{PREFIX}{len(self._known)}")) is not None:
+            self._bytes += len(text.encode())
             stored = msgspec.json.decode(text, type=_Stored)
             self._known.append(
                 _with_messages(stored.request, [*self._last()[: stored.shared], *_messages(stored.request)])
@@ -44,17 +49,26 @@ class Requests:
         self._repeats_last = self._repeated == len(self._known) and request == before
         return None if self._repeats_last else request
 
+    def check(self, request: CallRequest) -> None:
+        """Raise DataError if there is no room for a new request."""
+        if not self._repeats_last and self._bytes + len(self._stored(request)) > MOST_BYTES:
+            raise DataError(f"the requests of this conversation would have more than {MOST_BYTES} bytes")
+
     def note(self, request: CallRequest) -> None:
         """Note a new request, to be stored with its answer."""
         if self._repeats_last:
             self._repeats_last = False
             return
-        last, messages = self._last(), _messages(request)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(last, messages, strict=False)))
-        stored = _Stored(shared, _with_messages(request, messages[shared:]))
-        self._notes[f"{PREFIX}{len(self._known)}"] = msgspec.json.encode(stored).decode()
+        text = self._stored(request)
+        self._notes[f"{PREFIX}{len(self._known)}"] = text.decode()
+        self._bytes += len(text)
         self._known.append(request)
         self._repeated = len(self._known)
+
+    def _stored(self, request: CallRequest) -> bytes:
+        last, messages = self._last(), _messages(request)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(last, messages, strict=False)))
+        return msgspec.json.encode(_Stored(shared, _with_messages(request, messages[shared:])))
 
     def _last(self) -> list[dict[str, Any]]:
         return _messages(self._known[-1]) if self._known else []

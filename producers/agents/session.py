@@ -31,6 +31,8 @@ from schemas.errors import DataError
 from schemas.messages import FinishReason, Partial, Sampling
 
 ENDED = "the episode is over: its sample is finished, or another process has it"
+MOST_NAMES = 1 << 16
+"""Characters of the names of an episode's metrics."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,8 @@ class Session:
             if room < 1:
                 self.limit = "length"
                 raise self._too_long(str(len(prompt.ids)))
+            if self._requests is not None and not again:
+                self._requests.check(request)
             answers = await self._answer(request, prompt, room)
             if self._requests is not None and not again:
                 self._requests.note(request)
@@ -208,7 +212,8 @@ class Session:
         self._asked[digest].discard(place)
 
     def set_reward(self, value: float, completion_id: str | None = None) -> None:
-        """Set the reward of the episode, or of one answer. SessionError if there is no such answer."""
+        """Set the reward of the episode, or of one answer. SessionError if there is no such answer, or for a user."""
+        self._refuse_users()
         if completion_id is None:
             self.reward = value
         elif completion_id not in self._numbers:
@@ -217,8 +222,12 @@ class Session:
             self.conversation.set_reward(self._numbers[completion_id], value)
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
-        """Record the agent's metrics of its episode."""
-        self.metrics.update(metrics)
+        """Record the agent's metrics of its episode. SessionError if their names become too long, or for a user."""
+        self._refuse_users()
+        all_metrics = self.metrics | metrics
+        if sum(map(len, all_metrics)) > MOST_NAMES:
+            raise SessionError(413, "too_many_metrics", f"the names of metrics have more than {MOST_NAMES} characters")
+        self.metrics = all_metrics
 
     async def count_tokens(self, request: CallRequest) -> int:
         """Return the number of tokens in the prompt of the request; a lower bound if it is far too long."""
@@ -230,8 +239,14 @@ class Session:
             return len((await asyncio.to_thread(self._prompt, request)).ids)
 
     def finish(self) -> None:
-        """End the episode at the agent's request."""
+        """End the episode at the agent's request. SessionError for a user."""
+        self._refuse_users()
         self.finished.set()
+
+    def _refuse_users(self) -> None:
+        """Raise SessionError if the client is a user's: whoever holds a conversation does not reward it."""
+        if self._requests is not None:
+            raise SessionError(403, "not_allowed", "a conversation is rewarded with the key of its tenant")
 
     def _begin(self, request: CallRequest) -> None:
         self._check_open()

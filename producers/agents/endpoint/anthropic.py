@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 
@@ -68,7 +69,8 @@ def read_messages(data: JSON, asker: Asker) -> ModelRequest:
 
 async def count_tokens(body: bytes, asker: Asker) -> JSON:
     """Return the length of a request's prompt."""
-    return {"input_tokens": await asker.session.count_tokens(read_messages(read_json(body), asker).call)}
+    request = await asyncio.to_thread(lambda: read_messages(read_json(body), asker))
+    return {"input_tokens": await asker.session.count_tokens(request.call)}
 
 
 def _output_format(data: JSON) -> str | None:

@@ -95,7 +95,7 @@ class Endpoint:
         for prefix in PREFIXES:
             for path, protocol in PROTOCOLS.items():
                 routes.append(Route(prefix + path, self._asking(protocol), methods=["POST"]))
-            counting = self._answering(count_tokens, MESSAGES)
+            counting = self._answering(count_tokens, MESSAGES, MAX_BODY)
             routes.append(Route(prefix + "/v1/messages/count_tokens", counting, methods=["POST"]))
             routes.append(Route(prefix + "/v1/models", self._answering(control.models), methods=["GET"]))
             routes.append(Route(prefix + "/v1/models/{model:path}", self._answering(control.model), methods=["GET"]))
@@ -121,7 +121,7 @@ class Endpoint:
                 digest = hashlib.blake2b(request.scope["path"].encode() + b"\0" + body, digest_size=16).digest()
                 return digest, protocol.read(read_json(body), asker)
 
-            async with self._body(request) as body:
+            async with self._body(request, MAX_BODY) as body:
                 if len(body) <= SMALL_BODY:
                     digest, model_request = read(body)
                 else:
@@ -135,20 +135,23 @@ class Endpoint:
         return _guarded(handle, protocol)
 
     def _answering(
-        self, answer: Callable[[bytes, Asker], Awaitable[JSON]], protocol: WireProtocol = CHAT
+        self,
+        answer: Callable[[bytes, Asker], Awaitable[JSON]],
+        protocol: WireProtocol = CHAT,
+        most: int = SMALL_BODY,
     ) -> Callable[[Request], Awaitable[ASGIApp]]:
-        """Return the handler of a route that answers at once."""
+        """Return the handler of a route that answers at once. most: bytes of its requests."""
 
         async def handle(request: Request) -> Response:
             session = self._session(request)
-            async with self._body(request) as body:
+            async with self._body(request, most) as body:
                 reply = await answer(body, self._asker(request, session, self._state(session)))
             return _json(200, reply)
 
         return _guarded(handle, protocol)
 
     @contextlib.asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+    async def _body(self, request: Request, most: int) -> AsyncIterator[bytes]:
         """Hold the whole body. SessionError if it is too long, too slow, or too much is being read already."""
         chunks, size = [], 0
         try:
@@ -157,8 +160,8 @@ class Endpoint:
                     async for chunk in request.stream():
                         size += len(chunk)
                         self._reading += len(chunk)
-                        if size > MAX_BODY:
-                            raise SessionError(413, "body_too_long", f"the body has more than {MAX_BODY} bytes")
+                        if size > most:
+                            raise SessionError(413, "body_too_long", f"the body has more than {most} bytes")
                         if self._reading > MAX_READING:
                             raise SessionError(503, "overloaded", f"{MAX_READING} bytes of requests are read, retry")
                         chunks.append(chunk)

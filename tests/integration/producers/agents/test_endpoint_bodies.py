@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
 import pytest
 
-from producers.agents.endpoint import app
-from producers.agents.endpoint.protocols import MAX_VALUES
+from producers.agents.endpoint import anthropic, app
+from producers.agents.endpoint.protocols import MAX_VALUES, read_json
 from producers.conversation.parsing.answers import ParsedAnswer
 from tests.support.producers.agent_sessions import TOKEN, ScriptedSession, says, serving
 
@@ -57,6 +58,25 @@ async def test_a_body_that_is_too_long_or_too_much_at_once_is_refused(monkeypatc
         may_end.set()
         assert (await slow_one)[0] == 200
         assert (await post(client, body_with("x" * 260_000)))[0] == 200
+
+
+async def test_reports_are_short_and_a_long_prompt_is_counted_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded_in: set[str] = set()
+
+    def read(body: bytes) -> Any:
+        decoded_in.add(threading.current_thread().name)
+        return read_json(body)
+
+    monkeypatch.setattr(anthropic, "read_json", read)
+    session = ScriptedSession(says(ParsedAnswer("hi")))
+    async with serving(session) as url, httpx.AsyncClient(base_url=f"{url}/s/{TOKEN}") as client:
+        report = {"metrics": {f"m{number}": 1.0 for number in range(40_000)}}
+        for path in ("reward", "end"):
+            assert (await client.post(f"/tidemill/v1/{path}", json=report)).status_code == 413
+        body = {"model": "m", "messages": [{"role": "user", "content": "x" * 1_000_000}]}
+        assert (await client.post("/v1/messages/count_tokens", json=body)).json() == {"input_tokens": 17}
+    assert not session.metrics
+    assert threading.current_thread().name not in decoded_in
 
 
 async def test_a_client_that_does_not_send_its_body_is_answered_408(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -161,6 +162,25 @@ async def test_a_conversation_without_a_reward_in_time_is_excluded_and_makes_no_
     assert broker.connection.client.xlen(broker.connection.keys.dead) == 0
     status, problem = await reward(control, id, 1.0)
     assert (status, problem["detail"]) == (409, "its time for a reward is over: 3600 s from its begin")
+
+
+async def test_who_holds_a_conversation_neither_rewards_nor_ends_it(
+    broker: Broker, model: Path, tmp_path: Path, control: ControlPlane
+) -> None:
+    """Its client learns the address in the generator, where agents of ours may say what their episode is worth."""
+    prepare(broker, tmp_path)
+    config = live_config(model, tmp_path)
+    engine = make_engine(config, token_s=0.0, min_length=3, max_length=9)
+    async with running_generator(config, broker, engine), AsyncExitStack() as stack:
+        id, client = await stack.enter_async_context(begun(control))
+        await say(client, [], "Hello")
+        asking = await stack.enter_async_context(httpx.AsyncClient())
+        address = (await asking.get(f"{client.base_url}models")).headers["location"].removesuffix("/v1/models")
+        for path, body in (("reward", {"reward": 5}), ("reward", {"metrics": {"calls": 9}}), ("end", {})):
+            assert (await asking.post(f"{address}/tidemill/v1/{path}", json=body)).status_code == 403
+        assert (await reward(control, id, 0.25))[0] == 200
+        (sample,) = await read_published(broker, 1)
+    assert (sample.reward, sample.metrics["calls"]) == (0.25, 1)
 
 
 async def test_tenants_begin_as_often_as_they_may_and_see_only_their_own(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.agents.protocol import CallRequest
-from producers.agents.requests import Requests
+from producers.agents.requests import MOST_BYTES, Requests
 from producers.agents.workers.notes import Notes
+from schemas.errors import DataError
 
 MESSAGES = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": st.text()}))
 REQUESTS = st.builds(
@@ -55,6 +57,20 @@ def test_a_growing_conversation_is_stored_once() -> None:
     for length in range(1, 21):
         requests.note(talk(length))
     assert sum(map(len, notes.values())) < 2 * len(str(talk(20).messages))
+
+
+def test_requests_of_a_conversation_have_at_most_so_many_bytes() -> None:
+    """What is in no prompt counts, too: a client may send megabytes of settings that are ignored."""
+    requests = Requests(notes := Notes())
+    large = CallRequest(messages=[], ignored={"logit_bias": "x" * (MOST_BYTES // 2)})
+    for request in (large, talk(1)):
+        requests.check(request)
+        requests.note(request)
+    repeats = Requests(Notes(dict(notes)))
+    for resumed in (requests, repeats):
+        resumed.check(talk(2))
+        with pytest.raises(DataError, match="more than 8388608 bytes"):
+            resumed.check(large)
 
 
 def test_a_client_that_did_not_get_the_last_answer_asks_for_it_again() -> None:
