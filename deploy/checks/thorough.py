@@ -6,6 +6,7 @@ The model without its weights, the lengths of prompts, how turns of episodes are
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +20,7 @@ from producers.tasks import TaskLimits
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError
 from schemas.model_folder import resolve_folder
-from schemas.run_folder import METRICS, read_lines
+from schemas.run_folder import METRICS, StoredLines
 
 GB = 1024**3
 MEASURED = 256
@@ -156,11 +157,9 @@ def compare_times(config: TidemillConfig, step_s: float | None) -> Finding | str
 
 def _measured_step_s(file: Path) -> float | None:
     """Return the median time of the run's last steps without waiting, or None."""
-    last = read_lines(file)[-STEPS:]
     waited = ("time/wait_s", "time/paused_s")
-    seconds = [
-        line["time/total_s"] - sum(line.get(name, 0.0) for name in waited) for line in last if "time/total_s" in line
-    ]
+    steps = (line for line in StoredLines(file) if "time/total_s" in line)
+    seconds = deque((line["time/total_s"] - sum(line.get(name, 0.0) for name in waited) for line in steps), STEPS)
     return round(median(seconds), 3) if seconds else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +11,19 @@ from statistics import fmean, median
 from typing import Any
 
 from deploy.planning.cluster import ClusterRates, LengthMix
-from schemas.run_folder import read_lines
+from schemas.run_folder import StoredLines
 
 TRAINING = ("assemble", "prepare", "forward", "backward", "optimizer", "critic", "other")
 """Times of a step in which the trainer's ranks work, ``time/NAME_s`` each."""
 LEAST = 5
 """Steps that a run must have to be read."""
+MOST = 10_000
+"""The newest steps that are read."""
+_READ = (
+    *(f"time/{name}_s" for name in (*TRAINING, "total", "publish", "hand_over", "wait")),
+    *(f"train/length_{name}" for name in ("mean", "median", "p95")),
+    *("train/tokens", "perf/generated_tokens_per_s"),
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,8 @@ def stated(max_tokens: int, max_samples: int) -> Known:
 
 def of_run(file: Path, before: Known, ranks: int, generators: int) -> Known:
     """Replace the numbers that a run's metrics.jsonl has; ranks, generators: those it ran with."""
-    lines = [line for line in read_lines(file) if "time/total_s" in line and "train/tokens" in line]
+    steps = (line for line in StoredLines(file) if "time/total_s" in line and "train/tokens" in line)
+    lines = list(deque(({name: line[name] for name in _READ if name in line} for line in steps), MOST))
     lines = lines[len(lines) // 4 :]  # the first steps wait for a pipeline that fills
     if len(lines) < LEAST:
         return before

@@ -25,7 +25,7 @@ from consumers.trainer.records.tracker_thread import LONG_DEADLINE_S, TrackerThr
 from schemas.errors import ConfigError
 from schemas.messages import Trajectory
 from schemas.plugins import load
-from schemas.run_folder import METRICS, read_lines
+from schemas.run_folder import METRICS, StoredLines
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -234,7 +234,7 @@ def listed_as(config: TidemillConfig, name: str, folder: Path, *, resumed: bool)
 
 def _last_step(file: Path) -> int:
     """Return the highest step in metrics.jsonl; steps up to it were sent before."""
-    steps = (line.get("step") for line in read_lines(file))
+    steps = (line.get("step") for line in StoredLines(file))
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -209,6 +212,31 @@ def test_a_long_run_is_summarised_and_drawn_line_by_line(tmp_path: Path) -> None
     size = (tmp_path / "trained.jsonl").stat().st_size
     assert of_summary < size / 2, "not even the bytes of the file"
     assert of_plot < 30 * 2**20, "the picture, and three numbers for each step"
+
+
+@pytest.mark.parametrize(
+    ("module", "read"),
+    [
+        ("deploy.planning.run_rates", lambda run_rates, file: run_rates.of_run(file, run_rates.stated(100, 8), 1, 1)),
+        ("deploy.checks.thorough", lambda thorough, file: thorough._measured_step_s(file)),
+        ("consumers.trainer.records.trackers", lambda trackers, file: trackers._last_step(file)),
+    ],
+)
+def test_metrics_of_a_long_run_are_read_line_by_line(
+    tmp_path: Path, module: str, read: Callable[[ModuleType, Path], object]
+) -> None:
+    more = {f"reward/term_{number}/mean": 0.1 for number in range(400)}
+    known = {name: 1.0 for name in ("time/total_s", "time/forward_s", "train/tokens")}
+    known |= {f"train/length_{name}": 9.0 for name in ("mean", "median", "p95")}
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": step, **known, **more}) + "\n" for step in range(1, 301)))
+    found = importlib.import_module(module)
+    read(found, file)
+    tracemalloc.start()
+    assert read(found, file)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < file.stat().st_size / 2
 
 
 def test_phases_are_the_callers_and_the_trainers() -> None:
