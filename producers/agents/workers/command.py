@@ -21,7 +21,7 @@ from typing import Any
 
 import structlog
 
-from producers.agents.workers.jail import AgentJail
+from producers.agents.workers.jail import RESULT, AgentJail
 from producers.agents.workers.process import CANCEL_S, LATE_S
 from producers.agents.workers.protocol import AgentJob, AgentResult, Kind
 from producers.runner.connection import UserCodeError
@@ -144,7 +144,7 @@ class CommandRunner:
             "ANTHROPIC_API_KEY": job.api_key,
             "TIDEMILL_URL": f"{site}/tidemill/v1",
             "TIDEMILL_TASK": str(task),
-            "TIDEMILL_RESULT": str(folder / "agent" / "result.json"),
+            "TIDEMILL_RESULT": str(folder / "agent" / RESULT),
             "TIDEMILL_EPISODE": job.episode_id,
             "TIDEMILL_ATTEMPT": str(job.attempt),
             "TIDEMILL_DEADLINE": f"{time.time() + job.deadline_s:.3f}",
@@ -185,7 +185,7 @@ def _read_result(folder: Path) -> dict[str, Any] | str:
 
     The program chose what lies there: a link is not followed, and a named pipe is not waited for.
     """
-    path = folder / "agent" / "result.json"
+    path = folder / "agent" / RESULT
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
@@ -193,7 +193,7 @@ def _read_result(folder: Path) -> dict[str, Any] | str:
                 return _NOT_REGULAR
             if status.st_size > _MOST_BYTES:
                 return f"TIDEMILL_RESULT has {status.st_size} bytes, at most {_MOST_BYTES} are read"
-            return read_outcome(json.loads(file.read(_MOST_BYTES)))
+            return read_outcome(json.loads(file.read(_MOST_BYTES))) if status.st_size else {}
     except FileNotFoundError:
         return {}
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The sandbox of agents that are programs: it can read the configuration's folder and write the episode's."""
+"""The sandbox of agents that are programs: it can read the configuration's folder and write the file of its result."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _PROCESSES = 256
 _PORT = 8000
 """The endpoint's port in a sandbox, where all ports are free."""
 _DISK_MB = 512
+RESULT = "result.json"
 
 
 class AgentJail:
@@ -80,7 +81,7 @@ class AgentJail:
     ) -> tuple[list[str], dict[str, str]]:
         """Return the command that runs the agent in its sandbox, and its environment.
 
-        episode: its folder, of which the agent sees and writes ``agent``.
+        episode: its folder, of which the agent sees ``agent``, and writes RESULT there: of the disk it gets one file.
         """
         address = urlsplit(base_url)
         inside = f"127.0.0.1:{_PORT}"
@@ -88,6 +89,8 @@ class AgentJail:
         (made / "job").mkdir(parents=True)
         (made / "job" / "relay.py").write_bytes(_RELAY)
         given = episode / "agent"
+        result = given / RESULT
+        result.touch()
         if os.geteuid() == 0:
             for path in (given, *given.iterdir()):
                 os.chown(path, UID, UID)
@@ -97,7 +100,8 @@ class AgentJail:
             Mount(self._base),
             *self._ours.mounts,
             *self._theirs.mounts,
-            Mount(given, writable=True),
+            Mount(given),
+            Mount(result, writable=True),
             Mount(self._socket, writable=True),
         ]
         hidden = [path for path in self._hidden if self._base in path.parents and path.is_dir()]
