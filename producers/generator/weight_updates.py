@@ -8,6 +8,7 @@ one. If there is neither, the process ends, and its restart loads the newest ver
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -231,7 +232,8 @@ class WeightUpdater:
                     raise
                 log.warning("retrying to fetch weights", version=manifest.version, error=str(error))
             tries += 1
-            await until_stopped(stop, asyncio.sleep(wait))
+            # Each generator at its own moment: a broker that has the bytes again has to send them to all.
+            await until_stopped(stop, asyncio.sleep(random.uniform(wait / 2, wait)))
             if stop:
                 return None
             wait = min(2 * wait, 10.0)

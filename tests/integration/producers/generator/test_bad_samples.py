@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,24 @@ async def generate(broker: Broker, config: TidemillConfig, folder: Path, good: i
         await wait_until(lambda: broker.ledger.read_state().dead_letters == 8 - good)
         await wait_until(lambda: broker.connection.client.xlen(broker.connection.keys.tasks) == 0)
     return found
+
+
+async def test_a_workflow_that_blocks_the_event_loop_loses_its_lease(
+    broker: Broker, config: TidemillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeats come from a thread, which must not hold tasks for a loop that does not answer."""
+    silent_ms: list[int] = []
+
+    def block(rollout: RolloutContext) -> None:
+        time.sleep(2.0)
+        keys, client = broker.connection.keys, broker.connection.client
+        pending = client.xpending_range(keys.tasks, "generators", "-", "+", 10)
+        silent_ms.extend(one["time_since_delivered"] for one in pending)
+
+    monkeypatch.setattr(Spoilt, "before", staticmethod(block))
+    short = config.generator.model_copy(update={"lease_s": 0.6})
+    await generate(broker, config.model_copy(update={"generator": short}), tmp_path, 8)
+    assert min(silent_ms) > 1000
 
 
 def letters(broker: Broker) -> list[tuple[str, int, int]]:

@@ -124,6 +124,24 @@ def publish_damaged(broker: Broker, training: TrainerSession, folder: Path, how:
     return repairs[0]
 
 
+async def test_generators_fetch_a_version_again_at_different_moments(
+    config: TidemillConfig, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, float]] = []
+
+    def draw(least: float, most: float) -> float:
+        asked.append((least, most))
+        return 0.0
+
+    monkeypatch.setattr("producers.generator.weight_updates.random.uniform", draw)
+    async with updating(config, broker, tmp_path) as (updates, _, training):
+        repair = publish_damaged(broker, training, tmp_path, "missing")
+        await wait_until(lambda: len(asked) > 6)
+        repair()
+        assert await updates.wait_ready(2)
+    assert asked[:6] == [(0.25, 0.5), (0.5, 1.0), (1.0, 2.0), (2.0, 4.0), (4.0, 8.0), (5.0, 10.0)]
+
+
 async def test_a_newer_version_replaces_one_that_cannot_be_fetched(
     config: TidemillConfig, broker: Broker, tmp_path: Path
 ) -> None:
