@@ -59,7 +59,10 @@ class Fragments:
                 raise ConfigError(f"environment {spec.id}: a squashed policy needs actions with finite bounds")
 
     async def close(self) -> None:
-        """Close all environments."""
+        """Close all environments, after the fragment under way."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
         with self._turn:
             for collector in [*self._collectors.values(), *chain(*self._idle.values())]:
                 collector.close()

@@ -77,7 +77,8 @@ class CriticConfig(Section):
     clip: float | None = Field(
         0.2,
         gt=0,
-        description="Largest change of a value in one step before the loss is clipped; null turns clipping off.",
+        description="Largest change of a value in one step before the loss is clipped; null turns clipping off. It acts"
+        " from the second update of a step on (trainer.epochs, trainer.minibatches).",
     )
 
 

@@ -99,7 +99,8 @@ class ReplayBuffer:
                 self._files.append((name, start, self.count))
             named = {name for name, _, _ in self._files}
             for state in self._run.glob("checkpoints/step-*/state.json"):
-                with contextlib.suppress(FileNotFoundError):
+                # One that is damaged is never restored.
+                with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
                     named |= {file[0] for file in json.loads(state.read_text())["learner"]["files"]}
             for path in (self._run / FOLDER).glob("*.safetensors"):
                 if path.name not in named:

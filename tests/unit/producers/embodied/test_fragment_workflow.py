@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,16 @@ def test_a_policy_that_fits_is_taken(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_named(tmp_path: Path, args: dict[str, Any], shape: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         start(tmp_path, args, **shape)
+
+
+async def test_a_fragment_under_way_is_waited_for_beside_the_event_loop() -> None:
+    workflow = Fragments()
+    workflow._turn.acquire()
+    threading.Timer(0.5, workflow._turn.release).start()
+    closing = asyncio.create_task(workflow.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    await closing
 
 
 def act(observations: Floats, rng: np.random.Generator) -> Acted:

@@ -71,6 +71,19 @@ def test_decoupled_ppo_clips_around_the_policy_before_the_first_update(model: Pr
     assert train(make_step(model, epochs=2, **settings), groups).metrics["clip_fraction"] > 0.0
 
 
+@pytest.mark.parametrize(("epochs", "acts"), [(1, False), (2, True)])
+def test_the_critics_clip_acts_from_the_second_update_on(model: PreTrainedModel, epochs: int, acts: bool) -> None:
+    trained = []
+    for clip in (None, 1e-6):
+        critic = {"clip": clip, "optimizer": {"lr": 1e-2}}
+        trainer = {"advantage": {"name": "gae"}, "critic": critic, "epochs": epochs}
+        step = make_train_step(Policy(copy.deepcopy(model)), trainer, critic=Critic(copy.deepcopy(model)))
+        assert step.critic is not None
+        train(step, make_groups([4, 4], seed=7))
+        trained.append(torch.cat([p.detach().flatten() for p in step.critic.critic.parameters()]))
+    assert torch.equal(*trained) != acts
+
+
 def test_the_critic_is_trained_by_the_same_updates(model: PreTrainedModel) -> None:
     groups = make_groups([4, 4], seed=7)
     trainer = {"advantage": {"name": "gae"}, "critic": {"clip": None, "optimizer": {"lr": 1e-3}}, "epochs": 3}

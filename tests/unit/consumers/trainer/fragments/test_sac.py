@@ -192,6 +192,16 @@ def test_a_damaged_file_of_the_buffer_is_named(tmp_path: Path) -> None:
         again.restore(state)
 
 
+@pytest.mark.parametrize("content", ['{"learner": ', '{"learner": {}}', "[]"])
+def test_a_damaged_checkpoint_keeps_no_buffer_from_being_written(tmp_path: Path, content: str) -> None:
+    older = tmp_path / "checkpoints" / "step-00000001-t0001"
+    older.mkdir(parents=True)
+    (older / "state.json").write_text(content)
+    buffer = ReplayBuffer(tmp_path, 100, 3, 1)
+    buffer.add([trajectory(1)])
+    assert buffer.state()["count"] == 8
+
+
 def test_a_full_disk_is_reported_and_the_next_try_writes_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = ReplayBuffer(tmp_path, 100, 3, 1)
     buffer.add([trajectory(1)])
