@@ -31,6 +31,7 @@ LATEST_S = 20.0
 TRIES = 12
 """So often a program is started that hardly comes to run, each time with twice the time, up to ``MOST_S``."""
 MOST_S = 3.0
+_MOUNTED = ("/", "/tmp", "/usr", "/proc")
 ENDING_S = 10.0
 """Processes that are still there so long after the last program are called left."""
 
@@ -51,6 +52,12 @@ class HostileReport:
     again: int = 0
     not_started: list[str] = field(default_factory=list)
     seconds: float = 0.0
+
+
+def targeted_mounts(mounts: str, folder: Path) -> list[str]:
+    """Return the lines of /proc/mounts whose places programs try to change; other services mount elsewhere meanwhile."""
+    lines = [(line, Path(line.split()[1])) for line in mounts.splitlines()]
+    return [line for line, place in lines if str(place) in _MOUNTED or place.is_relative_to(folder)]
 
 
 class Bait:
@@ -80,7 +87,7 @@ class Bait:
         self.targets = Targets(
             str(self._folder), str(secret), self._servers[0].getsockname()[1], word, self.victim.pid, word
         )
-        self._mounts = Path("/proc/mounts").read_text(encoding="utf-8")
+        self._mounts = self._targeted()
         self._hostname = socket.gethostname()
 
     def reached(self) -> Iterator[str]:
@@ -97,10 +104,13 @@ class Bait:
             yield f"a program connected to {server.getsockname()}"
         if self.victim.poll() is not None or psutil.Process(self.victim.pid).status() == psutil.STATUS_STOPPED:
             yield "the other process was hit by a signal"
-        if Path("/proc/mounts").read_text(encoding="utf-8") != self._mounts:
+        if self._targeted() != self._mounts:
             yield "the mounts of this machine changed"
         if socket.gethostname() != self._hostname:
             yield "the name of this machine changed"
+
+    def _targeted(self) -> list[str]:
+        return targeted_mounts(Path("/proc/mounts").read_text(encoding="utf-8"), self._folder)
 
     def left(self) -> list[str]:
         """Processes of programs that are still there after ENDING_S: the system ends those of a sandbox one by one."""

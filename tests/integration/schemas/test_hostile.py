@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from schemas.system.sandbox.jail import Sandbox
 from schemas.system.sandbox.limits import Outcome
 from tests.support.user_code.sandboxes import sandbox
 from tools.hostile.programs import KINDS
-from tools.hostile.run import TRIES, run_programs
+from tools.hostile.run import TRIES, run_programs, targeted_mounts
 
 pytestmark = pytest.mark.integration
 
@@ -27,6 +28,16 @@ def test_the_bait_is_found_where_there_is_no_sandbox() -> None:
     for number, name in enumerate(sorted(KINDS)):
         if name in ("network", "reading files"):
             assert run_programs(sandbox("none"), range(number, number + 1)).escapes
+
+
+@pytest.mark.parametrize(
+    ("place", "counts"),
+    [("/tmp", True), ("/usr", True), ("/bait/secret", True), ("/var/lib/docker/overlay2/1/merged", False)],
+)
+def test_what_others_mount_meanwhile_is_no_escape(place: str, counts: bool) -> None:
+    before = "overlay / overlay rw 0 0\nproc /proc proc rw 0 0\n"
+    after = targeted_mounts(f"{before}tmpfs {place} tmpfs rw 0 0\n", Path("/bait"))
+    assert (after != targeted_mounts(before, Path("/bait"))) == counts
 
 
 class BusySandbox(Sandbox):
