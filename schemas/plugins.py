@@ -25,8 +25,10 @@ from schemas.errors import ConfigError, describe_error
 class Registry:
     """The choices of one kind of plugin, e.g. ``Registry("reward", {"exact": "consumers.reward.exact:exact"})``."""
 
-    def __init__(self, kind: str, builtin: dict[str, str]) -> None:
+    def __init__(self, kind: str, builtin: dict[str, str], instead: Mapping[str, str] | None = None) -> None:
+        """instead: what to set for names that are looked for here and are none."""
         self.kind = kind
+        self._instead = instead or {}
         self._paths = dict(builtin)
 
     @property
@@ -41,6 +43,8 @@ class Registry:
     def check(self, name: str) -> None:
         """Raise ConfigError for a name that is neither built in nor a path. Imports nothing."""
         if name not in self._paths and ":" not in name:
+            if name in self._instead:
+                raise ConfigError(f"unknown {self.kind} {name!r}: {self._instead[name]}")
             close = difflib.get_close_matches(name, self.names, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise ConfigError(

@@ -11,4 +11,5 @@ ENGINES = Registry(
         "mlp": "producers.embodied.mlp_engine:MlpEngine",
         "scripted": "producers.engines.scripted:ScriptedEngine",
     },
+    {"sglang": "set generator.engine http, and dialect sglang in generator.http"},
 )

@@ -55,7 +55,7 @@ class HostileReport:
 
 
 def targeted_mounts(mounts: str, folder: Path) -> list[str]:
-    """Return the lines of /proc/mounts whose places programs try to change; other services mount elsewhere meanwhile."""
+    """Return the lines of /proc/mounts whose places programs try to change: other services mount elsewhere."""
     lines = [(line, Path(line.split()[1])) for line in mounts.splitlines()]
     return [line for line, place in lines if str(place) in _MOUNTED or place.is_relative_to(folder)]
 

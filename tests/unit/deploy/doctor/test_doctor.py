@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import runpy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from deploy.checks.finding import Finding
 from deploy.checks.preflight import check_packages
+from deploy.doctor import doctor
 from deploy.doctor.doctor import check_gpus
 from deploy.doctor.gpu_memory import check_memory_fits, model_size, trainer_need
 from deploy.doctor.inference_server import check_inference_server
@@ -158,6 +160,16 @@ def test_in_turns_each_side_has_all_of_its_gpu() -> None:
     trainer, generator = check_memory_fits(turns, size, gpus, plan_gpus(turns, gpus))
     assert "of 24 GB on each GPU" in trainer[2]
     assert "of 0.9 of 24 GB" in generator[2]
+
+
+@pytest.mark.parametrize(("checkout", "advice"), [(True, "make setup"), (False, "pip install 'tidemill[train]'")])
+def test_who_installed_a_package_is_advised_pip(tmp_path: Path, checkout: bool, advice: str) -> None:
+    file = tmp_path / "deploy" / "doctor" / "doctor.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(Path(doctor.__file__).read_text())
+    if checkout:
+        (tmp_path / "Makefile").touch()
+    assert runpy.run_path(str(file))["TRAIN"] == advice
 
 
 def test_without_gpus_only_what_would_be_needed_is_told() -> None:

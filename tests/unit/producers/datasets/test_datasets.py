@@ -101,7 +101,10 @@ def test_a_name_with_dots_is_a_field_of_a_field(tmp_path: Path):
         ("{not json", "not JSON"),
         ("[1]", "must be an object"),
         ('{"answer": "1"}', "no field 'prompt', it has 'answer'"),
-        ('{"prompt": "x"}', "no field 'answer', it has 'prompt'; if rows have no answer, set the dataset's argument answer"),
+        (
+            '{"prompt": "x"}',
+            "no field 'answer', it has 'prompt'; if rows have no answer, set the dataset's argument answer",
+        ),
         ('{"prompt": 3, "answer": "1"}', "must be text or a list of role and content, is int"),
         ('{"prompt": [{"role": "user"}], "answer": "1"}', "needs a role and a content"),
         ('{"prompt": "x", "answer": 123456789012345678901234567890}', "cannot be sent"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from producers.engines.base import EngineSettings
-from producers.engines.factory import engine_name
+from producers.engines.factory import engine_name, make_engine
 from producers.engines.sampling import check_sampling, max_new_tokens
 from producers.engines.vllm.arguments import read_names
 from producers.engines.vllm.boot import routed_experts_arguments
@@ -146,6 +146,13 @@ def test_auto_is_the_best_engine_that_is_installed(monkeypatch: pytest.MonkeyPat
     installed.clear()
     with pytest.raises(ConfigError, match="neither vllm nor transformers is installed"):
         engine_name("auto")
+
+
+def test_an_engine_that_is_a_dialect_is_sent_to_its_setting():
+    with pytest.raises(
+        ConfigError, match=r"generator\.engine 'sglang': set generator\.engine http, and dialect sglang"
+    ):
+        make_engine("sglang", EngineSettings("none", "float32", 10, 1), Path())
 
 
 def test_the_cpu_key_value_cache_is_no_larger_than_the_samples_in_flight_need(tmp_path: Path):
