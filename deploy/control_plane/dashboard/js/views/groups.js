@@ -52,7 +52,7 @@ function list(kept) {
 function row(one) {
   return h("li", null, h("a", { class: "group", href: link("groups", [one.step, one.task_id]), "aria-label": `Group of task ${one.task_id} in step ${one.step}, mean reward ${figure(one.mean)}` },
     h("span", { class: "group-id" }, h("b", null, `step ${count(one.step)}`), h("span", null, `prompt ${one.task_id}`)),
-    h("span", { class: "group-reward" }, h("b", null, figure(one.mean)), h("span", null, `${figure(one.min, 2)} to ${figure(one.max, 2)}`)),
+    h("span", { class: "group-reward" }, h("b", null, figure(one.mean)), one.min === one.max ? null : h("span", null, `${figure(one.min, 2)} to ${figure(one.max, 2)}`)),
     h("span", { class: "group-text" }, one.prompt),
     h("span", { class: "group-facts" }, h("span", null, `${plural(one.n, "sample")} · ${plural(one.tokens, "token")}`),
       h("span", null, one.truncated ? `${plural(one.truncated, "sample")} cut` : "none cut"))));

@@ -10,7 +10,7 @@ import { register } from "../data/route.js";
 let found = [];
 let opened = 0;
 
-const shown = (value) => (value === null || value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
+const shown = (value) => (value === null || value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value, (_, part) => part ?? undefined));
 const when = (time) => new Date(time * 1000).toLocaleString("en-GB");
 
 function settings() {
