@@ -229,9 +229,9 @@ def task_of(
         task = make_task(task_id, kind, example, sampling, label, level, images)
         # Its parts are checked here, where the index is known, before a generator reads them.
         decode(encode(task, max_bytes), Task, max_bytes)
-    except (ConfigError, InfraError):
+    except InfraError:
         raise
-    except DataError as error:
+    except (ConfigError, DataError) as error:
         reason = str(error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one example
         reason = describe_error(error)

@@ -202,6 +202,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no list": (lambda: Example(messages=ChatMessage("user", "1")), "messages"),
     "nothing": (lambda: None, "NoneType"),
     "data error": (refuse(DataError("row 3 has no prompt")), "row 3 has no prompt"),
+    "config error": (refuse(ConfigError("row 3: no such split")), "row 3: no such split"),
     "exit": (refuse(SystemExit(3)), "SystemExit: 3"),
     "any error": (refuse(KeyError("prompt")), "KeyError: 'prompt'"),
     "mute": (refuse(ValueError("\ud800")), r"ValueError: \\ud800"),
