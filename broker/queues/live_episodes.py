@@ -82,6 +82,8 @@ def _is_id(text: str) -> bool:
 
 def _decoded(record: bytes) -> LiveEpisode | None:
     try:
-        return msgspec.msgpack.decode(record, type=LiveEpisode)
-    except msgspec.DecodeError:
+        found = msgspec.msgpack.decode(record, type=LiveEpisode)
+        float(found.reward or 0.0)
+    except ValueError:
         return None  # damaged: it counts as one that there is not
+    return found

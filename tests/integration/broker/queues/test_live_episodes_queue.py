@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from broker.client import Broker
@@ -86,7 +87,9 @@ def test_what_is_no_id_and_what_is_no_record_are_unknown(broker: Broker) -> None
     id, _ = live.register("1-0", "http://g")
     live.begin("")
     broker.connection.client.hset(broker.connection.keys.live, "damaged", b"text")
-    asked = ["seat:1-0", "damaged", "", "no such", "\N{BLACK STAR}", id]
+    record = {"run": "", "seat": "1-1", "url": "", "generator": "", "begun": 1.0, "reward": "much"}
+    broker.connection.client.hset(broker.connection.keys.live, "no-number", msgspec.msgpack.encode(record))
+    asked = ["seat:1-0", "damaged", "no-number", "", "no such", "\N{BLACK STAR}", id]
     assert {*live.read(asked)[1]} == {id}
     for wrong in ("seat:1-0", "", "no such"):
         assert live.reward(wrong, "", 1.0, 60.0) == ("unknown", None)
