@@ -26,7 +26,7 @@ class Registry:
     """The choices of one kind of plugin, e.g. ``Registry("reward", {"exact": "consumers.reward.exact:exact"})``."""
 
     def __init__(self, kind: str, builtin: dict[str, str], instead: Mapping[str, str] | None = None) -> None:
-        """instead: what to set for names that are looked for here and are none."""
+        """instead: what to set for names that users look for here in vain."""
         self.kind = kind
         self._instead = instead or {}
         self._paths = dict(builtin)

@@ -244,7 +244,7 @@ class Session:
         self.finished.set()
 
     def _refuse_users(self) -> None:
-        """Raise SessionError if the client is a user's: whoever holds a conversation does not reward it."""
+        """Raise SessionError if the client is a user's: it holds a conversation and does not reward it."""
         if self._requests is not None:
             raise SessionError(403, "not_allowed", "a conversation is rewarded with the key of its tenant")
 
