@@ -1,4 +1,4 @@
--- KEYS: LIVE LIVE_SEATS LIVE_BEGUN
+-- KEYS: LIVE LIVE_SEATS LIVE_BEGUN GROUPS
 -- ARGV: tenant, the most records of episodes that are kept. Gives a new conversation the sample that was offered first.
 -- Returns id and record; false if no generator offers one. The records of the oldest conversations are deleted.
 local record, id
@@ -7,6 +7,11 @@ repeat
   if not id then return false end
   local known = redis.call('HGET', LIVE, id)
   record = known and cmsgpack.unpack(known)
+  -- The group of a sample may have ended while nobody asked for it.
+  if record and redis.call('HEXISTS', GROUPS, string.match(record.seat, '^%d*') .. ':n') == 0 then
+    redis.call('HDEL', LIVE, id, 'seat:' .. record.seat)
+    record = nil
+  end
 until record
 local now = tonumber(redis.call('TIME')[1])
 record.begun, record.tenant = now, ARGV[1]

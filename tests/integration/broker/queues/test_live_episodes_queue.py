@@ -6,14 +6,23 @@ import msgspec
 import pytest
 
 from broker.client import Broker
+from broker.flow.trainer_session import TrainerSession
 from broker.queues import live_episodes
+from tests.support.broker.prompt_groups import make_task
 from tests.support.broker.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
 
+def admit_tasks(broker: Broker) -> TrainerSession:
+    training = take_over(broker)
+    for task_id in range(4):
+        assert broker.ledger.admit(make_task(task_id, n=1)).answer == "ok"
+    return training
+
+
 def test_a_conversation_takes_the_sample_that_was_offered_first_and_each_once(broker: Broker) -> None:
-    take_over(broker)
+    admit_tasks(broker)
     live = broker.live_episodes("g")
     assert live.begin("a") is None
     first, _ = live.register("1-0", "http://g/1")
@@ -25,8 +34,22 @@ def test_a_conversation_takes_the_sample_that_was_offered_first_and_each_once(br
     assert all(record.begun > 0 and record.tenant == "a" for _, record in taken)
 
 
+def test_a_sample_whose_group_has_ended_is_offered_to_nobody(broker: Broker) -> None:
+    """Its conversation would wait for a generator that never comes, and its record would stay for ever."""
+    training = admit_tasks(broker)
+    live = broker.live_episodes("g")
+    gone, _ = live.register("1-0", "http://g/1")
+    id, _ = live.register("2-0", "http://g/2")
+    assert training.drop_group(1, "test", [], "dropped", 0.5)
+    begun = live.begin("a")
+    assert begun is not None
+    assert (begun[0], live.begin("a")) == (id, None)
+    assert not live.read([gone])[1]
+    assert broker.connection.client.hlen(broker.connection.keys.live) == 2, "a record and its sample"
+
+
 def test_a_conversation_follows_its_sample_and_is_let_go_only_by_its_holder(broker: Broker) -> None:
-    take_over(broker)
+    admit_tasks(broker)
     before, after = broker.live_episodes("before"), broker.live_episodes("after")
     id, _ = before.register("1-0", "http://before")
     assert before.begin("") is not None
@@ -40,7 +63,7 @@ def test_a_conversation_follows_its_sample_and_is_let_go_only_by_its_holder(brok
 
 
 def test_the_first_of_rewards_and_end_counts(broker: Broker) -> None:
-    take_over(broker)
+    admit_tasks(broker)
     live = broker.live_episodes("g")
     ids = [live.register(f"{task}-0", "http://g")[0] for task in range(3)]
     assert live.reward(ids[0], "", 1.0, 60) == ("unknown", None), "no user has begun it"
@@ -57,7 +80,7 @@ def test_the_first_of_rewards_and_end_counts(broker: Broker) -> None:
 
 
 def test_only_the_newest_records_are_kept(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_over(broker)
+    admit_tasks(broker)
     monkeypatch.setattr(live_episodes, "MOST_KEPT", 2)
     live = broker.live_episodes("g")
     for task in range(4):
@@ -68,7 +91,7 @@ def test_only_the_newest_records_are_kept(broker: Broker, monkeypatch: pytest.Mo
 
 
 def test_a_new_run_of_the_name_does_not_continue_the_conversations_of_the_old_one(broker: Broker) -> None:
-    take_over(broker)
+    admit_tasks(broker)
     client, keys = broker.connection.client, broker.connection.keys
     client.hset(keys.groups, "run", "old")
     live = broker.live_episodes("g")
@@ -82,7 +105,7 @@ def test_a_new_run_of_the_name_does_not_continue_the_conversations_of_the_old_on
 
 
 def test_what_is_no_id_and_what_is_no_record_are_unknown(broker: Broker) -> None:
-    take_over(broker)
+    admit_tasks(broker)
     live = broker.live_episodes("g")
     id, _ = live.register("1-0", "http://g")
     live.begin("")
