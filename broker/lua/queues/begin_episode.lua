@@ -7,7 +7,7 @@ repeat
   if not id then return false end
   local known = redis.call('HGET', LIVE, id)
   record = known and cmsgpack.unpack(known)
-  -- The group of a sample may have ended while nobody asked for it.
+  -- The group of a sample may have ended before a user came.
   if record and redis.call('HEXISTS', GROUPS, string.match(record.seat, '^%d*') .. ':n') == 0 then
     redis.call('HDEL', LIVE, id, 'seat:' .. record.seat)
     record = nil
