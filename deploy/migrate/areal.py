@@ -128,18 +128,19 @@ def _loss(done: Conversion) -> None:
         args = {"tau_positive": done.value("actor.sapo_tau_pos"), "tau_negative": done.value("actor.sapo_tau_neg")}
     elif "actor.m2_threshold" in known:
         name, args = "m2po", {**args, "second_moment": known["actor.m2_threshold"]}
-    elif level == "sequence":
-        name = "gspo"
-    elif level != "token":
+    elif level not in ("token", "sequence"):
         name, args = FILL_IN, {}
         done.leave("not built in: token and sequence are", "actor.importance_sampling_level")
     elif known.get("actor.use_decoupled_loss"):
-        name = "decoupled_ppo"
+        name, args = "decoupled_ppo", args | ({"level": level} if level == "sequence" else {})
         proximal = PROXIMAL.get(done.value("actor.prox_logp_method"), FILL_IN)
         done.set("trainer.loss.proximal", proximal)
         if proximal == FILL_IN:
             done.leave(f"not one of {', '.join(PROXIMAL)}", "actor.prox_logp_method")
         done.leave("prox_logp_method decides where the proximal policy comes from", "actor.recompute_logprob")
+        _weights(done, args)
+    elif level == "sequence":
+        name = "gspo"
     if name != "decoupled_ppo" and known.get("actor.use_decoupled_loss"):
         done.leave(f"{name} has ratios to one policy only, that of the generators", "actor.use_decoupled_loss")
     if name in ("ppo", "decoupled_ppo", "m2po"):
@@ -149,16 +150,23 @@ def _loss(done: Conversion) -> None:
     done.set("trainer.loss.args", args)
     done.set("trainer.aggregation", "token_mean")
     done.set("trainer.minibatches", several(done.value("actor.ppo_n_minibatches")))
-    if done.within(f"{REJECTION}."):
-        rule = {"measure": str(done.value(f"{REJECTION}.metric")).removeprefix("kl_")}
-        rule |= {key: done.value(f"{REJECTION}.{key}") for key in ("level", "action", "lower", "upper")}
-        done.set("trainer.rejection", [{key: value for key, value in rule.items() if value is not None}])
     if coef := done.value("actor.kl_ctl"):
         kl = {"coef": coef, "estimator": done.value("actor.kl_estimator"), "place": "reward"}
         other = known.get("ref.path")
         done.set("trainer.kl", kl | ({"model": other} if other not in (None, known.get("actor.path")) else {}))
     else:
         done.leave("there is no penalty: actor.kl_ctl is 0", "actor.kl_estimator", "ref.path")
+
+
+def _weights(done: Conversion, args: dict[str, Any]) -> None:
+    """Convert what decoupled_ppo does with the ratio of proximal policy to rollout policy; its bound is an upper one."""
+    given = [done.value(f"{REJECTION}.{name}") for name in ("metric", "level", "action", "lower")]
+    if not done.within(f"{REJECTION}."):
+        done.ask("trainer.loss.args.weight_limit: AReaL has no weights without rejection_sampling, here they have this")
+    elif given[:2] == ["ratio", "token"] and given[3] is None:
+        args |= {"weight_limit": done.value(f"{REJECTION}.upper"), "weight_action": given[2]}
+    else:
+        done.ask(f"trainer.loss: {given} is not built in: an upper bound of the ratio of tokens is")
 
 
 def _advantage(done: Conversion) -> None:
@@ -172,14 +180,23 @@ def _advantage(done: Conversion) -> None:
     elif done.within("critic."):
         name = FILL_IN if is_normed else "gae"
     else:
-        name = ADVANTAGES.get((str(mean), std), FILL_IN if is_normed else "reinforce_pp")
+        name = ADVANTAGES.get((str(mean), std), FILL_IN if is_normed else "raw")
     if name == FILL_IN:
         done.ask(f"trainer.advantage.name: rewards normalized by {mean} mean and {std} deviation are not built in")
-    keeps = not known.get("dynamic_bs", False)
-    name = done.set_advantage(name, "", keeps, gamma="actor.discount", lam="actor.gae_lambda")
+    scale, whole = float(done.value("actor.reward_scaling")), "actor.adv_norm."
+    name = done.set_advantage(name, "", True, gamma="actor.discount", lam="actor.gae_lambda")
+    if name in ("grpo", "lite_ppo"):
+        # There the scale comes before the division.
+        done.set("trainer.advantage.args.eps", known.get(f"{norm}.eps", 1e-5) / scale)
+        done.set("trainer.advantage.args.ddof", None if known.get(f"{norm}.std_unbiased", True) else 0)
+    levels = [known.get(f"{whole}{kind}_level") for kind in ("mean", "std")]
+    if name == "gae":
+        done.set("trainer.advantage.args.normalise", False)
+    done.set("trainer.advantage.normalise", True if levels == ["batch", "batch"] else None)
+    if levels not in (["batch", "batch"], [None, None]):
+        done.ask(f"trainer.advantage: normalized by {levels[0]} mean and {levels[1]} deviation is not built in")
     done.set("trainer.critic.clip", done.value("critic.eps_clip") if name == "gae" else None)
-    scale = float(done.value("actor.reward_scaling"))
-    if name in ("grpo", "lite_ppo", "reinforce_pp"):
+    if name in ("grpo", "lite_ppo"):
         done.leave(f"{name} divides by the deviation", "actor.reward_scaling")
     elif scale != 1:
         for term in done.get("reward.terms"):

@@ -72,7 +72,9 @@ def _loss(done: Conversion) -> None:
         done.set("trainer.critic", {"optimizer": {"lr": float(known.get("critic.optim.lr", 1e-5))}})
     if coef := done.value("algorithm.kl_beta"):
         estimator = ESTIMATORS.get(done.value("algorithm.kl_penalty_type"), FILL_IN)
-        done.set("trainer.kl", {"coef": coef, "estimator": estimator, "place": "loss"})
+        done.set("trainer.kl", {"coef": coef, "estimator": estimator, "place": "loss", "bias_correction": False})
+        if estimator != "k2":
+            done.ask(f"trainer.kl.estimator: RLinf's takes policy and reference the other way around than {estimator}")
 
 
 def _data(done: Conversion) -> None:

@@ -115,6 +115,11 @@ def _loss(done: Conversion) -> None:
         done.set("trainer.kl.place", "reward")
         done.set("trainer.kl.estimator", "k1")
         done.ask("trainer.loss: ratios are those of tokens, in TRL's RLOO those of whole completions: equal at first")
+    elif known.get("beta"):
+        done.set("trainer.kl.bias_correction", done.value("use_bias_correction_kl"))
+    if done.get("trainer.advantage.name") in ("grpo", "lite_ppo"):
+        apart = {"eps": 1e-8, "ddof": 0} if known.get("trainer") == "AsyncGRPO" else {"eps": 1e-4}
+        done.set("trainer.advantage.args", apart)
     done.set("trainer.advantage.keep_zero_variance", True)
 
 

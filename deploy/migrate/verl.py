@@ -173,8 +173,10 @@ def _loss(done: Conversion) -> None:
     _advantage(done)
     for place, (used, coef, kind, default) in PENALTIES.items():
         if known.get(used) and done.get("trainer.kl") is None:
-            estimator = ESTIMATORS.get(known.get(kind, default), FILL_IN)
+            name = str(known.get(kind, default))
+            estimator = ESTIMATORS.get(name.removesuffix("+"), FILL_IN)
             done.set("trainer.kl", {"coef": known.get(coef, 0.001), "estimator": estimator, "place": place})
+            done.set("trainer.kl.bias_correction", False if place == "loss" and name[-1:] != "+" else None)
             cpu = known.get("actor_rollout_ref.ref.fsdp_config.param_offload")
             done.set("trainer.kl.device", "cpu" if cpu else None)
         else:

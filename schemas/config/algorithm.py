@@ -43,6 +43,11 @@ class KlConfig(Section):
         "loss",
         description="loss: add the penalty to each token's loss. reward: subtract it from the reward at each token.",
     )
+    bias_correction: bool = Field(
+        True,
+        description="Weigh the penalty in the loss by policy / rollout policy (at most 2), with the gradient of the KL"
+        " divergence itself. false: the estimate and its own derivative, as in TRL and verl.",
+    )
     reference: Literal["auto", "model", "lora_off", "teacher"] = Field(
         "auto",
         description="model: a second model. lora_off: the policy without its adapter, which takes no extra memory."
@@ -129,6 +134,11 @@ class AdvantageConfig(Section):
         " your own as module:name.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the advantage.")
+    normalise: bool = Field(
+        False,
+        description="Subtract the mean of the advantages of all loss tokens of the step, and divide by their standard"
+        " deviation. On top of what the advantage itself divides by, as in AReaL.",
+    )
     by_name: bool = Field(
         False,
         description="Give a sample one advantage for each agent name among its rows: rows are compared with rows of"

@@ -62,12 +62,12 @@ def centered(rewards: Floats, groups: Groups) -> Floats:
     return np.asarray(rewards - mean)
 
 
-def grpo(rewards: Floats, groups: Groups, eps: float = 1e-6) -> Floats:
-    """A = (R - mean) / (std + eps) within the group, sample std with n-1 (arXiv:2402.03300)."""
+def grpo(rewards: Floats, groups: Groups, eps: float = 1e-6, ddof: int = 1) -> Floats:
+    """A = (R - mean) / (std + eps) within the group, std over n - ddof samples (arXiv:2402.03300)."""
     mean, size = _group_mean(rewards, groups)
     deviation = rewards - mean
     square_sum = _group_sum(deviation**2, groups)
-    std = np.sqrt(square_sum / np.maximum(size - 1, 1))
+    std = np.sqrt(square_sum / np.maximum(size - ddof, 1))
     return np.asarray(deviation / (std + eps))
 
 
@@ -185,16 +185,17 @@ class ReinforcePp:
     """Discounted sum of a token's rewards and later ones, normalised over all loss tokens of the step.
 
     A_t = (G_t - mean) / std with G_t = r_t + gamma * G_(t+1), r_t = -kl_t and the reward at the last token
-    (REINFORCE++, arXiv:2501.03262). The sum runs along the sequence; std is the population's.
+    (REINFORCE++, arXiv:2501.03262). The sum runs along the sequence; std is that of ``whiten``.
     """
 
     gamma: float = 1.0
+    eps: float = 1e-8
     per_token: ClassVar[bool] = True
 
     def __call__(self, batch: Sequence[TokenRewards], all_reduce_sum: AllReduceSum) -> list[TokenAdvantages]:
         """Advantages and returns of each micro-batch, [R, T]."""
         returns = [discounted(part.rewards, part.sequences, self.gamma) for part in batch]
-        normalised = whiten(returns, [part.sequences for part in batch], all_reduce_sum)
+        normalised = whiten(returns, [part.sequences.mask for part in batch], all_reduce_sum, self.eps)
         return [TokenAdvantages(a, r) for a, r in zip(normalised, returns, strict=True)]
 
 
@@ -203,12 +204,13 @@ class Gae:
     """A_t = sum of (gamma*lam)^k * delta_(t+k), delta_t = r_t + gamma*V_(t+1) - V_t (arXiv:1506.02438); needs a critic.
 
     V is 0 after the last token. Returns for the critic are A + V, before advantages are normalised over all
-    loss tokens of the step (``normalise``).
+    loss tokens of the step (``normalise``, with ``eps``).
     """
 
     gamma: float = 1.0
     lam: float = 0.95
     normalise: bool = True
+    eps: float = 1e-8
     per_token: ClassVar[bool] = True
 
     def __call__(self, batch: Sequence[TokenRewards], all_reduce_sum: AllReduceSum) -> list[TokenAdvantages]:
@@ -216,7 +218,8 @@ class Gae:
         found = [self._advantages(part) for part in batch]
         if not self.normalise:
             return found
-        normalised = whiten([part.advantages for part in found], [part.sequences for part in batch], all_reduce_sum)
+        masks = [part.sequences.mask for part in batch]
+        normalised = whiten([part.advantages for part in found], masks, all_reduce_sum, self.eps)
         return [TokenAdvantages(a, part.returns) for a, part in zip(normalised, found, strict=True)]
 
     def _advantages(self, part: TokenRewards) -> TokenAdvantages:
@@ -235,18 +238,17 @@ def discounted(rewards: Tensor, sequences: Sequences, gamma: float) -> Tensor:
 
 
 def whiten(
-    values: Sequence[Tensor], sequences: Sequence[Sequences], all_reduce_sum: AllReduceSum, eps: float = 1e-8
+    values: Sequence[Tensor], masks: Sequence[Tensor], all_reduce_sum: AllReduceSum, eps: float = 1e-5
 ) -> list[Tensor]:
-    """(values - mean) / sqrt(variance + eps) over the loss tokens of all micro-batches and ranks, each [R, T].
+    """(values - mean) / (std + eps) over the loss tokens of all micro-batches and ranks, each [R, T].
 
-    The population's variance, in two passes. A step of a single loss token gives zero.
+    The std with n-1, in two passes. A step of a single loss token gives zero.
     """
-    masks = [part.mask for part in sequences]
     chosen = [value[mask].double() for value, mask in zip(values, masks, strict=True)]
     total, tokens = all_reduce_sum([sum(float(c.sum()) for c in chosen), float(sum(c.numel() for c in chosen))])
     mean = total / max(tokens, 1.0)
     (squares,) = all_reduce_sum([sum(float((c - mean).square().sum()) for c in chosen)])
-    scale = (squares / max(tokens, 1.0) + eps) ** -0.5
+    scale = 1.0 / ((squares / max(tokens - 1.0, 1.0)) ** 0.5 + eps)
     return [
         torch.where(mask, (value.double() - mean) * scale, 0.0).to(value.dtype)
         for value, mask in zip(values, masks, strict=True)

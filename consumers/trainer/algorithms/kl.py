@@ -45,13 +45,17 @@ def kl_loss(
     rollout_logprobs: Tensor,
     mask: Tensor,
     weight_limit: float = 2.0,
+    bias_correction: bool = True,
 ) -> Tensor:
     """w * estimate of each token, [R, T], with the gradient w * d * grad log policy; w = sg[min(r, weight_limit)].
 
     The gradient is the same for every estimator, that of KL(policy || reference) itself: for tokens of the
     policy E[d * grad log policy] is exactly it, and r * k3 has this very gradient. An estimator's own
-    derivative is something else: for k1 it is zero on average, for k3 that of KL(reference || policy).
+    derivative is something else: for k1 it is zero on average, for k3 that of KL(reference || policy). Without
+    ``bias_correction`` it is the estimate with this derivative, as in TRL and verl.
     """
+    if not bias_correction:
+        return estimator(difference(logprobs, reference_logprobs, mask))
     gap = difference(logprobs.detach(), reference_logprobs, mask)
     log_r = torch.where(mask, logprobs.detach() - rollout_logprobs, 0.0)
     weight = log_r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=weight_limit)

@@ -243,7 +243,8 @@ def interpolated(logprobs: Tensor, rollout_logprobs: Tensor, versions: Tensor, v
 class DecoupledPpo:
     """w * ppo(r), r = policy / proximal policy, w = sg[proximal policy / rollout policy] (AReaL, arXiv:2505.24298).
 
-    A token with w over ``weight_limit`` is left out (``mask``), or gets the limit as its weight (``clamp``).
+    A token with w over ``weight_limit`` is left out (``mask``), or gets the limit as its weight (``clamp``). level
+    ``sequence``: r is that of ``gspo``, over the tokens that are not left out.
     """
 
     clip_low: float = 0.2
@@ -251,23 +252,29 @@ class DecoupledPpo:
     dual_clip: float | None = 3.0
     weight_limit: float = 5.0
     weight_action: Literal["mask", "clamp"] = "mask"
+    level: Literal["token", "sequence"] = "token"
     needs_proximal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.weight_action not in ("mask", "clamp"):
             raise ConfigError(f"decoupled_ppo: weight_action {self.weight_action!r} must be mask or clamp")
+        if self.level not in ("token", "sequence"):
+            raise ConfigError(f"decoupled_ppo: level {self.level!r} must be token or sequence")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Compute the loss of one micro-batch; ConfigError without proximal log-probabilities."""
         if inputs.proximal_logprobs is None:
             raise ConfigError("decoupled_ppo needs proximal log-probabilities, and the caller gave none")
         proximal = inputs.proximal_logprobs.detach()
-        ratio = bounded_difference(inputs.logprobs, proximal, inputs.mask).exp()
+        moved = bounded_difference(inputs.logprobs, proximal, inputs.mask)
         weight = bounded_difference(proximal, inputs.rollout_logprobs, inputs.mask).exp()
         over = weight > self.weight_limit
-        weight = torch.where(over, 0.0 if self.weight_action == "mask" else self.weight_limit, weight)
-        loss, marks = clipped_surrogate(ratio, inputs.advantages, self.clip_low, self.clip_high, self.dual_clip)
         left_out = over if self.weight_action == "mask" else torch.zeros_like(over)
+        weight = torch.where(over, 0.0 if self.weight_action == "mask" else self.weight_limit, weight)
+        if self.level == "sequence":
+            moved = Sequences(inputs.sequence, inputs.mask & ~left_out).mean(moved)
+        clip = (self.clip_low, self.clip_high, self.dual_clip)
+        loss, marks = clipped_surrogate(moved.exp(), inputs.advantages, *clip)
         marks = {name: mark & ~left_out for name, mark in marks.items()}
         return LossOutput(weight * loss, {**marks, "masked": left_out, "weight": weight})
 

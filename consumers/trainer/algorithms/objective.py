@@ -82,6 +82,7 @@ class Objective:
     loss: LossFunction
     rules: tuple[Rule, ...]
     kl_coef: float
+    kl_corrected: bool
     estimator: Estimator
     entropy_coef: float
     interpolate: bool
@@ -95,6 +96,7 @@ class Objective:
             loss=BoundLoss.load(loss.name, loss.args, base),
             rules=tuple(Rule.of(rule, base) for rule in settings.rejection),
             kl_coef=kl.coef if kl.place == "loss" else 0.0,
+            kl_corrected=kl.bias_correction,
             estimator=KL_ESTIMATORS.get(kl.estimator, base),
             entropy_coef=loss.entropy_coef,
             interpolate=loss.proximal == "interpolate",
@@ -135,7 +137,8 @@ class Objective:
         if reference is not None:
             metrics["reference_kl"] = self.estimator(difference(inputs.logprobs.detach(), reference, mask))
         if self.kl_coef and reference is not None:
-            penalty = self.kl_coef * kl_loss(self.estimator, inputs.logprobs, reference, inputs.rollout_logprobs, mask)
+            given = (inputs.logprobs, reference, inputs.rollout_logprobs, mask)
+            penalty = self.kl_coef * kl_loss(self.estimator, *given, bias_correction=self.kl_corrected)
             loss, teacher = (loss, weights * penalty) if self.taught else (loss + penalty, None)
         if self.entropy_coef:
             loss = loss - self.entropy_coef * entropy

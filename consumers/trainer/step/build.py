@@ -78,6 +78,7 @@ def build_train_step(
         kl_in_reward=trainer.kl.coef if trainer.kl.place == "reward" else 0.0,
         token_advantage=advantage if getattr(function, "per_token", False) else None,
         critic=critic_step,
+        normalise=trainer.advantage.normalise,
         score_proximal=trainer.epochs * trainer.minibatches > 1 and objective.loss.needs_proximal,
     )
     optimizer = build_optimizer(policy.parameters(), trainer.optimizer)

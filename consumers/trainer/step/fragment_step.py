@@ -105,7 +105,7 @@ class PpoStep(Learner):
         """Run forward and backward for a minibatch; returns the means of its loss and metrics."""
         advantages = part.advantages
         if self.advantage.normalise and len(part) > 1:
-            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+            advantages = (advantages - advantages.mean()) / (advantages.std() + self.advantage.eps)
         logprobs, entropy = cast(Any, self.policy)(part.observations, part.actions)
         inputs = LossInputs(
             logprobs[None],

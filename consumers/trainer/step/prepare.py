@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from consumers.trainer.algorithms.advantages import TokenAdvantage, TokenRewards, discounted
+from consumers.trainer.algorithms.advantages import TokenAdvantage, TokenRewards, discounted, whiten
 from consumers.trainer.algorithms.kl import kl_reward
 from consumers.trainer.algorithms.losses import AllReduceSum
 from consumers.trainer.algorithms.objective import Objective
@@ -29,8 +29,9 @@ from consumers.trainer.step.critic import CriticStep
 class Preparation:
     """The passes before the gradient; ``token_advantage`` is a TokenAdvantage, arguments bound.
 
-    lora_off: the reference is the policy without its adapter, and no second model. score_proximal: several updates
-    follow, and the loss compares with the policy before the first.
+    lora_off: the reference is the policy without its adapter, and no second model. normalise: whiten the
+    advantages of all tokens. score_proximal: several updates follow, and the loss compares with the policy before the
+    first.
     """
 
     objective: Objective
@@ -39,13 +40,14 @@ class Preparation:
     kl_in_reward: float = 0.0
     token_advantage: TokenAdvantage | None = None
     critic: CriticStep | None = None
+    normalise: bool = False
     score_proximal: bool = False
 
     @property
     def needed(self) -> bool:
         """Whether there is anything to prepare."""
         asked = (self.reference, self.token_advantage, self.critic, self.objective.loss.select_tokens)
-        flags = self.lora_off or self.score_proximal or bool(self.kl_in_reward)
+        flags = self.lora_off or self.score_proximal or self.normalise or bool(self.kl_in_reward)
         return flags or any(each is not None for each in asked)
 
     def run(
@@ -62,6 +64,9 @@ class Preparation:
         if self.critic is not None:
             batch = [replace(micro, values=self.critic.values(micro)) for micro in batch]
         batch = self._with_advantages(batch, all_reduce_sum)
+        if self.normalise:
+            whitened = whiten([micro.advantages for micro in batch], [micro.mask for micro in batch], all_reduce_sum)
+            batch = [replace(micro, advantages=found) for micro, found in zip(batch, whitened, strict=True)]
         select_tokens = self.objective.loss.select_tokens
         if select_tokens is None and not self.score_proximal:
             return batch

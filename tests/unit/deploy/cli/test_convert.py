@@ -151,7 +151,7 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
     }
     assert (config["eval"]["every"], config["eval"]["dataset"]["args"]["split"]) == (5, "test")
     assert trainer["optimizer"] == {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999]}
-    assert trainer["kl"] == {"coef": 0.001, "estimator": "k3", "place": "loss"}
+    assert trainer["kl"] == {"coef": 0.001, "estimator": "k3", "place": "loss", "bias_correction": False}
     assert (trainer["loss"]["name"], trainer["advantage"]["name"], trainer["trackers"]) == ("ppo", "grpo", ["wandb"])
     assert (trainer["batch_groups"], trainer["minibatches"]) == (1024, 4)
     assert trainer["advantage"] == {"name": "grpo", "keep_zero_variance": True}

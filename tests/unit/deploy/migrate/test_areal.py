@@ -49,7 +49,7 @@ def test_a_file(tmp_path: Path) -> None:
     assert (generator["max_samples"], config["flow"]["staleness"]) == (16, 2)
     assert (trainer["processes"], trainer["parallel"], trainer["batch_groups"]) == (4, {"context": 2}, 16)
     assert (trainer["steps"], trainer["optimizer"]["lr"], trainer["optimizer"]["warmup_steps"]) == (500, 1e-5, 50)
-    assert trainer["advantage"] == {"name": "grpo", "keep_zero_variance": True}
+    assert trainer["advantage"] == {"name": "grpo", "keep_zero_variance": True, "args": {"eps": 1e-5}}
     assert (config["model"]["max_length"], config["sampling"]["max_tokens"], config["sampling"]["n"]) == (164, 64, 4)
     assert config["train"]["args"]["prompt"] == "question"
     assert [term["name"] for term in config["reward"]["terms"]] == ["gsm8k"]

@@ -55,7 +55,7 @@ def test_a_file(tmp_path: Path) -> None:
     assert (config["sampling"]["max_tokens"], config["sampling"]["n"]) == (600, 8)
     assert (trainer["batch_groups"], trainer["minibatches"], trainer["steps"]) == (32, 4, 10)
     assert trainer["loss"] == {"name": "ppo", "args": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1e9}}
-    assert trainer["kl"] == {"coef": 0.001, "estimator": "k3", "place": "loss"}
+    assert trainer["kl"] == {"coef": 0.001, "estimator": "k3", "place": "loss", "bias_correction": False}
     assert config["train"]["args"] == {"path": "d/rows.jsonl", "prompt": "prompt", "answer": "solutions"}
     assert config["generator"]["args"] == {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
     for text in (

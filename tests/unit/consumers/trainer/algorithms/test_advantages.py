@@ -151,8 +151,8 @@ def layout(rows: Sequence[Sequence[tuple[float, float]]], mask: torch.Tensor, id
 
 def normalised(values: list[float]) -> list[float]:
     mean = sum(values) / max(len(values), 1)
-    variance = sum((v - mean) ** 2 for v in values) / max(len(values), 1)
-    return [(v - mean) / math.sqrt(variance + 1e-8) for v in values]
+    variance = sum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1)
+    return [(v - mean) / (math.sqrt(variance) + 1e-8) for v in values]
 
 
 def returns_by_hand(rows: Rows, gamma: float) -> list[float]:
@@ -220,7 +220,7 @@ def test_whitening_counts_the_tokens_of_all_ranks() -> None:
     """The other rank has one token with a return of 3."""
     sums = iter([[3.0, 1.0], [1.0]])
     got = ReinforcePp()([padded([[(1.0, 0.0)]])], lambda own: [a + b for a, b in zip(own, next(sums), strict=True)])
-    assert float(got[0].advantages[0, 0]) == pytest.approx(-1.0, abs=1e-6)
+    assert float(got[0].advantages[0, 0]) == pytest.approx(-math.sqrt(0.5), abs=1e-6)
 
 
 def test_gae_without_a_critic_is_refused() -> None:

@@ -1,0 +1,78 @@
+"""One batch of samples with all that a policy loss reads, the same for another system's code and for Tidemill's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class FixedBatch:
+    """Samples of groups of n, one group after the other, T tokens of completion at most; float32 [S, T] unless said.
+
+    logprobs: of the policy in training. rollout, proximal, reference: of other policies. mask: bool, loss tokens.
+    rewards: float32 [S]; those of the last group are equal. values, returns: a critic's values, float32 [S, T].
+    """
+
+    n: int
+    logprobs: Floats
+    rollout: Floats
+    proximal: Floats
+    reference: Floats
+    entropy: Floats
+    mask: npt.NDArray[np.bool_]
+    rewards: Floats
+
+    @classmethod
+    def make(cls, n: int, turns: bool = False, seed: int = 7, groups: int = 4, tokens: int = 10) -> FixedBatch:
+        """Make a batch; turns: with tokens of tools, which are not trained, between those of the policy.
+
+        Some ratios are far outside of every clip, and those of some sequences, too.
+        """
+        rng, samples = np.random.default_rng(seed), groups * n
+        shape = (samples, tokens)
+        logprobs = -rng.uniform(0.05, 3.0, shape)
+        drift = rng.normal(0, 0.2, shape) + np.where(rng.random(shape) < 0.05, rng.normal(0, 2.5, shape), 0.0)
+        lengths = rng.integers(3, tokens + 1, samples)
+        mask = np.arange(tokens) < lengths[:, None]
+        if turns:
+            mask &= (np.arange(tokens) % 4 != 2) | (np.arange(tokens) == 0)
+        rewards = np.round(rng.random((groups, n)), 2)
+        rewards[0] = np.arange(n) % 2
+        rewards[-1] = 0.5
+
+        def near(scale: float) -> Floats:
+            return np.minimum(logprobs + rng.normal(0, scale, shape), -1e-3).astype(np.float32)
+
+        return cls(
+            n,
+            logprobs.astype(np.float32),
+            np.minimum(logprobs - drift, -1e-3).astype(np.float32),
+            near(0.15),
+            near(0.3),
+            rng.uniform(0.1, 2.0, shape).astype(np.float32),
+            mask,
+            rewards.reshape(-1).astype(np.float32),
+        )
+
+    def chosen(self, samples: npt.NDArray[np.bool_]) -> FixedBatch:
+        """Return the batch of these samples only; bool [S]."""
+        arrays: dict[str, Any] = {
+            name: getattr(self, name)[samples] for name in self.__dataclass_fields__ if name != "n"
+        }
+        return FixedBatch(self.n, **arrays)
+
+    def varied(self) -> npt.NDArray[np.bool_]:
+        """Return which samples are of a group whose rewards are not all equal, bool [S]."""
+        grouped = self.rewards.reshape(-1, self.n)
+        return np.repeat(grouped.max(1) > grouped.min(1), self.n)
+
+
+def directions(shape: tuple[int, ...], count: int = 4) -> npt.NDArray[np.float64]:
+    """Return directions [count, *shape], in which gradients are compared."""
+    return np.random.default_rng(11).normal(size=(count, *shape))
