@@ -159,7 +159,7 @@ def _loss(done: Conversion) -> None:
 
 
 def _weights(done: Conversion, args: dict[str, Any]) -> None:
-    """Convert what decoupled_ppo does with the ratio of proximal policy to rollout policy; its bound is an upper one."""
+    """Convert what weighs the loss of decoupled_ppo: the ratio of proximal to rollout policy."""
     given = [done.value(f"{REJECTION}.{name}") for name in ("metric", "level", "action", "lower")]
     if not done.within(f"{REJECTION}."):
         done.ask("trainer.loss.args.weight_limit: AReaL has no weights without rejection_sampling, here they have this")

@@ -13,6 +13,7 @@ from schemas.errors import ConfigError
 SYSTEMS: dict[str, ForeignSystem] = {
     "areal": areal.SYSTEM,
     "prime_rl": prime_rl.SYSTEM,
+    "rlinf-control": rlinf.CONTROL,
     "rlinf": rlinf.SYSTEM,
     "verl": verl.SYSTEM,
     "trl-dpo": trl.DPO,

@@ -1,10 +1,12 @@
-"""RLinf: the Hydra YAML of its reasoning and agent recipes. Those of robots (embodied) are not read.
+"""RLinf: the Hydra YAML of its reasoning and agent recipes, and of PPO with small networks for control.
 
 Keys are those of RLinf in August 2026.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +14,12 @@ from typing import Any
 
 from deploy.migrate.conversion import YAML, Conversion, ForeignSystem, parquet, reads_images
 from deploy.migrate.hydra import compose, read_yaml, settings
-from deploy.migrate.rules import ESTIMATORS, FILL_IN, read_rules
+from deploy.migrate.rules import ESTIMATORS, FILL_IN, read_rules, several
 from schemas.errors import ConfigError
 
 SAMPLED = "algorithm.sampling_params"
 PLACED = "cluster.component_placement."
+SIZES = {"observations": "obs_dim", "actions": "action_dim"}
 REWARDS = {"math": "math", "code_offline": "code", "vqa": "geometry3k"}
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "16": "float16", "32": "float32"}
 
@@ -132,6 +135,45 @@ def _engine(done: Conversion) -> None:
     done.truncate(f"{SAMPLED}.top_p", f"{SAMPLED}.top_k")
 
 
+def convert_control(done: Conversion) -> None:
+    """Convert PPO with a small network, in an environment that gives numbers."""
+    sizes = {name: done.value(f"actor.model.{theirs}") for name, theirs in SIZES.items()}
+    shape = {"model_type": "mlp", **sizes, "continuous": True, "hidden": [256, 256, 256]}
+    done.config |= {
+        "model": {"kind": "mlp", "path": "policy", "dtype": "float32"},
+        "sampling": {"n": 1, "max_tokens": 1},
+        "reward": {"terms": [{"name": "episode"}]},
+        "generator": {"engine": "mlp", "workflow": {"name": "fragments"}, "max_samples": 1},
+    }
+    done.ask(f"model.path: the folder policy, whose config.json is {json.dumps(shape)}", "actor.model.obs_dim")
+    done.set("train.name", "gymnasium")
+    done.ask("train.args: each generator has these environments; python names an interpreter with their simulator")
+    done.leave("an evaluation needs eval.dataset with the held-out seeds", "runner.val_check_interval")
+    done.set("trainer.loss.name", "ppo")
+    done.set("trainer.loss.args.dual_clip", 1e9)
+    done.set("trainer.advantage.name", "gae")
+    done.set("trainer.advantage.args.normalise", False)
+    done.set("trainer.optimizer.betas", [done.value(f"actor.optim.adam_beta{n}") for n in (1, 2)])
+    rate, optimizer = done.get("trainer.critic.optimizer.lr"), done.get("trainer.optimizer")
+    done.set("trainer.critic.optimizer", optimizer | ({} if rate is None else {"lr": rate}))
+    played = [done.get(name) or 1 for name in ("train.args.envs", "train.args.steps", "trainer.batch_groups")]
+    transitions = math.prod(played)
+    done.set("trainer.minibatches", several(transitions // done.known.get("actor.global_batch_size", transitions)))
+
+
+def _looks_like_control(file: Path, text: str) -> bool:
+    return _looks_like(file, text) and re.search(r"\btask_type: *embodied", text) is not None
+
+
+def _read_control(file: Path, text: str) -> dict[str, Any]:
+    tree = compose(file, read_yaml(text, file))
+    kind = [tree.get("algorithm", {}).get("adv_type"), tree.get("algorithm", {}).get("loss_type")]
+    kind.append(tree.get("actor", {}).get("model", {}).get("model_type"))
+    if kind != ["gae", "actor_critic", "mlp_policy"]:
+        raise ConfigError(f"{file} trains by {kind}: of embodied recipes PPO (gae, actor_critic) of mlp_policy is read")
+    return settings(tree)
+
+
 def _looks_like(file: Path, text: str) -> bool:
     is_composed = "component_placement" in text or re.search(r"^defaults:", text, re.M) is not None
     return file.suffix in YAML and is_composed and re.search(r"^(runner|cluster):", text, re.M) is not None
@@ -139,8 +181,6 @@ def _looks_like(file: Path, text: str) -> bool:
 
 def _read(file: Path, text: str) -> dict[str, Any]:
     tree = compose(file, read_yaml(text, file))
-    if "env" in tree or str(tree.get("runner", {}).get("task_type", "")).startswith("embodied"):
-        raise ConfigError(f"{file} trains a robot's policy: only RLinf's reasoning and agent recipes are converted")
     missing = [section for section in ("algorithm", "rollout") if section not in tree]
     if missing or tree.get("runner", {}).get("task_type") == "sft":
         why = f"no section {missing[0]}" if missing else "the task sft"
@@ -149,3 +189,4 @@ def _read(file: Path, text: str) -> dict[str, Any]:
 
 
 SYSTEM = ForeignSystem("RLinf", read_rules("rlinf"), _looks_like, _read, convert)
+CONTROL = ForeignSystem("RLinf's PPO", read_rules("rlinf_control"), _looks_like_control, _read_control, convert_control)

@@ -5,13 +5,13 @@ Everything random follows from run.seed and the step's number, so the same fragm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from consumers.trainer.algorithms.advantages import Gae
+from consumers.trainer.algorithms.advantages import Gae, whiten
 from consumers.trainer.algorithms.losses import LossInputs
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.data.plan import StepPlanner
@@ -57,7 +57,7 @@ class FragmentCritic(CriticStep):
 class PpoStep(Learner):
     """A step of PPO over fragments. minibatches: parts of an epoch. seed: run.seed.
 
-    advantage: gamma, lam, and whether to normalise. Advantages are normalised in each minibatch.
+    advantage: gamma, lam, and whether to normalise in each minibatch. normalise: over the whole step.
     """
 
     objective: Objective
@@ -66,6 +66,7 @@ class PpoStep(Learner):
     advantage: Gae
     minibatches: int
     seed: int
+    normalise: bool = False
 
     def parts(self) -> dict[str, tuple[nn.Module, GradientUpdate]]:
         """See Learner."""
@@ -79,6 +80,9 @@ class PpoStep(Learner):
         samples = [sample for sample, _ in batch.samples]
         with timer.phase("prepare"), torch.no_grad():
             data = Transitions.of(samples, critic.critic, self.advantage.gamma, self.advantage.lam)
+            if self.normalise:
+                everything = [torch.ones_like(data.advantages, dtype=torch.bool)]
+                data = replace(data, advantages=whiten([data.advantages], everything, self.ranks.all_reduce_sum)[0])
             proximal = cast(Any, actor)(data.observations, data.actions)[0]
         lr, shuffle = self.schedule.at(done + 1), torch.Generator().manual_seed(self.seed * 1_000_003 + done)
         sums, norms, skipped, updates = [0.0] * 6, 0.0, 0, 0
@@ -155,4 +159,5 @@ def build_fragment_step(config: TidemillConfig, ranks: Ranks) -> Learner:
         bind("trainer.advantage", Gae, trainer.advantage.args),
         trainer.minibatches,
         config.run.seed,
+        trainer.advantage.normalise,
     )

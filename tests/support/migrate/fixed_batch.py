@@ -16,7 +16,7 @@ class FixedBatch:
     """Samples of groups of n, one group after the other, T tokens of completion at most; float32 [S, T] unless said.
 
     logprobs: of the policy in training. rollout, proximal, reference: of other policies. mask: bool, loss tokens.
-    rewards: float32 [S]; those of the last group are equal. values, returns: a critic's values, float32 [S, T].
+    rewards: float32 [S]; those of the last group are equal.
     """
 
     n: int
@@ -71,6 +71,31 @@ class FixedBatch:
         """Return which samples are of a group whose rewards are not all equal, bool [S]."""
         grouped = self.rewards.reshape(-1, self.n)
         return np.repeat(grouped.max(1) > grouped.min(1), self.n)
+
+
+@dataclass(frozen=True)
+class ControlBatch:
+    """T steps of N environments; float32 [T, N] unless said.
+
+    logprobs, rollout: of the actions, of the policy in training and of the one that played. values: of the critic in
+    training. old_values: of the critic before, float32 [T + 1, N]. ends: bool, steps that end an episode.
+    """
+
+    logprobs: Floats
+    rollout: Floats
+    values: Floats
+    old_values: Floats
+    rewards: Floats
+    ends: npt.NDArray[np.bool_]
+
+    @classmethod
+    def make(cls, seed: int = 3, steps: int = 12, envs: int = 6) -> ControlBatch:
+        """Make a batch in which ratios and values leave their clips."""
+        rng = np.random.default_rng(seed)
+        logprobs, old_values = rng.normal(-1, 1, (steps, envs)), rng.normal(0, 1, (steps + 1, envs))
+        drift, moved = rng.normal(0, 0.4, (steps, envs)), rng.normal(0, 1.2, (steps, envs))
+        arrays = (logprobs, logprobs - drift, old_values[:-1] + moved, old_values, rng.normal(0, 1, (steps, envs)))
+        return cls(*(array.astype(np.float32) for array in arrays), rng.random((steps, envs)) < 0.15)
 
 
 def directions(shape: tuple[int, ...], count: int = 4) -> npt.NDArray[np.float64]:

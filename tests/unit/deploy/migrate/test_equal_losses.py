@@ -6,9 +6,11 @@ The other's were computed by `python -m tools.foreign_losses` and are in foreign
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,15 +18,19 @@ from torch import Tensor, nn
 
 from consumers.trainer.data.groups import Group
 from consumers.trainer.data.load_balancing import Cost
+from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, TokenScores
-from consumers.trainer.step.build import build_train_step
+from consumers.trainer.step import fragment_step
+from consumers.trainer.step.build import build_learner, build_train_step
 from deploy.migrate.convert import convert_file
 from schemas.codec import Array
 from schemas.config import TidemillConfig, parse_config
-from schemas.messages import Span, Trajectory
-from tests.support.migrate.fixed_batch import FixedBatch, directions
+from schemas.messages import Fragment, Span, Trajectory
+from tests.support.migrate.fixed_batch import ControlBatch, FixedBatch, directions
+from tests.support.trainer.trajectories import make_trajectory
 
 FOREIGN = json.loads(Path(__file__).with_name("foreign_losses.json").read_text())
+CONTROL = FOREIGN.pop("PPO for control, RLinf")
 
 
 class TablePolicy(nn.Module):
@@ -98,6 +104,71 @@ def ours(config: TidemillConfig, batch: FixedBatch) -> tuple[float, list[float]]
     assert gradient is not None
     along = directions(tuple(gradient.shape)) * gradient.double().numpy()
     return float(loss.detach()), along.sum((1, 2)).tolist()
+
+
+class TableNetwork(nn.Module):
+    """An actor or a critic that has a number for each step of each environment, float32 [T, N].
+
+    The first number of an observation is the index of its step and environment; a critic's first answer comes from
+    ``before``, float32 [T + 1, N], as the values before the step do.
+    """
+
+    adapter = vision = router_replay = None
+    device = torch.device("cpu")
+
+    def __init__(self, table: np.ndarray[Any, Any], before: np.ndarray[Any, Any] | None = None) -> None:
+        super().__init__()
+        self.table, self.before = nn.Parameter(torch.from_numpy(table)), before
+        self.gradient = torch.zeros(())
+        self.table.register_hook(lambda gradient: setattr(self, "gradient", gradient))
+
+    def forward(self, observations: Tensor, actions: Tensor | None = None) -> Any:
+        """See Actor and ValueNetwork."""
+        if actions is None and not torch.is_grad_enabled():
+            assert self.before is not None
+            return torch.from_numpy(self.before.reshape(-1))[observations[..., 0].long()]
+        found = self.table.reshape(-1)[observations[..., 0].long()]
+        return found if actions is None else (found, torch.zeros_like(found))
+
+
+def ours_for_control(config: TidemillConfig, batch: ControlBatch, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The losses of actor and critic together, and their gradients in some directions; see ``ours``."""
+    actor, critic = TableNetwork(batch.logprobs), TableNetwork(batch.values, batch.old_values)
+    monkeypatch.setattr(fragment_step, "Actor", lambda _: actor)
+    monkeypatch.setattr(fragment_step, "ValueNetwork", lambda _: critic)
+    step = build_learner(config, Ranks())
+    steps, envs = batch.rewards.shape
+    played = Fragment(
+        envs=envs,
+        observations=Array.of(np.arange((steps + 1) * envs), "f4"),
+        actions=Array.of(np.zeros(steps * envs), "f4"),
+        logprobs=Array.of(batch.rollout.reshape(-1), "f4"),
+        rewards=Array.of(batch.rewards.reshape(-1), "f4"),
+        ends=Array.of(batch.ends.reshape(-1), "u1"),
+        last=Array.of(np.zeros(0), "f4"),
+    )
+    sampled = msgspec.structs.replace(make_trajectory(prompt=0, completion=steps), fragment=played)
+    result = step.run(step.planner.plan([Group(0, [(sampled, 0.0)])]).batch(0), 0)
+    along = [directions((steps, envs)) * one.gradient.double().numpy() for one in (actor, critic)]
+    return result.metrics["loss"] + result.metrics["critic_loss"], [n for one in along for n in one.sum((1, 2))]
+
+
+def test_converted_ppo_for_control_has_the_others_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(CONTROL["text"])
+    _, done = convert_file(file)
+    trainer = done.config["trainer"]
+    assert (trainer["epochs"], trainer["minibatches"], done.config["train"]["args"]["envs"]) == (8, 8, 1024)
+    shape = re.search(r"config.json is (\{.*\})", " ".join(done.to_do))
+    assert shape is not None
+    (tmp_path / "policy").mkdir()
+    one = json.loads(shape[1]) | {"observations": 1, "actions": 1}
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(one))
+    trainer |= {"epochs": 1, "minibatches": 1}
+    made = done.config | {"model": done.config["model"] | {"path": str(tmp_path / "policy")}}
+    loss, gradient = ours_for_control(parse_config(made), ControlBatch.make(), monkeypatch)
+    assert loss == pytest.approx(CONTROL["loss"], abs=1e-6)
+    assert gradient == pytest.approx(CONTROL["gradient"], abs=1e-6)
 
 
 @pytest.mark.parametrize("title", FOREIGN)

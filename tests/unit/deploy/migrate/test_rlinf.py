@@ -92,7 +92,7 @@ def test_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        (("task_type: reasoning", "task_type: embodied"), "trains a robot's policy"),
+        (("task_type: reasoning", "task_type: embodied"), "of embodied recipes PPO"),
         (("algorithm:", "other:"), "has no section algorithm"),
     ],
 )
