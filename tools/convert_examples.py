@@ -7,8 +7,9 @@ notes ask for, malformed if the configuration is refused for anything else, and 
 
 What is lost in silence is found without the converter's own account of it. The settings of an example are read by
 other means: bash itself runs a shell script in a sandbox that holds no program and prints the command line that the
-script ends in. Each setting is then taken out, and changed. If neither makes a difference to the configuration or to
-its notes, the setting is lost. If the script comes out otherwise than its plain command line, it was misread.
+script ends in. Each setting is then taken out, and changed. If neither makes a difference to the settings that the
+converter reads, this one is lost; the converter itself names what it reads and what makes no difference to its result.
+If the script comes out otherwise than its plain command line, it was misread.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,10 +227,10 @@ def measure(file: Path, system: str) -> dict[str, Any]:
     """Return the outcome of one example, and the settings that were lost or misread."""
     examples = EXAMPLES[system]
 
-    def convert(text: str) -> Conversion | None:
+    def read(text: str) -> Mapping[str, Any] | None:
         try:
-            return convert_text(file, text, SYSTEMS[system])
-        except ConfigError:
+            return SYSTEMS[system].read(file, text)
+        except (ConfigError, SyntaxError, ValueError, yaml.YAMLError):
             return None
 
     try:
@@ -238,26 +239,17 @@ def measure(file: Path, system: str) -> dict[str, Any]:
         return {"outcome": "refused", "why": str(error), "lost": [], "misread": []}
     kind, why = outcome(done)
     plain = examples.plain(file)
-    base = convert(plain)
+    base = read(plain)
     if base is None:
         return {"outcome": kind, "why": why, "lost": [], "misread": ["its plain command line is refused"]}
-    seen = (base.config, base.notes())
-    lost = []
-    for key, *texts in examples.variants(plain):
-        others = [convert(text) for text in texts]
-        if all(other is not None and (other.config, other.notes()) == seen for other in others):
-            lost.append(key)
+    lost = [key for key, *texts in examples.variants(plain) if all(read(text) == base for text in texts)]
     return {"outcome": kind, "why": why, "lost": lost, "misread": _misread(done, base), "notes": len(done.notes())}
 
 
-def _misread(done: Conversion, plain: Conversion) -> list[str]:
+def _misread(done: Conversion, plain: Mapping[str, Any]) -> list[str]:
     """Return the settings that bash reads otherwise, less those that only a run tells."""
-    keys = sorted({*done.found, *plain.found})
-    return [
-        key
-        for key in keys
-        if done.found.get(key) != plain.found.get(key) and not isinstance(done.found.get(key), Unread)
-    ]
+    known = {key for key, value in done.found.items() if not isinstance(value, Unread)}
+    return sorted(key for key in {*known, *(plain.keys() - done.found)} if done.found.get(key) != plain.get(key))
 
 
 def main() -> None:

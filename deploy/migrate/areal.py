@@ -51,13 +51,11 @@ def convert(done: Conversion) -> None:
         )
     answer = done.value("gconfig.max_new_tokens") if kind == "rl" else known.get("gconfig.max_new_tokens", 16)
     longest = known.get("gconfig.max_tokens", 0)
-    if longest > answer:
-        done.leave("gconfig.max_tokens bounds prompt and completion", "train_dataset.max_length")
     done.set("model.max_length", longest if longest > answer else done.value("train_dataset.max_length") + answer)
     done.set("sampling.max_tokens", answer)
     betas = [done.value(f"actor.optimizer.beta{n}") for n in (1, 2)]
     done.set("trainer.optimizer.betas", betas)
-    _warm_up(done)
+    done.warm_up(done.value("actor.optimizer.warmup_steps_proportion"))
     _backends(done)
     _data(done)
     if kind != "rl":
@@ -66,30 +64,16 @@ def convert(done: Conversion) -> None:
     _loss(done)
     _advantage(done)
     _workflow(done)
-    done.set_steps("total_train_steps", "total_train_epochs")
+    done.set_steps("total_train_epochs")
     if known.get("actor.use_lora"):
-        done.set("trainer.lora.rank", done.value("actor.lora_rank"))
-        done.set("trainer.lora.alpha", float(done.value("actor.lora_alpha")))
-        names = known.get("actor.target_modules") or ["all-linear"]
-        done.set("trainer.lora.targets", None if "all-linear" in names else names)
-        _without_sglang(done, "an adapter")
+        done.set_adapter("actor.lora_rank", "actor.lora_alpha", "actor.target_modules")
     if done.get("train.args.image") or reads_images(known.get("actor.path")):
-        lora = ("use_lora", "lora_rank", "lora_alpha", "target_modules")
-        done.read_images("images", *(f"actor.{name}" for name in lora))
-        _without_sglang(done, "images")
-
-
-def _without_sglang(done: Conversion, why: str) -> None:
+        done.read_images("images")
+    elif not known.get("actor.use_lora"):
+        return
     if done.config.get("generator", {}).pop("http", None) is not None:
         done.config["generator"] |= {"engine": "vllm", "args": {}}
-        done.leave(f"with {why} generators run vllm", *done.within("sglang."))
-
-
-def _warm_up(done: Conversion) -> None:
-    key = "actor.optimizer.warmup_steps_proportion"
-    done.warm_up(done.value(key), key)
-    if done.get("trainer.optimizer.warmup_steps") == 0:
-        done.leave("less than a step", key)
+        done.ask("generator.engine: vllm, because with images or an adapter there is no sglang")
 
 
 def _backends(done: Conversion) -> None:
@@ -99,12 +83,8 @@ def _backends(done: Conversion) -> None:
         engine, given = sizes(rollout)
         size = ALONE | given
         args = {"tensor_parallel_size": size["t"]} if size["t"] > 1 else {}
-        for key in done.within("sglang.", "vllm."):
-            section, _, name = key.partition(".")
-            if section == engine and name not in OURS:
-                args[name] = known[key]
-            else:
-                done.leave("set by Tidemill itself" if section == engine else f"generators run {engine}", key)
+        names = (key.partition(".")[2] for key in done.within(f"{engine}."))
+        args |= {name: known[f"{engine}.{name}"] for name in names if name not in OURS}
         done.set_engine(engine)
         done.set("generator.args", args or None)
         done.set("generator.replicas", size["d"])
@@ -130,19 +110,12 @@ def _loss(done: Conversion) -> None:
         name, args = "m2po", {**args, "second_moment": known["actor.m2_threshold"]}
     elif level not in ("token", "sequence"):
         name, args = FILL_IN, {}
-        done.leave("not built in: token and sequence are", "actor.importance_sampling_level")
     elif known.get("actor.use_decoupled_loss"):
         name, args = "decoupled_ppo", args | ({"level": level} if level == "sequence" else {})
-        proximal = PROXIMAL.get(done.value("actor.prox_logp_method"), FILL_IN)
-        done.set("trainer.loss.proximal", proximal)
-        if proximal == FILL_IN:
-            done.leave(f"not one of {', '.join(PROXIMAL)}", "actor.prox_logp_method")
-        done.leave("prox_logp_method decides where the proximal policy comes from", "actor.recompute_logprob")
+        done.set("trainer.loss.proximal", PROXIMAL.get(done.value("actor.prox_logp_method"), FILL_IN))
         _weights(done, args)
     elif level == "sequence":
         name = "gspo"
-    if name != "decoupled_ppo" and known.get("actor.use_decoupled_loss"):
-        done.leave(f"{name} has ratios to one policy only, that of the generators", "actor.use_decoupled_loss")
     if name in ("ppo", "decoupled_ppo", "m2po"):
         # Without c_clip there is no dual clip there.
         args["dual_clip"] = known.get("actor.c_clip", 1e9)
@@ -154,8 +127,6 @@ def _loss(done: Conversion) -> None:
         kl = {"coef": coef, "estimator": done.value("actor.kl_estimator"), "place": "reward"}
         other = known.get("ref.path")
         done.set("trainer.kl", kl | ({"model": other} if other not in (None, known.get("actor.path")) else {}))
-    else:
-        done.leave("there is no penalty: actor.kl_ctl is 0", "actor.kl_estimator", "ref.path")
 
 
 def _weights(done: Conversion, args: dict[str, Any]) -> None:
@@ -184,7 +155,7 @@ def _advantage(done: Conversion) -> None:
     if name == FILL_IN:
         done.ask(f"trainer.advantage.name: rewards normalized by {mean} mean and {std} deviation are not built in")
     scale, whole = float(done.value("actor.reward_scaling")), "actor.adv_norm."
-    name = done.set_advantage(name, "", True, gamma="actor.discount", lam="actor.gae_lambda")
+    name = done.set_advantage(name, True, gamma="actor.discount", lam="actor.gae_lambda")
     if name in ("grpo", "lite_ppo"):
         # There the scale comes before the division.
         done.set("trainer.advantage.args.eps", known.get(f"{norm}.eps", 1e-5) / scale)
@@ -196,9 +167,7 @@ def _advantage(done: Conversion) -> None:
     if levels not in (["batch", "batch"], [None, None]):
         done.ask(f"trainer.advantage: normalized by {levels[0]} mean and {levels[1]} deviation is not built in")
     done.set("trainer.critic.clip", done.value("critic.eps_clip") if name == "gae" else None)
-    if name in ("grpo", "lite_ppo"):
-        done.leave(f"{name} divides by the deviation", "actor.reward_scaling")
-    elif scale != 1:
+    if scale != 1 and name not in ("grpo", "lite_ppo"):
         for term in done.get("reward.terms"):
             term["weight"] = scale
 
@@ -207,12 +176,6 @@ def _workflow(done: Conversion) -> None:
     if own := done.within("rollout.agent.", "workflow", "econfig.", "tir.", "max_turns", "n_trajs"):
         done.set("generator.workflow.name", FILL_IN)
         done.ask(f"generator.workflow: an agent or an environment of your own, after {', '.join(own)}")
-        for key in own:
-            rule = done.rule(key)
-            if rule is None or rule.ours == "generator.workflow":
-                done.leave("it belongs to that agent or environment", key)
-    reason = "1 in Tidemill: a turn has the reward of its episode; see turns"
-    done.leave(reason, "rollout.agent.turn_discount")
     if "rollout.agent.session_timeout_seconds" in done.known:
         limit = min(float(done.known["rollout.agent.session_timeout_seconds"]), 3600.0)
         done.set("generator.agents.deadline_s", limit)
@@ -227,7 +190,6 @@ def _data(done: Conversion) -> None:
     done.ask(f"reward.terms, generator.workflow: the script that reads the file names them; {rule} is taken for {path}")
     if "saver.freq_steps" in known:
         done.set("trainer.checkpoint.every", known["saver.freq_steps"])
-        done.leave("a checkpoint serves both; saver.freq_steps is taken", "recover.freq_steps")
     terms: list[dict[str, Any]] = [{"name": rule}]
     penalty = ("actor.overlong_tokens", "actor.overlong_penalty_factor")
     if known.get("actor.overlong_reward_penalty"):
@@ -235,8 +197,6 @@ def _data(done: Conversion) -> None:
         length = {"max_tokens": done.value("gconfig.max_new_tokens"), "overlong_buffer": buffer, "factor": factor}
         terms.append({"name": "length", "args": length})
         done.set("reward.correct_term", rule)
-    else:
-        done.leave("overlong_reward_penalty is not true", *penalty)
     done.set("reward.terms", terms)
     held_out = known.get("valid_dataset.path")
     if held_out and (known.get("evaluator.freq_steps") or known.get("evaluator.freq_epochs")):
@@ -247,9 +207,7 @@ def _data(done: Conversion) -> None:
         most, count, heat = (known.get(f"eval_gconfig.{name}", value) for name, value in sampled.items())
         done.set("eval.sampling", {"max_tokens": most, "temperature": float(heat), "n": count})
         if not known.get("evaluator.freq_steps"):
-            done.ask("eval.every: the steps of an epoch", "evaluator.freq_epochs")
-    else:
-        done.leave("no evaluation: evaluator has neither freq_steps nor freq_epochs", "valid_dataset.path")
+            done.ask("eval.every: the steps of an epoch")
     done.truncate("gconfig.top_p", "gconfig.top_k")
 
 
@@ -265,7 +223,7 @@ def _preference(done: Conversion, section: str) -> None:
     done.set("sampling.max_tokens", 16)
     done.set("reward.terms", [{"name": "exact"}])
     done.set("trainer.advantage.name", "raw")
-    done.set_steps("total_train_steps", "total_train_epochs", section)
+    done.set_steps("total_train_epochs", section)
 
 
 def _looks_like(file: Path, text: str) -> bool:

@@ -1,7 +1,7 @@
 """A conversion of another system's settings: rules, the resulting configuration, and notes.
 
-Promises: every setting of the file is carried over or named with its value. `Conversion.finish` names what no rule
-and no function dealt with, so that a rule that is missing or that fails to apply can't lose a setting.
+Promises: every setting of the file is carried over or named with its value. `Conversion.finish` finds out what makes
+no difference to the configuration, so that a rule that is missing or that fails to apply can't lose a setting.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Conversion:
     left_out: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     to_do: list[str] = field(default_factory=list)
-    _named: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Carry over what a rule does by itself, and note what has no counterpart, is not known or can't be read."""
@@ -59,7 +58,7 @@ class Conversion:
         for key, value in self.found.items():
             found = self.rule(key)
             if isinstance(value, Unread) and (found is None or found.ours):
-                self.ask(f"{key} is {value!s}, which only a run of the script tells: set {_ours(found)}", key)
+                self.ask(f"{key} is {value!s}, which only a run of the script tells: set {_ours(found)}")
             elif found is None:
                 # The setting that a reference stands for is the one that is named.
                 self.unknown += [] if isinstance(value, Reference) else [key]
@@ -107,29 +106,26 @@ class Conversion:
             node = node.setdefault(section, {})
         node[name] = value
 
-    def ask(self, text: str, *keys: str) -> None:
-        """Note what is left to do, and that it deals with these keys."""
+    def ask(self, text: str) -> None:
+        """Note what is left to do."""
         self.to_do.append(text)
-        self._named.update(keys)
 
     def leave(self, reason: str, *keys: str) -> None:
         """Note why settings are not carried over, those of them that the file has."""
         self.left_out.update((key, reason) for key in keys if key in self.found)
 
-    def set_steps(self, steps: str, epochs: str, section: str = "trainer") -> None:
+    def set_steps(self, epochs: str, section: str = "trainer") -> None:
         """Deal with the epochs, which end a training unless a rule carried its steps over."""
         if self.get(f"{section}.steps") is None:
             count = self.value(epochs)
             batch = "prompts / trainer.batch_groups" if section == "trainer" else f"pairs / {section}.batch_size"
-            self.ask(f"{section}.steps: {count:g} epochs ({epochs}) are {count:g} * {batch} steps", epochs)
-        else:
-            self.leave(f"{steps.rpartition('.')[2]} ends the run", epochs)
+            self.ask(f"{section}.steps: {count:g} epochs ({epochs}) are {count:g} * {batch} steps")
 
-    def warm_up(self, share: float, *keys: str) -> None:
+    def warm_up(self, share: float) -> None:
         """Set the steps of the warm-up to a share of all steps."""
         path, steps = "trainer.optimizer.warmup_steps", self.get("trainer.steps")
         if share and steps is None:
-            self.ask(f"{path}: {share:g} of trainer.steps", *keys)
+            self.ask(f"{path}: {share:g} of trainer.steps")
         elif share:
             self.set(path, round(share * steps))
 
@@ -138,13 +134,20 @@ class Conversion:
         self.set("generator.engine", "http" if engine == "sglang" else engine)
         self.set("generator.http.dialect", "sglang" if engine == "sglang" else None)
 
-    def set_advantage(self, name: str, key: str, keeps: bool | None = None, gamma: str = "", lam: str = "") -> str:
+    def set_adapter(self, rank: str, alpha: str = "", targets: str = "") -> None:
+        """Set LoRA from these keys; targets other than a list of names are all linear layers."""
+        names = self.known.get(targets)
+        self.set("trainer.lora.rank", self.value(rank))
+        self.set("trainer.lora.alpha", float(self.value(alpha)) if alpha else None)
+        self.set("trainer.lora.targets", names if isinstance(names, list) and "all-linear" not in names else None)
+
+    def set_advantage(self, name: str, keeps: bool | None = None, gamma: str = "", lam: str = "") -> str:
         """Set the advantage, its discounts, and whether groups of equal rewards are kept; returns its name.
 
         What compares samples of a group has nothing to compare in a group of one, whose reward is taken as it is.
         """
         if name in COMPARED and self.get("sampling.n") == 1:
-            self.ask(f"sampling.n is 1, so that {name} compares nothing: trainer.advantage.name is raw", key)
+            self.ask(f"sampling.n is 1, so that {name} compares nothing: trainer.advantage.name is raw")
             name = "raw"
         self.set("trainer.advantage.name", name)
         if name in COMPARED:
@@ -164,7 +167,7 @@ class Conversion:
             self.set("sampling.top_k", k if keeps_k else -1)
             self.set("generator.allow_truncated", True)
 
-    def read_images(self, column: str, *refused: str) -> None:
+    def read_images(self, column: str) -> None:
         """Make the policy a model that reads images, from this column of each dataset, without what it refuses."""
         self.set("model.kind", "vision")
         sets = [self.get("train"), self.get("eval.dataset")]
@@ -174,18 +177,18 @@ class Conversion:
             self.config.get("trainer", {}).pop(section, None)
         if self.get("generator.engine") == "transformers":
             self.set("generator.engine", "vllm")
-        self.leave("not with a model that reads images, all of whose weights are trained", *refused)
 
-    def finish(self) -> None:
-        """Name each setting that was neither carried over nor named."""
-        for key, value in self.known.items():
+    def finish(self, differs: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Name each setting of which another value makes no difference.
+
+        differs: whether other settings become another configuration, or leave something else to do.
+        """
+        for key, value in self.found.items():
             rule = self.rule(key)
-            if rule is None or key in self.left_out or key in self._named or value in rule.idle:
+            if rule is None or key in self.left_out or isinstance(value, Unread | Reference) or value in rule.idle:
                 continue
-            if isinstance(self.found.get(key), Reference):
-                continue
-            # What is in a list has no path of its own.
-            if not any(self.get(path.partition(".N.")[0]) is not None for path in rule.ours.split(", ")):
+            is_gone = rule.convert is not None and rule.converted(value) is None
+            if is_gone or not differs({**self.found, key: another(value)}):
                 self.leave(f"not carried over; see {rule.ours}" + (f" ({rule.note})" if rule.note else ""), key)
 
     def notes(self) -> list[str]:
@@ -206,6 +209,17 @@ class Conversion:
 
 def _ours(rule: ConversionRule | None) -> str:
     return rule.ours if rule is not None and rule.ours else "the setting that you need"
+
+
+def another(value: Any) -> Any:
+    """Return another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 3 if value >= 0 else 7
+    if isinstance(value, float):
+        return value / 2 or 0.25
+    return f"{value}x" if isinstance(value, str) else type(value)()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -46,6 +48,20 @@ def convert_text(file: Path, text: str, system: ForeignSystem, processes: int = 
         found = system.read(file, text)
     except (SyntaxError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {file}: {' '.join(str(error).split())}") from error
+    done = _converted(file, found, system, processes)
+
+    def differs(others: Mapping[str, Any]) -> bool:
+        try:
+            other = _converted(file, others, system, processes)
+        except ConfigError:
+            return True
+        return (other.config, other.to_do) != (done.config, done.to_do)
+
+    done.finish(differs)
+    return done
+
+
+def _converted(file: Path, found: Mapping[str, Any], system: ForeignSystem, processes: int) -> Conversion:
     try:
         done = Conversion(found, system.rules, processes)
         system.convert(done)
@@ -57,7 +73,6 @@ def convert_text(file: Path, text: str, system: ForeignSystem, processes: int = 
     if done.get("model.path") is None:
         done.set("model.path", "MODEL")
         done.ask("model.path: a folder or a hub id")
-    done.finish()
     return done
 
 

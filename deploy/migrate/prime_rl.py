@@ -25,8 +25,6 @@ def convert(done: Conversion) -> None:
     known, length = done.known, done.value("seq_len")
     most = f"{TRAIN}.sampling.max_completion_tokens"
     done.set("sampling.max_tokens", min(known.get(most, length // 2), length - 1))
-    if known.get(most, 0) >= length:
-        done.leave("as long as seq_len, which leaves no room for a prompt", most)
     done.set("run.name", run_name(known.get("monitors.wandb.name")))
     rollouts, group = done.value("orchestrator.batch_size"), done.value("orchestrator.group_size")
     done.set("trainer.batch_groups", max(1, rollouts // group))
@@ -36,9 +34,9 @@ def convert(done: Conversion) -> None:
     _trainer(done)
     _engine(done)
     _environments(done)
-    if images := done.within("model.vlm."):
+    if done.within("model.vlm."):
         done.set("model.freeze_vision", done.value("model.vlm.freeze_vision_encoder"))
-        done.read_images("image", *done.within("trainer.model.lora."), *images)
+        done.read_images("image")
 
 
 def _loss(done: Conversion) -> None:
@@ -47,7 +45,7 @@ def _loss(done: Conversion) -> None:
     if low != high:
         done.ask(f"trainer.loss.args.delta: {low:g} below and {high:g} above there, one bound here")
     keeps = not done.value(f"{TRAIN}.filter_zero_advantages")
-    done.set_advantage(done.get("trainer.advantage.name"), "orchestrator.algo.type", keeps)
+    done.set_advantage(done.get("trainer.advantage.name"), keeps)
 
 
 def _trainer(done: Conversion) -> None:
@@ -55,16 +53,11 @@ def _trainer(done: Conversion) -> None:
     done.set(
         "trainer.optimizer.betas", [known.get("trainer.optim.betas1", 0.9), known.get("trainer.optim.betas2", 0.999)]
     )
-    if done.value("trainer.optim.type") != "adamw":
-        done.leave("AdamW is the only optimizer", "trainer.optim.type")
     if done.within("trainer.model.ac"):
         done.set("trainer.activation_checkpointing", True)
     if done.within("trainer.model.ac_offloading"):
         done.set("trainer.activation_offload", True)
-        done.leave("ac_offloading asks for it already", "trainer.model.ac")
-    if done.get("trainer.router_replay"):
-        done.leave("compiled layers cannot replay their experts", *done.within("trainer.model.compile"))
-    elif "trainer.model.compile" in known:
+    if "trainer.model.compile" in known and not done.get("trainer.router_replay"):
         done.set("trainer.compile", known["trainer.model.compile"] != "None")
     done.set("trainer.trackers", ["wandb"] if done.within("monitors.wandb") else None)
 
@@ -75,9 +68,7 @@ def _engine(done: Conversion) -> None:
     done.set("generator.engine", "vllm")
     done.set("generator.args", args or None)
     gpus = done.known.get("deployment.num_infer_gpus")
-    if done.get("generator.replicas") is not None:
-        done.leave("data_parallel_size says how many generators there are", "deployment.num_infer_gpus")
-    elif gpus is not None:
+    if gpus is not None and done.get("generator.replicas") is None:
         done.set("generator.replicas", max(1, gpus // args.get("tensor_parallel_size", 1)))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from deploy.migrate.conversion import YAML, Conversion, ForeignSystem, parquet, reads_images
 from deploy.migrate.hydra import compose, read_yaml, settings
-from deploy.migrate.rules import ESTIMATORS, FILL_IN, read_rules, several
+from deploy.migrate.rules import ESTIMATORS, FILL_IN, listed, read_rules, several
 from schemas.errors import ConfigError
 
 SAMPLED = "algorithm.sampling_params"
@@ -29,13 +29,12 @@ def convert(done: Conversion) -> None:
     known = done.known
     if "actor.model.model_path" not in known:
         done.set("model.path", known.get("rollout.model.model_path"))
-    elif known.get("rollout.model.model_path") != known["actor.model.model_path"]:
-        done.leave("generators load the weights of the trainer", "rollout.model.model_path")
-    _precision(done)
+    kind = known.get("rollout.model.precision", known.get("actor.model.precision", "bf16"))
+    done.set("model.dtype", DTYPES.get(str(kind)))
     longest = done.value("runner.seq_length")
     answer = known.get(f"{SAMPLED}.max_new_tokens", longest - known.get("data.max_prompt_length", longest // 2))
     done.set("sampling.max_tokens", min(answer, longest - 1))
-    done.set_steps("runner.max_steps", "runner.max_epochs")
+    done.set_steps("runner.max_epochs")
     if placed := {key.removeprefix(PLACED): known[key] for key in done.within(PLACED)}:
         done.ask(f"trainer.processes, generator.replicas: RLinf places {placed} (component: its GPUs)")
     done.set("trainer.optimizer.betas", [done.value(f"actor.optim.adam_beta{n}") for n in (1, 2)])
@@ -43,21 +42,9 @@ def convert(done: Conversion) -> None:
     _data(done)
     _engine(done)
     if known.get("actor.model.is_lora"):
-        done.set("trainer.lora.rank", done.value("actor.model.lora_rank"))
+        done.set_adapter("actor.model.lora_rank")
     if known.get("data.image_keys") or reads_images(done.get("model.path")):
-        keys = known.get("data.image_keys") or ["image"]
-        done.read_images(keys[0], "actor.model.is_lora", "actor.model.lora_rank")
-
-
-def _precision(done: Conversion) -> None:
-    rollout, actor = "rollout.model.precision", "actor.model.precision"
-    key = rollout if rollout in done.known else actor
-    kind = str(done.known.get(key, "bf16"))
-    done.set("model.dtype", DTYPES.get(kind))
-    if kind not in DTYPES:
-        done.leave(f"not one of {', '.join(DTYPES)}", key)
-    if key == rollout:
-        done.leave("weights that are trained are float32; generators' precision is model.dtype", actor)
+        done.read_images(listed(known.get("data.image_keys") or "image")[0])
 
 
 def _loss(done: Conversion) -> None:
@@ -65,12 +52,10 @@ def _loss(done: Conversion) -> None:
     low, high = known.get("algorithm.clip_ratio_low", clip), known.get("algorithm.clip_ratio_high", clip)
     dual = known.get("algorithm.clip_ratio_c", 1e9)
     done.set("trainer.loss.args", {"clip_low": low, "clip_high": high, "dual_clip": dual})
-    if {"algorithm.clip_ratio_low", "algorithm.clip_ratio_high"} <= known.keys():
-        done.leave("clip_ratio_low and clip_ratio_high stand for it", "algorithm.ratio_clip_eps")
     keeps = done.value("algorithm.max_num_gen_batches") <= 1
     kind = done.get("trainer.advantage.name")
     gamma, lam = "algorithm.gamma", "algorithm.gae_lambda"
-    name = done.set_advantage(kind, "algorithm.adv_type", keeps, gamma=gamma, lam=lam)
+    name = done.set_advantage(kind, keeps, gamma=gamma, lam=lam)
     if name == "gae":
         done.set("trainer.critic", {"optimizer": {"lr": float(known.get("critic.optim.lr", 1e-5))}})
     if coef := done.value("algorithm.kl_beta"):
@@ -90,27 +75,22 @@ def _data(done: Conversion) -> None:
     kind = known.get("reward.reward_type")
     rule = REWARDS.get(str(kind), FILL_IN)
     if rule == FILL_IN:
-        done.ask(f"reward.terms: {kind} is not built in; it can be a function of your own", "reward.reward_type")
+        done.ask(f"reward.terms: {kind} is not built in; it can be a function of your own")
     term: dict[str, Any] = {"name": rule}
-    if done.get("trainer.advantage.name") in ("grpo", "reinforce_pp"):
-        done.leave("the advantage divides by the deviation", "reward.reward_scale")
-    elif (scale := done.value("reward.reward_scale")) != 1:
-        term["weight"] = float(scale)
+    if done.get("trainer.advantage.name") not in ("grpo", "reinforce_pp") and done.value("reward.reward_scale") != 1:
+        term["weight"] = float(done.value("reward.reward_scale"))
     done.set("reward.terms", [term])
     held_out, every = ("data.val_data_paths", "runner.val_check_interval")
     if known.get(held_out) and done.value(every) > 0:
         done.set("eval.dataset", _dataset(known[held_out], columns))
         done.set("eval.every", done.value(every))
         done.set("eval.sampling.max_tokens", done.get("sampling.max_tokens"))
-    else:
-        done.leave("no evaluation: it takes both val_data_paths and val_check_interval", held_out, every)
-    listed = (key for key in ("data.train_data_paths", held_out) if isinstance(known.get(key), list))
-    if several := [key for key in listed if len(known[key]) > 1]:
-        done.ask(f"{', '.join(several)}: the first of several files is taken", *several)
+    files = [key for key in ("data.train_data_paths", held_out) if isinstance(known.get(key), list)]
+    if more := [key for key in files if len(known[key]) > 1]:
+        done.ask(f"{', '.join(more)}: the first of several files is taken")
     own = done.within("agentloop.", "tools.")
     if own or done.value("runner.task_type") not in ("reasoning", "reasoning_eval", "math"):
         done.set("generator.workflow", {"name": FILL_IN})
-        done.leave("an agent or an environment of your own takes its place", *own, "runner.task_type")
 
 
 def _dataset(paths: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,8 +110,6 @@ def _engine(done: Conversion) -> None:
     for key, name in zip(("rollout.gpu_memory_utilization", "rollout.enforce_eager"), names, strict=True):
         done.set(f"generator.args.{name}", known.get(key))
     done.set_engine("sglang" if serves else "vllm")
-    if engine != "vllm" and not serves:
-        done.leave("with images or an adapter generators run vllm, else vllm or sglang", "rollout.rollout_backend")
     done.truncate(f"{SAMPLED}.top_p", f"{SAMPLED}.top_k")
 
 
@@ -145,10 +123,9 @@ def convert_control(done: Conversion) -> None:
         "reward": {"terms": [{"name": "episode"}]},
         "generator": {"engine": "mlp", "workflow": {"name": "fragments"}, "max_samples": 1},
     }
-    done.ask(f"model.path: the folder policy, whose config.json is {json.dumps(shape)}", "actor.model.obs_dim")
+    done.ask(f"model.path: the folder policy, whose config.json is {json.dumps(shape)}")
     done.set("train.name", "gymnasium")
     done.ask("train.args: each generator has these environments; python names an interpreter with their simulator")
-    done.leave("an evaluation needs eval.dataset with the held-out seeds", "runner.val_check_interval")
     done.set("trainer.loss.name", "ppo")
     done.set("trainer.loss.args.dual_clip", 1e9)
     done.set("trainer.advantage.name", "gae")

@@ -69,6 +69,11 @@ def listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, str) else list(value)
 
 
+def trackers(value: Any) -> list[Any] | None:
+    """Return trackers, less those that are always there; None without any."""
+    return [name for name in listed(value) if name not in ("console", "file", "none", "all")] or None
+
+
 def staleness(value: Any) -> int:
     """Return a bound for flow.staleness, which is at most 1000."""
     return min(int(value), 1000)
@@ -84,10 +89,8 @@ def run_name(text: Any) -> str | None:
     return re.sub(r"[^a-z0-9_-]+", "-", str(text or "").lower()).strip("-_")[:63] or None
 
 
-CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    **{function.__name__: function for function in (same, positive, several, listed, staleness, schedule, run_name)},
-    **{kind.__name__: kind for kind in (bool, float, int, str)},
-}
+CONVERTERS = (same, positive, several, listed, trackers, staleness, schedule, run_name, bool, float, int, str)
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {one.__name__: one for one in CONVERTERS}
 """By the name that the column ``convert`` has."""
 
 

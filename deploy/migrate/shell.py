@@ -349,14 +349,11 @@ def _edited(value: str, rest: str) -> str:
     if match := re.fullmatch(r"(//?)([^/$]+)(?:/([^$]*))?", rest):
         return value.replace(match[2], match[3] or "", -1 if match[1] == "//" else 1)
     if match := re.fullmatch(r"(##?|%%?)([^$]+)", rest):
+        front = match[1][0] == "#"
         cuts = range(len(value) + 1)
-        from_start = match[1][0] == "#"
-        longest_first = cuts[::-1] if (len(match[1]) == 2) == from_start else cuts
-        for cut in longest_first:
-            gone, left = (value[:cut], value[cut:]) if from_start else (value[cut:], value[:cut])
-            if fnmatch.fnmatchcase(gone, match[2]):
-                return left
-        return value
+        cuts = [cut for cut in cuts if fnmatch.fnmatchcase(value[:cut] if front else value[cut:], match[2])]
+        cut = (max if match[1] in ("##", "%") else min)(cuts, default=0 if front else len(value))
+        return value[cut:] if front else value[:cut]
     if rest in ("^^", ",,"):
         return value.upper() if rest == "^^" else value.lower()
     return _unknown(f"${{…{rest}}}")

@@ -47,17 +47,10 @@ def convert(done: Conversion) -> None:
     _data(done)
     _workflow(done)
     if known.get("use_peft"):
-        done.set("trainer.lora.rank", done.value("lora_r"))
-        done.set("trainer.lora.alpha", float(done.value("lora_alpha")))
-        targets = known.get("lora_target_modules", "all-linear")
-        done.set("trainer.lora.targets", targets if isinstance(targets, list) else None)
-        if not isinstance(targets, list) and targets != "all-linear":
-            done.leave("name the last parts of the layers' names; by default all linear layers", "lora_target_modules")
+        done.set_adapter("lora_r", "lora_alpha", "lora_target_modules")
     if reads_images(known.get("model", known.get("model_name_or_path"))):
-        done.read_images("image", "use_peft", "lora_r", "lora_alpha", "lora_target_modules")
+        done.read_images("image")
         done.ask("train.args.image: the column of the images, which TRL calls image or images")
-    trackers = listed(known.get("report_to", []))
-    done.set("trainer.trackers", [name for name in trackers if name not in ("none", "all")] or None)
 
 
 def _steps(done: Conversion) -> None:
@@ -68,14 +61,12 @@ def _steps(done: Conversion) -> None:
     completions, updates = rows * max(served, accumulated), max(1, served // accumulated)
     done.set("trainer.minibatches", updates if updates > 1 else None)
     updates *= known.get("num_iterations", 1)
-    if served < accumulated:
-        done.leave("below gradient_accumulation_steps: the batch of an update is sampled whole", "steps_per_generation")
     done.set("trainer.batch_groups", max(1, completions // group))
     if completions % group:
         done.ask(f"trainer.batch_groups: {completions} completions of a step are no whole number of groups")
     steps = done.value("max_steps")
     done.set("trainer.steps", -(-steps // updates) if steps > 0 else None)
-    done.set_steps("max_steps", "num_train_epochs")
+    done.set_steps("num_train_epochs")
     done.set("trainer.optimizer.betas", [done.value("adam_beta1"), done.value("adam_beta2")])
     done.set("trainer.optimizer.schedule", schedule(done.value("lr_scheduler_type")))
     warmup = known.get("warmup_ratio") or known.get("warmup_steps", 0)
@@ -90,14 +81,10 @@ def _loss(done: Conversion) -> None:
     high = known.get("epsilon_high", low)
     args: dict[str, float] = {"clip_low": low, "clip_high": high}
     name, level = LOSSES.get(kind, FILL_IN), done.value("importance_sampling_level")
-    if name == FILL_IN:
-        done.leave("not built in; it can be a loss of your own, as file.py:name", "loss_type")
-        args = {}
+    if name == FILL_IN or level not in ("token", "sequence"):
+        name, args = FILL_IN, {}
     elif level == "sequence":
         name = "gspo"
-    elif level != "token":
-        done.leave("not built in: token and sequence are", "importance_sampling_level")
-        name, args = FILL_IN, {}
     elif kind == "cispo":
         # There the bound is the ratio's own, here its distance from 1; one below 1 would hold every token back.
         args = {"clip_high": round(high - 1, 6)} if high > 1 else {}
@@ -154,7 +141,6 @@ def _data(done: Conversion) -> None:
     known, name = done.known, done.known.get("dataset_name")
     if not name:
         done.ask("train: name the dataset, such as {name: jsonl, args: {path: prompts.jsonl}}")
-        done.leave("its rows are made in the script: write them with to_json and read them by jsonl", "train_dataset")
     # Its prompts are texts or conversations in the column prompt, and rewards read the other columns.
     args: dict[str, Any] = {"path": name or "DATASET", "split": done.value("dataset_train_split")}
     if known.get("dataset_config"):
@@ -167,8 +153,6 @@ def _data(done: Conversion) -> None:
         given = {"name": "jsonl", "args": {"path": files, "answer": args["answer"]}}
     done.config["train"] = {**given, **done.config.get("train", {})}
     if done.value("eval_strategy") in ("no", False):
-        reason = "no evaluation: eval_strategy is no"
-        done.leave(reason, "eval_dataset", "dataset_test_split", "eval_steps", "num_generations_eval")
         return
     done.set("eval.dataset", {"name": "hf", "args": {**args, "split": done.value("dataset_test_split")}})
     every = known.get("eval_steps") or 500
@@ -177,7 +161,6 @@ def _data(done: Conversion) -> None:
         done.set("eval.sampling.n", known["num_generations_eval"])
         done.set("eval.sampling.temperature", known.get("temperature", 1.0))
     done.set("eval.sampling.max_tokens", done.value("max_completion_length"))
-    done.leave("rows that the script makes are to be written to a file, as those of training", "eval_dataset")
 
 
 def _workflow(done: Conversion) -> None:
@@ -186,7 +169,6 @@ def _workflow(done: Conversion) -> None:
     makers = [key for key in ("environment_factory", "rollout_func", "rollout_worker") if key in known]
     if makers:
         done.set("generator.workflow.name", FILL_IN)
-        done.leave("an environment, an agent or a workflow of your own takes its place", *makers)
     elif known.get("tools"):
         done.set("generator.workflow", {"name": "tools", "args": {"tools": known["tools"]}})
         if (most := known.get("max_tool_calling_iterations")) is not None:
@@ -195,8 +177,6 @@ def _workflow(done: Conversion) -> None:
             file, _, name = tool.partition(":")
             if file.endswith("_tools.py"):
                 done.ask(f"{file}: move the tool {name} there, from the script that trains")
-    if done.get("generator.workflow.name") != "tools":
-        done.leave("of the workflow tools", "tools", "max_tool_calling_iterations")
 
 
 def convert_dpo(done: Conversion) -> None:
@@ -207,7 +187,7 @@ def convert_dpo(done: Conversion) -> None:
     done.set("dpo.out", known.get("output_dir", "runs/models/preferred"))
     rows = done.value("per_device_train_batch_size") * done.value("gradient_accumulation_steps")
     done.set("dpo.batch_size", rows * done.processes)
-    done.set_steps("max_steps", "num_train_epochs", "dpo")
+    done.set_steps("num_train_epochs", "dpo")
     done.set("dpo.optimizer.betas", [0.9, 0.999])
     args: dict[str, Any] = {"path": known.get("data_files") or known.get("dataset_name") or "DATASET", "answer": None}
     if known.get("dataset_config"):

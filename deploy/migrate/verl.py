@@ -11,18 +11,9 @@ from typing import Any
 
 import yaml
 
-from deploy.migrate.conversion import (
-    SHELL,
-    YAML,
-    Conversion,
-    ForeignSystem,
-    Reference,
-    Unread,
-    parquet,
-    reads_images,
-)
+from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, Reference, Unread, parquet, reads_images
 from deploy.migrate.hydra import find_above, overrides, read_yaml, settings
-from deploy.migrate.rules import ESTIMATORS, FILL_IN, listed, read_rules
+from deploy.migrate.rules import ESTIMATORS, FILL_IN, read_rules
 from deploy.migrate.shell import command_lines
 from schemas.errors import ConfigError
 
@@ -32,6 +23,8 @@ MODEL = "actor_rollout_ref.model"
 TURNS = f"{ROLLOUT}.multi_turn"
 CORRECTION = "algorithm.rollout_correction"
 OVERLONG = "reward_model.reward_kwargs"
+LIMITS = {"max_assistant_turns": "max_calls", "max_parallel_calls": "parallel"}
+LIMITS["max_tool_response_length"] = "longest_result"
 PENALTIES = {
     "loss": (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", "low_var_kl"),
     "reward": ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl"),
@@ -41,6 +34,8 @@ REWARDS = {"gsm8k": "gsm8k", "geo3k": "geometry3k", "geometry3k": "geometry3k", 
 """The rule for data whose file has this word in its path; math for others."""
 SGLANG = {"gpu_memory_utilization": "mem_fraction_static", "enforce_eager": "disable_cuda_graph"}
 """Options of SGLang by vLLM's name."""
+VLLM = ("max_num_batched_tokens", "enable_chunked_prefill")
+"""Options that SGLang does not have."""
 
 
 def read_script(text: str) -> dict[str, Any]:
@@ -82,15 +77,10 @@ def convert(done: Conversion) -> None:
     """Convert settings of verl, in its own defaults where they differ from ours and decide what is trained."""
     response = done.value("data.max_response_length")
     done.set("model.max_length", done.value("data.max_prompt_length") + response)
-    part_key = f"{ACTOR}.ppo_mini_batch_size"
-    batch, part = done.value("data.train_batch_size"), done.value(part_key)
+    batch, part = done.value("data.train_batch_size"), done.value(f"{ACTOR}.ppo_mini_batch_size")
     done.set("trainer.minibatches", -(-batch // part) if part < batch else None)
     if part < batch and batch % part:
-        done.ask(
-            f"trainer.minibatches: verl cuts {batch} prompts into parts of {part} and a rest, here parts are equal"
-        )
-    if part > batch:
-        done.leave("more than a batch: one update takes it whole", part_key)
+        done.ask(f"trainer.minibatches: verl cuts {batch} prompts by {part}, with a rest; here parts are equal")
     _run(done)
     _optimizer(done)
     _loss(done)
@@ -99,8 +89,7 @@ def convert(done: Conversion) -> None:
     _rewards(done)
     if "data.image_key" in done.known or reads_images(done.known.get(f"{MODEL}.path")):
         done.set("model.freeze_vision", done.value(f"{ACTOR}.freeze_vision_tower"))
-        refused = (*done.within(f"{MODEL}.lora"), f"{MODEL}.target_modules", f"{ACTOR}.ulysses_sequence_parallel_size")
-        done.read_images(done.value("data.image_key"), *refused)
+        done.read_images(done.value("data.image_key"))
     _engine(done)
     _tools(done)
 
@@ -109,51 +98,35 @@ def _run(done: Conversion) -> None:
     known, keys = done.known, ("trainer.n_gpus_per_node", "trainer.nnodes")
     gpus = int(done.value(keys[0])) * int(done.value(keys[1]))
     if done.processes == 1 and gpus > 1:
-        done.ask(f"trainer.processes: verl's {gpus} GPUs are to be shared out between trainer and generators", *keys)
-    done.set_steps("trainer.total_training_steps", "trainer.total_epochs")
-    loggers = listed(known.get("trainer.logger", []))
-    done.set("trainer.trackers", [name for name in loggers if name not in ("console", "file")] or None)
+        done.ask(f"trainer.processes: verl's {gpus} GPUs are to be shared out between trainer and generators")
+    done.set_steps("trainer.total_epochs")
     prefix = f"{MODEL}.lora." if f"{MODEL}.lora.rank" in known else f"{MODEL}.lora_"
     if known.get(f"{prefix}rank", 0) > 0:
-        done.set("trainer.lora.rank", known[f"{prefix}rank"])
-        done.set("trainer.lora.alpha", float(known.get(f"{prefix}alpha", 16)))
-        targets = known.get(f"{MODEL}.target_modules")
-        done.set("trainer.lora.targets", targets if isinstance(targets, list) else None)
+        done.set_adapter(f"{prefix}rank", f"{prefix}alpha", f"{MODEL}.target_modules")
 
 
 def _engine(done: Conversion) -> None:
     known, engine = done.known, done.known.get(f"{ROLLOUT}.name")
     refuses = "images" if done.get("model.kind") == "vision" else "an adapter" if done.get("trainer.lora") else None
-    options = f"{ROLLOUT}.engine_kwargs."
-    args = done.get("generator.args") or {}
-    for key in done.within(options):
-        of, _, name = key.removeprefix(options).partition(".")
-        if of == engine:
-            args[name] = known[key]
-        else:
-            done.leave(f"not of the engine {engine}", key)
+    options = f"{ROLLOUT}.engine_kwargs.{engine}."
+    args = (done.get("generator.args") or {}) | {key.removeprefix(options): known[key] for key in done.within(options)}
     if engine == "sglang" and refuses is None:
         done.set_engine(engine)
-        args = {SGLANG.get(name, name): value for name, value in args.items()}
-        for name in ("max_num_batched_tokens", "enable_chunked_prefill"):
-            if args.pop(name, None) is not None:
-                done.leave("an option of vLLM; see chunked_prefill_size of SGLang", f"{ROLLOUT}.{name}")
+        args = {SGLANG.get(name, name): value for name, value in args.items() if name not in VLLM}
     else:
         done.set_engine("vllm" if engine == "vllm" else None)
-        if engine != "vllm":
-            why = f"with {refuses} generators run vllm" if engine == "sglang" else "generators run vllm or transformers"
-            done.leave(why, f"{ROLLOUT}.name")
+        if engine == "sglang":
+            done.ask(f"generator.engine: not sglang, because of {refuses}")
     done.set("generator.args", args or None)
     done.truncate(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
 
 
 def _optimizer(done: Conversion) -> None:
-    done.set("trainer.optimizer.betas", list(done.value(f"{ACTOR}.optim.betas")))
     warmup, ratio = f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio"
     if done.known.get(warmup, -1) > 0:
         done.set("trainer.optimizer.warmup_steps", int(done.known[warmup]))
     else:
-        done.warm_up(done.known.get(ratio, 0), ratio)
+        done.warm_up(done.known.get(ratio, 0))
 
 
 def _loss(done: Conversion) -> None:
@@ -164,11 +137,7 @@ def _loss(done: Conversion) -> None:
     args["sapo"] = {"tau_positive": done.value(f"{ACTOR}.tau_pos"), "tau_negative": done.value(f"{ACTOR}.tau_neg")}
     done.set("trainer.loss.args", args.get(name))
     done.set("trainer.loss.args.dual_clip", known.get(f"{ACTOR}.clip_ratio_c") if name == "ppo" else None)
-    if {f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"} <= known.keys():
-        done.leave("clip_ratio_low and clip_ratio_high stand for it", f"{ACTOR}.clip_ratio")
     if name in ("gspo", "sapo"):
-        if done.get("trainer.aggregation") != "sequence_mean":
-            done.leave(f"{name} takes the mean of sequences", f"{ACTOR}.loss_agg_mode")
         done.set("trainer.aggregation", "sequence_mean")
     _advantage(done)
     for place, (used, coef, kind, default) in PENALTIES.items():
@@ -179,18 +148,14 @@ def _loss(done: Conversion) -> None:
             done.set("trainer.kl.bias_correction", False if place == "loss" and name[-1:] != "+" else None)
             cpu = known.get("actor_rollout_ref.ref.fsdp_config.param_offload")
             done.set("trainer.kl.device", "cpu" if cpu else None)
-        else:
-            done.leave(f"no penalty is in the {place}", coef, kind, *([used] if known.get(used) else []))
 
 
 def _advantage(done: Conversion) -> None:
-    name, key = done.get("trainer.advantage.name"), "algorithm.norm_adv_by_std_in_grpo"
-    if done.known.get(key) is False and name != "grpo":
-        done.leave("only grpo divides by the deviation", key)
-    elif done.known.get(key) is False:
+    name = done.get("trainer.advantage.name")
+    if done.known.get("algorithm.norm_adv_by_std_in_grpo") is False and name == "grpo":
         name = "centered"
     keeps = not done.known.get("algorithm.filter_groups.enable", False)
-    name = done.set_advantage(name, "algorithm.adv_estimator", keeps, gamma="algorithm.gamma", lam="algorithm.lam")
+    name = done.set_advantage(name, keeps, gamma="algorithm.gamma", lam="algorithm.lam")
     if name == "gae":
         done.set("trainer.critic.optimizer.lr", done.value("critic.optim.lr"))
         done.set("trainer.critic.clip", done.value("critic.cliprange_value"))
@@ -204,14 +169,9 @@ def _correction(done: Conversion) -> None:
     loss, limit = known.get(f"{CORRECTION}.loss_type", "ppo_clip"), f"{CORRECTION}.rollout_is_threshold"
     if bypass and loss != "ppo_clip":
         done.set("trainer.loss", {"name": "reinforce" if loss == "reinforce" else FILL_IN})
-    elif loss != "ppo_clip":
-        done.leave("only with bypass_mode", f"{CORRECTION}.loss_type")
     if weights == "token" and not bypass and done.get("trainer.loss.name") == "ppo":
         args = {**done.get("trainer.loss.args"), "weight_limit": done.value(limit), "weight_action": "clamp"}
         done.set("trainer.loss", {"name": "decoupled_ppo", "args": args, "proximal": "recompute"})
-    elif weights is not None:
-        reason = "ratios are to the generators' own log-probabilities; no weight of a sequence is multiplied"
-        done.leave(reason, f"{CORRECTION}.rollout_is", limit)
     rules = []
     bounds = [part.split("_") for part in str(known.get(f"{CORRECTION}.rollout_rs_threshold", "")).split(",")]
     modes = str(known.get(f"{CORRECTION}.rollout_rs") or "")
@@ -234,12 +194,12 @@ def _data(done: Conversion) -> None:
     sets = [{**one, **given} for one in _datasets(known.get("data.train_files"), done)]
     done.config["train"] = sets[0] if len(sets) == 1 else sets
     if not known.get("data.train_files"):
-        done.ask("train.args.path: the folder of your Parquet files", "data.train_files")
+        done.ask("train.args.path: the folder of your Parquet files")
     if len(sets) > 1:
         done.ask(f"train: weight of each dataset; verl takes {len(sets)} files as one, each by its number of rows")
     if custom := known.get("data.custom_cls.path"):
         name = f"{custom}:{known.get('data.custom_cls.name', FILL_IN)}"
-        done.ask(f"train.name: verl's class {name} becomes a dataset of your own", *done.within("data.custom_cls."))
+        done.ask(f"train.name: verl's class {name} becomes a dataset of your own")
     sampling = f"{ROLLOUT}.val_kwargs."
     if known.get(held_out) and done.value(every) > 0:
         sets = _datasets(known[held_out], done)
@@ -253,8 +213,6 @@ def _data(done: Conversion) -> None:
         if done.get("eval.sampling.top_k") == 0:
             done.set("eval.sampling.top_k", -1)
         done.set("eval.sampling.max_tokens", done.value("data.max_response_length"))
-    elif known.get(held_out):
-        done.leave("no evaluation during training: test_freq is not above 0", held_out, every, *done.within(sampling))
 
 
 def _datasets(files: Any, done: Conversion) -> list[dict[str, Any]]:
@@ -277,17 +235,14 @@ def _rewards(done: Conversion) -> None:
         model = known.get("reward_model.model.path", FILL_IN)
         term: dict[str, Any] = {"name": "reward_model", "args": {"path": model}}
         done.ask("reward.terms: reward_model runs in the reward service; reward_model_server asks a server of its own")
-        done.leave("the reward model's score takes its place", "custom_reward_function.path")
+    elif path:
+        given = done.within("custom_reward_function.reward_kwargs.")
+        args = {key.rpartition(".")[2]: known[key] for key in given}
+        term = {"name": f"{path}:{done.value('custom_reward_function.name')}"} | ({"args": args} if args else {})
     else:
-        done.leave("reward_model.enable is not true", "reward_model.model.path")
-        if path:
-            given = done.within("custom_reward_function.reward_kwargs.")
-            args = {key.rpartition(".")[2]: known[key] for key in given}
-            term = {"name": f"{path}:{done.value('custom_reward_function.name')}"} | ({"args": args} if args else {})
-        else:
-            name = next((rule for word, rule in REWARDS.items() if word in files), "math")
-            term = {"name": name}
-            done.ask(f"reward.terms: verl chooses by data_source; {name} is a guess from the name of the files")
+        name = next((rule for word, rule in REWARDS.items() if word in files), "math")
+        term = {"name": name}
+        done.ask(f"reward.terms: verl chooses by data_source; {name} is a guess from the name of the files")
     terms = [term]
     buffer = f"{OVERLONG}.overlong_buffer_cfg"
     sizes = (f"{OVERLONG}.max_resp_len", f"{buffer}.len", f"{buffer}.penalty_factor")
@@ -296,14 +251,10 @@ def _rewards(done: Conversion) -> None:
         length |= {"overlong_buffer": done.value(sizes[1]), "factor": done.value(sizes[2])}
         terms.append({"name": "length", "args": length})
         done.set("reward.correct_term", str(term["name"]).rpartition(":")[2])
-    else:
-        done.leave("overlong_buffer_cfg.enable is not true", *sizes)
     done.set("reward.terms", terms)
     metric = "algorithm.filter_groups.metric"
     if known.get("algorithm.filter_groups.enable") and known.get(metric) == "acc" and len(terms) > 1:
         done.set("trainer.advantage.filter_term", done.get("reward.correct_term"))
-    else:
-        done.leave("the sum of all terms decides; see trainer.advantage.filter_term", metric)
 
 
 def _tools(done: Conversion) -> None:
@@ -312,23 +263,12 @@ def _tools(done: Conversion) -> None:
     tools, talk = f"{TURNS}.tool_config_path", f"{TURNS}.interaction_config_path"
     agents = f"{ROLLOUT}.agent.agent_loop_config_path"
     loop = known.get(f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent")
-    limits = {"max_assistant_turns": "max_calls", "max_parallel_calls": "parallel"}
-    limits["max_tool_response_length"] = "longest_result"
     if talk in done.found or agents in done.found or loop not in ("single_turn_agent", "tool_agent"):
         done.set("generator.workflow", {"name": FILL_IN})
-        key = talk if talk in done.found else agents if agents in done.found else f"{ROLLOUT}.agent.default_agent_loop"
-        done.leave("write what answers the policy as an environment or an agent of your own", key)
-        done.leave("tools belong to that environment or agent", tools)
     elif tools in done.found:
         done.set("generator.workflow", {"name": "tools", "args": {"tools": _tool_entries(done, known.get(tools))}})
-        if known.get(f"{TURNS}.enable") is False:
-            done.leave("tools are named, so that they are used", f"{TURNS}.enable")
-        for theirs, ours in limits.items():
+        for theirs, ours in LIMITS.items():
             done.set(f"generator.workflow.args.{ours}", known.get(f"{TURNS}.{theirs}"))
-    elif known.get(f"{TURNS}.enable") or loop == "tool_agent":
-        done.leave("there is neither a tool nor an interaction, so that each sample is one turn", f"{TURNS}.enable")
-    if done.get("generator.workflow.name") != "tools":
-        done.leave("of the workflow tools", *(f"{TURNS}.{theirs}" for theirs in limits))
     turns = known.get(f"{TURNS}.max_user_turns")
     done.set("generator.agents.max_calls", None if turns is None else turns + 1)
 
@@ -337,10 +277,7 @@ def _tool_entries(done: Conversion, path: str | None) -> list[Any]:
     """Return the tools of verl's file as those of the workflow: functions to write, the interpreter, and servers."""
     file = Path(path or "")
     if not path or not file.is_file():
-        done.ask(
-            f"generator.workflow.args.tools: the tools of {path or 'that file'}, which is not here",
-            f"{TURNS}.tool_config_path",
-        )
+        done.ask(f"generator.workflow.args.tools: the tools of {path or 'that file'}, which is not here")
         return [f"verl_tools.py:{FILL_IN}"]
     entries: list[Any] = []
     tree = yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deploy.migrate.conversion import Conversion
 from deploy.migrate.convert import SYSTEMS
 from deploy.migrate.rules import ConversionRule
+from deploy.migrate.verl import SYSTEM
 from tools.convert_examples import command_line, measure
 
 SCRIPT = """
@@ -35,19 +38,21 @@ def test_bash_tells_the_command_line_of_a_script(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_makes_no_difference_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A converter whose rules say that they carry a setting over, and that does not."""
+    """A converter that does not read a setting."""
     file = tmp_path / "run.sh"
     file.write_text("python3 -m verl.trainer.main_ppo data.train_batch_size=8 data.kept=2 data.lost=1\n")
     rules = (
         ConversionRule("data.train_batch_size", "trainer.batch_groups", convert=int),
         ConversionRule("data.kept", note="told"),
-        ConversionRule("data.lost", "trainer.batch_groups"),
     )
 
     def nothing(done: Conversion) -> None:
         done.set("reward.terms", [{"name": "exact"}])
 
-    monkeypatch.setitem(SYSTEMS, "verl", replace(SYSTEMS["verl"], rules=rules, convert=nothing))
+    def read(file: Path, text: str) -> Mapping[str, Any]:
+        return {key: value for key, value in SYSTEM.read(file, text).items() if key != "data.lost"}
+
+    monkeypatch.setitem(SYSTEMS, "verl", replace(SYSTEM, rules=rules, convert=nothing, read=read))
     found = measure(file, "verl")
     assert (found["lost"], found["misread"]) == (["data.lost"], [])
     assert (found["outcome"], "train" in found["why"]) == ("malformed", True)

@@ -68,7 +68,7 @@ def test_a_file(tmp_path: Path) -> None:
         "words",
         "words-1",
     )
-    assert any("trainer.optim.type=muon: AdamW" in note for note in notes)
+    assert any("trainer.optim.type=muon: not carried over" in note for note in notes)
 
 
 def test_several_environments_have_their_shares(tmp_path: Path) -> None:

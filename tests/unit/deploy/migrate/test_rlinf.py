@@ -62,7 +62,7 @@ def test_a_file(tmp_path: Path) -> None:
         "actor.fsdp_config.strategy=fsdp",
         "defaults.absent/thing@actor.other=included",
         "RLinf places {'actor': '0-3', 'rollout': '4-7'}",
-        "reward.reward_scale=5.0: the advantage divides",
+        "reward.reward_scale=5.0: not carried over",
     ):
         assert any(text in note for note in notes), (text, notes)
 
