@@ -185,6 +185,9 @@ def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
     model: Annotated[Path | None, typer.Option(help="Folder of the model; default: model.path.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Folder of another model, to compare with by prompts: wins and Elo.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Evaluate a model on the held-out prompts without a broker, and print its accuracy."""
@@ -196,7 +199,7 @@ def evaluate(
 
     if model is None:
         check_made(loaded)
-    evaluate_model(loaded, loaded.eval, model, as_json)
+    evaluate_model(loaded, loaded.eval, model, against, as_json)
 
 
 @app.command(rich_help_panel=AFTER)
@@ -240,13 +243,16 @@ def serve(
         int | None,
         typer.Option(min=2, help="Tokens of prompt and answer together; default: model.max_length, or 2048."),
     ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Serve each version of the weights as the run publishes it.")
+    ] = False,
 ) -> None:
     """Serve a model to clients of OpenAI's and Anthropic's protocols, until Ctrl-C."""
     from deploy.offline.serve import find_served
     from deploy.offline.serve import serve as serve_model
 
-    config, folder = find_served(model, step, max_length, engine)
-    serve_model(config, folder, address, api_key)
+    config, folder = find_served(model, step, max_length, engine, live)
+    serve_model(config, folder, address, api_key, live)
 
 
 @app.command(rich_help_panel=AFTER)

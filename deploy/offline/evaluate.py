@@ -20,6 +20,7 @@ from rich.progress import Progress
 from broker.evaluations.results import DatasetResult
 from consumers.reward.scorer import Scorer, check_reward
 from deploy.logs import configure_logging
+from deploy.offline.duel import Duel
 from producers.datasets.loading import build_dataset
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import engine_name, make_engine
@@ -44,23 +45,38 @@ class HeldOut:
     images: dict[str, bytes]
 
 
-def evaluate_model(config: TidemillConfig, evaluation: EvalConfig, model: Path | None, as_json: bool = False) -> None:
-    """Evaluate the model in ``model`` (model.path when None) and print one line for each dataset, or all as JSON."""
+def evaluate_model(
+    config: TidemillConfig,
+    evaluation: EvalConfig,
+    model: Path | None,
+    against: Path | None = None,
+    as_json: bool = False,
+) -> None:
+    """Evaluate the model in ``model`` (model.path when None) and print one line for each dataset, or all as JSON.
+
+    against: another model, with which it is compared prompt by prompt.
+    """
     configure_logging(config, "eval", "eval")
     path = config.model.path if model is None else str(model)
     began = time.monotonic()
     held_out = open_datasets(config, evaluation)
     for one in held_out:
         check_reward(one.terms, config.base)
-    results = asyncio.run(_evaluate(config, held_out, path))
+    results, rewards = asyncio.run(_evaluate(config, held_out, path))
+    others = asyncio.run(_evaluate(config, held_out, str(against)))[1] if against else []
+    duels = {one.label: Duel.of(a, b) for one, a, b in zip(held_out, rewards, others, strict=False)}
     if as_json:
-        print(json.dumps(_as_json(config, path, held_out, results, time.monotonic() - began)))
+        found = _as_json(config, path, held_out, results, time.monotonic() - began)
+        duelled = {label: duel.as_json() for label, duel in duels.items()}
+        print(json.dumps(found | ({"against": str(against), "duels": duelled} if against else {})))
     for one, result in zip(held_out, results, strict=True) if not as_json else ():
         name = f"{path}, {one.label}" if len(held_out) > 1 else path
         print(
             f"{name}: held-out reward {result.mean:.4f} on {result.scored} samples, {result.failed} failed"
             f" ({engine_name(config.generator.engine)}, {time.monotonic() - began:.0f} s){_rates(one, result)}"
         )
+        if against:
+            print(f"{name} against {against}, by prompts: {duels[one.label]}")
     if not all(result.scored for result in results):
         sys.exit(1)
 
@@ -101,7 +117,10 @@ def open_datasets(config: TidemillConfig, evaluation: EvalConfig) -> list[HeldOu
     return found
 
 
-async def _evaluate(config: TidemillConfig, held_out: list[HeldOut], path: str) -> list[DatasetResult]:
+async def _evaluate(
+    config: TidemillConfig, held_out: list[HeldOut], path: str
+) -> tuple[list[DatasetResult], list[list[float | None]]]:
+    """Return the result of each dataset, and the mean reward of each prompt, None where no sample was scored."""
     settings = config.generator.workflow
     workflow = find_workflow(settings.name, settings.args, config.base)()
     tokenizer = HfTokenizer(path, config.model.trust_remote_code)
@@ -131,11 +150,8 @@ async def _evaluate(config: TidemillConfig, held_out: list[HeldOut], path: str) 
                 return found
 
             answered = iter(await asyncio.gather(*(answer(task) for task in tasks)))
-    results = []
-    for one in held_out:
-        groups = [next(answered) for _ in one.tasks]
-        results.append(await _score(config, one, groups))
-    return results
+    scored = [await _score(config, one, [next(answered) for _ in one.tasks]) for one in held_out]
+    return [result for result, _ in scored], [rewards for _, rewards in scored]
 
 
 def _known(sample: SampledCompletion, engine: Engine) -> SampledCompletion:
@@ -143,8 +159,10 @@ def _known(sample: SampledCompletion, engine: Engine) -> SampledCompletion:
     return replace(sample, logprobs=[0.0] * len(sample.logprobs)) if "training" in engine.lacks else sample
 
 
-async def _score(config: TidemillConfig, held_out: HeldOut, groups: list[list[Trajectory]]) -> DatasetResult:
-    """Return the result of a dataset whose prompts were answered with these samples."""
+async def _score(
+    config: TidemillConfig, held_out: HeldOut, groups: list[list[Trajectory]]
+) -> tuple[DatasetResult, list[float | None]]:
+    """Return the result of a dataset whose prompts were answered with these samples, and the rewards by prompt."""
     reward = config.reward
     correct = (reward.correct_from, reward.correct_term)
     trajectories = [trajectory for group in groups for trajectory in group]
@@ -155,7 +173,8 @@ async def _score(config: TidemillConfig, held_out: HeldOut, groups: list[list[Tr
     scored = [score for group in scored_groups for score in group]
     lengths = [t.loss_mask.data.count(1) for t, score in zip(trajectories, scores, strict=True) if score.status == "ok"]
     asked = sum(task.n for task in held_out.tasks)
-    return DatasetResult(
+    rewards = [sum(score.reward for score in group) / len(group) if group else None for group in scored_groups]
+    result = DatasetResult(
         n=asked,
         scored=len(scored),
         failed=asked - len(scored),
@@ -163,11 +182,12 @@ async def _score(config: TidemillConfig, held_out: HeldOut, groups: list[list[Tr
         length=sum(lengths) / len(lengths) if lengths else None,
         prompts=Counter((len(group), sum(score.correct for score in group)) for group in scored_groups),
     )
+    return result, rewards
 
 
 @contextlib.asynccontextmanager
-async def started_engine(config: TidemillConfig, path: str) -> AsyncIterator[Engine]:
-    """Hold the configured engine, started with the model in ``path``."""
+async def started_engine(config: TidemillConfig, path: str, live: bool = False) -> AsyncIterator[Engine]:
+    """Hold the configured engine, started with the model in ``path``; live: for weights that the run publishes."""
     engine = make_engine(
         config.generator.engine,
         EngineSettings(
@@ -180,6 +200,8 @@ async def started_engine(config: TidemillConfig, path: str) -> AsyncIterator[Eng
             args=config.generator.args,
             http=config.generator.http,
             images=image_settings(config),
+            lora=config.trainer.lora if live else None,
+            frozen_vision=live and config.model.kind == "vision" and config.model.freeze_vision,
         ),
         config.base,
     )

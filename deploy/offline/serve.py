@@ -9,14 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import os
+import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from broker.weights.local_copy import LocalWeights
 from consumers.trainer.checkpoint.store import WantedStep, step_of
+from deploy.client.find import find
 from deploy.export.checkpoints import exported_model
 from deploy.logs import configure_logging
 from deploy.offline.evaluate import started_engine
@@ -28,17 +33,22 @@ from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
 from producers.conversation.images import EpisodeImages, ImageLimits
 from producers.conversation.parsing.factory import make_parser
+from producers.engines.base import Engine
 from producers.engines.factory import engine_name, prepare_engine
 from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer
 from schemas.config import TidemillConfig, parse_config
-from schemas.errors import ConfigError
-from schemas.messages import Sampling
+from schemas.errors import ConfigError, DataError, InfraError
+from schemas.messages import FileSource, Sampling
 from schemas.run_folder import config_of
 
 _HONOURED = {"temperature": float, "top_p": float, "top_k": int, "seed": int}
 _NEUTRAL = {"repetition_penalty": 1, "length_penalty": 1, "typical_p": 1, "best_of": 1, "truncate_prompt_tokens": -1}
 """Values of settings that change nothing, beside 0, false and the empty list."""
+FIRST_S = 600.0
+"""How long a live server waits for the first weights of its run."""
+RETRY_S = 2.0
+"""Seconds before another try to load new weights."""
 
 
 class ServedSession(Session):
@@ -84,14 +94,21 @@ class ServedSessions:
         return ServedSession(self._policy, Conversation(self._template, images=images), sampling)
 
 
-def find_served(what: str, step: WantedStep, max_length: int | None, engine: str | None) -> tuple[TidemillConfig, str]:
+def find_served(
+    what: str, step: WantedStep, max_length: int | None, engine: str | None, live: bool = False
+) -> tuple[TidemillConfig, str]:
     """Return the configuration and the folder of the model that ``what`` names.
 
     what: a run as for ``tidemill export``, a checkpoint's folder in it, or the folder of a Hugging Face model. A
-    checkpoint is exported first, unless its export is there.
+    checkpoint is exported first, unless its export is there. live: the model that the run began with.
     """
     folder = Path(what)
-    if (folder / "config.json").is_file():
+    if live and step is not None:
+        raise ConfigError("--live follows the newest weights: give either --live or --step")
+    if live:
+        config = config_of(what)
+        folder = Path(config.model.path)
+    elif (folder / "config.json").is_file():
         config = parse_config(
             {"model": {"path": what}, "train": {"name": "jsonl"}, "reward": {"terms": [{"name": "exact"}]}}
         )
@@ -108,16 +125,65 @@ def find_served(what: str, step: WantedStep, max_length: int | None, engine: str
     return config.model_copy(update=changed), str(folder)
 
 
-def serve(config: TidemillConfig, path: str, address: str, api_key: str | None) -> None:
-    """Serve the model in ``path`` at ``address``, HOST:PORT, until SIGINT or SIGTERM."""
+class LiveWeights:
+    """The weights that a run publishes, loaded into an engine under its requests.
+
+    The run does not know of this reader: it neither takes tasks nor reports verdicts, and does not delay an update.
+    """
+
+    def __init__(self, config: TidemillConfig, engine: Engine) -> None:
+        self._broker = find(str(config.folder / "config.yaml"), None, config.broker.prefix)
+        self._engine = engine
+        self._folder = config.folder / "cache" / f"serve-{os.getpid()}"
+        self._local = LocalWeights(self._broker.weights, self._folder)
+        self.version = -1
+
+    async def start(self) -> None:
+        """Load the first version; InfraError if the run publishes none within FIRST_S."""
+        deadline = time.monotonic() + FIRST_S
+        while not await self._advance():
+            if time.monotonic() > deadline:
+                raise InfraError(f"the run published no weights within {FIRST_S:.0f} s")
+
+    async def follow(self) -> None:
+        """Load newer versions, until cancelled; what can't be loaded is told once, and the version in use stays."""
+        told = ""
+        while True:
+            try:
+                await self._advance()
+            except (InfraError, DataError, OSError) as error:
+                if str(error) != told:
+                    told = str(error)
+                    print(f"serve: weights version {self.version} stays in use: {told}", file=sys.stderr)
+                await asyncio.sleep(RETRY_S)
+
+    async def _advance(self) -> bool:
+        """Load the newest version, if one comes in a moment that is newer; return whether it did."""
+        manifest = await asyncio.to_thread(self._broker.weights.wait_newer, self.version)
+        if manifest is None:
+            return False
+        file = await asyncio.to_thread(self._local.fetch, manifest)
+        await self._engine.load(FileSource(file), manifest.version)
+        self._local.drop()
+        self.version = manifest.version
+        print(f"serve: weights version {self.version}", file=sys.stderr)
+        return True
+
+    def close(self) -> None:
+        """Delete what was fetched."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def serve(config: TidemillConfig, path: str, address: str, api_key: str | None, live: bool = False) -> None:
+    """Serve the model in ``path`` at ``address``, HOST:PORT, until SIGINT or SIGTERM; live: with newer weights."""
     if api_key is None and address.rpartition(":")[0].strip("[]") not in ("127.0.0.1", "localhost", "::1"):
         raise ConfigError(f"--address {address}: other machines can reach it, so give a key with --api-key")
     configure_logging(config, "serve", "serve")
     prepare_engine(config.generator.engine, config.model.kind == "vision")
-    asyncio.run(_serve(config, path, address, api_key))
+    asyncio.run(_serve(config, path, address, api_key, live))
 
 
-async def _serve(config: TidemillConfig, path: str, address: str, api_key: str | None) -> None:
+async def _serve(config: TidemillConfig, path: str, address: str, api_key: str | None, live: bool) -> None:
     settings = config.generator.agents.model_copy(
         update={"address": address, "public_url": None, "constrained": "ignore"}
     )
@@ -128,7 +194,13 @@ async def _serve(config: TidemillConfig, path: str, address: str, api_key: str |
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with contextlib.AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(started_engine(config, path))
+        engine = await stack.enter_async_context(started_engine(config, path, live))
+        if live:
+            weights = LiveWeights(config, engine)
+            stack.callback(weights.close)
+            await weights.start()
+            following = asyncio.create_task(weights.follow())
+            stack.callback(following.cancel)
         policy = PolicyHandle(
             engine=engine,
             parser=parser,
