@@ -15,7 +15,7 @@ from schemas.errors import ConfigError
 SYSTEMS: dict[str, ForeignSystem] = {
     "areal": areal.SYSTEM,
     "prime_rl": prime_rl.SYSTEM,
-    "rlinf-control": rlinf.CONTROL,
+    "rlinf_control": rlinf.CONTROL,
     "rlinf": rlinf.SYSTEM,
     "verl": verl.SYSTEM,
     "trl-dpo": trl.DPO,

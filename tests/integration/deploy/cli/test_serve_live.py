@@ -1,4 +1,4 @@
-"""``tidemill serve --live``: each version that a run publishes is loaded under requests, and a bad one changes nothing."""
+"""``tidemill serve --live``: each version that a run publishes is loaded under requests, and a bad one is not."""
 
 from __future__ import annotations
 

@@ -319,8 +319,10 @@ async def test_tidemill_eval_takes_answers_without_log_probabilities(
             }
         )
         assert config.eval is not None
-        await asyncio.to_thread(evaluate_model, config, config.eval, None)
-    assert "on 3 samples, 0 failed" in capsys.readouterr().out
+        await asyncio.to_thread(evaluate_model, config, config.eval, None, model)
+    told = capsys.readouterr().out
+    assert "on 3 samples, 0 failed" in told
+    assert f"against {model}, by prompts: 0 won, 3 tied, 0 lost: Elo +0 (" in told
 
 
 async def test_a_launched_server_that_ends_says_why_and_one_that_hangs_leaves_nothing(model: Path) -> None:
