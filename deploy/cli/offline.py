@@ -108,7 +108,8 @@ def convert(
         typer.Argument(metavar="FILE", help="A script or configuration file of TRL, verl, AReaL, RLinf or prime-rl."),
     ],
     system: Annotated[
-        str | None, typer.Option("--from", help="verl, trl, trl-dpo, areal, rlinf, rlinf_control or prime_rl; default: detect it.")
+        str | None,
+        typer.Option("--from", help="verl, trl, trl-dpo, areal, rlinf, rlinf_control, prime_rl; default: detect."),
     ] = None,
     processes: Annotated[
         int, typer.Option(min=1, help="GPUs that trained there; the trainer is sharded over as many.")

@@ -350,8 +350,8 @@ def _edited(value: str, rest: str) -> str:
         return value.replace(match[2], match[3] or "", -1 if match[1] == "//" else 1)
     if match := re.fullmatch(r"(##?|%%?)([^$]+)", rest):
         front = match[1][0] == "#"
-        cuts = range(len(value) + 1)
-        cuts = [cut for cut in cuts if fnmatch.fnmatchcase(value[:cut] if front else value[cut:], match[2])]
+        ends = ((cut, value[:cut] if front else value[cut:]) for cut in range(len(value) + 1))
+        cuts = [cut for cut, end in ends if fnmatch.fnmatchcase(end, match[2])]
         cut = (max if match[1] in ("##", "%") else min)(cuts, default=0 if front else len(value))
         return value[cut:] if front else value[:cut]
     if rest in ("^^", ",,"):

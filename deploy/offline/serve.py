@@ -146,7 +146,7 @@ class LiveWeights:
                 raise InfraError(f"the run published no weights within {FIRST_S:.0f} s")
 
     async def follow(self) -> None:
-        """Load newer versions, until cancelled; what can't be loaded is told once, and the version in use stays."""
+        """Load newer versions, until cancelled; if one can't be loaded, the version in use stays."""
         told = ""
         while True:
             try:

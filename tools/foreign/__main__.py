@@ -60,7 +60,7 @@ def computed(case: Case) -> dict[str, Any]:
     tensors = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
     trained = [tensors[name].requires_grad_() for name in ("logprobs", "values") if name in tensors]
     loss = case.loss(batch, tensors)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     along = [
         (directions(tuple(one.shape)) * one.grad.double().numpy()).sum((1, 2))
         for one in trained

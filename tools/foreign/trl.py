@@ -81,7 +81,12 @@ def async_trl(root: Path, file: str) -> Case:
         trainer.accelerator.reduce = trainer.accelerator.gather = lambda value, **_: value
         advantages = []
         for group in batch.rewards.reshape(-1, batch.n):
-            values = {"np": np, "scored": group, "scored_mask": np.ones(batch.n, bool), "advantages": np.zeros(batch.n)}
+            values: dict[str, Any] = {
+                "np": np,
+                "scored": group,
+                "scored_mask": np.ones(batch.n, bool),
+                "advantages": np.zeros(batch.n),
+            }
             file = folder / "async_rollout_worker.py"
             statements(file, "_score_group", "advantages[scored_mask] =", values)
             advantages += values["advantages"].tolist()
@@ -94,7 +99,12 @@ def async_trl(root: Path, file: str) -> Case:
 
         spread = torch.tensor(advantages, dtype=torch.float32)[:, None].expand(rows, length)
         whole = torch.ones(1, rows * (length + 1), dtype=torch.long)
-        inputs = {"attention_mask": whole, "input_ids": whole, "position_ids": whole, "advantages": packed(spread)}
+        inputs: dict[str, Any] = {
+            "attention_mask": whole,
+            "input_ids": whole,
+            "position_ids": whole,
+            "advantages": packed(spread),
+        }
         inputs |= {"completion_mask": packed(mask.long()), "old_log_probs": packed(tensors["rollout"])}
         inputs |= {"global_n_tokens": mask.sum()[None], "metrics": {}}
         scored = {"log_probs": packed(tensors["logprobs"])[:, 1:], "entropy": packed(tensors["entropy"])[:, 1:]}

@@ -95,7 +95,8 @@ class ControlBatch:
         logprobs, old_values = rng.normal(-1, 1, (steps, envs)), rng.normal(0, 1, (steps + 1, envs))
         drift, moved = rng.normal(0, 0.4, (steps, envs)), rng.normal(0, 1.2, (steps, envs))
         arrays = (logprobs, logprobs - drift, old_values[:-1] + moved, old_values, rng.normal(0, 1, (steps, envs)))
-        return cls(*(array.astype(np.float32) for array in arrays), rng.random((steps, envs)) < 0.15)
+        one, two, three, four, five = (array.astype(np.float32) for array in arrays)
+        return cls(one, two, three, four, five, rng.random((steps, envs)) < 0.15)
 
 
 def directions(shape: tuple[int, ...], count: int = 4) -> npt.NDArray[np.float64]:
