@@ -36,10 +36,11 @@ class HuggingFace:
         fields: list[str] | dict[str, str] | None = None,
         where: dict[str, Any] | None = None,
         image: str | list[str] | None = None,
+        frames: int | None = None,
     ) -> None:
         self._base = base
         self._where = f"{path}[{split}]"
-        self._rows = RowReader(prompt, answer, template, system, chat, fields, where, image)
+        self._rows = RowReader(prompt, answer, template, system, chat, fields, where, image, frames)
         self._table = self._matching(load_table(base, path, split, name, revision))
 
     def _matching(self, table: Any) -> Any:

@@ -39,8 +39,9 @@ class Jsonl:
         fields: list[str] | dict[str, str] | None = None,
         where: dict[str, Any] | None = None,
         image: str | list[str] | None = None,
+        frames: int | None = None,
     ) -> None:
-        self._rows = RowReader(prompt, answer, template, system, chat, fields, where, image)
+        self._rows = RowReader(prompt, answer, template, system, chat, fields, where, image, frames)
         self._files = _find(base, [path] if isinstance(path, str) else path)
         self._offsets = [self._index(file) for file in self._files]
         self._ends = list(itertools.accumulate(len(offsets) for offsets in self._offsets))

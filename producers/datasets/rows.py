@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from producers.datasets.base import Example
-from producers.images.prepare import load_image, place_images
+from producers.images.prepare import load_image, place_images, repeat_places, take_frames
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, ContentPart
 
@@ -31,6 +31,7 @@ class RowReader:
     where: rows to take, by the values that fields must have, one or a list of those allowed.
     image: field, or list of fields, with the row's images, one or a list of them in each. They stand at the marks
     ``<image>`` of a text, or at the image parts of messages, else before the user's text; such a row is a conversation.
+    frames: most frames that a moving picture gives, evenly spaced, each an image; by default the first alone.
     """
 
     def __init__(
@@ -43,7 +44,11 @@ class RowReader:
         fields: list[str] | dict[str, str] | None = None,
         where: dict[str, Any] | None = None,
         image: str | list[str] | None = None,
+        frames: int | None = None,
     ) -> None:
+        if frames is not None and frames < 1:
+            raise ConfigError(f"frames {frames} must be 1 or more")
+        self.frames = frames
         self.images = [image] if isinstance(image, str) else image or []
         self.prompt = prompt
         self.answer = answer
@@ -86,9 +91,12 @@ class RowReader:
             # Reward functions of TRL get messages where the row's own prompt is messages.
             data["prompt"] = [{"role": message.role, "content": message.content} for message in messages]
         messages = place_images(messages, len(values), where)
-        return Example(
-            messages=messages, data=data, images=[load_image(value, where, folder, load) for value in values]
-        )
+        files = [load_image(value, where, folder, load) for value in values]
+        if self.frames is not None and load:
+            taken = [take_frames(file, self.frames, where) for file in files]
+            messages = repeat_places(messages, [len(frames) for frames in taken])
+            files = [frame for frames in taken for frame in frames]
+        return Example(messages=messages, data=data, images=files)
 
     @staticmethod
     def _fill(template: str, row: Mapping[str, Any], where: str) -> str:

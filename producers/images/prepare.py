@@ -15,6 +15,8 @@ from schemas.messages import ChatMessage, ContentPart
 MARK = "<image>"
 """Mark in a text for an image of its row, as in Geometry3K."""
 _PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+MOVING = ("GIF", "WEBP", "PNG", "TIFF", "JPEG")
+"""Formats whose frames can be taken; the last one only has one."""
 _KINDS = "a path, bytes, a data: URL, or an image of the datasets library"
 
 
@@ -38,6 +40,27 @@ def load_image(value: Any, where: str, folder: Path, load: bool = True) -> bytes
     if is_pillow_image(value):
         return png_file(value)
     raise DataError(f"{where}: an image is {_KINDS}, not {type(value).__name__}")
+
+
+def take_frames(data: bytes, count: int, where: str) -> list[bytes]:
+    """Return at most ``count`` frames of a moving picture, evenly spaced from the first to the last, as PNG files.
+
+    A still picture is its only frame. DataError, which begins with ``where``, for a file that Pillow can't read.
+    """
+    from PIL import Image as Pillow
+
+    try:
+        with Pillow.open(io.BytesIO(data), formats=MOVING) as opened:
+            last, frames = getattr(opened, "n_frames", 1) - 1, []
+            for at in sorted({round(k * last / max(1, count - 1)) for k in range(count)}):
+                opened.seek(at)
+                frames.append(png_file(opened.convert("RGB")))
+            return frames
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        kinds = ", ".join(MOVING)
+        raise DataError(
+            f"{where}: no frames can be read ({kinds} have some; cut another video into pictures first): {error}"
+        ) from error
 
 
 def is_pillow_image(value: Any) -> bool:
@@ -102,6 +125,21 @@ def place_images(messages: list[ChatMessage], count: int, where: str) -> list[Ch
     if places != count:
         raise DataError(f"{where}: it has {count} images, and its messages have places for {places}")
     return messages
+
+
+def repeat_places(messages: list[ChatMessage], counts: list[int]) -> list[ChatMessage]:
+    """Return messages with so many places for images where each place is."""
+    following = iter(counts)
+
+    def repeated(part: ContentPart) -> list[ContentPart]:
+        return [part] * next(following) if part.type == "image" else [part]
+
+    return [
+        ChatMessage(message.role, [each for part in message.content for each in repeated(part)])
+        if isinstance(message.content, list)
+        else message
+        for message in messages
+    ]
 
 
 def _parts(text: str) -> list[ContentPart]:

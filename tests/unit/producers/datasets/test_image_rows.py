@@ -188,3 +188,28 @@ def test_an_example_makes_rows_that_its_configuration_trains_on(
         assert len(rows[index].images) == 1
     (term,) = config.reward.terms
     assert REWARDS.get(term.name, config.base)
+
+
+def moving(kind: str, colors: list[str]) -> bytes:
+    file = io.BytesIO()
+    first, *others = (Pillow.new("RGB", (28, 28), color) for color in colors)
+    first.save(file, kind, save_all=True, append_images=others, duration=100, lossless=True)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+@pytest.mark.parametrize(("frames", "want"), [(1, "a"), (2, "ae"), (3, "ace"), (9, "abcde")])
+def test_a_video_is_its_frames_in_the_place_of_one_image(kind: str, frames: int, want: str) -> None:
+    colors = {"a": "black", "b": "red", "c": "lime", "d": "blue", "e": "white"}
+    row = {"prompt": "<image> then <image> how many?", "image": [moving(kind, list(colors.values())), png("red")]}
+    example = read(row, frames=frames)
+    seen = [Pillow.open(io.BytesIO(data)).getpixel((0, 0)) for data in example.images]
+    assert seen == [Pillow.new("RGB", (1, 1), colors[letter]).getpixel((0, 0)) for letter in want] + [(255, 0, 0)]
+    assert [part.type for part in example.messages[0].content] == ["image"] * len(want) + ["text", "image", "text"]
+
+
+def test_a_film_is_refused_in_a_line() -> None:
+    with pytest.raises(DataError, match=r"file:1: no frames can be read \(GIF, WEBP.*cut another video"):
+        read({"prompt": "p", "image": b"\x00\x00\x00\x20ftypisom"}, frames=2)
+    with pytest.raises(ConfigError, match="frames 0 must be 1 or more"):
+        read({"prompt": "p"}, frames=0)
