@@ -191,6 +191,11 @@ EXAMPLES = {
     "rlinf": Examples(
         _holding("examples/[ar][eg]*/**/*.yaml", "\nalgorithm:"), lambda file: file.read_text(), _tree_variants
     ),
+    "rlinf_control": Examples(
+        _holding("examples/embodiment/config/*ppo*mlp*.yaml", "\nalgorithm:"),
+        lambda file: file.read_text(),
+        _tree_variants,
+    ),
     "areal": Examples(
         _holding("examples/**/*.yaml", "\ntrial_name:"), lambda file: file.read_text(encoding="utf-8"), _tree_variants
     ),

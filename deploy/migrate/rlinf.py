@@ -5,6 +5,7 @@ Keys are those of RLinf in August 2026.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -120,7 +121,7 @@ def convert_control(done: Conversion) -> None:
     done.config |= {
         "model": {"kind": "mlp", "path": "policy", "dtype": "float32"},
         "sampling": {"n": 1, "max_tokens": 1},
-        "reward": {"terms": [{"name": "episode"}]},
+        "reward": {"terms": [{"name": FILL_IN if done.known.get("reward.use_reward_model") else "episode"}]},
         "generator": {"engine": "mlp", "workflow": {"name": "fragments"}, "max_samples": 1},
     }
     done.ask(f"model.path: the folder policy, whose config.json is {json.dumps(shape)}")
@@ -131,8 +132,8 @@ def convert_control(done: Conversion) -> None:
     done.set("trainer.advantage.name", "gae")
     done.set("trainer.advantage.args.normalise", False)
     done.set("trainer.optimizer.betas", [done.value(f"actor.optim.adam_beta{n}") for n in (1, 2)])
-    rate, optimizer = done.get("trainer.critic.optimizer.lr"), done.get("trainer.optimizer")
-    done.set("trainer.critic.optimizer", optimizer | ({} if rate is None else {"lr": rate}))
+    optimizer = copy.deepcopy(done.get("trainer.optimizer"))
+    done.set("trainer.critic.optimizer", optimizer | (done.get("trainer.critic.optimizer") or {}))
     played = [done.get(name) or 1 for name in ("train.args.envs", "train.args.steps", "trainer.batch_groups")]
     transitions = math.prod(played)
     done.set("trainer.minibatches", several(transitions // done.known.get("actor.global_batch_size", transitions)))
