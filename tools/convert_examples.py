@@ -97,9 +97,11 @@ def _is_setting(word: str) -> bool:
 
 def _shell_variants(text: str) -> Iterator[Variant]:
     words = list({word.partition("=")[0]: word for word in shlex.split(text)}.values())
+    # What comes before are options of the program that starts it on the machines.
+    main = next((at for at, word in enumerate(words) if "main_ppo" in word), -1)
     for at, word in enumerate(words):
         key, equals, value = word.partition("=")
-        if equals and _is_setting(word):
+        if equals and at > main and _is_setting(word):
             yield (
                 key,
                 shlex.join(words[:at] + words[at + 1 :]),

@@ -90,10 +90,10 @@ def compose(file: Path, tree: dict[str, Any], folder: Path | None = None, depth:
             continue
         key, name = next(iter(entry.items())) if isinstance(entry, dict) else (entry, None)
         group, _, package = str(key).removeprefix("override ").removeprefix("optional ").partition("@")
-        if group.startswith("hydra/") or (isinstance(entry, dict) and name is None):
+        if isinstance(entry, dict) and name is None:
             continue
         path = folder / f"{group if name is None else f'{group}/{name}'}.yaml"
-        if not path.is_file() or depth == 0:
+        if group.startswith("hydra/") or not path.is_file() or depth == 0:
             composed = merge(composed, {"defaults": {str(key): name or "included"}})
             continue
         inside = compose(path, read_yaml(path.read_text(encoding="utf-8"), path), folder, depth - 1)

@@ -249,8 +249,8 @@ def test_the_arguments_of_built_in_choices_are_those_that_a_configuration_gives(
     def given(setting: str, name: str) -> list[str]:
         return hook().arguments(hook().definition(hook().REGISTRIES[setting]._paths[name]))
 
-    assert given("trainer.loss.name", "decoupled_ppo")[-2:] == ["weight_limit=5.0", "weight_action='mask'"]
-    assert given("trainer.advantage.name", "grpo") == ["eps=1e-06"]
+    assert given("trainer.loss.name", "decoupled_ppo")[-3:-1] == ["weight_limit=5.0", "weight_action='mask'"]
+    assert given("trainer.advantage.name", "grpo") == ["eps=1e-06", "ddof=1"]
     assert given("reward.terms.name", "remote") == ["url", "api_key_env=None", "idempotent=False", "ids=False"]
     assert given("reward.terms.name", "exact") == []
     assert given("train.name", "jsonl")[:3] == ["path", "prompt='prompt'", "answer='answer'"]
