@@ -99,7 +99,7 @@ def ours(config: TidemillConfig, batch: FixedBatch) -> tuple[float, list[float]]
         proximal = TablePolicy(batch.proximal, batch.entropy)(micro.tokens, micro.targets, micro.mask).logprobs.detach()
         object.__setattr__(micros[0], "proximal_logprobs", proximal)
     _, _, loss = step._forward(micros[0], version=0)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     gradient = policy.table.grad
     assert gradient is not None
     along = directions(tuple(gradient.shape)) * gradient.double().numpy()
