@@ -180,7 +180,7 @@ def test_reinforce_pp_rewards_the_last_token_and_normalises_the_step(model: PreT
         for part in parts
         for row, sequence in enumerate(part.sequence.tolist())
     }
-    std = math.sqrt(0.4 * 0.6)
+    std = math.sqrt(0.4 * 0.6 * 10 / 9)
     assert values[0].tolist() == pytest.approx([0.6 / std] * 4, abs=1e-5)
     assert values[1].tolist() == pytest.approx([-0.4 / std] * 6, abs=1e-5)
 
