@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,31 @@ def chat_template(folder: Path) -> str | None:
             if found:
                 return str(found)
     return None
+
+
+def find_tokens(path: str | Path, pattern: str | None) -> list[int] | None:
+    """Return the ids of the tokens whose whole text, as tokenizer.json writes it, matches a regular expression.
+
+    None without a pattern. ConfigError if it is no regular expression, or matches no token of the model.
+    """
+    if pattern is None:
+        return None
+    folder = resolve_folder(path, weights=False)
+    described = read_json(folder / "tokenizer.json")
+    tokens = described.get("model", {}).get("vocab", {})
+    texts = dict(tokens) if isinstance(tokens, dict) else {token: id for id, (token, *_) in enumerate(tokens)}
+    texts |= {token["content"]: token["id"] for token in described.get("added_tokens", ())}
+    try:
+        matches = re.compile(pattern).fullmatch
+    except re.error as error:
+        raise ConfigError(f"model.output_tokens {pattern!r} must be a regular expression: {error}") from error
+    found = sorted({id for text, id in texts.items() if matches(text)})
+    config = read_json(folder / "config.json")
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    if not found or (isinstance(size, int) and found[-1] >= size):
+        what = f"token {found[-1]}, but the model has {size} tokens" if found else "no token of the tokenizer"
+        raise ConfigError(f"model.output_tokens {pattern!r} matches {what} in {folder}")
+    return found
 
 
 def read_json(file: Path) -> dict[str, Any]:

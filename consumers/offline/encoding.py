@@ -6,15 +6,16 @@ the other has never seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from schemas.errors import DataError
-from schemas.messages import ChatMessage, Sampling, Task
+from schemas.images import ImageSettings, prepare_image
+from schemas.messages import ChatMessage, Image, PlacedImage, Sampling, Task
 
 Prompt: TypeAlias = str | Sequence[ChatMessage]
 """Plain text, or the messages of a chat."""
@@ -52,16 +53,46 @@ class PolicyTokenizer(Protocol):
         ...
 
 
+class Placeholders(Protocol):
+    """The generators' places of images, producers/images/placeholders.py, as far as they are used here."""
+
+    @property
+    def settings(self) -> ImageSettings:
+        """How the model wants its images."""
+        ...
+
+    def expand(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], list[PlacedImage]]:
+        """Return ids with the tokens of each image in the place of its one, and where these are."""
+        ...
+
+
+class Demonstration(NamedTuple):
+    """A prompt with the text of its answer. images: files of the prompt's images, in their order."""
+
+    prompt: Prompt
+    answer: str
+    images: Sequence[bytes] = ()
+
+
+class DemonstrationIds(NamedTuple):
+    """A demonstration as token ids. images: those that tokens of the prompt stand for; files: theirs by digest."""
+
+    prompt: list[int]
+    answer: list[int]
+    images: list[PlacedImage]
+    files: dict[str, bytes]
+
+
 LoadTokenizer: TypeAlias = Callable[[str], PolicyTokenizer]
 """Loads the tokenizer of a model folder or hub id."""
 
 
-def encode_prompt(tokenizer: PolicyTokenizer, prompt: Prompt) -> list[int]:
-    """Encode a prompt as token ids; DataError if it is empty."""
+def encode_prompt(tokenizer: PolicyTokenizer, prompt: Prompt, images: Sequence[Image] = ()) -> list[int]:
+    """Encode a prompt as token ids, with one for each of its images; DataError if it is empty."""
     if isinstance(prompt, str):
         task = Task(task_id=0, kind="train", n=1, sampling=Sampling(), text=prompt)
     else:
-        task = Task(task_id=0, kind="train", n=1, sampling=Sampling(), messages=list(prompt))
+        task = Task(task_id=0, kind="train", n=1, sampling=Sampling(), messages=list(prompt), images=list(images))
     try:
         return tokenizer.prompt_ids(task)
     except DataError as error:
@@ -75,6 +106,36 @@ def encode_answer(tokenizer: PolicyTokenizer, prompt: Prompt, answer: str) -> li
     """
     end = tokenizer.eos_id if isinstance(prompt, str) else tokenizer.closing_id(prompt)
     return [*tokenizer.encode(answer), end]
+
+
+def encode_demonstration(
+    tokenizer: PolicyTokenizer,
+    given: Demonstration,
+    max_length: int,
+    places: Placeholders | None = None,
+    allowed: Container[int] | None = None,
+) -> DemonstrationIds:
+    """Encode a demonstration. places: of a model that reads images. allowed: tokens of an answer, None for all.
+
+    DataError if its prompt or its answer is empty, both are too long, or the answer has a token that is not allowed.
+    """
+    placed: list[PlacedImage] = []
+    if places is None and given.images:
+        raise DataError(f"the example of prompt {given.prompt!r:.80} has images: set model.kind to vision")
+    prepared = [] if places is None else [prepare_image(file, places.settings) for file in given.images]
+    images = [image for image, _ in prepared]
+    prompt = encode_prompt(tokenizer, given.prompt, images)
+    if places is not None:
+        prompt, placed = places.expand(prompt, images)
+    *answer, end = encode_answer(tokenizer, given.prompt, given.answer)
+    if not answer:
+        raise DataError(f"the example of prompt {given.prompt!r:.80} has an empty answer")
+    if allowed is not None and (wrong := [token for token in answer if token not in allowed]):
+        raise DataError(f"answer {given.answer!r:.80} has token {wrong[0]}, which model.output_tokens does not match")
+    # Where no token can end an answer, it ends at sampling.max_tokens.
+    answer += [end] if allowed is None or end in allowed else []
+    check_length(given.prompt, len(prompt) + len(answer), max_length)
+    return DemonstrationIds(prompt, answer, placed, {image.digest: body for image, body in prepared})
 
 
 def check_length(prompt: Prompt, tokens: int, max_length: int) -> None:

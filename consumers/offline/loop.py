@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from consumers.offline.encoding import Encoded, pad
 from consumers.trainer.data.load_balancing import shares
+from consumers.trainer.data.patches import ImageBatch
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.activations import Checkpointing, save_activations
 from consumers.trainer.model.policy import Policy
@@ -147,11 +148,16 @@ class OfflineLoop(Generic[Item]):
                 return
 
 
-def answer_logprobs(policy: Policy, rows: Sequence[Encoded]) -> Tensor:
-    """Return the log-probabilities of the answers, summed over their tokens: float32 [R]."""
-    tokens, lengths = pad([prompt + answer for prompt, answer in rows], 0, policy.device)
-    starts = torch.tensor([len(prompt) for prompt, _ in rows] or [2], device=policy.device)
-    positions = torch.arange(1, tokens.shape[1], device=policy.device)
-    mask = (positions >= starts[:, None]) & (positions < lengths[:, None])
-    sums: Tensor = policy(tokens, tokens[:, 1:].contiguous(), mask, lengths - 1).logprobs.sum(-1)
+def answer_logprobs(policy: Policy, rows: Sequence[Encoded], images: ImageBatch | None = None) -> Tensor:
+    """Return the log-probabilities of the answers, summed over their tokens: float32 [R]. images: of their prompts."""
+    tokens, mask, lengths = answer_tokens(rows, policy.device)
+    sums: Tensor = policy(tokens, tokens[:, 1:].contiguous(), mask, lengths - 1, images=images).logprobs.sum(-1)
     return sums[: len(rows)]
+
+
+def answer_tokens(rows: Sequence[Encoded], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return padded token ids, int64 [R, T]; which of them but the first are answers, bool [R, T-1]; lengths, [R]."""
+    tokens, lengths = pad([prompt + answer for prompt, answer in rows], 0, device)
+    starts = torch.tensor([len(prompt) for prompt, _ in rows] or [2], device=device)
+    positions = torch.arange(1, tokens.shape[1], device=device)
+    return tokens, (positions >= starts[:, None]) & (positions < lengths[:, None]), lengths

@@ -11,21 +11,20 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from consumers.offline.encoding import (
-    Encoded,
+    Demonstration,
+    DemonstrationIds,
     LoadTokenizer,
-    PolicyTokenizer,
-    Prompt,
-    check_length,
-    encode_answer,
-    encode_prompt,
+    Placeholders,
+    encode_demonstration,
 )
 from consumers.offline.greedy import greedy
 from consumers.offline.loop import (
@@ -35,19 +34,21 @@ from consumers.offline.loop import (
     OfflineLoop,
     OfflineStep,
     answer_logprobs,
+    answer_tokens,
 )
 from consumers.offline.pairs import batches
 from consumers.offline.provenance import settings_digest
 from consumers.trainer.checkpoint.files import whole_folder
+from consumers.trainer.data.patches import ImageBatch, ImageFiles
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
+from consumers.trainer.model.vision import VisionTower
 from schemas.config import WarmStartConfig
-from schemas.errors import ConfigError, DataError
-from schemas.model_folder import PROVENANCE
+from schemas.errors import ConfigError
+from schemas.model_folder import PROVENANCE, find_tokens
 
-Pair: TypeAlias = tuple[Prompt, str]
 Source: TypeAlias = str | Path | Callable[[Path, int], None]
 WARMUP_STEPS = 20
 FINISH_FACTOR = 0.1
@@ -81,8 +82,8 @@ class SftResult:
 def train_sft(
     out: Path,
     source: Source,
-    examples: Sequence[Pair],
-    heldout: Sequence[Pair],
+    examples: Sequence[Sequence[Any]],
+    heldout: Sequence[Sequence[Any]],
     settings: WarmStartConfig,
     *,
     load_tokenizer: LoadTokenizer,
@@ -94,14 +95,18 @@ def train_sft(
     trust_remote_code: bool = False,
     ranks: Ranks | None = None,
     base: Path | None = None,
+    load_places: Callable[[str], Placeholders] | None = None,
+    freeze_vision: bool = True,
+    output_tokens: str | None = None,
 ) -> SftResult:
     """Train until the greedy accuracy on ``heldout`` reaches ``settings.stop_accuracy`` and write the model to ``out``.
 
     source: a model folder or hub id, or a function (folder, seed) that writes an untrained model.
-    examples, heldout: prompts with the text of the completion, which counts when it is reproduced exactly.
+    examples, heldout: parts of a Demonstration, whose answer counts when it is reproduced exactly.
     load_tokenizer: loads the generators' tokenizer. max_length: most tokens of prompt and completion.
     dtype: of computing, and of the written model; what is trained is float32.
     ``out`` holds the model, its tokenizer and ``sft.json`` afterwards; it must not exist before.
+    load_places: finds the places of images, of a model that reads them; freeze_vision, output_tokens: as in ``model``.
     base: folder of the files that settings name, whose content is part of the model's provenance.
     ranks: all of them call this, and have the folder of ``out``; rank 0 writes, and reports to ``progress``.
     ConfigError if there is nothing to learn from or the mark isn't reached within ``settings.max_steps``.
@@ -116,22 +121,18 @@ def train_sft(
         start = ranks.broadcast_text(str(aside if callable(source) else source))
         check_model(start, ranks.layout, trust_remote_code)
         tokenizer = load_tokenizer(start)
-        own, other = ([_encode(tokenizer, pair, max_length) for pair in part] for part in (examples, heldout))
-        model = _Model(load_model(start, "float32", trust_remote_code, empty=not ranks.is_main, max_length=max_length))
-        limits.apply(model.causal_lm)
-        model.share_prefixes = limits.share_prefixes
-        model = ranks.prepare(model, DTYPES[dtype])
-        if isinstance(model, FSDPModule):
-            register_fsdp_forward_method(model, "predict")
+        places = None if load_places is None else load_places(start)
+        only = find_tokens(start, output_tokens)
+        encode = partial(encode_demonstration, tokenizer, max_length=max_length, places=places, allowed=only)
+        own, other = ([encode(Demonstration(*one)) for one in part] for part in (examples, heldout))
+        loaded = load_model(start, "float32", trust_remote_code, places is not None, not ranks.is_main, max_length)
+        tower = None if places is None else VisionTower(loaded, places.settings, freeze_vision)
+        model = _Model(loaded, vision=tower, output_tokens=only).prepare(limits, ranks, DTYPES[dtype])
         reported = progress if ranks.is_main else None
         last = _Training(model, other, settings, limits, ranks, reported).run(own, DTYPES[dtype], seed)
         reached, digest = last.accuracy >= settings.stop_accuracy, settings_digest(settings, seed, dtype, base)
         result = SftResult(last.accuracy, last.step, round(last.seconds, 2), reached, digest)
-        if not result.reached:
-            raise ConfigError(
-                f"warm start reached accuracy {result.accuracy:.2f} of {settings.stop_accuracy} within"
-                f" warm_start.max_steps {settings.max_steps}: raise that or lower warm_start.stop_accuracy"
-            )
+        _check_reached(result, settings)
         save_weights(model.causal_lm, named_weights(model), aside, dtype, main=ranks.is_main)
         if ranks.is_main:
             tokenizer.save(aside)
@@ -139,21 +140,43 @@ def train_sft(
     return result
 
 
-def _encode(tokenizer: PolicyTokenizer, pair: Pair, max_length: int) -> Encoded:
-    """Encode prompt and completion, with the token that ends it; DataError if one is empty or both are too long."""
-    prompt, completion = encode_prompt(tokenizer, pair[0]), encode_answer(tokenizer, *pair)
-    if len(completion) < 2:
-        raise DataError(f"example {pair!r} has an empty completion")
-    check_length(pair[0], len(prompt) + len(completion), max_length)
-    return prompt, completion
+def _check_reached(result: SftResult, settings: WarmStartConfig) -> None:
+    if not result.reached:
+        raise ConfigError(
+            f"warm start reached accuracy {result.accuracy:.2f} of {settings.stop_accuracy} within"
+            f" warm_start.max_steps {settings.max_steps}: raise that or lower warm_start.stop_accuracy"
+        )
 
 
 class _Model(Policy):
     """The model in training, which answers, too."""
 
+    def prepare(self, limits: MemoryLimits, ranks: Ranks, dtype: torch.dtype) -> Self:
+        """Return it as configured, and shared out over the ranks."""
+        if self.vision is not None:
+            self.vision.always = ranks.world > 1
+        limits.apply(self.causal_lm)
+        self.share_prefixes = limits.share_prefixes
+        model = ranks.prepare(self, dtype)
+        if isinstance(model, FSDPModule):
+            register_fsdp_forward_method(model, "predict")
+            register_fsdp_forward_method(model, "choices")
+        return model
+
     def predict(self, **arguments: Any) -> Any:
         """Run the causal language model as it is, with a cache of what it has read."""
         return self.causal_lm(**arguments)
+
+    def choices(self, tokens: Tensor, targets: Tensor, mask: Tensor, images: ImageBatch | None) -> Tensor:
+        """Return whether each row's masked targets are the most likely tokens, bool [R]; tensors as in ``forward``.
+
+        They are what the model would say exactly if it would say all of them.
+        """
+        features = self._hidden({"input_ids": tokens[:, :-1]}, images)[mask]
+        logits = cast(nn.Module, self.causal_lm.get_output_embeddings())(features)
+        allowed, aims = self._allowed(targets[mask])
+        right = (logits if allowed is None else logits[:, allowed]).argmax(-1) == aims
+        return torch.ones_like(mask).masked_scatter(mask, right).all(-1)
 
 
 @dataclass
@@ -161,7 +184,7 @@ class _Training:
     """Training with evaluations now and then, more often as the accuracy nears its mark."""
 
     model: _Model
-    heldout: Sequence[Encoded]
+    heldout: Sequence[DemonstrationIds]
     settings: WarmStartConfig
     limits: MemoryLimits
     ranks: Ranks
@@ -170,7 +193,7 @@ class _Training:
     best: float = 0.0
     last: SftProgress = field(init=False)
 
-    def run(self, examples: Sequence[Encoded], dtype: torch.dtype, seed: int) -> SftProgress:
+    def run(self, examples: Sequence[DemonstrationIds], dtype: torch.dtype, seed: int) -> SftProgress:
         """Train, and return the last evaluation."""
         settings = self.settings
         optimizer = torch.optim.AdamW(
@@ -183,9 +206,19 @@ class _Training:
         )
         return self.last
 
-    def _loss(self, batch: Sequence[Encoded], rows: Sequence[Encoded]) -> Tensor:
+    def _loss(self, batch: Sequence[DemonstrationIds], rows: Sequence[DemonstrationIds]) -> Tensor:
         """Compute these rows' part of the mean loss of the batch's completion tokens."""
-        return -answer_logprobs(self.model, rows).sum() / sum(len(completion) for _, completion in batch)
+        found = answer_logprobs(self.model, [row[:2] for row in rows], self._images(rows))
+        return -found.sum() / sum(len(row.answer) for row in batch)
+
+    def _images(self, rows: Sequence[DemonstrationIds]) -> ImageBatch | None:
+        """Return the images of rows on the model's device."""
+        if self.model.vision is None:
+            return None
+        files = {digest: file for row in rows for digest, file in row.files.items()}
+        longest = max([_tokens(row) for row in rows], default=2)
+        found = ImageFiles(self.model.vision.settings, files).batch([row.images for row in rows], longest)
+        return None if found is None else found.to(self.model.device)
 
     def _evaluate(self, step: int, loss: float) -> int | None:
         settings, accuracy = self.settings, self._accuracy()
@@ -210,28 +243,38 @@ class _Training:
 
     def _accuracy(self) -> float:
         """Measure the accuracy on all held-out prompts, of which each rank answers its share."""
-        longest = max(len(completion) for _, completion in self.heldout)
+        longest = max(len(row.answer) for row in self.heldout)
         own, weights = self.ranks.local_share(self.heldout)
-        prompts = [prompt for prompt, _ in own]
         # Of all ranks' prompts: each needs as many forward passes as the others.
-        rows = self.limits.micro_batch_tokens // (longest + max(len(prompt) for prompt, _ in self.heldout))
-        answers = greedy(
-            self.model.causal_lm,
-            prompts,
-            longest,
-            {completion[-1] for _, completion in self.heldout},
-            batch_size=min(512, max(1, rows)),
-            all_ended=self._all,
-            predict=self.model.predict,
-        )
-        right = sum(w for a, (_, c), w in zip(answers, own, weights, strict=True) if a == c[:-1])
+        rows = self.limits.micro_batch_tokens // (longest + max(len(row.prompt) for row in self.heldout))
+        size = min(512, max(1, rows))
+        if self.model.vision is not None or self.model.output_tokens is not None:
+            chosen = [hit for start in range(0, len(own), size) for hit in self._choose(own[start : start + size])]
+        else:
+            answers = greedy(
+                self.model.causal_lm,
+                [row.prompt for row in own],
+                longest,
+                {row.answer[-1] for row in self.heldout},
+                batch_size=size,
+                all_ended=self._all,
+                predict=self.model.predict,
+            )
+            chosen = [answer == row.answer[:-1] for answer, row in zip(answers, own, strict=True)]
+        right = sum(weight for hit, weight in zip(chosen, weights, strict=True) if hit)
         return self.ranks.all_reduce_sum([right])[0] / len(self.heldout)
+
+    @torch.no_grad()
+    def _choose(self, rows: Sequence[DemonstrationIds]) -> list[bool]:
+        """Return whether each answer is the one that the model would give at temperature 0."""
+        tokens, mask, _ = answer_tokens([row[:2] for row in rows], self.model.device)
+        found: list[bool] = self.model.choices(tokens, tokens[:, 1:], mask, self._images(rows)).tolist()
+        return found
 
     def _all(self, this: bool) -> bool:
         """Return whether ``this`` is true on every rank."""
         return not self.ranks.all_reduce_max([float(not this)])[0]
 
 
-def _tokens(row: Encoded) -> int:
-    prompt, completion = row
-    return len(prompt) + len(completion)
+def _tokens(row: DemonstrationIds) -> int:
+    return len(row.prompt) + len(row.answer)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
+import numpy as np
 import structlog
 
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
@@ -50,6 +51,7 @@ class GroupIntake:
         self._image_settings = context.rank_group.step.planner.images
         self._taught = frozenset(context.config.teacher_weights)
         self._router_replay = context.rank_group.step.policy.router_replay
+        self._output_tokens = context.rank_group.step.policy.output_tokens
         self._buffer = GroupBuffer(context.config.flow.window)
         self._failures = FailureStreak(context.config.trainer.failed_groups_limit)
         self._claimed: dict[bytes, ScoredSample] = {}
@@ -135,6 +137,7 @@ class GroupIntake:
             for what, problem in (
                 ("images", self._find_image_problem(group)),
                 ("routed_experts", self._find_expert_problem(group)),
+                ("output_tokens", self._find_token_problem(group)),
             ):
                 if problem is not None:
                     log.warning("group does not fit the model", task_id=task_id, what=what, reason=problem)
@@ -293,6 +296,16 @@ class GroupIntake:
             return None
         found = (self._router_replay.find_problem(one.routed_experts) for one, _ in group.samples if one.routed_experts)
         return next((problem for problem in found if problem is not None), None)
+
+    def _find_token_problem(self, group: Group) -> str | None:
+        """Name a sampled token that model.output_tokens rules out; None if there is none."""
+        if self._output_tokens is None:
+            return None
+        for sample, _ in group.samples:
+            sampled = sample.tokens.numpy()[sample.loss_mask.numpy() != 0]
+            if len(wrong := np.setdiff1d(sampled, self._output_tokens)):
+                return f"it has token {wrong[0]}, which model.output_tokens does not match"
+        return None
 
     def _end_group(self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped") -> None:
         """End a group without training it; its slot is freed."""

@@ -31,8 +31,9 @@ from producers.engines.factory import engine_name
 from producers.engines.sampling import check_sampling
 from producers.engines.vllm.arguments import check_names_of_arguments
 from producers.tasks import make_sampling
-from schemas.config import HttpEngineConfig, TidemillConfig, by_pool, dump_config
+from schemas.config import HttpEngineConfig, ModelConfig, TidemillConfig, by_pool, dump_config
 from schemas.errors import ConfigError
+from schemas.model_folder import find_tokens
 from schemas.policy_shape import PolicyShape
 
 USER_CODE_DEADLINE_S = 600.0
@@ -189,7 +190,7 @@ def check_models(config: TidemillConfig) -> str:
     if config.model.kind == "mlp":
         shape = PolicyShape.read(config.model.path)
         return f"{config.model.path}: {shape.observations} observations, {shape.actions} actions"
-    found = "created by warm_start" if config.warm_start else _check_policy(config.model.path)
+    found = "created by warm_start" if config.warm_start else _check_policy(config.model)
     if trainer.kl.coef and trainer.kl.model is not None:
         check_hub_or_folder(trainer.kl.model, "trainer.kl.model")
     if trainer.critic is not None and trainer.critic.model is not None:
@@ -201,11 +202,12 @@ def check_models(config: TidemillConfig) -> str:
     return f"{config.model.path}: {found}"
 
 
-def _check_policy(path: str) -> str:
-    folder = check_hub_or_folder(path, "model.path")
+def _check_policy(model: ModelConfig) -> str:
+    folder = check_hub_or_folder(model.path, "model.path")
     if folder is None:
         return "on the Hub"
     check_tokenizer(folder)
+    find_tokens(folder, model.output_tokens)
     return f"in {folder}"
 
 
@@ -214,7 +216,7 @@ def check_model(config: TidemillConfig) -> None:
     if config.model.kind == "mlp":
         PolicyShape.read(config.model.path)
     elif config.warm_start is None:
-        _check_policy(config.model.path)
+        _check_policy(config.model)
 
 
 def _check_user_code(config: TidemillConfig, thorough: bool, step_s: float | None) -> Iterator[Finding]:

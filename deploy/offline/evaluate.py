@@ -32,6 +32,7 @@ from producers.workflows.base import FailedSample, RolloutContext, WorkflowServi
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import EvalConfig, RewardTerm, TidemillConfig
 from schemas.messages import Task, Trajectory
+from schemas.model_folder import find_tokens
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,7 @@ async def started_engine(config: TidemillConfig, path: str, live: bool = False) 
             images=image_settings(config),
             lora=config.trainer.lora if live else None,
             frozen_vision=live and config.model.kind == "vision" and config.model.freeze_vision,
+            output_tokens=find_tokens(path, config.model.output_tokens),
         ),
         config.base,
     )

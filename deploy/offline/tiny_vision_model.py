@@ -6,6 +6,7 @@ Examples and tests make their models here, as they make those of text by tiny_mo
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,10 +53,12 @@ def write_tiny_vision_model(
     spread: float = 0.1,
     most_pixels: int = 112 * 112,
     characters: str | None = None,
+    tokens: Sequence[str] = (),
 ) -> int:
     """Write a random model with its tokenizer to ``folder``; returns the number of parameters.
 
     spread: standard deviation of the weights. characters: of the tokenizer, all bytes where None.
+    tokens: more of them, which are no text, such as actions.
     """
     tokenizer = byte_tokenizer(
         SPECIALS,
@@ -65,6 +68,7 @@ def write_tiny_vision_model(
         eos_token="<|im_end|>",
         chat_template=TEMPLATE,
     )
+    tokenizer.add_tokens(list(tokens))
     ids = {name: number for number, name in enumerate(SPECIALS)}
     patch = 14 if family == "qwen2_5_vl" else 16
     with torch.random.fork_rng(devices=[]):

@@ -16,13 +16,14 @@ from consumers.offline.provenance import settings_digest
 from deploy.logs import configure_logging
 from deploy.services.torchrun import is_rank
 from producers.datasets.loading import build_dataset
+from producers.images.placeholders import ImagePlaceholders
 from schemas.config import DatasetConfig, TidemillConfig, WarmStartConfig
 from schemas.errors import ConfigError
 from schemas.model_folder import PROVENANCE
 from schemas.plugins import load
 
 if TYPE_CHECKING:
-    from consumers.offline.encoding import Prompt
+    from consumers.offline.encoding import Demonstration
     from consumers.offline.sft import SftResult
     from consumers.trainer.distributed.ranks import Ranks
 
@@ -98,11 +99,22 @@ def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> S
             trust_remote_code=config.model.trust_remote_code,
             ranks=ranks,
             base=config.base,
+            load_places=partial(_places, config) if config.model.kind == "vision" else None,
+            freeze_vision=config.model.freeze_vision,
+            output_tokens=config.model.output_tokens,
         )
     if ranks.is_main:
         made = f"accuracy {result.accuracy:.2f} after {result.steps} supervised steps, {result.seconds:.0f} s"
         print(f"model {folder}: {made}", file=sys.stderr)
     return result
+
+
+def _places(config: TidemillConfig, path: str) -> ImagePlaceholders:
+    """Return the places of images of the model in another folder than the run's; ConfigError if it reads none."""
+    found = ImagePlaceholders.of(config.model_copy(update={"model": config.model.model_copy(update={"path": path})}))
+    if found is None:
+        raise ConfigError(f"the model in {path} reads no images")
+    return found
 
 
 def is_current(config: TidemillConfig, settings: WarmStartConfig) -> bool:
@@ -113,10 +125,12 @@ def is_current(config: TidemillConfig, settings: WarmStartConfig) -> bool:
     return (folder / "config.json").is_file() and details.get("settings") == digest
 
 
-def pairs(dataset: DatasetConfig, base: Path) -> list[tuple[Prompt, str]]:
-    """Return prompt and answer of every example; ConfigError if an example has no prompt or no answer."""
+def pairs(dataset: DatasetConfig, base: Path) -> list[Demonstration]:
+    """Return prompt, answer and images of every example; ConfigError if an example has no prompt or no answer."""
+    from consumers.offline.encoding import Demonstration
+
     examples = build_dataset(dataset, base)
-    found: list[tuple[Prompt, str]] = []
+    found: list[Demonstration] = []
     for index in range(len(examples)):
         example = examples[index]
         answer = example.data.get("answer")
@@ -125,7 +139,7 @@ def pairs(dataset: DatasetConfig, base: Path) -> list[tuple[Prompt, str]]:
             raise ConfigError(
                 f"warm_start: example {index} of dataset {dataset.name!r} needs a prompt and data['answer']"
             )
-        found.append((prompt, str(answer)))
+        found.append(Demonstration(prompt, str(answer), example.images))
     return found
 
 

@@ -114,6 +114,7 @@ class MlpEngine:
         "lora": "the policy is small and trained whole",
         "cache_usage": "there is no cache",
         "routed_experts": "there are no experts",
+        "output_tokens": "it samples actions, no tokens",
     }
 
     def __init__(self, settings: EngineSettings) -> None:

@@ -44,7 +44,8 @@ class EngineSettings:
     lora: set if loaded files hold an adapter instead of the model; a new engine has no adapter.
     http: the server of the engine http. images: how images are cut into patches; None for a text model.
     frozen_vision: loaded files lack the vision tower, which keeps its weights. routed_experts: completions report the
-    experts of each token. sleeps: ``sleep`` will be called.
+    experts of each token. sleeps: ``sleep`` will be called. output_tokens: ids of the only tokens that are sampled, and
+    among which log-probabilities are computed; None: all.
     """
 
     model_path: str
@@ -63,10 +64,20 @@ class EngineSettings:
     frozen_vision: bool = False
     routed_experts: bool = False
     sleeps: bool = False
+    output_tokens: Sequence[int] | None = None
 
 
 Ability = Literal[
-    "training", "weights", "seeds", "stop", "recompute", "lora", "growing_versions", "cache_usage", "routed_experts"
+    "training",
+    "weights",
+    "seeds",
+    "stop",
+    "recompute",
+    "lora",
+    "growing_versions",
+    "cache_usage",
+    "routed_experts",
+    "output_tokens",
 ]
 ABILITIES: Mapping[Ability, str] = {
     "training": "every sampled token comes with its log-probability and version, and weights can be loaded",
@@ -78,6 +89,7 @@ ABILITIES: Mapping[Ability, str] = {
     "growing_versions": "progress is also called with a growing sample that an update interrupted",
     "cache_usage": "cache_usage reports how full the cache is",
     "routed_experts": "settings.routed_experts: completions of a mixture name the experts of each token",
+    "output_tokens": "settings.output_tokens: only these tokens are sampled",
 }
 """Abilities that an engine may lack; ``Engine.lacks`` names those."""
 

@@ -74,6 +74,7 @@ class ScriptedEngine:
         "lora": "there is no model",
         "cache_usage": "there is no cache",
         "routed_experts": "there is no model",
+        "output_tokens": "there is no model",
     }
 
     def __init__(self, settings: EngineSettings) -> None:

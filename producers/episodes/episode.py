@@ -31,6 +31,7 @@ from producers.workflows.trajectory_builder import SampledCompletion, Trajectory
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Call, FinishReason
+from schemas.model_folder import find_tokens
 
 T = TypeVar("T")
 
@@ -39,7 +40,8 @@ T = TypeVar("T")
 class LoopParts:
     """The parts that all episodes of a workflow share. max_length: context length of the engine, in tokens.
 
-    images: what tools and environments may show.
+    images: what tools and environments may show. endless: whether no token can end an answer, which then ends at
+    ``sampling.max_tokens``.
     """
 
     template: ChatTemplate
@@ -47,6 +49,7 @@ class LoopParts:
     settings: AgentsConfig
     max_length: int
     images: ImageLimits
+    endless: bool = False
 
     @classmethod
     async def create(cls, services: WorkflowServices) -> LoopParts:
@@ -62,7 +65,9 @@ class LoopParts:
         except DataError as error:
             raise ConfigError(f"generator.workflow {config.generator.workflow.name}: {error}") from error
         parser = await asyncio.to_thread(make_parser, agents.tool_parser, agents.reasoning_parser, tokenizer, vllm)
-        return cls(template, parser, agents, config.model.max_length, ImageLimits.of(config))
+        only = find_tokens(config.model.path, config.model.output_tokens)
+        endless = only is not None and tokenizer.stop_ids.isdisjoint(only)
+        return cls(template, parser, agents, config.model.max_length, ImageLimits.of(config), endless)
 
 
 class EpisodeEnded(Exception):
@@ -125,7 +130,8 @@ class Episode:
             raise EpisodeEnded("length")
         self.count("calls")
         completion = await self.sample_call(prompt)
-        cut = completion.finish != "stop"
+        whole = self._parts.endless and len(completion.tokens) == self._sampling.max_tokens
+        cut = completion.finish != "stop" and not whole
         answer = await asyncio.to_thread(
             self._parts.parser.parse, completion.tokens, tools, prompt_ids=prompt.ids, cut=cut, check_names=False
         )
@@ -134,7 +140,7 @@ class Episode:
         if completion.finish == "abort":
             raise EpisodeEnded("abort")
         await self._rollout.save(self.conversation.partial(self.index))
-        if completion.finish == "length":
+        if completion.finish == "length" and cut:
             raise EpisodeEnded("length")
         return answer, message
 

@@ -33,6 +33,7 @@ from producers.workflows.base import WorkflowServices, running
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, ConfigError, InfraError, describe_error, first_error
 from schemas.messages.telemetry import ASLEEP, DRAINED
+from schemas.model_folder import find_tokens
 from schemas.run_record import JoinedRun
 from schemas.system.lifecycle import StopFlag, until_stopped
 
@@ -207,6 +208,7 @@ def engine_settings(config: TidemillConfig, name: str) -> EngineSettings:
         frozen_vision=config.model.kind == "vision" and config.model.freeze_vision,
         routed_experts=config.trainer.router_replay,
         sleeps=shares_gpus(name) is not None,
+        output_tokens=find_tokens(config.model.path, config.model.output_tokens),
     )
 
 
@@ -221,5 +223,6 @@ def needed_abilities(config: TidemillConfig) -> dict[Ability, str]:
         "recompute": (config.generator.update == "recompute", "generator.update recompute"),
         "lora": (config.trainer.lora is not None, "trainer.lora"),
         "routed_experts": (config.trainer.router_replay, "trainer.router_replay"),
+        "output_tokens": (config.model.output_tokens is not None, "model.output_tokens"),
     }
     return {ability: setting for ability, (needed, setting) in wanted.items() if needed}

@@ -262,12 +262,27 @@ class TidemillConfig(Section):
             "trainer.router_replay": trainer.router_replay,
             f"trainer.parallel.tensor {parallel.tensor}": parallel.tensor > 1,
             f"trainer.parallel.context {parallel.context}": parallel.context > 1,
-            "warm_start": self.warm_start is not None,
             "dpo": self.dpo is not None,
             "reward_model": self.reward_model is not None,
         }
         if names := [name for name, there in refused.items() if there]:
             raise ValueError(f"{names[0]} is not supported with model.kind vision: remove it (docs/vision.md)")
+        return self
+
+    @model_validator(mode="after")
+    def _check_output_tokens(self) -> TidemillConfig:
+        trainer = self.trainer
+        refused = {
+            f"trainer.parallel.tensor {trainer.parallel.tensor}": trainer.parallel.tensor > 1,
+            "trainer.kl.reference teacher": trainer.kl.reference == "teacher",
+            "warm_start with trainer.parallel.context": self.warm_start is not None and trainer.parallel.context > 1,
+            f"generator.engine {self.generator.engine}": self.generator.engine == "http",
+            "dpo": self.dpo is not None,
+            "reward_model": self.reward_model is not None,
+        }
+        names = [name for name, there in refused.items() if there and self.model.output_tokens is not None]
+        if names:
+            raise ValueError(f"{names[0]} is not supported with model.output_tokens: remove it")
         return self
 
     @model_validator(mode="after")
@@ -327,6 +342,7 @@ class TidemillConfig(Section):
                 raise ValueError(f"{name} must be {wanted} to act in environments with numbers, is {value!r}")
         refused = {
             f"model.dtype {self.model.dtype}": self.model.dtype != "float32",
+            "model.output_tokens": self.model.output_tokens is not None,
             "trainer.kl.coef": trainer.kl.coef > 0,
             "trainer.critic.model": trainer.critic is not None and trainer.critic.model is not None,
             "warm_start": self.warm_start is not None,

@@ -61,6 +61,11 @@ class ModelConfig(Section):
         description="Don't train the vision tower of a vision model, and don't publish it to the generators.",
     )
     max_length: int = Field(2048, ge=8, description="Most tokens of prompt and completion together.")
+    output_tokens: str | None = Field(
+        None,
+        description="Regular expression of the only tokens that the policy can produce, such as `<a\\d+>` for actions."
+        " Generation and training compute log-probabilities among these tokens alone.",
+    )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
 
 

@@ -35,10 +35,10 @@ class Actor(nn.Module):
 
     The deviations of the second do not depend on what is seen.
 
-    adapter, vision, router_replay: None, as a model of text has them without these.
+    adapter, vision, router_replay, output_tokens: None, as a model of text has them without these.
     """
 
-    adapter = vision = router_replay = None
+    adapter = vision = router_replay = output_tokens = None
 
     def __init__(self, shape: PolicyShape) -> None:
         super().__init__()

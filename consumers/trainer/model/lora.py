@@ -24,7 +24,7 @@ from schemas.config import LoraConfig, TidemillConfig
 from schemas.digests import base_digest
 from schemas.errors import ConfigError, DataError, describe_error
 from schemas.messages import Adapter
-from schemas.model_folder import resolve_folder
+from schemas.model_folder import find_tokens, resolve_folder
 
 NAME = "default"
 """The name that peft gives an adapter by default."""
@@ -42,7 +42,8 @@ def make_policy(config: TidemillConfig, empty: bool = False) -> Policy:
     adapter = adapt(causal_lm, settings, _base(model.path), config.run.seed)
     if settings.start is not None and not empty:
         load_adapter(causal_lm, adapter, settings.start)
-    return Policy(causal_lm, adapter, max_length=model.max_length)
+    output_tokens = find_tokens(model.path, model.output_tokens)
+    return Policy(causal_lm, adapter, max_length=model.max_length, output_tokens=output_tokens)
 
 
 def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = False) -> Policy:
@@ -50,10 +51,9 @@ def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = Fal
     model = config.model
     vision, max_length = model.kind == "vision", model.max_length
     causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty, max_length)
-    if model.kind == "text":
-        return Policy(causal_lm, max_length=max_length)
-    tower = VisionTower(causal_lm, image_settings_of(model), model.freeze_vision)
-    return Policy(causal_lm, vision=tower, max_length=max_length)
+    tower = VisionTower(causal_lm, image_settings_of(model), model.freeze_vision) if vision else None
+    output_tokens = find_tokens(model.path, model.output_tokens)
+    return Policy(causal_lm, vision=tower, max_length=max_length, output_tokens=output_tokens)
 
 
 def adapt(model: PreTrainedModel, settings: LoraConfig, base: str, seed: int) -> Adapter:

@@ -59,12 +59,15 @@ class Policy(ParallelModule):
         adapter: Adapter | None = None,
         vision: VisionTower | None = None,
         max_length: int | None = None,
+        output_tokens: Sequence[int] | None = None,
     ) -> None:
         """Wrap a loaded model. adapter: the part of it that is trained (lora.py); None if all of it is.
 
         vision: the tower of a model that reads images. max_length: tokens of the longest row, None if unknown.
+        output_tokens: sorted ids of the only tokens that have a probability; None: all. Other targets are not allowed.
         """
         super().__init__()
+        self.output_tokens = output_tokens
         self.vision = vision
         self.adapter = adapter
         self.causal_lm = causal_lm
@@ -153,7 +156,9 @@ class Policy(ParallelModule):
         else:
             logits = self.causal_lm(input_ids=inputs, use_cache=False).logits[mask]
             temperature = temperatures[0] if each is None else each[mask]
-            scores = _score_logits(logits, targets[mask], temperature, entropy_gradient)
+            allowed, aims = self._allowed(targets[mask])
+            logits = logits if allowed is None else logits[:, allowed]
+            scores = _score_logits(logits, aims, temperature, entropy_gradient)
         return TokenScores(*(_scatter(values, mask) for values in scores))
 
     def replay_routers(self) -> None:
@@ -179,8 +184,18 @@ class Policy(ParallelModule):
         head = self.causal_lm.get_output_embeddings()
         # Of a vocabulary that is cut, the rows of this rank.
         weight, bias = local_part(head.weight), None if head.bias is None else local_part(head.bias)
+        allowed, targets = self._allowed(targets)
+        if allowed is not None:
+            weight, bias = weight[allowed], None if bias is None else bias[allowed]
         part = self.tensor if isinstance(head.weight, DTensor) else None
         return score(features, weight, bias, targets, temperature, entropy_gradient, part)
+
+    def _allowed(self, targets: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the ids of the tokens that have a probability, None for all, and targets as indices into them."""
+        if self.output_tokens is None:
+            return None, targets
+        allowed = torch.tensor(self.output_tokens, device=targets.device)
+        return allowed, torch.searchsorted(allowed, targets)
 
 
 def load_model(

@@ -29,6 +29,7 @@ class OpenAiEngine:
     """The ``http`` engine of the dialect ``openai``: only ``generate``, for evaluations."""
 
     lacks: Mapping[Ability, str] = {
+        "output_tokens": "only the engines vllm and transformers do",
         "training": "OpenAI's protocol reports neither ids nor log-probabilities nor versions, and loads no weights",
         "weights": "the server's weights can't be replaced",
         "seeds": "a server may ignore them",

@@ -59,6 +59,7 @@ class SglangDialect:
     """SGLang 0.5.23's server."""
 
     lacks: Mapping[Ability, str] = {
+        "output_tokens": "only the engines vllm and transformers do",
         "lora": "the server loads whole models only",
         "seeds": "the server uses a seed only with generator.args.enable_deterministic_inference",
         "growing_versions": "the server reports the versions of tokens only at the end of a sample",

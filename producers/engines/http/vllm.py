@@ -47,6 +47,7 @@ class VllmDialect:
     """vLLM 0.32's server."""
 
     lacks: Mapping[Ability, str] = {
+        "output_tokens": "only the engines vllm and transformers do",
         "lora": "the server loads whole models only",
         "growing_versions": "the server reports the versions of tokens only at the end of a sample",
         "cache_usage": "the server does not report how full its cache is",

@@ -105,6 +105,7 @@ class ContinuousBatch:
     """The rows in flight, in the order of their slots.
 
     eos: ids that end a row. decode: turns tokens into text, for stop strings. recorder: records experts of each token.
+    allowed: the only tokens to sample, None for all.
     """
 
     def __init__(
@@ -113,11 +114,13 @@ class ContinuousBatch:
         eos: set[int],
         decode: Callable[[list[int]], str],
         recorder: RoutedExpertsRecorder | None = None,
+        allowed: Sequence[int] | None = None,
     ) -> None:
         self._model = model
         self._eos = eos
         self._decode = decode
         self._recorder = recorder
+        self._allowed = None if allowed is None else torch.tensor(allowed, device=model.device)
         self._slots = KeyValueSlots(model.device)
         self.rows: list[BatchRow] = []
 
@@ -194,6 +197,9 @@ class ContinuousBatch:
         return output.logits[:, -1].float()  # type: ignore[no-any-return]
 
     def _sample(self, rows: list[BatchRow], logits: Tensor, version: int) -> None:
+        if self._allowed is not None:
+            only = torch.full_like(logits, -torch.inf)
+            logits = only.index_copy(1, self._allowed, logits[:, self._allowed])
         tokens, logprobs = draw(logits, [row.draw for row in rows])
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             row.tokens.append(token)

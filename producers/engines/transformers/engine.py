@@ -117,7 +117,7 @@ class TransformersEngine:
             self._weights = ModelWeights(self._model, _tied(self._model))
         tokenizer = HfTokenizer(str(folder), settings.trust_remote_code)
         recorder = RoutedExpertsRecorder(self._model) if settings.routed_experts else None
-        self._batch = ContinuousBatch(self._model, _eos(model), tokenizer.decode, recorder)
+        self._batch = ContinuousBatch(self._model, _eos(model), tokenizer.decode, recorder, settings.output_tokens)
 
     async def generate(
         self,

@@ -129,7 +129,7 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
         self, prompt: EngineInput, sampling: Sampling, max_tokens: int, index: int, progress: ProgressCallback | None
     ) -> Completion:
         every = self._settings.report_every if progress is not None else None
-        params = sampling_params(sampling, index, max_tokens, every)
+        params = sampling_params(sampling, index, max_tokens, every, self._settings.output_tokens)
         growing = GrowingCompletion()
 
         def on_output(name: str, output: RequestOutput) -> None:

@@ -46,8 +46,13 @@ async def final_output(
     return final
 
 
-def sampling_params(sampling: Sampling, index: int, max_tokens: int, every: int | None) -> SamplingParams:
-    """Return the parameters of the sample with this index. every: tokens between two outputs; None: one at the end."""
+def sampling_params(
+    sampling: Sampling, index: int, max_tokens: int, every: int | None, allowed: Sequence[int] | None = None
+) -> SamplingParams:
+    """Return the parameters of the sample with this index.
+
+    every: tokens between two outputs; None: one at the end. allowed: the only tokens to sample, None for all.
+    """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -63,6 +68,7 @@ def sampling_params(sampling: Sampling, index: int, max_tokens: int, every: int 
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY if every is None else RequestOutputKind.DELTA,
         stream_interval=every,
+        allowed_token_ids=None if allowed is None else list(allowed),
         skip_clone=True,  # made for this request alone, so vLLM need not deep-copy it
     )
 

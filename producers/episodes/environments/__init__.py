@@ -6,6 +6,7 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 ENVIRONMENTS = {
+    "actions": f"{_HERE / 'action_tokens.py'}:ActionTokens",
     "gymnasium": f"{_HERE / 'gymnasium_text.py'}:GymnasiumText",
     "openenv": f"{_HERE / 'openenv_client.py'}:OpenEnvClient",
     "retry": f"{_HERE / 'retry.py'}:Retry",

@@ -48,7 +48,8 @@ class EnvironmentLoop:
     environment: a class, as file.py:Name, or one of ENVIRONMENTS by name. args: what it is built with. python: an
     interpreter for it, a path from the configuration's folder or a command, with packages that need not fit ours; it
     lives in a process then, as these do. max_turns: most answers of an episode, ``agents.max_calls`` where None; one
-    that reaches it ends with finish ``calls``. timeout_s: longest time of a step.
+    that reaches it ends with finish ``calls``. timeout_s: longest time of a step. history: whether a prompt shows the
+    turns before; if not, it is the task's with the newest observation.
 
     The reward is the sum over the steps, 0 for an episode that was cut at a limit before any of them has paid. An
     environment that raises or takes too long fails its sample, which is then not trained.
@@ -61,7 +62,9 @@ class EnvironmentLoop:
         python: str | None = None,
         max_turns: int | None = None,
         timeout_s: float = 60.0,
+        history: bool = True,
     ) -> None:
+        self._history = history
         self._name = environment
         self._args = args or {}
         self._max_turns = max_turns
@@ -72,7 +75,9 @@ class EnvironmentLoop:
         self._parts: LoopParts | None = None
 
     @staticmethod
-    def check(base: Path, environment: Any = None, args: Any = None, python: Any = None, **limits: Any) -> None:
+    def check(
+        base: Path, environment: Any = None, args: Any = None, python: Any = None, history: Any = True, **limits: Any
+    ) -> None:
         """Raise ConfigError unless the environment has reset and step, and takes its arguments.
 
         One for another interpreter is looked for at the start.
@@ -81,6 +86,8 @@ class EnvironmentLoop:
             raise ConfigError(f"generator.workflow.args.python {python!r} must be an interpreter that can be run")
         if python is None or environment in ENVIRONMENTS:
             _find_environment(ENVIRONMENTS.get(environment, environment), args or {}, base)
+        if not isinstance(history, bool):
+            raise ConfigError(f"generator.workflow.args.history {history!r} must be true or false")
         check_limits(limits, whole=("max_turns",))
 
     async def start(self, services: WorkflowServices) -> None:
@@ -139,7 +146,10 @@ class EnvironmentLoop:
                 rewards.append(reward)
             if done:
                 return
-            messages += [message, {"role": "user", "content": observed}]
+            if self._history:
+                messages += [message, {"role": "user", "content": observed}]
+            else:
+                messages = await asyncio.to_thread(begin, episode.first_messages(), observed)
 
     async def _play_turns(self, episode: Episode, environment: Any, turn: PlayerTurn, rewards: list[float]) -> None:
         """Play a game of several players, all of them the policy: each has its own conversation and rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,9 +23,13 @@ from consumers.offline.provenance import settings_digest
 from consumers.offline.sft import SftProgress, train_sft
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model
+from deploy.offline.tiny_vision_model import SPECIALS, write_tiny_vision_model
+from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer
 from schemas.config import WarmStartConfig
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, DataError
+from schemas.images import read_image_settings
+from schemas.messages import ChatMessage, ContentPart
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
 
@@ -94,6 +100,38 @@ def test_the_command_answers_in_json_what_it_made_and_that_there_is_nothing_to_m
     for command in ("sft", "prepare"):
         done = run_tidemill(command, "config.yaml", "--json", cwd=tmp_path)
         assert json.loads(done.stdout) == {"model": "made", "made": False}, done.stderr
+
+
+def picture(colour: tuple[int, int, int]) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (28, 28), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_trains_on_pictures_to_answers_of_the_only_tokens_there_are(tmp_path: Path) -> None:
+    """The colour decides which action is shown. No token ends an answer."""
+
+    def build_vision(folder: Path, seed: int) -> None:
+        write_tiny_vision_model(folder, seed=seed, characters="go", tokens=["<a0>", "<a1>"])
+
+    def places(path: str) -> ImagePlaceholders:
+        return ImagePlaceholders(SPECIALS.index("<|image_pad|>"), read_image_settings(Path(path)))
+
+    prompt = [ChatMessage("user", [ContentPart("text", "go"), ContentPart("image")])]
+    shown = [
+        (prompt, f"<a{k % 2}><a{1 - k % 2}>", [picture((220, 10 * k, 30) if k % 2 else (30, 10 * k, 220))])
+        for k in range(12)
+    ]
+    given: dict[str, Any] = {**COMMON, "load_places": places, "freeze_vision": False, "output_tokens": "<a.>"}
+    result = train_sft(
+        tmp_path / "out", build_vision, shown, shown, settings(stop_accuracy=1.0, max_steps=300), **given
+    )
+    assert result.accuracy == 1.0
+    wrong = [(prompt, "<a0>go", shown[0][2])]
+    with pytest.raises(DataError, match=r"answer '<a0>go' has token \d+, which model.output_tokens does not match"):
+        train_sft(tmp_path / "b", build_vision, wrong, wrong, settings(max_steps=1), **given)
+    with pytest.raises(DataError, match=r"has images: set model\.kind to vision"):
+        train_sft(tmp_path / "c", build, shown, shown, settings(max_steps=1), **COMMON)
 
 
 def test_trains_on_from_a_model_folder(tmp_path: Path) -> None:

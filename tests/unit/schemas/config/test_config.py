@@ -78,6 +78,16 @@ def http(**server: Any) -> dict[str, Any]:
             merged(model={"path": "m", "kind": "vision"}, generator={"engine": "transformers"}),
             "generator.engine transformers is not supported with model.kind vision",
         ),
+        (
+            merged(model={"path": "m", "output_tokens": "<a.>"}, trainer={"parallel": {"tensor": 2}}),
+            "trainer.parallel.tensor 2 is not supported with model.output_tokens: remove it",
+        ),
+        (
+            merged(
+                model={"path": "m", "output_tokens": "<a.>"}, generator={"engine": "http", "http": {"dialect": "vllm"}}
+            ),
+            "generator.engine http is not supported with model.output_tokens",
+        ),
         (merged(reward=None, generator={"workflow": {"name": "mine.py:Own"}}), "reward: None is not allowed"),
         (merged(sampling={"n": 1}), "sampling.n is 1: set sampling.n to 2 or more"),
         (merged(sampling={"min_p": 0.1}), "sampling.min_p is not supported: it changes the sampled distribution"),
