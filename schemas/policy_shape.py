@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -13,19 +14,43 @@ from schemas.errors import ConfigError
 class PolicyShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes of a multilayer perceptron.
 
-    observations: numbers of an observation. actions: number of actions; if ``continuous``, numbers of an action, which
-    is drawn from a normal distribution. squashed: the deviations follow from the observation, and tanh maps actions to
-    [-1, 1], which is scaled to the bounds of the space. hidden: sizes of the layers between, with ``activation``; those
-    of the critic are the same.
+    observations: numbers of an observation, or height, width and channels of a picture of bytes, which goes through
+    ``filters`` first: convolutions of so many channels with this side and stride, and relu. actions: number of
+    actions; if ``continuous``, numbers of an action, which is drawn from a normal distribution. squashed: the
+    deviations follow from the observation, and tanh maps actions to [-1, 1], which is scaled to the bounds of the
+    space. hidden: sizes of the layers between, with ``activation``; those of the critic are the same.
     """
 
-    observations: int
+    observations: int | tuple[int, int, int]
     actions: int
     continuous: bool = False
     hidden: tuple[int, ...] = (64, 64)
     model_type: str = "mlp"
     squashed: bool = False
     activation: Literal["tanh", "relu"] = "tanh"
+    filters: tuple[tuple[int, int, int], ...] = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
+
+    @property
+    def picture(self) -> tuple[int, int, int] | None:
+        """Height, width and channels of an observation; None if it has numbers."""
+        return None if isinstance(self.observations, int) else self.observations
+
+    @property
+    def size(self) -> int:
+        """Numbers of an observation, or bytes of a picture."""
+        return math.prod(self.observations) if isinstance(self.observations, tuple) else self.observations
+
+    @property
+    def features(self) -> int:
+        """Numbers that the first linear layer takes; 0 of a picture that is too small for the filters."""
+        if self.picture is None:
+            return self.size
+        height, width, channels = self.picture
+        for _, side, stride in self.filters:
+            height, width = (height - side) // stride + 1, (width - side) // stride + 1
+            if min(height, width) < 1:
+                return 0
+        return height * width * (self.filters[-1][0] if self.filters else channels)
 
     @property
     def outputs(self) -> int:
@@ -33,8 +58,13 @@ class PolicyShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.actions * (2 if self.squashed else 1)
 
     def __post_init__(self) -> None:
-        if min([self.observations, self.actions, *self.hidden]) < 1 or self.model_type != "mlp":
+        filters = [number for one in self.filters for number in one]
+        if min([self.size, self.actions, *self.hidden, *filters]) < 1 or self.model_type != "mlp":
             raise ValueError("sizes must be 1 or more, and model_type mlp")
+        if not self.features:
+            raise ValueError(f"pictures of {self.observations} are too small for filters {self.filters}")
+        if self.picture is not None and self.squashed:
+            raise ValueError("squashed is for SAC, whose replay buffer holds no pictures: leave it out")
         if self.squashed and not self.continuous:
             raise ValueError("squashed needs continuous")
 

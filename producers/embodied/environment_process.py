@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import struct
 import sys
 import time
@@ -26,6 +27,7 @@ from schemas.system.guarded_process import environment
 from schemas.system.worker_process import WorkerProcess
 
 Floats = npt.NDArray[np.float32]
+Seen = npt.NDArray[Any]
 START_S = 120.0
 """Longest time until a process has imported gymnasium and made its environments."""
 
@@ -58,7 +60,9 @@ class EnvironmentSpec:
         process.close()
         bounds = process.bounds
         squashed = bounds is not None and bool(np.isfinite(bounds).all())
-        return PolicyShape(process.observations, process.actions, bounds is not None, squashed=squashed)
+        # Without filters a picture of any size fits.
+        squashed = squashed and not process.picture
+        return PolicyShape(process.seen, process.actions, bounds is not None, squashed=squashed, filters=())
 
 
 def scale_actions(actions: npt.NDArray[Any], bounds: Floats | None, squashed: bool) -> npt.NDArray[Any]:
@@ -77,21 +81,24 @@ def spec_of(data: Mapping[str, Any]) -> EnvironmentSpec:
 
 @dataclass(frozen=True)
 class Stepped:
-    """What N environments answer. observations: f4 [N, O], after an episode's end those of the next.
+    """What N environments answer. observations: f4 [N, O], or u1 of pictures, after an episode's end those of the next.
 
-    last: f4 [N, O], the last observations of episodes that ended. rewards: f4 [N]. ends: u1 [N], as in Fragment.
+    last: [N, O], the last observations of episodes that ended. rewards: f4 [N]. ends: u1 [N], as in Fragment.
     success: u1 [N], 0 or 1, and 2 from an environment that does not say.
     """
 
-    observations: Floats
-    last: Floats
+    observations: Seen
+    last: Seen
     rewards: Floats
     ends: npt.NDArray[np.uint8]
     success: npt.NDArray[np.uint8]
 
 
 class EnvironmentProcess:
-    """N environments in one process. observations, actions: sizes of the spaces. bounds: of continuous actions, [2, A].
+    """N environments in one process.
+
+    seen: numbers of an observation, or the shape of a picture; observations: its numbers or bytes. actions: size of the
+    space. bounds: of continuous actions, [2, A].
 
     ``reset`` or ``step`` begins, ``receive`` waits for the result; EnvironmentLost from it means that the process is of
     no more use.
@@ -116,13 +123,18 @@ class EnvironmentProcess:
         if "error" in found:
             self.close()
             raise EnvironmentLost(found["error"])
-        self.observations, self.actions = int(found["observations"]), int(found["actions"])
-        bounds = found["bounds"]
+        seen, bounds = found["observations"], found["bounds"]
         self.bounds = None if bounds is None else np.array(bounds, dtype=np.float32)
+        self.picture = isinstance(seen, list)
+        self.seen, self.actions = tuple(seen) if isinstance(seen, list) else int(seen), int(found["actions"])
+        self.observations = math.prod(self.seen) if isinstance(self.seen, tuple) else self.seen
 
-    def reset(self, seed: int) -> None:
-        """Begin a new episode of each environment; the first has this seed, the others the numbers after it."""
-        self._send(b"R" + struct.pack("<q", seed), self._spec.reset_s)
+    def reset(self, seed: int, same: bool = False) -> None:
+        """Begin a new episode of each environment.
+
+        The first has this seed, the others the numbers after it, or the ``same``.
+        """
+        self._send(b"R" + struct.pack("<qq", seed, not same), self._spec.reset_s)
 
     def step(self, actions: npt.NDArray[Any]) -> None:
         """Begin a step. actions: int32 [N], or float32 [N, A] inside the bounds."""
@@ -133,10 +145,11 @@ class EnvironmentProcess:
         """Wait for the end of a reset or step; EnvironmentLost after its deadline, or if there is no process."""
         self._answered()
         size, n = self.observations, self.envs
-        numbers = np.frombuffer(self._read(4 * n * (2 * size + 1) + 2 * n), np.uint8)
-        floats, flags = numbers[: -2 * n].view("<f4"), numbers[-2 * n :]
-        seen, last = floats[: 2 * n * size].reshape(2, n, size)
-        return Stepped(seen, last, floats[2 * n * size :], flags[:n], flags[n:])
+        numbers = np.frombuffer(self._read(2 * n * size * (1 if self.picture else 4) + 6 * n), np.uint8)
+        kind = np.dtype(np.uint8 if self.picture else "<f4")
+        seen, last = numbers[: -6 * n].view(kind).reshape(2, n, size)
+        flags = numbers[-2 * n :]
+        return Stepped(seen, last, numbers[-6 * n : -2 * n].copy().view("<f4"), flags[:n], flags[n:])
 
     def frame(self) -> npt.NDArray[np.uint8]:
         """Draw the first environment as it is now, uint8 [height, width, 3]; EnvironmentLost if it has no picture."""

@@ -22,10 +22,11 @@ from producers.embodied.environment_process import (
     EnvironmentLost,
     EnvironmentProcess,
     EnvironmentSpec,
+    Seen,
     Stepped,
     scale_actions,
 )
-from producers.embodied.mlp_engine import Acted, Floats
+from producers.embodied.mlp_engine import Acted
 from schemas.codec import Array
 from schemas.errors import DataError
 from schemas.messages import Span
@@ -39,14 +40,15 @@ _UNKNOWN = 2
 class Actor(Protocol):
     """The policy as the collector calls it; None ends the fragment."""
 
-    def __call__(self, observations: Floats, rng: np.random.Generator, /) -> Acted | None: ...
+    def __call__(self, observations: Seen, rng: np.random.Generator, /) -> Acted | None: ...
 
 
 @dataclass
 class Episodes:
     """The episodes that ended: return, length, and success as their info ``is_success`` or ``success`` says.
 
-    restarts: processes that were replaced; the episodes that this broke off count nowhere else.
+    restarts: processes that were replaced; the episodes that this broke off count nowhere else. envs: in which each of
+    them was played.
     """
 
     returns: list[float] = field(default_factory=list)
@@ -54,6 +56,7 @@ class Episodes:
     once: list[float] = field(default_factory=list)
     at_end: list[float] = field(default_factory=list)
     restarts: int = 0
+    envs: list[int] = field(default_factory=list)
 
     def metrics(self) -> dict[str, float]:
         """Return their means, without those that no environment tells, and the number of restarts."""
@@ -85,7 +88,7 @@ class _Share:
 
     process: EnvironmentProcess
     part: slice
-    observations: Floats
+    observations: Seen
     step: int | None = None
     lived: int = 0
     losses: int = 0
@@ -94,22 +97,23 @@ class _Share:
 class _Columns:
     """The numbers of a fragment under way; versions: int64 [T], of the oldest policy that acted in a step."""
 
-    def __init__(self, steps: int, envs: int, size: int, actions: int | None) -> None:
-        """actions: numbers of a continuous action, None for a discrete one."""
-        self.observations = np.zeros((steps + 1, envs, size), np.float32)
+    def __init__(self, steps: int, envs: int, size: int, actions: int | None, picture: bool) -> None:
+        """actions: numbers of a continuous action, None for a discrete one. picture: whether bytes are observed."""
+        self.observations = np.zeros((steps + 1, envs, size), np.uint8 if picture else np.float32)
         shape, kind = ((steps, envs), np.int32) if actions is None else ((steps, envs, actions), np.float32)
         self.actions: npt.NDArray[Any] = np.zeros(shape, kind)
         self.logprobs, self.rewards = np.zeros((steps, envs), np.float32), np.zeros((steps, envs), np.float32)
         self.ends = np.zeros((steps, envs), np.uint8)
-        self.last: dict[tuple[int, int], Floats] = {}
+        self.last: dict[tuple[int, int], Seen] = {}
         self.versions = np.full(steps, np.iinfo(np.int64).max)
 
     def fragment(self) -> Fragment:
         """Return the fragment."""
         arrays = {name: getattr(self, name) for name in ("observations", "actions", "logprobs", "rewards", "ends")}
         last = [self.last[place] for place in sorted(self.last)]
-        arrays["last"] = np.stack(last) if last else np.zeros(0, np.float32)
-        kinds = {"actions": "i4" if self.actions.ndim == 2 else "f4", "ends": "u1"}
+        arrays["last"] = np.stack(last) if last else np.zeros(0, self.observations.dtype)
+        seen = "u1" if self.observations.dtype == np.uint8 else "f4"
+        kinds = {"actions": "i4" if self.actions.ndim == 2 else "f4", "ends": "u1", "observations": seen, "last": seen}
         packed = {name: Array.of(found.reshape(-1), kinds.get(name, "f4")) for name, found in arrays.items()}
         return Fragment(envs=self.ends.shape[1], **packed)
 
@@ -122,7 +126,7 @@ class FragmentCollector:
 
         squashed: whether actions lie between -1 and 1, and are scaled to the bounds of the space.
         """
-        self._spec, self._envs, self._squashed = spec, envs, squashed
+        self._spec, self.envs, self._squashed = spec, envs, squashed
         self._rng = np.random.default_rng(seed)
         self._shares: list[_Share] = []
         self._returns, self._lengths = np.zeros(envs), np.zeros(envs, dtype=np.int64)
@@ -137,10 +141,13 @@ class FragmentCollector:
             self.close()
             raise DataError(f"environment {spec.id}: {error}") from error
 
-    def reset(self, seed: int) -> None:
-        """Begin new episodes, the first with this seed; EnvironmentLost if that fails."""
+    def reset(self, seed: int, same: bool = False) -> None:
+        """Begin new episodes, the first with this seed, and all if they are the ``same``; EnvironmentLost if it fails.
+
+        The others have the numbers after it.
+        """
         for share in self._shares:
-            share.process.reset(seed + share.part.start)
+            share.process.reset(seed if same else seed + share.part.start, same)
         for share in self._shares:
             self._begin(share)
 
@@ -153,7 +160,7 @@ class FragmentCollector:
         """Play ``steps`` steps of each environment; None if the actor ends. DataError if a number is not finite."""
         process = self._shares[0].process
         size = None if process.bounds is None else process.actions
-        columns = _Columns(steps, self._envs, process.observations, size)
+        columns = _Columns(steps, self.envs, process.observations, size, process.picture)
         self._episodes = Episodes()
         middle = (len(self._shares) + 1) // 2
         halves = [half for half in (self._shares[:middle], self._shares[middle:]) if half]
@@ -168,7 +175,7 @@ class FragmentCollector:
             return None
         for share in self._shares:
             columns.observations[steps, share.part] = share.observations
-        return Collected(columns.fragment(), list(_spans(columns.versions)), self._episodes)
+        return Collected(columns.fragment(), list(spans_of(columns.versions)), self._episodes)
 
     def _act(self, shares: Sequence[_Share], t: int, columns: _Columns, actor: Actor) -> bool:
         """Begin step t of these environments, which lie side by side; False if the actor ends."""
@@ -242,18 +249,19 @@ class FragmentCollector:
                 columns.last[t, i] = self._checked(stepped.last[k])
             episodes.returns.append(float(self._returns[i]))
             episodes.lengths.append(int(self._lengths[i]))
+            episodes.envs.append(i)
             if stepped.success[k] != _UNKNOWN:
                 episodes.once.append(float(self._succeeded[i]))
                 episodes.at_end.append(float(stepped.success[k]))
             self._returns[i], self._lengths[i], self._succeeded[i] = 0, 0, False
 
-    def _checked(self, observations: Floats) -> Floats:
+    def _checked(self, observations: Seen) -> Seen:
         if not np.isfinite(observations).all():
             raise DataError(f"environment {self._spec.id}: an observation is not finite")
         return observations
 
 
-def _spans(versions: npt.NDArray[np.int64]) -> Iterator[Span]:
+def spans_of(versions: npt.NDArray[np.int64]) -> Iterator[Span]:
     """Yield the runs of equal versions."""
     edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     for start, end in pairwise(edges):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from producers.embodied.environment_process import EnvironmentLost, spec_of
+from producers.embodied.episode_groups import play_group
 from producers.embodied.fragment_collector import MOST_LOSSES, Actor, Collected, Episodes, FragmentCollector
 from producers.embodied.mlp_engine import MlpEngine
 from producers.workflows.base import RolloutContext, WorkflowServices
@@ -31,13 +32,13 @@ class Fragments:
         self._idle: dict[bytes, list[FragmentCollector]] = {}
         """Of evaluations, which play beside each other."""
         self._turn = threading.Lock()
-        self._squashed = False
+        self._squashed = self._whole = False
 
     async def start(self, services: WorkflowServices) -> None:
         """Check that the policy has the sizes of every environment; ConfigError otherwise."""
         config = services.config
         shape = PolicyShape.read(config.model.path)
-        self._squashed = shape.squashed
+        self._squashed, self._whole = shape.squashed, config.compares_episodes
         for dataset in [*config.train, *(config.eval.dataset if config.eval else [])]:
             spec = spec_of(dataset.args)
             if max(spec.step_s, spec.reset_s) >= config.generator.stall_s:
@@ -72,6 +73,10 @@ class Fragments:
         engine = rollout.engine
         if not isinstance(engine, MlpEngine):
             raise ConfigError("generator.workflow.name fragments needs generator.engine mlp")
+        if self._whole and rollout.task.kind == "train":
+            for sample in await asyncio.to_thread(self._play_group, engine, rollout.task, rollout.indices):
+                yield sample
+            return
         play = self._play_episode if rollout.task.kind == "eval" else self._play_fragment
         for index in rollout.indices:
             yield await asyncio.to_thread(play, engine, rollout.task, index)
@@ -94,6 +99,27 @@ class Fragments:
                 self._collectors.pop(key).close()
                 raise
         return _sample(task, index, found)
+
+    def _play_group(self, engine: MlpEngine, task: Task, indices: Sequence[int]) -> list[SampledCompletion]:
+        """Play an episode for each sample of the task, all from the state of its seed."""
+        spec, data = spec_of(task.data), task.data
+        processes = min(data["processes"], task.n)
+        key = msgspec.msgpack.encode([spec, task.n, processes])
+        with self._turn:
+            collector = self._collectors.pop(key, None)
+            if collector is None:
+                collector = FragmentCollector(spec, task.n, data["seed"], processes, self._squashed)
+            try:
+                with engine.playing() as begun:
+                    actor = functools.partial(engine.act, begun=begun)
+                    found = play_group(collector, data["seed"], data["steps"], actor)
+            except Exception as error:
+                collector.close()
+                if isinstance(error, EnvironmentLost):
+                    raise DataError(f"environment {spec.id}: {error}") from error
+                raise
+            self._collectors[key] = collector
+        return [_sample(task, index, None if found is None else found[index]) for index in indices]
 
     def _play_episode(self, engine: MlpEngine, task: Task, index: int) -> SampledCompletion:
         """Play one episode from the task's seed to its end; at temperature 0 with the most probable actions.

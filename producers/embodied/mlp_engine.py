@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from schemas.errors import ConfigError, DataError, InfraError
@@ -37,33 +38,67 @@ class Acted:
 
 
 class Perceptron:
-    """The weights of one version. layers: of weight [out, in] and bias. log_std: float32 [A] of a normal policy."""
+    """The weights of one version. layers: of weight [out, in] and bias. log_std: float32 [A] of a normal policy.
+
+    filters: weight [out, in, side, side] and bias of the convolutions that a picture goes through.
+    """
 
     def __init__(
-        self, shape: PolicyShape, layers: Sequence[tuple[Floats, Floats]], log_std: Floats | None = None
+        self,
+        shape: PolicyShape,
+        layers: Sequence[tuple[Floats, Floats]],
+        log_std: Floats | None = None,
+        filters: Sequence[tuple[Floats, Floats]] = (),
     ) -> None:
-        self._shape, self._layers, self._log_std = shape, layers, log_std
+        self._shape, self._layers, self._log_std, self._filters = shape, layers, log_std, filters
 
     @classmethod
     def of(cls, tensors: Mapping[str, Floats], shape: PolicyShape) -> Perceptron:
         """Take the weights of a published file; DataError if they are not of this shape."""
-        sizes = [shape.observations, *shape.hidden, shape.outputs]
+        sizes = [shape.features, *shape.hidden, shape.outputs]
         normal = shape.continuous and not shape.squashed
         expected: dict[str, tuple[int, ...]] = {"log_std": (shape.actions,)} if normal else {}
         for k, (size, following) in enumerate(pairwise(sizes)):
             expected |= {f"layers.{2 * k}.weight": (following, size), f"layers.{2 * k}.bias": (following,)}
+        filters = shape.filters if shape.picture is not None else ()
+        channels = shape.picture[2] if shape.picture is not None else 0
+        for k, (following, side, _) in enumerate(filters):
+            expected |= {
+                f"pixels.{2 * k}.weight": (following, channels, side, side),
+                f"pixels.{2 * k}.bias": (following,),
+            }
+            channels = following
         found = {name: tensor.shape for name, tensor in tensors.items()}
         if found != expected:
             raise DataError(f"weights of shapes {found} are not those of model.path, {expected}")
-        layers = [(tensors[f"layers.{2 * k}.weight"], tensors[f"layers.{2 * k}.bias"]) for k in range(len(sizes) - 1)]
-        return cls(shape, layers, tensors.get("log_std"))
+        parts = {"layers": len(sizes) - 1, "pixels": len(filters)}
+        layers, pixels = (
+            [(tensors[f"{name}.{2 * k}.weight"], tensors[f"{name}.{2 * k}.bias"]) for k in range(count)]
+            for name, count in parts.items()
+        )
+        return cls(shape, layers, tensors.get("log_std"), pixels)
 
     def outputs(self, observations: Floats) -> Floats:
-        """Return logits or means, float32 [N, A], of observations [N, O]; if squashed also log-deviations, [N, 2 A]."""
-        values, act = observations, np.tanh if self._shape.activation == "tanh" else _relu
+        """Return logits or means, float32 [N, A], of observations [N, O]; if squashed also log-deviations, [N, 2 A].
+
+        Pictures are bytes, or numbers up to 255.
+        """
+        values, act = self._look(observations), np.tanh if self._shape.activation == "tanh" else _relu
         for k, (weight, bias) in enumerate(self._layers):
             values = (act(values) if k else values) @ weight.T + bias
         return values
+
+    def _look(self, observations: npt.NDArray[Any]) -> Floats:
+        """Return what the linear layers read, float32 [N, features]: what the convolutions make of a picture."""
+        if self._shape.picture is None:
+            return observations
+        values = np.asarray(observations, dtype=np.float32).reshape(-1, *self._shape.picture) / np.float32(255)
+        for (weight, bias), (_, side, stride) in zip(self._filters, self._shape.filters, strict=True):
+            # Its types know no pair of axes.
+            windows = sliding_window_view(values, (side, side), (1, 2))  # type: ignore[call-overload]
+            windows = windows[:, ::stride, ::stride]
+            values = _relu(np.tensordot(windows, weight, ((3, 4, 5), (1, 2, 3))) + bias)
+        return np.asarray(values.transpose(0, 3, 1, 2).reshape(len(values), -1), dtype=np.float32)
 
     def sample(self, outputs: Floats, rng: np.random.Generator, greedy: bool) -> npt.NDArray[Any]:
         """Draw an action for each row of outputs; the most probable one if ``greedy``."""
@@ -97,8 +132,7 @@ class Perceptron:
 
     def probe(self, tokens: Sequence[int]) -> Floats:
         """Return the log-probabilities of a probe; see ``probe_observations``."""
-        size = self._layers[0][0].shape[1]
-        outputs = self.outputs(probe_observations(tokens, size))
+        outputs = self.outputs(probe_observations(tokens, self._shape.size, self._shape.picture is not None))
         count = self._shape.actions
         discrete = not self._shape.continuous
         actions = np.asarray(tokens[1:]) % count if discrete else np.zeros((len(outputs), count), np.float32)
@@ -154,8 +188,10 @@ class MlpEngine:
             with self._changed:
                 self._playing -= 1
 
-    def act(self, observations: Floats, rng: np.random.Generator, begun: int, greedy: bool = False) -> Acted | None:
-        """Sample an action for each observation, float32 [N, O], after the end of a pause; None if aborted."""
+    def act(
+        self, observations: npt.NDArray[Any], rng: np.random.Generator, begun: int, greedy: bool = False
+    ) -> Acted | None:
+        """Sample an action for each observation, [N, O], after the end of a pause; None if aborted."""
         with self._changed:
             while self._paused and not self._closed and self._aborts == begun:
                 self._changed.wait(_LOOK_S)

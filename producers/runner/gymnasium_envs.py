@@ -1,10 +1,10 @@
 """The program that steps environments of gymnasium with numbers; it needs numpy and gymnasium, and nothing else.
 
 stdin is a socket. The first line is ``{"id", "args", "modules", "envs"}`` as JSON, answered by the spaces or an error.
-Then each request is a byte and a body of a known size: ``R`` and a seed (i8) resets all environments, ``S`` and their
-actions (i4 [N] or f4 [N, A]) steps them, ``V`` draws the first. The answer is ``=`` and what ``Environments.answer``
-returns; before it ``.`` if an episode has ended, whose environment is reset now. ``!`` is an error, with its length
-(u4) and its text. All is little-endian.
+Then each request is a byte and a body of a known size: ``R``, the first seed and the step to the next (i8) resets all
+environments, ``S`` and their actions (i4 [N] or f4 [N, A]) steps them, ``V`` draws the first. The answer is ``=`` and
+what ``Environments.answer`` returns; before it ``.`` if an episode has ended, whose environment is reset now. ``!`` is
+an error, with its length (u4) and its text. All is little-endian.
 """
 
 from __future__ import annotations
@@ -58,48 +58,57 @@ class Environments:
         self._envs = [gymnasium.make(id, disable_env_checker=True, **args) for _ in range(envs)]
         seen, acts = self._envs[0].observation_space, self._envs[0].action_space
         spaces = gymnasium.spaces
-        if not isinstance(seen, spaces.Box) or len(seen.shape) != 1:
-            raise ValueError(f"observations {seen} are not supported, must be Box of one axis")
+        self._picture = isinstance(seen, spaces.Box) and seen.dtype == "uint8" and len(seen.shape) == 3
+        parts = seen.spaces.values() if isinstance(seen, spaces.Dict) else [seen]
+        plain = all(isinstance(part, spaces.Box) and len(part.shape) == 1 for part in parts)
+        if not self._picture and not plain:
+            raise ValueError(
+                f"observations {seen} are not supported, must be Box of one axis, a Dict of such, or pictures: a Box of"
+                " bytes [height, width, channels]"
+            )
+        self._flatten = spaces.flatten
+        self._seen = seen
         self._discrete = isinstance(acts, spaces.Discrete) and acts.start == 0
         if not self._discrete and not (isinstance(acts, spaces.Box) and len(acts.shape) == 1):
             raise ValueError(f"actions {acts} are not supported, must be Discrete or Box of one axis")
-        self._observed, self._acts = int(seen.shape[0]), acts
-        shape = (envs, self._observed)
-        self._observations, self._last = self._np.zeros(shape, "<f4"), self._np.zeros(shape, "<f4")
+        self._observed, self._acts = int(spaces.flatdim(seen)), acts
+        shape, kind = (envs, self._observed), "u1" if self._picture else "<f4"
+        self._observations, self._last = self._np.zeros(shape, kind), self._np.zeros(shape, kind)
         self._rewards, self._ends, self._success = (self._np.zeros(envs, kind) for kind in ("<f4", "u1", "u1"))
 
     def spaces(self) -> dict[str, Any]:
         """Return the sizes of the spaces, and the bounds of actions (JSON has infinity, as Python writes it)."""
-        acts = self._acts
+        acts, observed = self._acts, list(self._seen.shape) if self._picture else self._observed
         if self._discrete:
-            return {"observations": self._observed, "actions": int(acts.n), "bounds": None}
+            return {"observations": observed, "actions": int(acts.n), "bounds": None}
         bounds = [acts.low.tolist(), acts.high.tolist()]
-        return {"observations": self._observed, "actions": int(acts.shape[0]), "bounds": bounds}
+        return {"observations": observed, "actions": int(acts.shape[0]), "bounds": bounds}
 
     def size_of(self, order: bytes) -> int:
         """Return the bytes of an order's body."""
         if order == b"V":
             return 0
-        return 8 if order == b"R" else 4 * len(self._envs) * (1 if self._discrete else self._acts.shape[0])
+        return 16 if order == b"R" else 4 * len(self._envs) * (1 if self._discrete else self._acts.shape[0])
 
     def answer(self, order: bytes, body: bytes, channel: socket.socket) -> bytes:
         """Reset, step or draw.
 
-        Returns observations, last observations (f4 [N, O]), rewards (f4 [N]), ends and success (u1 [N]), or a picture.
+        Returns observations, last observations (f4 [N, O], or u1 of pictures), rewards (f4 [N]), ends and success (u1
+        [N]), or a picture.
         """
         if order == b"V":
-            return b"=" + self._picture()
+            return b"=" + self._draw()
         self._ends[:], self._success[:] = 0, UNKNOWN
         if order == b"R":
-            (seed,) = struct.unpack("<q", body)
+            seed, following = struct.unpack("<qq", body)
             for i, env in enumerate(self._envs):
-                self._observations[i] = env.reset(seed=seed + i)[0]
+                self._observations[i] = self._flatten(self._seen, env.reset(seed=seed + i * following)[0])
         else:
             self._step(body, channel)
         arrays = (self._observations, self._last, self._rewards, self._ends, self._success)
         return b"=" + b"".join(array.tobytes() for array in arrays)
 
-    def _picture(self) -> bytes:
+    def _draw(self) -> bytes:
         """Return height, width (u4) and colors (u1 [height, width, 3]) of the first environment."""
         frame: Any = self._envs[0].render()
         if getattr(frame, "dtype", None) != "uint8" or frame.shape[2:] != (3,):
@@ -111,7 +120,7 @@ class Environments:
         for i, env in enumerate(self._envs):
             action = int(actions[i, 0]) if self._discrete else actions[i].astype(self._acts.dtype)
             seen, self._rewards[i], terminated, truncated, info = env.step(action)
-            self._observations[i] = seen
+            self._observations[i] = self._flatten(self._seen, seen)
             self._ends[i] = TERMINATED if terminated else TRUNCATED if truncated else 0
             success = info.get("is_success", info.get("success"))
             self._success[i] = UNKNOWN if success is None else bool(success)
@@ -120,4 +129,4 @@ class Environments:
             channel.sendall(b".")
         for i in ended:
             self._last[i] = self._observations[i]
-            self._observations[i] = self._envs[i].reset()[0]
+            self._observations[i] = self._flatten(self._seen, self._envs[i].reset()[0])

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from schemas.config.base import ModelPath, Section, TermName
+from schemas.config.base import ModelPath, Section, TermName, UserPath
 
 RECIPES = {
     "dapo": ("token_mean", "grpo"),
@@ -115,6 +115,26 @@ class SacConfig(Section):
     tau: float = Field(0.005, gt=0, le=1, description="Share by which the target networks follow in an update.")
     target_entropy: float | None = Field(
         None, description="Entropy to which the temperature is tuned; by default minus the numbers of an action."
+    )
+    critics: int = Field(
+        2,
+        ge=2,
+        le=32,
+        description="Q networks. The next step's value is the least of two of them; with more than two, such as 10 in"
+        " RLPD, these are drawn, and the policy follows the mean of all.",
+    )
+    norm: Literal["none", "layer", "batch"] = Field(
+        "none",
+        description="Normalisation in the Q networks. layer: after each layer, as in RLPD. batch: over both steps'"
+        " transitions, without target networks (CrossQ).",
+    )
+    policy_every: int = Field(
+        1, ge=1, description="Updates of the Q networks for each update of policy and temperature; CrossQ has 3."
+    )
+    demonstrations: UserPath | None = Field(
+        None,
+        description="Folder of files like those in a run's replay_buffer/, of whose transitions half of each batch is"
+        " drawn (RLPD). They are of the same environment, and do not count as new.",
     )
 
     @model_validator(mode="after")

@@ -44,6 +44,8 @@ TEXT_TRAINER = (
     "parallel",
 )
 """Settings of the trainer that concern tokens or several ranks: with other policies they would do nothing."""
+GROUP_ADVANTAGES = ("centered", "grpo", "rloo", "lite_ppo", "max_rl")
+"""Advantages that compare whole episodes from one state, where a policy acts in environments with numbers."""
 TEXT_SAMPLING = ("temperature", "top_p", "top_k", "stop")
 """The same of sampling for training."""
 PoolName = Annotated[
@@ -109,6 +111,11 @@ class TidemillConfig(Section):
         if self.eval is None:
             return []
         return [*(self.eval.terms or []), *(term for one in self.eval.dataset for term in one.terms or [])]
+
+    @property
+    def compares_episodes(self) -> bool:
+        """Whether a policy of model.kind mlp plays whole episodes, which are compared within their group."""
+        return self.model.kind == "mlp" and self.trainer.sac is None and self.trainer.advantage.name != "gae"
 
     @property
     def teacher_weights(self) -> dict[str, float]:
@@ -335,8 +342,13 @@ class TidemillConfig(Section):
         }
         if all(value != wanted for value, wanted in parts.values()) and trainer.sac is None:
             return self
-        if trainer.sac is None:
-            parts["trainer.advantage.name"] = (trainer.advantage.name, "gae")
+        name = trainer.advantage.name
+        if trainer.sac is None and name not in ("gae", *GROUP_ADVANTAGES):
+            known = ", ".join(GROUP_ADVANTAGES)
+            raise ValueError(
+                f"trainer.advantage.name must be gae or, without a trainer.critic, one of {known} to act in"
+                f" environments with numbers, is {name!r}"
+            )
         for name, (value, wanted) in parts.items():
             if value != wanted:
                 raise ValueError(f"{name} must be {wanted} to act in environments with numbers, is {value!r}")

@@ -22,11 +22,11 @@ TERMINATED, TRUNCATED = 1, 2
 class Fragment(msgspec.Struct, frozen=True, gc=False):
     """T steps of N environments.
 
-    observations: f4 [T + 1, N, O], the last to estimate from; after an episode's end, the first of the next episode.
-    actions: i4 [T, N] of a discrete space, f4 [T, N, A] of a continuous one. logprobs: f4 [T, N], natural log of the
-    probability, or of the density, with which the action was sampled. rewards: f4 [T, N]. ends: u1 [T, N], 0,
-    TERMINATED or TRUNCATED. last: f4 [K, O], the last observation of each of the K truncated episodes, in the order of
-    ``ends``.
+    observations: f4 [T + 1, N, O], or u1 of pictures of O bytes, the last to estimate from; after an episode's end,
+    the first of the next episode. actions: i4 [T, N] of a discrete space, f4 [T, N, A] of a continuous one.
+    logprobs: f4 [T, N], natural log of the probability, or of the density, with which the action was sampled.
+    rewards: f4 [T, N]. ends: u1 [T, N], 0, TERMINATED or TRUNCATED. last: [K, O], the last observation of each of
+    the K truncated episodes, in the order of ``ends``.
     """
 
     envs: int
@@ -39,12 +39,12 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
 
     def __post_init__(self) -> None:
         types = {
-            "observations": "f4",
+            "observations": "f4 u1",
             "actions": "i4 f4",
             "logprobs": "f4",
             "rewards": "f4",
             "ends": "u1",
-            "last": "f4",
+            "last": "f4 u1",
         }
         for name, allowed in types.items():
             array = getattr(self, name)
@@ -70,6 +70,8 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
         if ends.max() > TRUNCATED:
             raise ValueError(f"fragment.ends must hold 0, {TERMINATED} and {TRUNCATED}, largest is {ends.max()}")
         expected = int(np.count_nonzero(ends == TRUNCATED)) * size
+        if self.last.dtype != self.observations.dtype:
+            raise ValueError(f"fragment.last must be {self.observations.dtype} as observations, is {self.last.dtype}")
         if len(self.last) != expected:
             raise ValueError(f"fragment.last has {len(self.last)} entries, must be {expected}")
 
@@ -97,11 +99,12 @@ CLOSE_TO_1 = 1 - 1e-6
 """Largest size of a squashed action whose inverse is taken: that of 1 is infinite."""
 
 
-def probe_observations(tokens: npt.ArrayLike, size: int) -> npt.NDArray[np.float32]:
-    """Return the observations that a probe's tokens but the last stand for, float32 [T - 1, size].
+def probe_observations(tokens: npt.ArrayLike, size: int, picture: bool = False) -> npt.NDArray[np.float32]:
+    """Return the observations of a probe's tokens but the last, float32 [T - 1, size], 0 to 255 if ``picture``.
 
     The probe scores at each of them the action that the next token stands for: the token modulo the number of actions,
     or in a continuous space 0.
     """
     numbers = np.asarray(tokens, dtype=np.float64)[:-1, None] + 1
-    return np.sin(numbers * np.arange(1, size + 1) * math.e).astype(np.float32)
+    found = np.sin(numbers * np.arange(1, size + 1) * math.e).astype(np.float32)
+    return (found + 1) * 127.5 if picture else found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from itertools import pairwise
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +13,53 @@ from torch import Tensor, nn
 from schemas.messages.fragments import CLOSE_TO_1, LOG_STD_BOUNDS, probe_observations
 from schemas.policy_shape import PolicyShape
 
+Norm: TypeAlias = Literal["none", "layer", "batch"]
 LEAST_LOG_STD, MOST_LOG_STD = LOG_STD_BOUNDS
 
 
-def _perceptron(shape: PolicyShape, first: int, last: int, last_gain: float) -> nn.Sequential:
+def _perceptron(shape: PolicyShape, first: int, last: int, last_gain: float, norm: Norm = "none") -> nn.Sequential:
     """Return linear layers with activations between, from ``first`` numbers to ``last``.
 
-    Weights are orthogonal, as in PPO's implementations (arXiv:2005.12729).
+    Weights are orthogonal, as in PPO's implementations (arXiv:2005.12729). norm: layer, after each linear layer but the
+    last, or batch, before each linear layer.
     """
-    sizes = [first, *shape.hidden, last]
     layers: list[nn.Module] = []
-    for size, following in pairwise(sizes):
+    sizes = [first, *shape.hidden, last]
+    for k, (size, following) in enumerate(pairwise(sizes), start=2):
         linear = nn.Linear(size, following)
-        nn.init.orthogonal_(linear.weight, math.sqrt(2) if len(layers) < 2 * len(sizes) - 4 else last_gain)
+        nn.init.orthogonal_(linear.weight, math.sqrt(2) if k < len(sizes) else last_gain)
         nn.init.zeros_(linear.bias)
-        layers += [linear, nn.ReLU() if shape.activation == "relu" else nn.Tanh()]
-    return nn.Sequential(*layers[:-1])
+        layers += [nn.BatchNorm1d(size, momentum=0.01)] if norm == "batch" else []
+        layers.append(linear)
+        if k < len(sizes):
+            layers += [nn.LayerNorm(following)] if norm == "layer" else []
+            layers.append(nn.ReLU() if shape.activation == "relu" else nn.Tanh())
+    return nn.Sequential(*layers)
+
+
+class Pixels(nn.Sequential):
+    """The convolutions that a picture goes through; nothing where numbers are observed (doi:10.1038/nature14236)."""
+
+    def __init__(self, shape: PolicyShape) -> None:
+        layers: list[nn.Module] = []
+        self._picture, self._features = shape.picture, shape.features
+        if shape.picture is not None:
+            channels = shape.picture[2]
+            for following, side, stride in shape.filters:
+                layers += [nn.Conv2d(channels, following, side, stride), nn.ReLU()]
+                nn.init.orthogonal_(cast(Tensor, layers[-2].weight), math.sqrt(2))
+                nn.init.zeros_(cast(Tensor, layers[-2].bias))
+                channels = following
+        super().__init__(*layers)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Return float32 [..., features] of observations [..., O]: of bytes, or numbers up to 255, where a picture."""
+        if self._picture is None:
+            return observations
+        values = observations.reshape(-1, *self._picture).permute(0, 3, 1, 2).float() / 255
+        for layer in self:
+            values = layer(values)
+        return values.reshape(*observations.shape[:-1], self._features)
 
 
 class Actor(nn.Module):
@@ -43,7 +75,8 @@ class Actor(nn.Module):
     def __init__(self, shape: PolicyShape) -> None:
         super().__init__()
         self._shape = shape
-        self.layers = _perceptron(shape, shape.observations, shape.outputs, 0.01)
+        self.pixels = Pixels(shape)
+        self.layers = _perceptron(shape, shape.features, shape.outputs, 0.01)
         if shape.continuous and not shape.squashed:
             self.log_std = nn.Parameter(torch.zeros(shape.actions))
 
@@ -55,13 +88,13 @@ class Actor(nn.Module):
     def forward(self, observations: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probability (or density) of each action and entropy, float32 [M] both.
 
-        observations: float32 [M, O]. actions: int64 [M], or float32 [M, A].
+        observations: float32 [M, O], or bytes of pictures. actions: int64 [M], or float32 [M, A].
         """
         if self._shape.squashed:
             means, deviations = self._normal(observations)
             drawn = torch.atanh(actions.clamp(-CLOSE_TO_1, CLOSE_TO_1))
             return _squashed_logprobs(drawn, means, deviations), deviations.log().sum(-1)
-        outputs = self.layers(observations)
+        outputs = self.layers(self.pixels(observations))
         if actions.is_floating_point():
             deviations = self.log_std.exp()
             scaled = (actions - outputs) / deviations
@@ -89,7 +122,8 @@ class Actor(nn.Module):
     @torch.no_grad()
     def probe(self, tokens: list[int]) -> Tensor:
         """Return the log-probabilities of a probe's tokens, float32 [T - 1]; see ``probe_observations``."""
-        observations = torch.from_numpy(probe_observations(tokens, self._shape.observations)).to(self.device)
+        observations = torch.from_numpy(probe_observations(tokens, self._shape.size, self._shape.picture is not None))
+        observations = observations.to(self.device)
         count = self._shape.actions
         following = torch.tensor(tokens[1:], device=self.device) % count
         actions = torch.zeros(len(following), count) if self._shape.continuous else following
@@ -104,21 +138,43 @@ def _squashed_logprobs(drawn: Tensor, means: Tensor, deviations: Tensor) -> Tens
 
 
 class TwinCritic(nn.Module):
-    """Two Q networks, and the targets that follow them slowly."""
+    """Two or more Q networks, and the targets that follow them slowly.
 
-    def __init__(self, shape: PolicyShape) -> None:
+    With the norm ``batch`` there are no targets: one pass over the transitions of both steps has the same statistics
+    for both, and values of the next step have no gradient (CrossQ, arXiv:1902.05605). Elsewhere running means are used.
+    """
+
+    def __init__(self, shape: PolicyShape, count: int = 2, norm: Norm = "none") -> None:
         super().__init__()
-        self.q = nn.ModuleList(_perceptron(shape, shape.observations + shape.actions, 1, 1.0) for _ in range(2))
-        self.target = copy.deepcopy(self.q).requires_grad_(False)
+        size = shape.size + shape.actions
+        self.q = nn.ModuleList(_perceptron(shape, size, 1, 1.0, norm) for _ in range(count))
+        self.target = nn.ModuleList() if norm == "batch" else copy.deepcopy(self.q).requires_grad_(False)
+        self.eval()
 
     def forward(self, observations: Tensor, actions: Tensor, target: bool = False) -> Tensor:
-        """Return both values, float32 [2, M], of observations [M, O] and actions [M, A]."""
+        """Return the values of all networks, float32 [Q, M], of observations [M, O] and actions [M, A]."""
         joined = torch.cat([observations, actions], -1)
         return torch.stack([network(joined)[:, 0] for network in (self.target if target else self.q)])
+
+    def of_both_steps(self, now: tuple[Tensor, Tensor], following: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the values, float32 [Q, M] both, of observations and actions, and of the next ones without gradient.
+
+        Without targets one pass computes both, and moves the running means.
+        """
+        if self.target:
+            with torch.no_grad():
+                values = self(*following, target=True)
+            return self(*now), values
+        self.train()
+        found, values = self(*(torch.cat(pair) for pair in zip(now, following, strict=True))).chunk(2, -1)
+        self.eval()
+        return found, values.detach()
 
     @torch.no_grad()
     def follow(self, tau: float) -> None:
         """Move the targets by this share of their distance to the Q networks."""
+        if not self.target:
+            return
         targets: list[Tensor] = list(self.target.parameters())
         sources: list[Tensor] = list(self.q.parameters())
         torch._foreach_lerp_(targets, sources, tau)
@@ -129,9 +185,10 @@ class ValueNetwork(nn.Module):
 
     def __init__(self, shape: PolicyShape) -> None:
         super().__init__()
-        self.layers = _perceptron(shape, shape.observations, 1, 1.0)
+        self.pixels = Pixels(shape)
+        self.layers = _perceptron(shape, shape.features, 1, 1.0)
 
     def forward(self, observations: Tensor) -> Tensor:
-        """Return values, float32 [...], of observations, float32 [..., O]."""
-        found: Tensor = self.layers(observations)[..., 0]
+        """Return values, float32 [...], of observations, [..., O]."""
+        found: Tensor = self.layers(self.pixels(observations))[..., 0]
         return found

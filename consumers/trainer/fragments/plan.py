@@ -11,14 +11,19 @@ from schemas.messages import Trajectory
 
 @dataclass(frozen=True)
 class FragmentPlan:
-    """The fragments of a step, and the planner that makes it. images: None, as of a model of text."""
+    """The fragments of a step with their rewards, and the planner that makes it. images: None, as of a model of text.
+
+    groups: of each sample, the number of its group in the step.
+    """
 
     samples: Sequence[tuple[Trajectory, float]] = ()
+    groups: Sequence[int] = ()
     images: None = None
 
     def plan(self, groups: Sequence[Group]) -> FragmentPlan:
         """Return the plan of a step over these groups."""
-        return FragmentPlan([sample for group in groups for sample in group.samples])
+        pairs = [(sample, number) for number, group in enumerate(groups) for sample in group.samples]
+        return FragmentPlan([sample for sample, _ in pairs], [number for _, number in pairs])
 
     def batch(self, dp_rank: int) -> FragmentPlan:
         """Return the part of a rank: all of it."""

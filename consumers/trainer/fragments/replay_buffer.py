@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
@@ -35,8 +36,11 @@ class ReplayBuffer:
     float32 [size]. What follows a truncated episode is its own last observation.
     """
 
-    def __init__(self, run: Path, size: int, observed: int, acts: int) -> None:
-        """run: the run's folder, which has the files in ``replay_buffer/``."""
+    def __init__(self, run: Path, size: int, observed: int, acts: int, demonstrations: Path | None = None) -> None:
+        """run: the run's folder, which has the files in ``replay_buffer/``.
+
+        demonstrations: a folder of such files, whose transitions stay. ConfigError if it has none of this size.
+        """
         self._run, self._size = run, size
         self.count = 0
         shapes = {"observations": (observed,), "actions": (acts,), "rewards": (), "terminated": ()}
@@ -44,6 +48,7 @@ class ReplayBuffer:
         self._columns = {name: np.zeros((size, *shape), np.float32) for name, shape in shapes.items()}
         self._files: list[tuple[str, int, int]] = []
         """Name, and the numbers of the first transition and of the one after the last."""
+        self._fixed, self._fixed_digest = _read_demonstrations(demonstrations, shapes) if demonstrations else ({}, "")
 
     @property
     def filled(self) -> int:
@@ -78,9 +83,14 @@ class ReplayBuffer:
             self._columns[name][numbers % self._size] = kept
 
     def draw(self, rng: np.random.Generator, count: int) -> dict[str, Tensor]:
-        """Draw transitions, each with equal probability and independently of the others."""
-        chosen = rng.integers(0, self.filled, count)
-        return {name: torch.from_numpy(column[chosen]) for name, column in self._columns.items()}
+        """Draw transitions, each with equal probability and independently of the others; half of demonstrations."""
+        fixed = count // 2 if self._fixed else 0
+        chosen = rng.integers(0, self.filled, count - fixed)
+        drawn = {name: column[chosen] for name, column in self._columns.items()}
+        if fixed:
+            chosen = rng.integers(0, len(self._fixed["rewards"]), fixed)
+            drawn = {name: np.concatenate([values, self._fixed[name][chosen]]) for name, values in drawn.items()}
+        return {name: torch.from_numpy(values) for name, values in drawn.items()}
 
     def state(self) -> dict[str, Any]:
         """Write what no file has yet into a new one, and return count and files; DiskError.
@@ -107,7 +117,7 @@ class ReplayBuffer:
                     path.unlink(missing_ok=True)
         except OSError as error:
             raise DiskError(f"cannot write the replay buffer in {self._run / FOLDER}: {error}") from error
-        return {"count": self.count, "size": self._size, "files": self._files}
+        return {"count": self.count, "size": self._size, "files": self._files, "demonstrations": self._fixed_digest}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Read the files of a checkpoint; InfraError if one is missing or damaged, ConfigError for another size."""
@@ -115,6 +125,8 @@ class ReplayBuffer:
             raise ConfigError(
                 f"trainer.sac.buffer is {self._size}, but the checkpoint has a buffer of {state['size']}: set that"
             )
+        if state.get("demonstrations", "") != self._fixed_digest:
+            raise ConfigError("trainer.sac.demonstrations has other transitions than the checkpoint was trained with")
         for name, start, _ in state["files"]:
             path = self._run / FOLDER / name
             try:
@@ -125,3 +137,21 @@ class ReplayBuffer:
                 raise InfraError(f"the replay buffer's file {path} has changed since it was written")
             self._put(start, load(data))
         self.count, self._files = state["count"], [tuple(file) for file in state["files"]]
+
+
+def _read_demonstrations(
+    folder: Path, shapes: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, npt.NDArray[np.float32]], str]:
+    """Return the transitions of a folder's files by column, and their digest; ConfigError if they are of no use."""
+    try:
+        files = [file.read_bytes() for file in sorted(folder.glob("*.safetensors"))]
+        parts = [load(file) for file in files]
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"trainer.sac.demonstrations {folder} can't be read: {error}") from error
+    for part in parts:
+        found = {name: values.shape[1:] for name, values in part.items()}
+        if found != shapes:
+            raise ConfigError(f"trainer.sac.demonstrations {folder} has columns {found}, must be {shapes}")
+    if not sum(len(part["rewards"]) for part in parts):
+        raise ConfigError(f"trainer.sac.demonstrations {folder} has no *.safetensors file with transitions")
+    return {name: np.concatenate([part[name] for part in parts]) for name in shapes}, digest(b"".join(files))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -42,9 +43,10 @@ def estimate_advantages(
 
 @dataclass(frozen=True)
 class Transitions:
-    """M transitions: observations float32 [M, O], actions int64 [M] or float32 [M, A], the others float32 [M].
+    """M transitions: actions int64 [M] or float32 [M, A], the others float32 [M].
 
-    values, returns: of the critic before the step, and what it should have said. versions: int64 [M].
+    observations: float32 [M, O], or uint8 of pictures. values, returns: of the critic before the step, and what it
+    should have said. versions: int64 [M].
     """
 
     observations: Tensor
@@ -67,24 +69,44 @@ class Transitions:
         cls, samples: Sequence[Trajectory], critic: Callable[[Tensor], Tensor], gamma: float, lam: float
     ) -> Transitions:
         """Join the fragments of samples; DataError for a sample that has none, or other sizes than the critic."""
-        parts = [_transitions(sample, critic, gamma, lam) for sample in samples]
+
+        def estimate(fragment: Fragment) -> tuple[Floats, Floats, Floats]:
+            found = fragment.numpy()
+            with torch.no_grad():
+                values = critic(torch.from_numpy(found["observations"].copy())).numpy()
+                last_values = critic(torch.from_numpy(found["last"].copy())).numpy()
+            return (*estimate_advantages(fragment, values, last_values, gamma, lam), values[:-1])
+
+        return cls._join([_transitions(sample, estimate) for sample in samples])
+
+    @classmethod
+    def of_episodes(cls, samples: Sequence[Trajectory], advantages: npt.NDArray[np.float64]) -> Transitions:
+        """Join the episodes of samples, each with one advantage for all its steps; values and returns are 0."""
+
+        def given(fragment: Fragment, advantage: float) -> tuple[Floats, Floats, Floats]:
+            zeros = np.zeros((fragment.steps, fragment.envs), np.float32)
+            return zeros + np.float32(advantage), zeros, zeros
+
+        pairs = zip(samples, advantages.tolist(), strict=True)
+        return cls._join([_transitions(sample, partial(given, advantage=advantage)) for sample, advantage in pairs])
+
+    @classmethod
+    def _join(cls, parts: Sequence[tuple[Tensor, ...]]) -> Transitions:
         return cls(*(torch.cat([part[k] for part in parts]) for k in range(7)))
 
 
 def _transitions(
-    sample: Trajectory, critic: Callable[[Tensor], Tensor], gamma: float, lam: float
+    sample: Trajectory, estimate: Callable[[Fragment], tuple[Floats, Floats, Floats]]
 ) -> tuple[Tensor, ...]:
+    """Return the columns of a sample's fragment. estimate: gives advantages, returns and values, float32 [T, N]."""
     fragment = sample.fragment
     if fragment is None:
         raise DataError(f"sample {sample.task_id}:{sample.sample} has no fragment to train on")
     found = fragment.numpy()
-    with torch.no_grad():
-        values = critic(torch.from_numpy(found["observations"].copy())).numpy()
-        last_values = critic(torch.from_numpy(found["last"].copy())).numpy()
-    advantages, returns = estimate_advantages(fragment, values, last_values, gamma, lam)
+    advantages, returns, values = estimate(fragment)
     actions = found["actions"]
     versions = np.repeat(sample.versions().astype(np.int64), fragment.envs)
-    columns = (found["observations"][:-1], actions, found["logprobs"], advantages, values[:-1], returns)
+    columns = (found["observations"][:-1], actions, found["logprobs"], advantages, values, returns)
     flat = [torch.from_numpy(column.reshape(-1, *column.shape[2:]).copy()) for column in columns]
     if actions.dtype == np.int32:
         flat[1] = flat[1].long()

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
-from consumers.trainer.algorithms.advantages import Gae, whiten
+from consumers.trainer.algorithms import ADVANTAGES
+from consumers.trainer.algorithms.advantages import Advantage, Gae, whiten
 from consumers.trainer.algorithms.losses import LossInputs
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.data.plan import StepPlanner
@@ -57,29 +59,28 @@ class FragmentCritic(CriticStep):
 class PpoStep(Learner):
     """A step of PPO over fragments. minibatches: parts of an epoch. seed: run.seed.
 
-    advantage: gamma, lam, and whether to normalise in each minibatch. normalise: over the whole step.
+    advantage: with a critic gamma, lam, and whether advantages are normalised in each minibatch; without one a function
+    that compares the episodes of a group, of which every step has its episode's. normalise: over the whole step.
     """
 
     objective: Objective
-    critic: FragmentCritic
+    critic: FragmentCritic | None
     epochs: int
-    advantage: Gae
+    advantage: Gae | Advantage
     minibatches: int
     seed: int
     normalise: bool = False
 
     def parts(self) -> dict[str, tuple[nn.Module, GradientUpdate]]:
         """See Learner."""
-        return super().parts() | self.critic.parts()
+        return super().parts() | ({} if self.critic is None else self.critic.parts())
 
     def run(self, batch: Any, version: int) -> StepResult:
         """Update actor and critic for each minibatch of each epoch; ``version`` is that before the step."""
         timer = StepTimer()
         actor, critic, done = self.policy, self.critic, self.schedule.done
-        critic.steps = self.schedule.steps
-        samples = [sample for sample, _ in batch.samples]
         with timer.phase("prepare"), torch.no_grad():
-            data = Transitions.of(samples, critic.critic, self.advantage.gamma, self.advantage.lam)
+            data = self._transitions(batch)
             if self.normalise:
                 everything = [torch.ones_like(data.advantages, dtype=torch.bool)]
                 data = replace(data, advantages=whiten([data.advantages], everything, self.ranks.all_reduce_sum)[0])
@@ -92,7 +93,7 @@ class PpoStep(Learner):
                 with timer.phase("optimizer"):
                     update = self.update.run(lambda p=part, c=chosen: self._add_gradient(p, proximal[c], version), lr)  # type: ignore[misc]
                 with timer.phase("critic"):
-                    critic_loss = (0.0, 0.0) if update.skipped else critic.train(part, done)
+                    critic_loss = (0.0, 0.0) if update.skipped or critic is None else critic.train(part, done)
                 values = [*update.sums.values, *critic_loss]
                 sums = [total + value for total, value in zip(sums, values, strict=True)]
                 norms, skipped, updates = norms + update.norm, skipped + update.skipped, updates + 1
@@ -105,10 +106,20 @@ class PpoStep(Learner):
             metrics["critic_explained_variance"] = 1.0 - float((data.returns - data.values).var()) / spread
         return StepResult(metrics, batch.ages(version), skipped == updates, timer.lap())
 
+    def _transitions(self, batch: FragmentPlan) -> Transitions:
+        """Return the transitions of a step with their advantages."""
+        samples = [sample for sample, _ in batch.samples]
+        if self.critic is not None and isinstance(self.advantage, Gae):
+            self.critic.steps = self.schedule.steps
+            return Transitions.of(samples, self.critic.critic, self.advantage.gamma, self.advantage.lam)
+        rewards = np.array([reward for _, reward in batch.samples], dtype=np.float64)
+        found = cast(Advantage, self.advantage)(rewards, np.array(batch.groups, dtype=np.int64))
+        return Transitions.of_episodes(samples, found)
+
     def _add_gradient(self, part: Transitions, proximal: torch.Tensor, version: int) -> Sums:
         """Run forward and backward for a minibatch; returns the means of its loss and metrics."""
         advantages = part.advantages
-        if self.advantage.normalise and len(part) > 1:
+        if isinstance(self.advantage, Gae) and self.advantage.normalise and len(part) > 1:
             advantages = (advantages - advantages.mean()) / (advantages.std() + self.advantage.eps)
         logprobs, entropy = cast(Any, self.policy)(part.observations, part.actions)
         inputs = LossInputs(
@@ -141,11 +152,16 @@ def build_fragment_step(config: TidemillConfig, ranks: Ranks) -> Learner:
         raise ConfigError(f"model.kind mlp trains on one rank, not on {ranks.world}")
     if trainer.sac is not None:
         return build_sac_step(config, ranks, trainer.sac)
-    if trainer.critic is None:
-        raise ConfigError("model.kind mlp needs a trainer.critic or a trainer.sac section")
+    grouped = config.compares_episodes
+    if trainer.critic is None and not grouped:
+        raise ConfigError("model.kind mlp needs a trainer.critic or a trainer.sac section with the advantage gae")
     if shape.squashed:
         raise ConfigError(f"model.path {config.model.path}: a squashed policy needs trainer.sac")
-    actor, network = Actor(shape), ValueNetwork(shape)
+    actor = Actor(shape)
+    critic = None
+    if trainer.critic is not None:
+        critic = FragmentCritic(ValueNetwork(shape), trainer.critic, trainer.steps, ranks)
+    function = ADVANTAGES.get(trainer.advantage.name, config.base) if grouped else Gae
     optimizer = build_optimizer(actor.parameters(), trainer.optimizer)
     return PpoStep(
         cast(Policy, actor),
@@ -154,9 +170,9 @@ def build_fragment_step(config: TidemillConfig, ranks: Ranks) -> Learner:
         Schedule(trainer.optimizer, trainer.optimizer.lr, trainer.steps),
         ranks,
         Objective.from_config(trainer, config.base),
-        FragmentCritic(network, trainer.critic, trainer.steps, ranks),
+        critic,
         trainer.epochs,
-        bind("trainer.advantage", Gae, trainer.advantage.args),
+        bind("trainer.advantage", function, trainer.advantage.args),
         trainer.minibatches,
         config.run.seed,
         trainer.advantage.normalise,

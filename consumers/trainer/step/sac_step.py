@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -69,22 +70,35 @@ class SacStep(Learner):
             new = self.buffer.add([sample for sample, _ in batch.samples])
         ratio = settings.updates_per_transition
         # Whole updates, whose number over all steps is exact.
-        updates = int(self.buffer.count * ratio) - int(before * ratio) if self.buffer.count >= settings.start else 0
+        first, end = int(before * ratio), int(self.buffer.count * ratio)
+        updates = end - first if self.buffer.count >= settings.start else 0
         rng = np.random.default_rng([self.seed, done])
         noise = torch.Generator().manual_seed(self.seed * 1_000_003 + done)
         lr = self.schedule.at(done + 1)
-        sums = np.zeros(len(METRICS))
         with timer.phase("optimizer"):
-            for _ in range(updates):
-                sums += self.update_once(self.buffer.draw(rng, settings.batch), noise, lr)
+            found = [
+                self.update_once(
+                    self.buffer.draw(rng, settings.batch), noise, lr, improve=number % settings.policy_every == 0
+                )
+                for number in range(first, first + updates)
+            ]
         self.schedule.done += 1
-        metrics = dict(zip(METRICS, (sums / updates).tolist(), strict=True)) if updates else {}
+        metrics = {
+            name: float(np.mean(values))
+            for name in METRICS
+            if (values := [numbers[name] for numbers in found if name in numbers])
+        }
         metrics |= {"tokens": float(new), "lr": lr, "updates": float(updates), "buffer": float(self.buffer.filled)}
         skipped = bool(updates) and metrics["skipped"] == 1.0
         return StepResult(metrics, batch.ages(version), skipped, timer.lap())
 
-    def update_once(self, data: dict[str, Tensor], noise: torch.Generator, lr: float) -> list[float]:
-        """Update temperature, critic and policy once, then the targets; returns the numbers of METRICS."""
+    def update_once(
+        self, data: dict[str, Tensor], noise: torch.Generator, lr: float, improve: bool = True
+    ) -> dict[str, float]:
+        """Update temperature, critic and policy once, then the targets; returns the numbers of METRICS.
+
+        improve: whether temperature and policy are updated, too.
+        """
         actor, (critic, critic_update) = cast(Actor, self.policy), self.critic
         module, temperature_update = self.temperature
         seen, gamma = data["observations"], self.settings.gamma
@@ -94,24 +108,35 @@ class SacStep(Learner):
             goal = self.settings.target_entropy
             gap = logprobs.detach() + (-float(actions.shape[-1]) if goal is None else goal)
             following, following_logprobs = actor.sample(data["next_observations"], _normal(data["actions"], noise))
-            value = critic(data["next_observations"], following, target=True).amin(0) - alpha * following_logprobs
-            wanted = data["rewards"] + gamma * (1 - data["terminated"]) * value
-        tuned = temperature_update.run(_once(temperature_update, lambda: -(module.log_alpha * gap).mean()), lr)
+        few = self.settings.critics == 2
+        pair = torch.arange(2) if few else torch.randperm(self.settings.critics, generator=noise)[:2]
 
         def critic_loss() -> tuple[Tensor, Tensor]:
-            found = critic(seen, data["actions"])
+            found, values = critic.of_both_steps((seen, data["actions"]), (data["next_observations"], following))
+            value = values[pair].amin(0) - alpha * following_logprobs
+            wanted = data["rewards"] + gamma * (1 - data["terminated"]) * value
             return 0.5 * (found - wanted).square().mean(-1).sum(), found.mean()
 
+        def policy_loss() -> Tensor:
+            values = critic(seen, actions)
+            loss: Tensor = (alpha * logprobs - (values.amin(0) if few else values.mean(0))).mean()
+            return loss
+
+        numbers, skipped = {"alpha": float(alpha), "entropy": -float(logprobs.detach().mean())}, False
+        if improve:
+            skipped = temperature_update.run(
+                _once(temperature_update, lambda: -(module.log_alpha * gap).mean()), lr
+            ).skipped
         learnt = critic_update.run(_once(critic_update, critic_loss), lr)
-        with _fixed(critic):
-            improved = self.update.run(
-                _once(self.update, lambda: (alpha * logprobs - critic(seen, actions).amin(0)).mean()), lr
-            )
+        numbers |= dict(zip(("critic_loss", "q_mean"), learnt.sums.values, strict=True))
+        numbers["critic_grad_norm"] = learnt.norm
+        if improve:
+            with _fixed(critic):
+                improved = self.update.run(_once(self.update, policy_loss), lr)
+            numbers |= {"loss": improved.sums.loss, "grad_norm": improved.norm}
+            skipped = skipped or improved.skipped
         critic.follow(self.settings.tau)
-        entropy = -float(logprobs.detach().mean())
-        skipped = float(tuned.skipped or learnt.skipped or improved.skipped)
-        losses = (*learnt.sums.values, improved.sums.loss, improved.norm, learnt.norm)
-        return [float(alpha), entropy, *losses, skipped]
+        return {**numbers, "skipped": float(skipped or learnt.skipped)}
 
 
 def _normal(like: Tensor, noise: torch.Generator) -> Tensor:
@@ -155,7 +180,7 @@ def build_sac_step(config: TidemillConfig, ranks: Ranks, settings: SacConfig) ->
         optimizer = build_optimizer(module.parameters(), trainer.optimizer)
         return GradientUpdate(module, optimizer, ranks, trainer.optimizer.max_grad_norm, torch.float32)
 
-    actor, critic, temperature = Actor(shape), TwinCritic(shape), Temperature()
+    actor, critic, temperature = Actor(shape), TwinCritic(shape, settings.critics, settings.norm), Temperature()
     return SacStep(
         cast(Policy, actor),
         cast(StepPlanner, FragmentPlan()),
@@ -164,7 +189,13 @@ def build_sac_step(config: TidemillConfig, ranks: Ranks, settings: SacConfig) ->
         ranks,
         (critic, part(critic)),
         (temperature, part(temperature)),
-        ReplayBuffer(config.folder, settings.buffer, shape.observations, shape.actions),
+        ReplayBuffer(
+            config.folder,
+            settings.buffer,
+            shape.size,
+            shape.actions,
+            None if settings.demonstrations is None else Path(settings.demonstrations),
+        ),
         settings,
         config.run.seed,
     )

@@ -38,7 +38,10 @@ class Counting(gymnasium.Env[np.ndarray, Any]):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
         self._count = 0
-        return np.zeros(1, np.float32), {}
+        return self._see(), {}
+
+    def _see(self) -> Any:
+        return np.full(1, self._count, np.float32)
 
     def render(self) -> Any:
         drawn = self.render_mode == "rgb_array" and self._fault != "picture"
@@ -57,8 +60,38 @@ class Counting(gymnasium.Env[np.ndarray, Any]):
             raise RuntimeError("the arm is stuck")
         over = self._count == self._length
         reward = float("nan") if fault == "nan" else float(action[0]) if self._scale else 1.0
-        found = np.full(1, self._count, np.float32)
+        found = self._see()
         return found, reward, over and not self._truncates, over and self._truncates, {"is_success": self._count == 2}
 
 
 gymnasium.register("Counting-v0", entry_point=Counting)
+
+
+class Seen(Counting):
+    """Shows its count as a picture of one colour, or as a Dict of two parts. Only the last action of an episode pays.
+
+    The picture's left or right half is brighter: that one is to be named.
+    """
+
+    def __init__(self, parts: bool = False, **args: Any) -> None:
+        super().__init__(length=2, truncates=False, **args)
+        one, box = gymnasium.spaces.Box(0, 100, (1,), np.float32), gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+        picture = gymnasium.spaces.Box(0, 255, (8, 10, 3), np.uint8)
+        self.observation_space: Any = gymnasium.spaces.Dict({"b": one, "a": box}) if parts else picture
+        self._parts, self._right = parts, 0
+
+    def _see(self) -> Any:
+        if self._parts:
+            return {"a": np.array([0.5, -0.5], np.float32), "b": np.full(1, self._count, np.float32)}
+        self._right = int(self.np_random.integers(2))
+        found = np.full((8, 10, 3), 20 + self._count, np.uint8)
+        found[:, 5 * self._right : 5 + 5 * self._right] = 200
+        return found
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        named = float(action == self._right)
+        seen, _, terminated, truncated, info = super().step(action)
+        return seen, named, terminated, truncated, info
+
+
+gymnasium.register("Seen-v0", entry_point=Seen)

@@ -11,10 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 
 from producers.embodied.environment_process import EnvironmentLost, EnvironmentSpec
+from producers.embodied.episode_groups import play_group
 from producers.embodied.fragment_collector import FragmentCollector
 from producers.embodied.fragment_workflow import Fragments, _episode
 from producers.embodied.mlp_engine import Acted, Floats
@@ -30,6 +32,7 @@ def start(tmp_path: Path, args: dict[str, Any], stall_s: float = 300.0, **shape:
         train=[SimpleNamespace(args={"id": "Counting-v0", "modules": [MODULE], **args})],
         eval=None,
         generator=SimpleNamespace(stall_s=stall_s),
+        compares_episodes=False,
     )
     services: Any = SimpleNamespace(config=config)
     asyncio.run(Fragments().start(services))
@@ -71,6 +74,27 @@ def act(observations: Floats, rng: np.random.Generator) -> Acted:
     return Acted(np.zeros(len(observations), np.int32), np.full(len(observations), -0.5, np.float32), 7)
 
 
+def test_pictures_and_parts_are_observed_as_they_are() -> None:
+    """A Dict in the order of its names, a picture in bytes; the last observation of an episode, too."""
+    spec = EnvironmentSpec("Seen-v0", {"parts": True}, [MODULE])
+    assert spec.shape().observations == 3
+    collector = FragmentCollector(spec, 2, 0)
+    found = collector.collect(3, act)
+    collector.close()
+    assert found is not None
+    assert found.fragment.numpy()["observations"][:, 0].tolist() == [[0.5, -0.5, t % 2] for t in range(4)]
+    spec = EnvironmentSpec("Seen-v0", {}, [MODULE])
+    assert spec.shape().observations == (8, 10, 3)
+    collector = FragmentCollector(spec, 2, 3)
+    group = play_group(collector, 3, 4, act)
+    collector.close()
+    assert group is not None
+    for one in group:
+        seen = one.fragment.numpy()["observations"]
+        assert (seen.dtype, seen.shape) == (np.uint8, (3, 1, 240))
+        assert set(seen[1].reshape(-1).tolist()) == {21, 200}
+
+
 def test_an_episode_that_a_crash_breaks_off_is_played_again_from_its_seed() -> None:
     """The process crashes at its 60th step, in the third episode of 25 steps, and its successor does not."""
     collector = FragmentCollector(
@@ -101,6 +125,56 @@ class PlainEngine:
 
     def act(self, observations: Floats, rng: np.random.Generator, begun: int) -> Acted:
         return act(observations, rng)
+
+
+class Chances:
+    """Ends an episode with another chance at each step, so that lengths differ."""
+
+    def __call__(self, observations: Floats, rng: np.random.Generator) -> Acted:
+        actions = rng.integers(0, 2, len(observations)).astype(np.int32)
+        return Acted(actions, np.full(len(observations), -0.7, np.float32), 3)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_group_has_an_episode_of_each_environment_from_one_state(processes: int) -> None:
+    collector = FragmentCollector(EnvironmentSpec("CartPole-v1"), 5, 0, processes)
+    for seed in (11, 12):
+        group = play_group(collector, seed, 7, Chances())
+        assert group is not None
+        first = gymnasium.make("CartPole-v1").reset(seed=seed)[0]
+        lengths = set()
+        for one in group:
+            found = one.fragment.numpy()
+            assert found["observations"][0, 0].tolist() == first.tolist()
+            length = one.fragment.steps
+            assert found["ends"][:, 0].tolist() == [0] * (length - 1) + [1]
+            assert (one.episodes.returns, one.episodes.lengths) == ([float(length)], [length])
+            assert [(span.version, span.end) for span in one.spans] == [(3, length)]
+            # Played again by the same actions, it is the same episode.
+            env = gymnasium.make("CartPole-v1")
+            seen = [env.reset(seed=seed)[0], *(env.step(int(action))[0] for action in found["actions"][:, 0])]
+            np.testing.assert_allclose(found["observations"][:-1, 0], np.array(seen)[:-1])
+            lengths.add(length)
+        assert len(lengths) > 1
+    collector.close()
+
+
+def test_a_truncated_episode_of_a_group_has_its_last_observation_and_success() -> None:
+    collector = FragmentCollector(EnvironmentSpec("Counting-v0", {"length": 4}, [MODULE]), 3, 0)
+    group = play_group(collector, 0, 3, act)
+    assert group is not None
+    for one in group:
+        assert one.fragment.numpy()["last"].tolist() == [[4.0]]
+        assert (one.episodes.once, one.episodes.at_end) == ([1.0], [0.0])
+    collector.close()
+
+
+def test_a_group_that_always_crashes_fails() -> None:
+    args = {"length": 50, "fault": "crash", "at": 50}
+    collector = FragmentCollector(EnvironmentSpec("Counting-v0", args, [MODULE]), 2, 0)
+    with pytest.raises(EnvironmentLost, match="the group of seed 5 was broken off 3 times"):
+        play_group(collector, 5, 40, act)
+    collector.close()
 
 
 def test_a_reward_that_is_not_finite_fails_its_fragment_and_no_other() -> None:

@@ -11,6 +11,7 @@ import yaml
 from schemas.config import TidemillConfig, parse_config
 from schemas.config.loading import dump_config
 from schemas.errors import ConfigError
+from schemas.policy_shape import PolicyShape
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 
@@ -28,6 +29,13 @@ def parse(example: str = "cartpole", **sections: dict[str, Any]) -> TidemillConf
 def test_the_examples_are_read_again_as_they_were(example: str) -> None:
     config = parse(example)
     assert dump_config(parse_config(dump_config(config))) == dump_config(config)
+
+
+@pytest.mark.parametrize("file", sorted(file.name for file in (EXAMPLES / "simulators").glob("*.yaml")))
+def test_the_runs_in_simulators_are_valid(file: str) -> None:
+    config = parse_config(yaml.safe_load((EXAMPLES / "simulators" / file).read_text()))
+    if config.model.kind == "mlp":
+        PolicyShape.read(EXAMPLES.parent / config.model.path)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +78,13 @@ def test_sac_takes_no_settings_of_ppo(changes: dict[str, Any]) -> None:
 def test_sac_is_not_for_language_models() -> None:
     with pytest.raises(ConfigError, match=r"model\.kind must be mlp .* is 'text'"):
         parse("pendulum", model={"kind": "text"}, generator={"engine": "vllm", "workflow": {"name": "environment"}})
+
+
+def test_episodes_of_a_state_may_be_compared_without_a_critic() -> None:
+    assert parse(trainer={"advantage": {"name": "grpo"}, "critic": None}, sampling={"n": 8}).compares_episodes
+    assert not parse().compares_episodes
+    with pytest.raises(ConfigError, match="the advantage is 'grpo' and there is a critic"):
+        parse(trainer={"advantage": {"name": "grpo"}})
 
 
 def test_a_fragment_may_be_cut_into_minibatches() -> None:

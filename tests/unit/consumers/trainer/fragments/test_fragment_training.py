@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,23 +14,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from consumers.trainer.algorithms.advantages import grpo
+from consumers.trainer.data.groups import Group
+from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.fragments.actor_critic import Actor
-from consumers.trainer.fragments.transitions import estimate_advantages
-from producers.embodied.mlp_engine import Perceptron
+from consumers.trainer.fragments.transitions import Transitions, estimate_advantages
+from consumers.trainer.step.build import build_learner
+from producers.embodied.environment_process import EnvironmentSpec
+from producers.embodied.fragment_collector import FragmentCollector
+from producers.embodied.mlp_engine import Acted, Perceptron
 from schemas.codec import Array
+from schemas.config import parse_config
 from schemas.errors import DataError
-from schemas.messages import Fragment
+from schemas.messages import Fragment, Span
 from schemas.policy_shape import PolicyShape
 
+MODULE = "tests.support.embodied.environments"
 
-def fragment(rewards: Any, ends: Any) -> Fragment:
-    """A fragment of one observed number; rewards and ends [T, N]."""
+
+def fragment(rewards: Any, ends: Any, actions: Any = None, observed: int = 1) -> Fragment:
+    """A fragment of zeros, with so many observed numbers; rewards, ends and actions [T, N]."""
     rewards, ends = np.asarray(rewards), np.asarray(ends)
     steps, envs = rewards.shape
     return Fragment(
         envs=envs,
-        observations=Array.of(np.zeros((steps + 1) * envs), "f4"),
-        actions=Array.of(np.zeros(rewards.size), "i4"),
+        observations=Array.of(np.zeros((steps + 1) * envs * observed), "f4"),
+        actions=Array.of(np.zeros(rewards.size) if actions is None else actions, "i4"),
         logprobs=Array.of(np.zeros(rewards.size), "f4"),
         rewards=Array.of(rewards.reshape(-1), "f4"),
         ends=Array.of(ends.reshape(-1), "u1"),
@@ -85,6 +98,8 @@ def test_advantages_are_those_of_the_definition(seed: int, steps: int, envs: int
         PolicyShape(4, 3, hidden=(8, 8)),
         PolicyShape(3, 2, continuous=True, hidden=(5,)),
         PolicyShape(3, 2, continuous=True, hidden=(5, 4), squashed=True, activation="relu"),
+        PolicyShape((13, 17, 3), 4, hidden=(8,), filters=((5, 4, 3), (6, 3, 1))),
+        PolicyShape((9, 9, 1), 2, continuous=True, hidden=(8,), filters=((4, 3, 2),)),
     ],
 )
 def test_a_generator_computes_the_log_probabilities_of_the_trainer(shape: PolicyShape) -> None:
@@ -97,7 +112,10 @@ def test_a_generator_computes_the_log_probabilities_of_the_trainer(shape: Policy
     policy = Perceptron.of(tensors, shape)
     tokens = list(range(40))
     np.testing.assert_allclose(policy.probe(tokens), actor.probe(tokens).numpy(), atol=1e-5)
-    observations = np.random.default_rng(0).normal(size=(16, shape.observations)).astype(np.float32)
+    rng = np.random.default_rng(0)
+    observations: Any = rng.normal(size=(16, shape.size)).astype(np.float32)
+    if shape.picture is not None:
+        observations = rng.integers(0, 256, (16, shape.size), np.uint8)
     outputs = policy.outputs(observations)
     actions = policy.sample(outputs, np.random.default_rng(1), greedy=False)
     taken = torch.from_numpy(actions) if shape.continuous else torch.from_numpy(actions).long()
@@ -109,3 +127,102 @@ def test_weights_of_another_shape_are_refused() -> None:
     tensors = {name: value.numpy() for name, value in Actor(PolicyShape(4, 3)).state_dict().items()}
     with pytest.raises(DataError, match="are not those of model"):
         Perceptron.of(tensors, PolicyShape(4, 2))
+
+
+def test_episodes_are_compared_within_their_group_and_all_their_steps_count_alike() -> None:
+    lengths, rewards, groups = [2, 3, 1, 4], [2.0, 4.0, 1.0, 0.0], [0, 0, 1, 1]
+    samples: Any = [
+        SimpleNamespace(fragment=fragment(np.ones((n, 1)), [[0]] * (n - 1) + [[1]]), versions=partial(np.zeros, n))
+        for n in lengths
+    ]
+    advantages = grpo(np.array(rewards), np.array(groups))
+    data = Transitions.of_episodes(samples, advantages)
+    assert data.advantages.tolist() == pytest.approx(np.repeat([-1, 1, 1, -1], lengths) / np.sqrt(2), rel=1e-5)
+    assert (len(data), float(data.values.abs().max())) == (10, 0.0)
+
+
+def test_without_a_critic_a_step_makes_better_episodes_more_likely(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"observations": 4, "actions": 2, "hidden": [8], "model_type": "mlp"}')
+    config = parse_config(
+        {
+            "run": {"folder": str(tmp_path / "run")},
+            "model": {"kind": "mlp", "path": str(tmp_path), "dtype": "float32"},
+            "train": {"name": "gymnasium", "args": {"id": "CartPole-v1"}},
+            "sampling": {"n": 2},
+            "reward": {"terms": [{"name": "episode"}]},
+            "generator": {"engine": "mlp", "workflow": {"name": "fragments"}},
+            "trainer": {"advantage": {"name": "grpo"}, "epochs": 2, "optimizer": {"lr": 0.01}},
+        }
+    )
+    step = build_learner(config, Ranks())
+    assert set(step.parts()) == {"model"}
+    samples = []
+    for action, reward in [(0, 0.0), (1, 5.0)]:
+        made = fragment(np.ones((6, 1)), [[0]] * 5 + [[1]], actions=np.full(6, action), observed=4)
+        spans = [Span(0, 0, 6)]
+        own: Any = SimpleNamespace(fragment=made, versions=partial(np.zeros, 6), spans=spans)
+        samples.append((own, reward))
+    batch = step.planner.plan([Group(0, samples)]).batch(0)
+    seen = torch.zeros(1, 4)
+
+    @torch.no_grad()
+    def chance() -> float:
+        return float(cast(Any, step.policy)(seen, torch.tensor([1]))[0].exp())
+
+    before = chance()
+    result = step.run(batch, 0)
+    assert chance() > before + 1e-4
+    assert "critic_explained_variance" not in result.metrics
+    assert result.metrics["tokens"] == 12
+
+
+def test_a_picture_too_small_for_the_filters_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"pictures of \(8, 8, 3\) are too small for filters"):
+        PolicyShape((8, 8, 3), 2)
+    with pytest.raises(ValueError, match="squashed is for SAC"):
+        PolicyShape((84, 84, 3), 2, continuous=True, squashed=True)
+
+
+def test_a_policy_learns_from_pictures(tmp_path: Path) -> None:
+    """PPO over the fragments of an environment whose brighter half is to be named, without a broker."""
+    shape = {"observations": [8, 10, 3], "actions": 2, "hidden": [16], "filters": [[8, 4, 2]], "model_type": "mlp"}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    optimizer = {"lr": 0.01}
+    config = parse_config(
+        {
+            "run": {"folder": str(tmp_path / "run")},
+            "model": {"kind": "mlp", "path": str(tmp_path), "dtype": "float32"},
+            "train": {"name": "gymnasium", "args": {"id": "Seen-v0", "modules": [MODULE]}},
+            "reward": {"terms": [{"name": "episode"}]},
+            "generator": {"engine": "mlp", "workflow": {"name": "fragments"}},
+            "trainer": {
+                "advantage": {"name": "gae", "args": {"gamma": 0.0}},
+                "critic": {"optimizer": optimizer},
+                "optimizer": optimizer,
+                "epochs": 4,
+                "minibatches": 2,
+            },
+        }
+    )
+    torch.manual_seed(0)
+    step = build_learner(config, Ranks())
+    collector = FragmentCollector(EnvironmentSpec("Seen-v0", {}, [MODULE]), 8, 0)
+    earned = []
+    for number in range(12):
+        tensors = {name: value.detach().numpy() for name, value in step.policy.state_dict().items()}
+        policy = Perceptron.of(tensors, PolicyShape.read(tmp_path))
+
+        def act(seen: Any, rng: Any, policy: Perceptron = policy) -> Acted:
+            outputs = policy.outputs(seen)
+            actions = policy.sample(outputs, rng, greedy=False)
+            return Acted(actions, policy.logprobs(outputs, actions), 0)
+
+        found = collector.collect(16, act)
+        assert found is not None
+        assert found.fragment.observations.dtype == "u1"
+        earned.append(float(found.fragment.rewards.numpy().mean()))
+        own: Any = SimpleNamespace(fragment=found.fragment, versions=partial(np.zeros, 16), spans=found.spans)
+        step.run(step.planner.plan([Group(number, [(own, 0.0)])]).batch(0), number)
+    collector.close()
+    assert earned[0] < 0.7
+    assert np.mean(earned[-2:]) > 0.9
