@@ -16,10 +16,11 @@ import redis
 import structlog
 
 from broker.client import Broker
+from broker.device_clock import DeviceClock
 from broker.flow.owner import Owner
 from broker.health import ProbeServer, Pulse
 from broker.process_meter import ProcessMeter
-from broker.telemetry.heartbeats import parse_heartbeat
+from broker.telemetry.heartbeats import COUNTED, SENT, parse_heartbeat
 from schemas.config import ProbesConfig
 from schemas.errors import ConfigError, InfraError, TidemillError
 from schemas.messages import Heartbeat
@@ -92,7 +93,7 @@ class HeartbeatThread:
 
     ``describe`` returns (state, weight version, metrics), ``acknowledged`` the numbers of the orders that were
     followed; neither may block. probes: where to answer probes over HTTP, if a port is given. sole: refuse to start,
-    with InfraError, while another live process has the name. pool: of a generator.
+    with InfraError, while another live process has the name. pool: of a generator. clock: of the process's devices.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class HeartbeatThread:
         probes: ProbesConfig | None = None,
         sole: bool = False,
         pool: str = "",
+        clock: DeviceClock | None = None,
     ) -> None:
         self._broker = broker
         self._service = service
@@ -118,6 +120,9 @@ class HeartbeatThread:
         self._probes = probes
         self._sole = sole
         self._pool = pool
+        self._clock = clock
+        self._counted: dict[str, int] = {}
+        self._uncounted = False
         self._place = find_place()
         # The supervisor's children are services, which report their own metrics.
         self._meter = ProcessMeter(alone=role == "supervisor")
@@ -152,9 +157,11 @@ class HeartbeatThread:
         So one of several processes that start at the same moment gets the name, however long another one stalls.
         """
         left = check_name(self._broker, self._service)
-        holder = self._broker.heartbeats.claim(self._make_heartbeat(), left)
-        if holder is not None:
-            raise _name_taken(self._service, parse_heartbeat(holder))
+        heartbeat = self._make_heartbeat()
+        answer = self._broker.heartbeats.claim(heartbeat, left)
+        if answer not in SENT:
+            raise _name_taken(self._service, parse_heartbeat(answer))
+        self._note(heartbeat, answer)
 
     def soon(self) -> None:
         """Send a heartbeat at once, because an order was acknowledged."""
@@ -183,12 +190,20 @@ class HeartbeatThread:
     def _sign_off(self) -> None:
         """Remove the service from the list, after its last heartbeat."""
         try:
+            if self._clock is not None:
+                self._beat()
             self._broker.heartbeats.remove(self._service)
         except (TidemillError, redis.RedisError) as error:
             log.warning("could not sign off", error=str(error))
 
     def _beat(self) -> None:
-        self._broker.heartbeats.send(self._make_heartbeat())
+        heartbeat = self._make_heartbeat()
+        self._note(heartbeat, self._broker.heartbeats.send(heartbeat))
+
+    def _note(self, heartbeat: Heartbeat, answer: bytes) -> None:
+        self._uncounted = answer != COUNTED
+        if not self._uncounted:
+            self._counted = heartbeat.device_ms
 
     def _make_heartbeat(self) -> Heartbeat:
         state, version, figures = self._describe()
@@ -203,4 +218,8 @@ class HeartbeatThread:
             acknowledged=dict(self._acknowledged()),
             place=self._place,
             pool=self._pool,
+            devices=self._clock.devices if self._clock is not None else 0,
+            device_ms=self._clock.read_ms() if self._clock is not None else {},
+            counted_ms=self._counted,
+            uncounted=self._uncounted,
         )

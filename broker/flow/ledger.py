@@ -62,6 +62,7 @@ class LedgerState:
     when its first attempt began. control: users' orders. settings: those that users changed. counters: of handled
     faults (broker/connection/counters.py). tokens: sampled tokens that have ended, by how: trained, evaluation,
     made_again (generated twice, or lost and generated again), else the reason for which their group was not trained.
+    devices: seconds of devices by role and use (broker/device_clock.py), and ``held``, all by the broker's clock.
     """
 
     state: str
@@ -88,6 +89,7 @@ class LedgerState:
     samples_failed: int = 0
     tokens_generated: int = 0
     tokens: dict[str, int] = field(default_factory=dict)
+    devices: dict[str, dict[str, float]] = field(default_factory=dict)
     dead_letters: int = 0
     started: float = 0.0
     leader_term: int = 0
@@ -261,6 +263,7 @@ class Ledger:
             samples_failed=count.get("samples_failed", 0),
             tokens_generated=count.get("tokens_generated", 0),
             tokens=_reasons(count, "tokens:"),
+            devices=_device_seconds(_reasons(count, "device:")),
             dead_letters=count.get("dead_letters", 0),
             leader_term=number("leader_term"),
             broker_lifetime=control.get("broker_lifetime", ""),
@@ -286,3 +289,11 @@ def ended_untrained(counts: dict[str, int]) -> int:
 
 def _reasons(count: dict[str, int], prefix: str) -> dict[str, int]:
     return {name.removeprefix(prefix): value for name, value in count.items() if name.startswith(prefix)}
+
+
+def _device_seconds(milliseconds: dict[str, int]) -> dict[str, dict[str, float]]:
+    seconds: dict[str, dict[str, float]] = {}
+    for name, value in sorted(milliseconds.items()):
+        role, _, use = name.partition(":")
+        seconds.setdefault(role, {})[use] = value / 1000
+    return seconds

@@ -13,6 +13,8 @@ from schemas.messages import Heartbeat
 
 FORGOTTEN_S = 600
 """Seconds of silence after which a service is no longer listed."""
+COUNTED = b"ok"
+SENT = (COUNTED, b"later")
 
 
 def _stamp(client: redis.Redis) -> float:
@@ -26,16 +28,19 @@ class Heartbeats:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def send(self, heartbeat: Heartbeat) -> None:
+    def send(self, heartbeat: Heartbeat) -> bytes:
         """Send a heartbeat, stamped with the broker's clock. Tried once: the next one comes soon.
+
+        Return one of SENT: whether its device seconds were counted, which waits until a trainer has taken the run over.
 
         The same thread renews leases, which must not wait for a retry.
         """
         heartbeat.time = self._connection.run_once("reading the broker's clock", _stamp)
-        self._connection.run_script_once("heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S)
+        answer: bytes = self._connection.run_script_once("heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S)
+        return answer
 
-    def claim(self, heartbeat: Heartbeat, left: bytes) -> bytes | None:
-        """Send the first heartbeat of a process that must be the only one of its name; None if it got the name.
+    def claim(self, heartbeat: Heartbeat, left: bytes) -> bytes:
+        """Send the first heartbeat of a process that must be the only one of its name; return SENT if it got the name.
 
         Otherwise nothing is stored, and the heartbeat of the name's owner is returned. left: bytes of the heartbeat
         that a dead process is known to have left under this name, b"" for none; any other is of a living process.
@@ -44,7 +49,7 @@ class Heartbeats:
         answer: bytes = self._connection.run_script(
             "heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S, left
         )
-        return None if answer == b"ok" else answer
+        return answer
 
     def send_all(self, heartbeats: Sequence[Heartbeat]) -> None:
         """Send heartbeats of many services in one round trip; the caller has stamped them."""

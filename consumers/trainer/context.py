@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 import structlog
 
 from broker.client import Broker
+from broker.device_clock import DeviceClock, DeviceUse
 from broker.flow.progress import Progress
 from broker.flow.trainer_session import TrainerSession
 from consumers.trainer.distributed.device_turns import DeviceTurns
@@ -22,6 +23,15 @@ from schemas.messages import Event
 from schemas.system.lifecycle import StopFlag
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
+USES: Mapping[str, DeviceUse] = {
+    "assemble": "compute",
+    "publish": "load",
+    "record": "load",
+    "checkpoint": "load",
+    "hand_over": "load",
+    "paused": "pause",
+}
+"""What the devices do in a phase of a step; in all others they wait."""
 
 Notify: TypeAlias = Callable[[str, Literal["info", "warning", "error"], str], None]
 """Reports an event through the broker: its name, its level, and the text."""
@@ -105,8 +115,8 @@ class TrainerContext:
     """The configuration and the objects of which a trainer has one each.
 
     session: this trainer's fenced access to the run. rank_group: computes on all ranks. progress: what the weights were
-    trained on. timer: where a step's time goes. settings: those that change during the run. notify: reports an event
-    through the broker.
+    trained on. timer: where a step's time goes. clock: where that of the devices goes, of all ranks. settings: those
+    that change during the run. notify: reports an event through the broker.
     """
 
     config: TidemillConfig
@@ -115,6 +125,7 @@ class TrainerContext:
     rank_group: RankGroup
     progress: Progress
     timer: StepTimer
+    clock: DeviceClock
     settings: LiveSettings
     retry: DiskRetry
     notify: Notify
@@ -127,7 +138,12 @@ class TrainerContext:
 
         turns: on GPUs that generators share.
         """
-        timer = StepTimer()
+        clock = DeviceClock(step.ranks.world)
+
+        def entered(phase: str) -> None:
+            clock.turn("asleep" if turns is not None and not turns.holding else USES.get(phase, "wait"))
+
+        timer = StepTimer(entered=entered)
 
         def notify(event: str, level: Literal["info", "warning", "error"], text: str) -> None:
             broker.events.emit(Event(name=event, service=name, level=level, text=text))
@@ -139,6 +155,7 @@ class TrainerContext:
             rank_group=RankGroup(config, step, turns, timer),
             progress=Progress(),
             timer=timer,
+            clock=clock,
             settings=LiveSettings(config),
             retry=DiskRetry(config.trainer.checkpoint.deadline_s, notify),
             notify=notify,

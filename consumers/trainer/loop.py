@@ -127,7 +127,6 @@ class Trainer:
         """Train batches as they come, until trainer.steps are done or the trainer is asked to stop."""
         self.state = "running"
         while self.progress.step < self.context.settings.steps and not stop:
-            paused_s = self.pause.waited_s
             with self.timer.phase("wait"):
                 try:
                     batch = self.batches.next(self.leadership.next_version(), stop)
@@ -135,7 +134,6 @@ class Trainer:
                     # The run ends, and these weights are its result.
                     self.checkpoints.save_final()
                     raise
-            self.timer.split("wait", {"paused": self.pause.waited_s - paused_s})
             if batch is None:
                 break
             self.train_step(batch)

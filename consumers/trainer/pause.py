@@ -8,7 +8,6 @@ loss of broker and trainer together.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 
 import structlog
@@ -29,7 +28,7 @@ class PauseFollower:
     """Pauses and resumes a trainer, as users order.
 
     reasons: why the trainer pauses. acknowledged: sent with the heartbeat; ``changed`` is called when it changes, to
-    send one at once. waited_s: seconds of all pauses. save: makes all steps so far durable, unless they are already.
+    send one at once. save: makes all steps so far durable, unless they are already.
     """
 
     def __init__(self, context: TrainerContext, save: Callable[[], None]) -> None:
@@ -38,12 +37,12 @@ class PauseFollower:
         self._progress = context.progress
         self._retry = context.retry
         self._settings = context.settings
+        self._timer = context.timer
         self._save = save
         self._written: ControlState | None = None
         self._drained = -1
         self.changed: Callable[[], None] = lambda: None
         self.reasons = PauseReasons()
-        self.waited_s = 0.0
         self.acknowledged: dict[str, int] = {}
 
     def restore(self) -> None:
@@ -101,9 +100,8 @@ class PauseFollower:
             self._wait_change(position)
 
     def _wait_change(self, position: bytes) -> None:
-        started = time.monotonic()
-        self._broker.ledger.wait_change(position, BLOCK_MS)
-        self.waited_s += time.monotonic() - started
+        with self._timer.phase("paused"):
+            self._broker.ledger.wait_change(position, BLOCK_MS)
 
     def _acknowledge(self, order: str, number: int) -> None:
         if self.acknowledged.get(order) != number:

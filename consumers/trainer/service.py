@@ -48,6 +48,7 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
             trainer.describe,
             acknowledged=lambda: trainer.pause.acknowledged,
             probes=config.probes,
+            clock=trainer.context.clock,
         )
         trainer.pause.changed = heartbeat.soon
         with heartbeat:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import typer
@@ -94,6 +95,7 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
         ("prompt groups", f"{total}: {balance}"),
         ("ended untrained", ", ".join(ended) or "none"),
         ("tokens", f"{ledger.tokens_generated:,} generated = {tokens or '0'}"),
+        *((f"{role} seconds", device_sum(uses)) for role, uses in ledger.devices.items()),
         ("to admit again", str(ledger.readmit)),
         (
             "slots",
@@ -112,6 +114,13 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
         done = "done" if s.pause.done else f"waiting for {', '.join(s.pause.waiting_for)}"
         lines.insert(1, ("pause", f"{s.pause.mode} by {s.pause.by}: {done}"))
     return lines
+
+
+def device_sum(uses: Mapping[str, float]) -> str:
+    """Format the seconds of a role's devices as a sum, the largest use first."""
+    parts = sorted(((seconds, use) for use, seconds in uses.items() if use != "held" and seconds >= 1), reverse=True)
+    terms = " + ".join(f"{seconds:,.0f} {use}" for seconds, use in parts)
+    return f"{uses.get('held', 0.0):,.0f} of devices = {terms or '0'}"
 
 
 def _service(service: ServiceStatus) -> str:

@@ -56,6 +56,7 @@ class Ending:
             *([("equal rewards", f"{equal:,}, dropped: nothing can be learned from them")] if equal else []),
             ("lost, trained twice", f"{_count(s['trajectories_lost'])}, {s['trajectories_trained_twice']}"),
             ("tokens", f"{s['tokens_generated']:,} generated, {s['tokens_trained']:,} trained"),
+            *((f"{role} devices", _shares(uses)) for role, uses in s["device_s_by_use"].items()),
             ("staleness", f"mean {_figure(s['mean_staleness'], 2)}, max {s['max_staleness']}"),
             ("log-probability gap", "-" if s["logprob_gap_mean"] is None else f"{s['logprob_gap_mean']:.1e} nats"),
         )
@@ -102,6 +103,7 @@ def _counts(config: TidemillConfig, broker: Broker, reason: str, phases: Mapping
         dropped_equal=ledger.dropped.get("zero_variance", 0) * config.sampling.n,
         dropped_stale=ledger.dropped.get("stale", 0) * config.sampling.n,
         tokens_generated=ledger.tokens_generated,
+        devices_s=ledger.devices,
         evaluations=_evaluations(config, broker.evals.read_results(), ledger.started),
         phases_s=phases,
     )
@@ -148,6 +150,13 @@ def _heldout(summary: Mapping[str, Any]) -> tuple[str, str | None, str | None]:
         before if before is None else f"{before:{form}}",
         after if after is None else f"{after:{form}}",
     )
+
+
+def _shares(uses: Mapping[str, float]) -> str:
+    """Format what devices were used for, in percent, the largest use first."""
+    total = sum(seconds for use, seconds in uses.items() if use != "held") or 1.0
+    parts = sorted(((seconds / total, use) for use, seconds in uses.items() if use != "held"), reverse=True)
+    return ", ".join(f"{share:.0%} {use}" for share, use in parts if share >= 0.005)
 
 
 def _figure(value: float | None, digits: int) -> str:

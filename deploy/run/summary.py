@@ -34,7 +34,8 @@ class Final:
     """Metrics that the logs do not hold, from the broker and the caller. Samples are of training only.
 
     published: first deliveries. dropped, failed: published samples of groups that ended untrained.
-    live: published samples of groups that are still in the pipeline. phases_s: seconds by phase.
+    live: published samples of groups that are still in the pipeline. phases_s: seconds by phase. devices_s: of devices
+    by role and use.
     Without ``published`` (the broker did not answer any more) what was lost is unknown.
     """
 
@@ -46,6 +47,7 @@ class Final:
     dropped_equal: int = 0
     dropped_stale: int = 0
     tokens_generated: int = 0
+    devices_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     evaluations: Sequence[Evaluation] = ()
     phases_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -146,6 +148,9 @@ def summarise(metrics: Iterable[dict[str, Any]], trained: Iterable[dict[str, Any
         "mean_staleness": staleness.value,
         "logprob_gap_mean": gap.value,
         "wall_s": round(wall_s, 3),
+        "device_s_by_use": {
+            role: {use: round(seconds, 1) for use, seconds in uses.items()} for role, uses in final.devices_s.items()
+        },
         "wall_s_by_phase": {name: round(seconds, 3) for name, seconds in phases_s.items()},
     }
 

@@ -7,14 +7,17 @@ Four loops run side by side in ``Generator.run``: orders (orders.py), weight upd
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 from zlib import crc32
 
 import structlog
 
 from broker.client import Broker
+from broker.device_clock import DeviceClock, DeviceUse
 from broker.heartbeat import HeartbeatThread, check_name
 from broker.weights.serving import serve_to_peers
 from producers.engines.base import Ability, Engine, EngineSettings
@@ -36,6 +39,9 @@ from schemas.messages.telemetry import ASLEEP, DRAINED
 from schemas.model_folder import find_tokens
 from schemas.run_record import JoinedRun
 from schemas.system.lifecycle import StopFlag, until_stopped
+
+DEVICE_EVERY_S = 0.05
+"""Seconds between two looks at what the engine does."""
 
 log = structlog.get_logger()
 
@@ -81,6 +87,7 @@ class Generator:
         self._turns = EngineTurns.of(name, engine, self._orders, self._updates)
         self._tasks = TaskLoop(self._context)
         self._questions = QuestionAnswering(self._context, self._tasks)
+        self._clock = DeviceClock(count_devices(config.generator.args))
         self._heartbeat = HeartbeatThread(
             broker,
             name,
@@ -92,6 +99,7 @@ class Generator:
             probes=config.probes,
             sole=True,
             pool=config.pool,
+            clock=self._clock,
         )
 
     async def run(self, stop: StopFlag) -> None:
@@ -113,6 +121,7 @@ class Generator:
             async with AsyncExitStack() as engine, asyncio.TaskGroup() as group:
                 # Orders come first: loading takes long, and a generator must not begin to sample during a pause.
                 group.create_task(self._orders.run(stop))
+                group.create_task(self._count_device(stop))
                 if self._turns is not None and not await self._turns.take(stop):
                     return
                 if not await self._load_engine(stop):
@@ -165,6 +174,21 @@ class Generator:
             self._state = "stopping"
             await self._engine.close()
 
+    async def _count_device(self, stop: StopFlag) -> None:
+        """Note what the engine's devices are used for, often enough that a second is of the right use."""
+        while not stop:
+            self._clock.turn(self._device_use())
+            await asyncio.sleep(DEVICE_EVERY_S)
+
+    def _device_use(self) -> DeviceUse:
+        if not self.engine_started or self._updates.is_loading:
+            return "load"
+        if self._orders.is_asleep:
+            return "asleep"
+        if not self._orders.is_open:
+            return "pause"
+        return "compute" if self._engine.growth() is not None else "wait"
+
     def _renew(self) -> None:
         """Renew the leases, unless the event loop has not answered for a lease: others then take its work over."""
         if self._pulse is None or self._pulse.silent_s() < self._config.generator.lease_s:
@@ -210,6 +234,12 @@ def engine_settings(config: TidemillConfig, name: str) -> EngineSettings:
         sleeps=shares_gpus(name) is not None,
         output_tokens=find_tokens(config.model.path, config.model.output_tokens),
     )
+
+
+def count_devices(args: Mapping[str, Any]) -> int:
+    """Return the devices of an engine with these arguments; 1 where they give no number."""
+    sizes = (args.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+    return math.prod(size if isinstance(size, int) and size > 0 else 1 for size in sizes)
 
 
 def needed_abilities(config: TidemillConfig) -> dict[Ability, str]:

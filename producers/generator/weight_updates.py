@@ -87,7 +87,8 @@ log = structlog.get_logger()
 class WeightUpdater:
     """The follower of published weights for one engine; tasks wait here for weights that they may use.
 
-    weights: which versions may be used and trusted. last_load_s: seconds that the last load took.
+    weights: which versions may be used and trusted. last_load_s: seconds that the last load took. is_loading: the
+    engine replaces its weights.
     evaluating: evaluation tasks in progress, which delay new weights.
     """
 
@@ -125,6 +126,7 @@ class WeightUpdater:
         self.weights = TrustedWeights()
         self.evaluating = 0
         self.last_load_s = 0.0
+        self.is_loading = False
 
     @property
     def version(self) -> int:
@@ -312,12 +314,14 @@ class WeightUpdater:
     async def _load(self, manifest: Manifest, source: WeightSource) -> None:
         self.weights.loading(manifest.version)
         started = time.monotonic()
+        self.is_loading = True
         try:
             await self._engine.load(source, manifest.version)
         except OSError as error:
             # The trainer frees old versions; a half-loaded model is unusable.
             raise InfraError(f"weights version {manifest.version} cannot be loaded: {error}") from error
         finally:
+            self.is_loading = False
             if not self._keep_copy:
                 self._local.drop()
         self.last_load_s = time.monotonic() - started

@@ -132,6 +132,11 @@ class LedgerStatus(Answer):
         description="What became of the generated tokens: trained, evaluation, made_again, in_flight, or the reason for"
         " which their group was not trained. They add up to tokens_generated."
     )
+    devices: dict[str, dict[str, float]] = Field(
+        default_factory=dict,
+        description="Seconds of devices by role and use: compute, wait, load, pause, asleep. They add up to held, which"
+        " the broker's clock measured.",
+    )
 
 
 class EvaluationStatus(Answer):

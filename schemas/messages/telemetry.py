@@ -18,7 +18,9 @@ class Heartbeat(Message, kw_only=True, tag="heartbeat"):
 
     acknowledged: number of the newest order that the service followed, by kind of order (broker/flow/run_control.py).
     place: the running system and the process namespace in which ``pid`` counts; "" if unknown. pool: of a generator, ""
-    in a run without pools.
+    in a run without pools. devices: those that the process computes on. device_ms: milliseconds of theirs by use, since
+    the process began; counted_ms: those of them that the broker has counted. uncounted: it had no counts when the last
+    heartbeat came.
     """
 
     service: str
@@ -32,6 +34,10 @@ class Heartbeat(Message, kw_only=True, tag="heartbeat"):
     acknowledged: dict[str, int] = {}
     place: str = ""
     pool: str = ""
+    devices: int = 0
+    device_ms: dict[str, int] = {}
+    counted_ms: dict[str, int] = {}
+    uncounted: bool = False
 
     @property
     def process(self) -> str:

@@ -24,6 +24,7 @@ from schemas.errors import CONFIG_EXIT, FENCED_EXIT, OK_EXIT
 STOP_GRACE_S = 30.0
 RESTART_PAUSE_S = 0.2
 EXCERPT_BYTES = 20_000
+DEVICE_ROLES = ("trainer", "generator")
 
 
 @dataclass
@@ -83,7 +84,10 @@ class FleetMember:
 
 @dataclass
 class Fleet:
-    """All services: ``members`` are restarted, ``guests`` (replicas that leave, zombies) are not."""
+    """All services: ``members`` are restarted, ``guests`` (replicas that leave, zombies) are not.
+
+    device_seconds: of trainer and generators, by this process's clock; a name counts while it is restarted, and once.
+    """
 
     folder: Path
     config: Path
@@ -97,6 +101,8 @@ class Fleet:
     exits: list[ServiceExit] = field(default_factory=list)
     urls: dict[str, str] = field(default_factory=dict)
     endpoints: dict[str, Sequence[str]] = field(default_factory=dict)
+    device_seconds: float = 0.0
+    _counted: float | None = None
     _due: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     def start(self, role: str, name: str) -> FleetMember:
@@ -163,6 +169,10 @@ class Fleet:
     def tick(self) -> None:
         """Record processes that ended; restart members; kill those that do not stop."""
         now = time.monotonic()
+        names = {*(member.name for member in self.all()), *self._due}
+        held = sum(name.startswith(DEVICE_ROLES) for name in names)
+        self.device_seconds += held * (now - (self._counted or now))
+        self._counted = now
         for member in self.all():
             if member.process.poll() is not None:
                 self._ended(member)

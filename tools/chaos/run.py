@@ -251,7 +251,7 @@ class Chaos:
         if now >= self._looked + LOOK_S:
             self._looked = now
             self.server.sample()
-            self._watch.look()
+            self._watch.look(self.fleet.device_seconds)
             self.world.cursor = self._watch.cursor
         if now >= self._said + STATUS_S:
             self._said = now

@@ -19,10 +19,17 @@ log = structlog.get_logger()
 
 
 class StepTimer:
-    """Adds up the seconds of phases from one ``lap`` to the next; ``now`` is the clock."""
+    """Adds up the seconds of phases from one ``lap`` to the next.
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+    now: the clock. entered: called with the phase that begins, or that is open again; "" outside of all.
+    """
+
+    def __init__(
+        self, now: Callable[[], float] = time.perf_counter, entered: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._now = now
+        self._entered = entered
+        self._open = ""
         self._began = now()
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._within = 0.0
@@ -32,12 +39,16 @@ class StepTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside the block for the phase ``name``, less that of phases inside the block."""
         began, within, self._within = self._now(), self._within, 0.0
+        outer, self._open = self._open, name
+        self._entered(name)
         try:
             yield
         finally:
             seconds = self._now() - began
             self._spent[name] += seconds - self._within
             self._within = within + seconds
+            self._open = outer
+            self._entered(outer)
 
     def split(self, name: str, parts: Mapping[str, float]) -> None:
         """Move seconds of the phase ``name`` to the phases ``parts``."""

@@ -388,6 +388,7 @@ def _ledger(ledger: LedgerState) -> LedgerStatus:
         samples_failed=ledger.samples_failed,
         tokens_generated=ledger.tokens_generated,
         tokens={**ledger.tokens, "in_flight": ledger.tokens_in_flight},
+        devices=ledger.devices,
     )
 
 

@@ -85,6 +85,11 @@ class StatusMetrics(Collector):
                 family.add_metric([reason], count)
             yield family
         yield _labelled("tokens", "Generated tokens by what became of them", "end", s.ledger.tokens.items())
+        seconds = CounterMetricFamily("tidemill_device_seconds", "Seconds of devices by use", labels=["role", "use"])
+        for role, uses in s.ledger.devices.items():
+            for use, spent in uses.items():
+                seconds.add_metric([role, use], spent)
+        yield seconds
         yield from self._mishaps()
         yield _counter("samples_trained_total", "Samples trained", s.ledger.samples_trained)
         yield _counter("tokens_generated_total", "Tokens generated", s.ledger.tokens_generated)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Literal, cast
 
 from broker.client import Broker
+from broker.device_clock import DeviceClock
 from broker.flow.progress import Progress
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.context import DiskRetry, LiveSettings, TrainerContext
@@ -39,5 +40,7 @@ def leadership_in(folder: Path, broker: Broker, window: int = 1, run_id: str = "
     def notify(name: str, level: Literal["info", "warning", "error"], text: str) -> None:
         broker.events.emit(Event(name=name, service="trainer", level=level, text=text))
 
-    context = TrainerContext(config, broker, session, rank_group, progress, timer, LiveSettings(config), retry, notify)
+    context = TrainerContext(
+        config, broker, session, rank_group, progress, timer, DeviceClock(), LiveSettings(config), retry, notify
+    )
     return Leadership(context, EvaluationLog(folder))

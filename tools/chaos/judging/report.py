@@ -28,7 +28,7 @@ SHOWN = 10
 """Most violations of a promise that are printed in full."""
 
 MOST_UNCOUNTED = 0.01
-"""Share of the generated tokens by which their counts may be off at the end."""
+"""Share of the generated tokens, and of the device seconds, by which their counts may be off at the end."""
 
 
 def examine(chaos: Chaos) -> dict[str, Any]:
@@ -46,6 +46,8 @@ def examine(chaos: Chaos) -> dict[str, Any]:
         )
     if watched.uncounted > MOST_UNCOUNTED:
         judgement.broken("tokens", f"{watched.uncounted:.2%} of the generated tokens are counted nowhere")
+    if watched.devices_off > MOST_UNCOUNTED:
+        judgement.broken("device seconds", f"their counts differ by {watched.devices_off:.2%}")
     for problem in (*chaos.problems, *chaos.world.problems):
         judgement.broken("run", problem)
     _compare_trained_log(chaos, logs, judgement)
@@ -97,6 +99,7 @@ def examine(chaos: Chaos) -> dict[str, Any]:
         "ledger_looks": watched.looks,
         "ledger_unbalanced": watched.unbalanced,
         "tokens_uncounted": round(watched.uncounted, 4),
+        "device_seconds_off": round(watched.devices_off, 4),
         "recovery_s": recovery.summary(chaos.hits, logs),
         "zombies": {"ended": len(zombies), "as_promised": sum(exit_.expected for exit_ in zombies)},
         "unexpected_exits": [
@@ -195,6 +198,7 @@ def _figures(result: dict[str, Any], console: Console) -> None:
         ("max live groups", f"{result['max_live_groups']} of {result['live_groups_bound']}"),
         ("ledger unbalanced", f"{result['ledger_unbalanced']} of {result['ledger_looks']:,} looks"),
         ("tokens uncounted", f"{100 * result['tokens_uncounted']:.2f} % of those generated, at the end"),
+        ("device seconds", f"{100 * result['device_seconds_off']:.2f} % apart, at the end"),
         ("zombie trainers", f"{result['zombies']['as_promised']} of {result['zombies']['ended']} ended by themselves"),
     )
     for name, value in rows:

@@ -32,6 +32,7 @@ class Peaks:
 
     unbalanced: looks at which the ledger did not add up. uncounted: share of the generated tokens, at the last look,
     that are neither in a group of the pipeline nor counted by how they ended; what was published meanwhile is in it.
+    devices_off: share of the device seconds by which the ledger's two sums, and the suite's own, then differ at most.
     """
 
     looks: int
@@ -40,6 +41,7 @@ class Peaks:
     worst: Line | None
     unbalanced: int
     uncounted: float = 0.0
+    devices_off: float = 0.0
 
 
 class Watch:
@@ -53,8 +55,8 @@ class Watch:
         self._evidence = evidence
         self.cursor = 0
 
-    def look(self) -> None:
-        """Write nothing if the server does not answer."""
+    def look(self, device_seconds: float) -> None:
+        """Write nothing if the server does not answer. device_seconds: those that the suite has counted itself."""
         if not self._server.up:
             return
         keys = self._keys
@@ -84,6 +86,8 @@ class Watch:
             cursor=state.cursor,
             tokens=state.tokens,
             uncounted=abs(state.tokens_in_flight - held) / max(1, state.tokens_generated),
+            devices=state.devices,
+            device_seconds=device_seconds,
         )
 
 
@@ -137,4 +141,13 @@ def peaks(looks: Sequence[Line], samples: int, poison: Sequence[float] = ()) -> 
             worst, excess = look, groups - strange
     unbalanced = sum(not look.data["balanced"] for look in looks)
     uncounted = max(looks, key=lambda look: look.at).data.get("uncounted", 0.0) if looks else 0.0
-    return Peaks(len(looks), most, excess, worst, unbalanced, uncounted)
+    return Peaks(len(looks), most, excess, worst, unbalanced, uncounted, devices_off(looks))
+
+
+def devices_off(looks: Sequence[Line]) -> float:
+    """Return the greatest difference between the three counts of device seconds at the last look, as a share."""
+    last = max(looks, key=lambda look: look.at).data if looks else {}
+    roles = last.get("devices", {}).values()
+    held = sum(uses["held"] for uses in roles)
+    counts = (last.get("device_seconds", 0.0), held, sum(sum(uses.values()) for uses in roles) - held)
+    return (max(counts) - min(counts)) / max(*counts, 1.0)

@@ -14,6 +14,7 @@ import { start as startLetters } from "./live/letters.js";
 import { start as startOrders } from "./live/orders.js";
 import { start as startProgress } from "./live/progress.js";
 import { start as startServices } from "./live/services.js";
+import { start as startUses } from "./live/uses.js";
 import { start as startEvaluations } from "./views/evaluations.js";
 import { start as startGrid } from "./views/grid.js";
 import { start as startGroups } from "./views/groups.js";
@@ -30,7 +31,7 @@ const SERIES = [
 ];
 
 for (const start of [
-  startHeader, startFlow, startProgress, startServices, startEvents, startTrajectories, startLetters, startOrders,
+  startHeader, startFlow, startProgress, startUses, startServices, startEvents, startTrajectories, startLetters, startOrders,
   startGrid, startGroups, startEvaluations, startPlayground, startMachine, startLogs, startSetup, startRuns,
 ]) start();
 

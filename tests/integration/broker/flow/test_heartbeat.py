@@ -16,6 +16,7 @@ import redis
 from broker import heartbeat
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread, check_name
+from broker.telemetry.heartbeats import COUNTED
 from schemas.errors import InfraError
 from schemas.messages import Heartbeat
 from schemas.system.processes import find_place
@@ -148,16 +149,16 @@ def test_a_name_is_claimed_by_one_process_and_again_when_the_answer_to_it_is_los
     def beat(pid: int) -> Heartbeat:
         return Heartbeat(service="g", role="generator", host="h", pid=pid, state="loading", place="x")
 
-    assert broker.heartbeats.claim(beat(1), b"") is None
+    assert broker.heartbeats.claim(beat(1), b"") == COUNTED
     left = broker.heartbeats.read_bytes("g")
     assert broker.heartbeats.claim(beat(2), b"") == left
-    assert broker.heartbeats.claim(beat(2), left) is None, "it is known to be dead"
+    assert broker.heartbeats.claim(beat(2), left) == COUNTED, "it is known to be dead"
     assert broker.heartbeats.claim(beat(3), left) == broker.heartbeats.read_bytes("g")
     broker.heartbeats.remove("g")
-    assert broker.heartbeats.claim(beat(3), left) is None, "it has ended meanwhile"
+    assert broker.heartbeats.claim(beat(3), left) == COUNTED, "it has ended meanwhile"
     answers: list[object] = []
     lose_first_answer(broker, answers)
-    assert broker.heartbeats.claim(beat(4), broker.heartbeats.read_bytes("g")) is None
+    assert broker.heartbeats.claim(beat(4), broker.heartbeats.read_bytes("g")) == COUNTED
     assert answers == [b"ok", b"ok"]
 
 

@@ -274,6 +274,7 @@ def test_the_file_has_all_keys_also_for_a_run_that_never_began(tmp_path: Path) -
         "logprob_gap_mean",
         "wall_s",
         "wall_s_by_phase",
+        "device_s_by_use",
         "versions_published",
         "exit_reason",
     ):

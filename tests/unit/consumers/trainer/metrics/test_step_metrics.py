@@ -238,6 +238,14 @@ def test_the_time_of_a_phase_inside_another_counts_once() -> None:
     assert clock.lap() == {"optimizer": 1.5, "forward": 4.0, "critic": 3.0, "other": 0.0, "total": 8.5}
 
 
+def test_the_phase_that_is_open_is_told_at_each_change() -> None:
+    told: list[str] = []
+    timer = StepTimer(entered=told.append)
+    with timer.phase("wait"), pytest.raises(ValueError, match="a pause that breaks off"), timer.phase("paused"):
+        raise ValueError("a pause that breaks off")
+    assert told == ["wait", "paused", "wait", ""]
+
+
 def test_a_lap_begins_where_the_last_one_ended() -> None:
     now = 0.0
     clock = StepTimer(lambda: now)
