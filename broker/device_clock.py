@@ -50,4 +50,5 @@ class DeviceClock:
 
 def process_age_s() -> float:
     """Return the seconds since this process began, 0 where the system's clock was set back since."""
-    return max(0.0, time.time() - psutil.Process().create_time())
+    began: float = psutil.Process().create_time()
+    return max(0.0, time.time() - began)

@@ -118,6 +118,7 @@ def joined(sample: int, pieces: Sequence[Piece]) -> Partial:
         spans=spans,
         calls=[call for piece in pieces for call in piece.partial.calls],
         notes={name: note for piece in pieces for name, note in piece.partial.notes.items()},
+        trace=pieces[-1].partial.trace,
     )
 
 
@@ -136,5 +137,6 @@ def piece_of(partial: Partial, start: int, notes: int = 0) -> Piece:
             ],
             calls=partial.calls[start:],
             notes=dict(list(partial.notes.items())[notes:]),
+            trace=partial.trace,
         ),
     )

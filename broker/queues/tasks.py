@@ -22,6 +22,7 @@ from broker.queues.dead_letters import letter_bytes
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import printable
 from schemas.messages import UNREWARDED, DeadLetter, Score, Task, Trajectory
+from schemas.messages.moments import Moment
 from schemas.run_record import JoinedRun
 
 EVAL_BASE = 1 << 32
@@ -155,13 +156,18 @@ class TaskQueue(ConsumerGroup):
             raise self._run.replaced()
 
     def fail_sample(
-        self, task_id: int, sample: int, reason: str, broken_version: int = -1, kind: str = "workflow"
+        self,
+        task_id: int,
+        sample: int,
+        reason: str,
+        broken_version: int = -1,
+        kind: str = "workflow",
+        trace: Sequence[Moment] = (),
     ) -> None:
         """Report a sample that could not be produced: it becomes a dead letter, and its group continues without it.
 
         kind: word under which such samples are counted; nothing was wrong with one that is UNREWARDED, so it makes no
-        dead letter. broken_version: the weights' version if its log-probabilities
-        are not finite.
+        dead letter. broken_version: the weights' version if its log-probabilities are not finite. trace: as in Score.
         """
         letter = DeadLetter(
             source="generator", reason=reason, deliveries=1, payload=b"", task_id=task_id, sample=sample
@@ -171,6 +177,7 @@ class TaskQueue(ConsumerGroup):
             reason=printable(reason),
             broken_version=broken_version,
             failure=kind if broken_version < 0 else "not_finite",
+            trace=[*trace],
         )
         filed = b"" if kind == UNREWARDED else letter_bytes(letter, self._max_bytes)
         answer = self._connection.run_script("fail_sample", task_id, sample, filed, encode(score), self._run.id)

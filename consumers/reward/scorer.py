@@ -12,6 +12,7 @@ import functools
 import hashlib
 import math
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,6 +28,7 @@ from schemas.codec import Array
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError
 from schemas.messages import REWARD_RANGE, Score, ScoreStatus, Segment, Trajectory, is_reward
+from schemas.messages.moments import Moment
 
 Floats: TypeAlias = npt.NDArray[Any]
 
@@ -49,9 +51,11 @@ class Scorer:
         env: Sequence[str] = (),
         correct_from: float = 1.0,
         correct_term: str | None = None,
+        traced: bool = False,
     ) -> None:
         """env: names of further environment variables that reward functions see. correct_from, correct_term: as in
-        RewardConfig; the sum decides if a sample has no such term."""
+        RewardConfig; the sum decides if a sample has no such term. traced: note when each term was computed."""
+        self._traced = traced
         self._terms = resolve(terms, base)
         self._correct_from, self._correct_term = correct_from, correct_term
         check_secrets(self._terms)
@@ -92,6 +96,7 @@ class Scorer:
         # Made when a worker takes the sample: what waits is no larger than its message.
         sample = functools.cache(lambda: reward_input(trajectory))
         begun = False
+        trace: list[Moment] = []
         for i in self._order:
             term = self._terms[i]
             if term.datasets is not None and trajectory.dataset not in term.datasets:
@@ -103,9 +108,14 @@ class Scorer:
             else:
                 results[i] = await self._pools[i].call(i, sample, begun)
                 begun = True
+            if self._traced:
+                now, failed = time.time(), results[i].status != "ok"
+                trace.append(Moment("term", term.label, now - results[i].seconds, now, failed=failed))
             if results[i].status != "ok":
                 break
-        return self._sum(results, trajectory)
+        score = self._sum(results, trajectory)
+        score.trace = trace if score.status == "ok" else [*trajectory.trace, *trace]
+        return score
 
     def cancel_waiting(self) -> None:
         """Cancel the scoring of samples that no worker has begun."""

@@ -76,6 +76,7 @@ def _scorer(config: TidemillConfig, terms: list[RewardTerm]) -> Scorer:
         reward.env,
         reward.correct_from,
         reward.correct_term,
+        config.trace is not None,
     )
 
 

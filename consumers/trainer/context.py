@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import structlog
@@ -16,6 +16,7 @@ from broker.flow.trainer_session import TrainerSession
 from consumers.trainer.distributed.device_turns import DeviceTurns
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.rank_group import RankGroup
+from consumers.trainer.records.traces import TraceLog
 from consumers.trainer.step.learner import Learner
 from schemas.config import TidemillConfig
 from schemas.errors import DiskError
@@ -116,7 +117,7 @@ class TrainerContext:
 
     session: this trainer's fenced access to the run. rank_group: computes on all ranks. progress: what the weights were
     trained on. timer: where a step's time goes. clock: where that of the devices goes, of all ranks. settings: those
-    that change during the run. notify: reports an event through the broker.
+    that change during the run. notify: reports an event through the broker. traces: of episodes.
     """
 
     config: TidemillConfig
@@ -129,6 +130,7 @@ class TrainerContext:
     settings: LiveSettings
     retry: DiskRetry
     notify: Notify
+    traces: TraceLog = field(default_factory=TraceLog)
 
     @classmethod
     def create(
@@ -159,4 +161,5 @@ class TrainerContext:
             settings=LiveSettings(config),
             retry=DiskRetry(config.trainer.checkpoint.deadline_s, notify),
             notify=notify,
+            traces=TraceLog(config.trace, config.run.name, config.model.path),
         )

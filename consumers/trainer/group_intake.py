@@ -47,6 +47,7 @@ class GroupIntake:
         self._session = context.session
         self._progress = context.progress
         self._notify = context.notify
+        self._traces = context.traces
         self._images = context.broker.images
         self._image_settings = context.rank_group.step.planner.images
         self._taught = frozenset(context.config.teacher_weights)
@@ -64,6 +65,8 @@ class GroupIntake:
                 self.last_outcome_at = time.monotonic()
             for outcome in outcomes:
                 self._claimed[outcome.scored_id] = outcome
+                if not outcome.trajectory_id:
+                    self._traces.failed(outcome.task_id, outcome.sample, outcome.score)
                 if self._buffer.add(outcome):
                     self._drop_if_useless(outcome.task_id)
             if len(outcomes) < CLAIM:
@@ -256,6 +259,7 @@ class GroupIntake:
         """Return a sample with the log-probabilities of its teacher; BadMessage if they do not fit its tokens."""
         if not isinstance(body, Trajectory):
             return body
+        body.trace = [*body.trace, *score.trace]
         given = score.teacher_logprobs if body.dataset in self._taught else None
         if given is None and body.dataset in self._taught:
             return BadMessage("its score has no log-probabilities of its teacher")

@@ -52,6 +52,7 @@ class StepLog:
         self.evaluations = EvaluationLog(folder)
         self._retry = context.retry
         self._notify = context.notify
+        self._traces = context.traces
         self._ranks = context.rank_group.ranks
         self._device = device_name()
         self._trackers = Trackers(context.config, self._ranks.accelerator, context.notify)
@@ -88,8 +89,11 @@ class StepLog:
         figures = self._figures(batch, result) | {f"time/{name}_s": seconds for name, seconds in times.items()}
         self._append(self._metrics, figures | self._evaluated)
         self._last, self._evaluated = figures, {}
+        worked = times["total"] - times.get("wait", 0.0) - times.get("paused", 0.0)
+        samples = [sample for group in batch.groups for sample in group.samples]
+        self._traces.trained(self._progress.step, worked, samples)
         self._trackers.log(figures)
-        self._samples, self._terms = [sample for group in batch.groups for sample in group.samples], batch.terms
+        self._samples, self._terms = samples, batch.terms
         step = self._progress.step
         self._sample_log.write(step, batch.record.version, batch.groups, result.advantages, batch.terms)
         if self._config.eval is None and step % self._config.trainer.checkpoint.every == 0:
@@ -192,6 +196,7 @@ class StepLog:
             figures = {name: value for name, value in self._last.items() if not name.startswith("time/")}
             self._append(self._metrics, figures | self._evaluated)
         self._trackers.close()
+        self._traces.close()
         self._metrics.close()
         self._trained.close()
         self._sample_log.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -94,6 +95,7 @@ class AgentEpisode:
                 self._index,
                 self._services.workers.keep_requests,
             )
+            session.note = functools.partial(rollout.note, self._index)
             self._services.sessions.add(session)
             try:
                 result = await self._run_agent(session, attempt)

@@ -72,7 +72,8 @@ class Counts:
 class Session:
     """One running episode. Requests may overlap if agents work side by side.
 
-    limit: the limit that the agent has reached, so that its end is an outcome and not a failure; None: no limit.
+    limit: the limit that the agent has reached, so that its end is an outcome and not a failure; None: no limit. note:
+    of RolloutContext, for this sample.
     interrupted: set when a request was aborted, so the episode must be handed over. finished: set when the agent
     declared the end. notes: results of its side effects, for its next attempt. busy_s: seconds in which a request was
     under way.
@@ -94,6 +95,7 @@ class Session:
         """
         self.token = secrets.token_urlsafe(24)
         self.notes = Notes(saved.notes if saved else None, self._keep)
+        self.note: Callable[..., None] = lambda *_: None
         self.finish_of_last: FinishReason = "stop"
         self.conversation = conversation
         self.counts = Counts()
@@ -120,7 +122,7 @@ class Session:
         self._ended = False
         self._open = 0
         self._busy_since = self._idle_since = 0.0
-        self._calls_tools = False
+        self._calls_tools = ""
         self.busy_s = 0.0
 
     def partial(self) -> Partial:
@@ -261,6 +263,7 @@ class Session:
             self._busy_since = time.monotonic()
             if self._calls_tools:
                 self.counts.tools_s += self._busy_since - self._idle_since
+                self.note("tool", self._calls_tools, self._idle_since)
         self._open += 1
 
     def _check_open(self) -> None:
@@ -350,6 +353,7 @@ class Session:
                 jobs += [generate(prefix=recorded[k].tokens.numpy().tolist()) for k in growing]
                 results = [completion for part in await asyncio.gather(*jobs) for completion in part]
                 self.counts.engine_s += time.monotonic() - begun
+                self.note("chat", "", begun, sum(len(completion.tokens) for completion in results))
             for k, completion in zip([*fresh, *growing], results, strict=True):
                 answers[k] = continued_completion(recorded[k], completion) if k in recorded else completion
         return [answers[k] for k in range(request.n)]
@@ -392,7 +396,7 @@ class Session:
             self.limit = None
         self.counts.begun[prompt.why] += 1
         self.counts.prompt_tokens += len(prompt.ids)
-        self._calls_tools = any(answer.tool_calls for answer in parsed)
+        self._calls_tools = ", ".join(call.name for answer in parsed for call in answer.tool_calls)
         answers: list[SampledAnswer] = []
         for place, completion, answer in zip(places, completions, parsed, strict=True):
             self.counts.parse_failures += answer.failures

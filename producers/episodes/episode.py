@@ -158,7 +158,12 @@ class Episode:
         images = self.conversation.images.for_engine(prompt.images)
         (rest,) = await self._rollout.engine.generate(prompt.ids, self._sampling, prefix=prefix, **images)
         self.count("engine_s", time.monotonic() - began)
+        self._rollout.note(self.index, "chat", "", began, len(rest.tokens))
         return rest if call is None else continued_completion(call, rest)
+
+    def note_tool(self, name: str, began: float) -> None:
+        """Note a call of a tool that ends now, for the trace. began: on the clock ``time.monotonic``."""
+        self._rollout.note(self.index, "tool", name, began)
 
     async def until_interrupted(self, work: Awaitable[T]) -> T:
         """Await what is the tools' or the environment's. EpisodeEnded when the generator ends meanwhile."""

@@ -21,6 +21,7 @@ from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.errors import DataError, describe_error, printable
 from schemas.messages import Call, Partial, Span, Task, Trajectory
+from schemas.messages.moments import Moment
 from schemas.system.lifecycle import StopFlag
 
 P = TypeVar("P", Partial, Call)
@@ -57,6 +58,8 @@ class Rollout:
         self._sampling: asyncio.Task[str] | None = None
         self._stopped = False
         self._interrupted = asyncio.Event()
+        self._claimed = time.time()
+        self._moments: dict[int, list[Moment]] | None = {} if context.config.trace is not None else None
 
     def interrupt(self) -> None:
         """Ask the workflow to yield its unfinished samples, because the generator ends soon."""
@@ -91,6 +94,7 @@ class Rollout:
             self._interrupted,
             context.placeholders,
             files,
+            self._moments,
         )
         try:
             async with asyncio.TaskGroup() as leaving:
@@ -191,9 +195,11 @@ class Rollout:
                         f" {bound} times for that"
                     )
                 self._fruitless = True
-            self._unfinished.append(with_earlier(self._trusted(partial), self._earlier(partial.sample)))
+            self._unfinished.append(self._state(self._trusted(partial)))
             return None
-        return sample.to_trajectory(self._task, context.config.run.name, context.name, seconds)
+        trajectory = sample.to_trajectory(self._task, context.config.run.name, context.name, seconds)
+        trajectory.trace = self._trace(sample.index, trajectory.sampled_tokens)
+        return trajectory
 
     def _earlier(self, sample: int) -> Partial | None:
         """Return the saved state of a sample when this rollout began."""
@@ -211,10 +217,29 @@ class Rollout:
 
     def _save_soon(self, partial: Partial) -> asyncio.Future[None]:
         if partial.size or partial.notes:
-            return self._context.saver.save_soon(self._delivery, with_earlier(partial, self._earlier(partial.sample)))
+            return self._context.saver.save_soon(self._delivery, self._state(partial))
         nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         nothing.set_result(None)
         return nothing
+
+    def _state(self, partial: Partial) -> Partial:
+        """Return a partial sample with what it had before this rollout, and with its trace."""
+        state = with_earlier(partial, self._earlier(partial.sample))
+        return msgspec.structs.replace(state, trace=self._trace(partial.sample, partial.size))
+
+    def _trace(self, sample: int, tokens: int) -> list[Moment]:
+        """Return the moments of a sample so far: of earlier attempts, of this one, and of its calls."""
+        if self._moments is None:
+            return []
+        now, earlier = time.time(), self._earlier(sample)
+        before = earlier.trace if earlier is not None else []
+        if not before:
+            admitted = int(self._delivery.entry_id.partition(b"-")[0]) / 1000
+            before = [Moment("admitted", "", admitted, admitted)]
+            if self._delivery.redelivered:
+                before.append(Moment("attempt", "", admitted, self._claimed, failed=True))
+        own = self._moments.get(sample) or [Moment("chat", "", self._claimed, now, tokens)]
+        return [*before, Moment("attempt", self._context.name, self._claimed, now, tokens), *own]
 
     async def _save_when_checked(self, partial: Partial) -> None:
         """Save a partial sample once the versions of all its tokens are decided."""
@@ -245,7 +270,7 @@ class Rollout:
             self._context.queue.fail_sample, reason=reason, broken_version=broken_version, kind=kind
         )
         for sample in samples:
-            await asyncio.to_thread(fail, self._task.task_id, sample)
+            await asyncio.to_thread(fail, self._task.task_id, sample, trace=self._trace(sample, 0))
 
 
 @dataclass(frozen=True)

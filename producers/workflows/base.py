@@ -23,6 +23,7 @@ from producers.workflows.trajectory_builder import SampledCompletion, Trajectory
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, describe_error
 from schemas.messages import LiveEpisode, Partial, PlacedImage, Sampling, Task
+from schemas.messages.moments import Moment, MomentKind
 from schemas.plugins import check_arguments, check_method, fit_arguments
 from schemas.system.lifecycle import leaving_aside
 
@@ -62,7 +63,8 @@ class RolloutContext:
     ``save`` returns if it must be stored before you continue. report: adds an event to the timeline, by a word and a
     sentence. interrupted: set when the process ends soon, and what is unfinished has to be yielded with finish
     ``abort``; requests in the engine are aborted by themselves. placeholders, files: how images stand in prompts, and
-    the files of the task's images by digest; None and nothing with a model of text.
+    the files of the task's images by digest; None and nothing with a model of text. moments: by sample; None without
+    traces.
     """
 
     engine: Engine
@@ -74,6 +76,14 @@ class RolloutContext:
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)
     placeholders: ImagePlaceholders | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
+    moments: dict[int, list[Moment]] | None = None
+
+    def note(self, sample: int, kind: MomentKind, name: str, began: float, tokens: int = 0) -> None:
+        """Note a part of a sample that ends now, for its trace. began: on the clock ``time.monotonic``."""
+        if self.moments is not None:
+            now = time.time()
+            moment = Moment(kind, name, now - (time.monotonic() - began), now, tokens)
+            self.moments.setdefault(sample, []).append(moment)
 
     @property
     def sampling(self) -> Sampling:

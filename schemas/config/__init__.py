@@ -30,7 +30,7 @@ from schemas.config.offline import DpoConfig, PreferenceConfig, RewardModelConfi
 from schemas.config.placement import PlacementConfig
 from schemas.config.publish import PublishConfig
 from schemas.config.root import TidemillConfig
-from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig
+from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, TraceConfig
 from schemas.config.trainer import (
     CheckpointConfig,
     CriticConfig,

@@ -21,7 +21,16 @@ from schemas.config.generator import (
 )
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.placement import PlacementConfig, count_gpus, parse_ranges
-from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, count_slots, slots_problem
+from schemas.config.run import (
+    BrokerConfig,
+    FlowConfig,
+    LogConfig,
+    ModelConfig,
+    RunConfig,
+    TraceConfig,
+    count_slots,
+    slots_problem,
+)
 from schemas.config.trainer import TrainerConfig
 
 DRAIN_S = 60.0
@@ -81,6 +90,7 @@ class TidemillConfig(Section):
     notify: NotifyConfig = Field(default_factory=NotifyConfig)
     probes: ProbesConfig = Field(default_factory=ProbesConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    trace: TraceConfig | None = None
 
     _base: Path = PrivateAttr(default_factory=Path.cwd)
     _pool: str = PrivateAttr("")

@@ -112,6 +112,20 @@ class BrokerConfig(Section):
     fsync: Literal["everysec", "always", "no"] = Field("everysec", description="appendfsync of the embedded server.")
 
 
+class TraceConfig(Section):
+    """Traces of episodes: from admission over each call, tool and reward term to the step that trained it."""
+
+    url: str | None = Field(
+        None,
+        pattern="^https?://",
+        description="Receiver of OpenTelemetry's spans by OTLP over HTTP, for example http://localhost:4318. Without"
+        " one, the page alone shows them.",
+    )
+    share: float = Field(
+        0.01, ge=0, le=1, description="Share of the trained samples that are sent; those that failed all are."
+    )
+
+
 class LogConfig(Section):
     """Logging."""
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from schemas.control_api.base import Answer, ListAnswer
+from schemas.control_api.trajectories import TraceMoment
 
 
 class RunHead(Answer):
@@ -125,6 +126,7 @@ class GroupSample(Answer):
     generator: str
     seconds: float
     images: list[str] = Field(default_factory=list, description="Digests of the images that the policy saw, in order.")
+    trace: list[TraceMoment] = Field(default_factory=list, description="In order of time; empty without `trace`.")
 
 
 class GroupDetail(GroupHead):

@@ -102,6 +102,19 @@ class ImageRange(Answer):
     end: int
 
 
+class TraceMoment(Answer):
+    """A part of an episode's time, Unix seconds."""
+
+    kind: Literal["admitted", "attempt", "chat", "tool", "term", "step"] = Field(
+        description="An attempt is a generator's; chat and tool are its calls; term is of the reward; step trained it."
+    )
+    name: str = Field(description="Of the generator, the tool, the term, or the number of the step.")
+    start: float
+    end: float
+    tokens: int = Field(description="Tokens that were sampled in it.")
+    failed: bool
+
+
 class TrajectoryDetail(TrajectoryHead):
     """Answer to GET /v1/trajectories/{task_id}/{sample}: a trajectory in full."""
 
@@ -116,6 +129,7 @@ class TrajectoryDetail(TrajectoryHead):
     images: list[ImageRange] = Field(default_factory=list, description="Images that the policy saw, in order.")
     messages: list[SpokenMessage] = Field(description="The conversation of an agent's episode, if it was kept.")
     workflow_reward: float | None = Field(description="Reward that the workflow gives.")
+    trace: list[TraceMoment] = Field(default_factory=list, description="In order of time; empty without `trace`.")
     metrics: dict[str, float] = Field(description="Metrics that the workflow gives.")
     token_table: TokenTable
     data: dict[str, Any]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from schemas.codec import Array, Message
 from schemas.limits import LARGEST_REWARD
 from schemas.messages.fragments import Fragment
+from schemas.messages.moments import Moment
 
 Kind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort", "calls", "deadline"]
@@ -143,6 +144,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     routed_experts: of each token, with trainer.router_replay; None if they were not recorded.
     fragment: what was played, with a token for each step; None for text, and for an episode of an evaluation.
     teacher_logprobs: float32 [T], as in Score, from which the trainer takes them; None on the way to it.
+    trace: moments of the sample so far, where traces are on.
     """
 
     run: str
@@ -171,6 +173,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     routed_experts: RoutedExperts | None = None
     fragment: Fragment | None = None
     teacher_logprobs: Array | None = None
+    trace: list[Moment] = []
 
     def __post_init__(self) -> None:
         # Each trajectory is checked where it is made and where it is trained: each check is one pass without a copy, by
@@ -333,7 +336,7 @@ class Score(Message, kw_only=True, tag="score"):
     correct: whether the reward reaches reward.correct_from. dataset, level: of the prompt.
     failure: kind of failure in one word, if the sample could not be generated. teacher_logprobs: float32 [T], natural
     log of the teacher's probability of each token that was sampled, at the temperature of the sample, 0 for the others;
-    None without a teacher.
+    None without a teacher. trace: moments of the reward's terms; if the sample failed, of all before as well.
     """
 
     reward: float = 0.0
@@ -347,6 +350,7 @@ class Score(Message, kw_only=True, tag="score"):
     level: int = -1
     failure: str = ""
     teacher_logprobs: Array | None = None
+    trace: list[Moment] = []
 
     def __post_init__(self) -> None:
         if not is_reward(self.reward):

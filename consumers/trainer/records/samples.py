@@ -19,6 +19,7 @@ import numpy as np
 import structlog
 
 from schemas.messages import Trajectory
+from schemas.messages.moments import trace_lines
 from schemas.run_folder import SAMPLES
 from schemas.system.files import LineFile, atomic_write
 
@@ -184,6 +185,7 @@ def sample_line(trajectory: Trajectory, reward: float | None, terms: Mapping[str
         "generator": trajectory.generator,
         "seconds": trajectory.seconds,
         "images": [image.digest for image in trajectory.images],
+        "trace": trace_lines(trajectory.trace),
     }
 
 

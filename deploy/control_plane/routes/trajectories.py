@@ -26,6 +26,7 @@ from schemas.control_api import (
     TrajectoryHead,
     TurnRange,
 )
+from schemas.messages.moments import trace_lines
 
 EXAMINED = 2000
 """Most trajectories that a page of a search reads."""
@@ -161,6 +162,7 @@ def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
             "images": [ImageRange(**msgspec.structs.asdict(image)) for image in body.images],
             "messages": spoken_messages(body.data.get("messages")),
             "workflow_reward": body.reward,
+            "trace": trace_lines([*body.trace, *(score.trace if score and score.status == "ok" else ())]),
             "metrics": body.metrics,
             "token_table": table,
             "data": plain(body.data),

@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -175,10 +176,13 @@ class EnvironmentLoop:
                     rewards.append(reward)
 
     async def _use(self, episode: Episode, what: str, method: Any, *args: Any) -> Any:
+        began = time.monotonic()
         try:
             return await episode.until_interrupted(call_user(method, self._timeout_s, *args))
         except DeadlineExceeded as error:
             raise DataError(f"{what} of {self._name} {error}") from error
+        finally:
+            episode.note_tool(what, began)
 
     async def _close(self, environment: Any) -> None:
         close = getattr(environment, "close", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,11 @@ class Tools:
 
         async def result(call: ToolCall) -> Content:
             async with places:
-                return await self._call(episode, tools, call)
+                began = time.monotonic()
+                try:
+                    return await self._call(episode, tools, call)
+                finally:
+                    episode.note_tool(call.name, began)
 
         results = await episode.until_interrupted(_all(result(call) for call in answer.tool_calls))
         if answer.failures:

@@ -150,4 +150,4 @@ def devices_off(looks: Sequence[Line]) -> float:
     roles = last.get("devices", {}).values()
     held = sum(uses["held"] for uses in roles)
     counts = (last.get("device_seconds", 0.0), held, sum(sum(uses.values()) for uses in roles) - held)
-    return (max(counts) - min(counts)) / max(*counts, 1.0)
+    return float((max(counts) - min(counts)) / max(*counts, 1.0))

@@ -14,6 +14,7 @@ from schemas.codec import Array
 from schemas.digests import digest
 from schemas.images import ImageSettings, probe_image
 from schemas.messages import PlacedImage, Segment, Span, Trajectory, Turn
+from schemas.messages.moments import Moment
 from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.prompt_groups import make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
@@ -60,6 +61,15 @@ def episode(model: Path) -> Trajectory:
         metrics={"agents/tool_s": 0.125},
         calls=3,
         data={"messages": MESSAGES, "answer": "3108"},
+        trace=[
+            Moment("admitted", "", 1000.0, 1000.0),
+            Moment("attempt", "generator-0", 1001.0, 1002.0),
+            Moment("chat", "", 1001.0, 1002.0, 6),
+            Moment("attempt", "generator-1", 1004.0, 1009.0),
+            Moment("chat", "", 1004.0, 1006.0, 6),
+            Moment("tool", "calculator", 1006.0, 1007.0),
+            Moment("chat", "", 1007.0, 1009.0, 4),
+        ],
     )
 
 
@@ -87,6 +97,10 @@ def test_an_episode_is_read_as_its_conversation_and_row_by_row(
         for fact in ("deadline", "Model calls", "Workflow's reward", "agents/tool_s"):
             expect(page.locator(".facts")).to_contain_text(fact)
         expect(page.locator(".facts")).not_to_contain_text("better not in my head")
+        moments = page.locator(".trace li")
+        expect(moments).to_have_count(7)
+        expect(moments.nth(5)).to_have_text("tool calculator, 1.0 s")
+        expect(moments.nth(5)).to_have_attribute("data-inside", "")
         turns = page.locator(".tokens .turn")
         expect(turns).to_have_count(4)
         expect(turns.nth(3)).to_contain_text("reward 0.750")

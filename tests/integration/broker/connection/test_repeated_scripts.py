@@ -210,8 +210,8 @@ class History:
     def watch(self, pick: int) -> None:
         call = self.connection.run_script
         self.broker.heartbeats.claim(Heartbeat(service=f"s{pick % 2}", role="r", host="h", pid=1, state="running"), b"")
-        times = {"devices": 1, "device_ms": {"wait": 100 * pick}, "counted_ms": {"wait": 50 * pick}}
-        beat = Heartbeat(service="s0", role="r", host="h", pid=1 + pick % 2, state="running", **times)
+        beat = Heartbeat(service="s0", role="r", host="h", pid=1 + pick % 2, state="running", devices=1)
+        beat.device_ms, beat.counted_ms = {"wait": 100 * pick}, {"wait": 50 * pick}
         self.broker.heartbeats.send(beat)
         call("append_telemetry", "events", "b", b"x", 10)
         call("add_counts", "fault", 1)

@@ -51,7 +51,7 @@ def test_every_second_is_of_one_use_and_all_are_held(clocked: Clocked) -> None:
     clock, beats = clocked.process(1, began=clocked.start - 10.0, devices=2)
     for use in ("wait", "compute", "pause", "asleep"):
         beats._beat()
-        clock.turn(use)  # type: ignore[arg-type]
+        clock.turn(use)
         clocked.now += 4.0
     beats._beat()
     assert clocked.seconds() == {"load": 20, "wait": 8, "compute": 8, "pause": 8, "asleep": 8, "held": 52}

@@ -15,7 +15,7 @@ from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
 from broker.queues.tasks import eval_task_id
 from producers.generator import weight_updates as updates_module
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig, TraceConfig, parse_config
 from schemas.config.deploy import SupervisorConfig
 from schemas.errors import OK_EXIT, InfraError
 from schemas.messages import Sampling, Task
@@ -202,6 +202,7 @@ async def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
     counts, flush = tmp_path / "counts", 50
     args = {"token_s": 0.01, "min_length": 900, "max_length": 900}
     config = make_config(model, tmp_path, flush_every=flush, lease_s=1, engine="counting.py:Counting", args=args)
+    config = config.model_copy(update={"trace": TraceConfig()})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
     victim = start_service("generator", tmp_path / "config.yaml", "victim", server.url, COUNTS=str(counts))
 
@@ -223,6 +224,10 @@ async def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
             tokens = item.tokens.numpy()[start:]
             np.testing.assert_array_equal(tokens[: len(before[item.sample].tokens)], before[item.sample].tokens.numpy())
             assert len(tokens) == len(before[item.sample].tokens) + 5, "it resumes from there"
+            attempts = [("attempt", "victim"), ("chat", ""), ("attempt", "heir"), ("chat", "")]
+            assert [(one.kind, one.name) for one in item.trace] == [("admitted", ""), *attempts]
+            times = [time for one in item.trace for time in (one.start, one.end) if one.kind == "attempt"]
+            assert item.trace[0].start <= times[0] < times[1] < times[2] < times[3]
         await wait_until(lambda: broker.connection.client.hlen(broker.connection.keys.partials) == 0)
 
 

@@ -8,6 +8,7 @@ import { csv, save } from "../elements/grid-chart.js";
 import { pictures } from "../elements/pictures.js";
 import { go, link, register } from "../data/route.js";
 import { sideBySide } from "../elements/samples.js";
+import { traces } from "../elements/trace.js";
 
 const PAGE = 50;
 const MOST = 1000;
@@ -111,6 +112,7 @@ async function open(step, task) {
     h("h3", null, "Prompt"), h("pre", { class: "prompt", tabindex: "0", "aria-label": "Prompt" }, one.full_prompt),
     pictures([...new Set(one.samples.flatMap((sample) => sample.images))], of(run, "images")) ?? "",
     Object.keys(one.data).length ? h("dl", { class: "facts" }, Object.entries(one.data).map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))) : "",
+    traces(one.samples) ?? "",
     one.samples.length ? sideBySide(one.samples) : h("p", { class: "empty" }, "No sample was scored."));
   host.querySelector("h2").scrollIntoView({ block: "nearest" });
 }

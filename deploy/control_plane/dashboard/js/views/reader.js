@@ -8,6 +8,7 @@ import { h, setAttribute, setText } from "../elements/dom.js";
 import { count, duration, figure, percent, plural, reward, task, versions } from "../elements/format.js";
 import { pictures } from "../elements/pictures.js";
 import { legend, shades } from "../elements/shades.js";
+import { trace } from "../elements/trace.js";
 
 const MODES = [["version", "Version"], ["logprob", "Log-probability"], ["mask", "Mask"]];
 let mode = "version";
@@ -137,7 +138,8 @@ function content(one) {
   const shown = one.images.length && !one.messages.some((message) => message.images.length || message.tools.some((tool) => tool.images.length))
     ? [h("h3", null, "Images"), pictures([...new Set(one.images.map((image) => image.digest))])] : [];
   const title = spoken.length || plain.length || shown.length ? [h("h3", null, "Tokens")] : [];
-  return [facts(one), spoken, shown, plain, title, tokens(one)].flat(2).filter(known);
+  const drawn = one.trace.length ? [h("h3", null, "Trace"), trace(one.trace)] : [];
+  return [facts(one), drawn, spoken, shown, plain, title, tokens(one)].flat(2).filter(known);
 }
 
 /** What the list knew of a sample that has left the broker since. */

@@ -1,0 +1,140 @@
+"""Traces as a receiver gets them: one a sample, children inside their parents, and all that failed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from consumers.trainer.records.traces import HEADERS, TraceLog
+from schemas.config import TraceConfig
+from schemas.messages import Score, Trajectory
+from schemas.messages.moments import Moment, nest
+from tests.support.trainer.trajectories import make_trajectory
+
+EPISODE = [
+    Moment("admitted", "", 100.0, 100.0),
+    Moment("attempt", "g-0", 101.0, 103.0, 7),
+    Moment("chat", "", 101.5, 103.5, 7),
+    Moment("attempt", "g-1", 105.0, 109.0, 12),
+    Moment("chat", "", 105.0, 106.0, 5),
+    Moment("tool", "calculator", 106.0, 107.0),
+    Moment("chat", "", 107.0, 109.0, 7),
+    Moment("term", "exact", 110.0, 110.5),
+]
+kinds = st.sampled_from(("admitted", "attempt", "chat", "tool", "term", "step"))
+moments = st.lists(
+    st.builds(lambda kind, start, length: Moment(kind, "", start, start + length), kinds, *[st.floats(0, 100)] * 2)
+)
+
+
+@contextmanager
+def receiver() -> Iterator[tuple[str, list[dict[str, Any]], list[dict[str, str]]]]:
+    """A receiver of OTLP: its address, the spans it got, and the headers of the requests."""
+    spans: list[dict[str, Any]] = []
+    headers: list[dict[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            headers.append(dict(self.headers))
+            spans.extend(span for one in body["resourceSpans"] for s in one["scopeSpans"] for span in s["spans"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", spans, headers
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+
+
+def traced(sample: int) -> Trajectory:
+    body = make_trajectory(3, sample)
+    body.trace = list(EPISODE)
+    return body
+
+
+def attributes(span: dict[str, Any]) -> dict[str, Any]:
+    return {one["key"]: next(iter(one["value"].values())) for one in span["attributes"]}
+
+
+def test_a_sample_is_one_trace_from_admission_to_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HEADERS, "authorization=Bearer%20secret")
+    with receiver() as (url, spans, headers):
+        log = TraceLog(TraceConfig(url=url, share=1.0), "run", "models/small")
+        body = traced(1)
+        log.trained(12, 2.0, [(body, 0.5)])
+        log.close()
+    assert headers[0]["Authorization"] == "Bearer secret"
+    (root,) = [span for span in spans if "parentSpanId" not in span]
+    assert attributes(root) | {"tidemill.reward": 0.5, "gen_ai.operation.name": "invoke_agent"} == attributes(root)
+    assert len({span["traceId"] for span in spans}) == 1
+    assert len({span["spanId"] for span in spans}) == len(spans) == 10
+    by_id = {span["spanId"]: span for span in spans}
+    for span in spans:
+        parent = by_id[span.get("parentSpanId", span["spanId"])]
+        assert int(parent["startTimeUnixNano"]) <= int(span["startTimeUnixNano"])
+        assert int(span["endTimeUnixNano"]) <= int(parent["endTimeUnixNano"])
+    under = [(span["name"], by_id[span["parentSpanId"]]["name"]) for span in spans if span is not root]
+    assert sorted(name for name, parent in under if parent == "attempt") == [
+        *["chat models/small"] * 3,
+        "execute_tool calculator",
+    ]
+    assert {name for name, parent in under if parent == "invoke_agent episode"} == {
+        "admitted",
+        "attempt",
+        "evaluate exact",
+        "train step 12",
+    }
+    assert [moment.name for moment in body.trace if moment.kind == "step"] == ["12"], "the page shows it, too"
+
+
+def test_a_share_is_sent_and_every_failure() -> None:
+    with receiver() as (url, spans, _):
+        log = TraceLog(TraceConfig(url=url, share=0.25), "run", "m")
+        log.trained(1, 1.0, [(traced(sample), 0.0) for sample in range(200)])
+        for sample in range(200, 220):
+            log.failed(
+                3, sample, Score(status="error", reason="it timed out", trace=[Moment("term", "t", 1, 2, 0, True)])
+            )
+        log.close()
+    roots = [span for span in spans if "parentSpanId" not in span]
+    failed = [span for span in roots if "status" in span]
+    assert [span["status"]["message"] for span in failed] == ["it timed out"] * 20
+    assert 25 <= len(roots) - len(failed) <= 75
+    log = TraceLog(TraceConfig(url=url, share=0.25), "run", "m")
+    log.trained(1, 1.0, [(traced(0), 0.0)])
+    log.close()  # the receiver is gone: nothing is raised
+
+
+def test_without_traces_nothing_is_noted() -> None:
+    body = make_trajectory()
+    TraceLog().trained(1, 1.0, [(body, 0.0)])
+    assert body.trace == []
+
+
+@given(moments)
+def test_calls_lie_in_the_attempt_before_them(found: list[Moment]) -> None:
+    nested = nest(found)
+    assert sorted(one.kind for one, _ in nested) == sorted(one.kind for one in found)
+    for one, parent in nested:
+        if parent >= 0:
+            outer, above = nested[parent]
+            assert (outer.kind, above) == ("attempt", -1)
+            assert outer.start <= one.start <= one.end <= outer.end
