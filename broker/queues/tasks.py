@@ -22,7 +22,6 @@ from broker.queues.dead_letters import letter_bytes
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import printable
 from schemas.messages import UNREWARDED, DeadLetter, Score, Task, Trajectory
-from schemas.messages.moments import Moment
 from schemas.run_record import JoinedRun
 
 EVAL_BASE = 1 << 32
@@ -162,7 +161,7 @@ class TaskQueue(ConsumerGroup):
         reason: str,
         broken_version: int = -1,
         kind: str = "workflow",
-        trace: Sequence[Moment] = (),
+        trace: bytes = b"",
     ) -> None:
         """Report a sample that could not be produced: it becomes a dead letter, and its group continues without it.
 
@@ -177,7 +176,7 @@ class TaskQueue(ConsumerGroup):
             reason=printable(reason),
             broken_version=broken_version,
             failure=kind if broken_version < 0 else "not_finite",
-            trace=[*trace],
+            trace=trace,
         )
         filed = b"" if kind == UNREWARDED else letter_bytes(letter, self._max_bytes)
         answer = self._connection.run_script("fail_sample", task_id, sample, filed, encode(score), self._run.id)

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import math
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,7 +27,7 @@ from schemas.codec import Array
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError
 from schemas.messages import REWARD_RANGE, Score, ScoreStatus, Segment, Trajectory, is_reward
-from schemas.messages.moments import Moment
+from schemas.messages.moments import Moment, now_us, pack
 
 Floats: TypeAlias = npt.NDArray[Any]
 
@@ -96,7 +95,7 @@ class Scorer:
         # Made when a worker takes the sample: what waits is no larger than its message.
         sample = functools.cache(lambda: reward_input(trajectory))
         begun = False
-        trace: list[Moment] = []
+        trace = b""
         for i in self._order:
             term = self._terms[i]
             if term.datasets is not None and trajectory.dataset not in term.datasets:
@@ -109,12 +108,13 @@ class Scorer:
                 results[i] = await self._pools[i].call(i, sample, begun)
                 begun = True
             if self._traced:
-                now, failed = time.time(), results[i].status != "ok"
-                trace.append(Moment("term", term.label, now - results[i].seconds, now, failed=failed))
+                failed = results[i].status != "ok"
+                now, took = now_us(), int(results[i].seconds * 1e6)
+                trace += pack(Moment("term", term.label, now - took, now, 0, failed))
             if results[i].status != "ok":
                 break
         score = self._sum(results, trajectory)
-        score.trace = trace if score.status == "ok" else [*trajectory.trace, *trace]
+        score.trace = trace if score.status == "ok" else trajectory.trace + trace
         return score
 
     def cancel_waiting(self) -> None:

@@ -259,7 +259,7 @@ class GroupIntake:
         """Return a sample with the log-probabilities of its teacher; BadMessage if they do not fit its tokens."""
         if not isinstance(body, Trajectory):
             return body
-        body.trace = [*body.trace, *score.trace]
+        body.trace += score.trace
         given = score.teacher_logprobs if body.dataset in self._taught else None
         if given is None and body.dataset in self._taught:
             return BadMessage("its score has no log-probabilities of its teacher")

@@ -21,7 +21,7 @@ from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.errors import DataError, describe_error, printable
 from schemas.messages import Call, Partial, Span, Task, Trajectory
-from schemas.messages.moments import Moment
+from schemas.messages.moments import Moment, now_us, pack
 from schemas.system.lifecycle import StopFlag
 
 P = TypeVar("P", Partial, Call)
@@ -58,7 +58,7 @@ class Rollout:
         self._sampling: asyncio.Task[str] | None = None
         self._stopped = False
         self._interrupted = asyncio.Event()
-        self._claimed = time.time()
+        self._claimed = now_us()
         self._moments: dict[int, list[Moment]] | None = {} if context.config.trace is not None else None
 
     def interrupt(self) -> None:
@@ -198,7 +198,7 @@ class Rollout:
             self._unfinished.append(self._state(self._trusted(partial)))
             return None
         trajectory = sample.to_trajectory(self._task, context.config.run.name, context.name, seconds)
-        trajectory.trace = self._trace(sample.index, trajectory.sampled_tokens)
+        trajectory.trace = self._trace(sample.index)
         return trajectory
 
     def _earlier(self, sample: int) -> Partial | None:
@@ -227,19 +227,32 @@ class Rollout:
         state = with_earlier(partial, self._earlier(partial.sample))
         return msgspec.structs.replace(state, trace=self._trace(partial.sample, partial.size))
 
-    def _trace(self, sample: int, tokens: int) -> list[Moment]:
-        """Return the moments of a sample so far: of earlier attempts, of this one, and of its calls."""
+    def _trace(self, sample: int, tokens: int | None = None) -> bytes:
+        """Return the trace of a sample so far: of earlier attempts, and of this one with its calls.
+
+        tokens: so far; None for a finished sample, whose message has them.
+        """
         if self._moments is None:
-            return []
-        now, earlier = time.time(), self._earlier(sample)
-        before = earlier.trace if earlier is not None else []
-        if not before:
-            admitted = int(self._delivery.entry_id.partition(b"-")[0]) / 1000
-            before = [Moment("admitted", "", admitted, admitted)]
-            if self._delivery.redelivered:
-                before.append(Moment("attempt", "", admitted, self._claimed, failed=True))
-        own = self._moments.get(sample) or [Moment("chat", "", self._claimed, now, tokens)]
-        return [*before, Moment("attempt", self._context.name, self._claimed, now, tokens), *own]
+            return b""
+        earlier, own = self._earlier(sample), self._moments.get(sample, ())
+        before = earlier.trace if earlier is not None else b""
+        if not own and not before and tokens is None:
+            return self._uncalled
+        end, name = self._claimed if tokens is None and not own else now_us(), self._context.name
+        attempt = Moment("attempt", name, self._claimed, end, 0 if own else tokens or 0)
+        return (before or self._admitted) + pack(attempt, *own)
+
+    @functools.cached_property
+    def _uncalled(self) -> bytes:
+        """The trace of a finished sample that has no calls of its own: the same for all of them."""
+        return self._admitted + pack(Moment("attempt", self._context.name, self._claimed, self._claimed))
+
+    @functools.cached_property
+    def _admitted(self) -> bytes:
+        """The trace from admission to this rollout, of a sample that none before it has left."""
+        moment = Moment("admitted", "", at := 1000 * int(self._delivery.entry_id.partition(b"-")[0]), at)
+        lost = [Moment("attempt", "", at, self._claimed, failed=True)] if self._delivery.redelivered else []
+        return pack(moment, *lost)
 
     async def _save_when_checked(self, partial: Partial) -> None:
         """Save a partial sample once the versions of all its tokens are decided."""

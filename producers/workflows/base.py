@@ -81,8 +81,7 @@ class RolloutContext:
     def note(self, sample: int, kind: MomentKind, name: str, began: float, tokens: int = 0) -> None:
         """Note a part of a sample that ends now, for its trace. began: on the clock ``time.monotonic``."""
         if self.moments is not None:
-            now = time.time()
-            moment = Moment(kind, name, now - (time.monotonic() - began), now, tokens)
+            moment = Moment.ending(kind, name, time.monotonic() - began, tokens)
             self.moments.setdefault(sample, []).append(moment)
 
     @property

@@ -1,9 +1,13 @@
-"""Moments: the parts of an episode's time, of which its trace is made. Messages carry them where traces are on."""
+"""Moments: the parts of an episode's time, of which its trace is made. Messages carry them where traces are on.
+
+A trace travels as bytes, a line of JSON for each moment, so that services which only pass it on neither parse nor build
+anything, and add to it by appending.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import time
 from typing import Any, Literal
 
 import msgspec
@@ -12,19 +16,48 @@ MomentKind = Literal["admitted", "attempt", "chat", "tool", "term", "step"]
 
 
 class Moment(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A part of an episode, from ``start`` to ``end``, Unix seconds by the clock of the machine where it was.
+    """A part of an episode, from ``start`` to ``end``, Unix microseconds by the clock of the machine where it was.
 
     kind: ``admitted``, an instant; ``attempt`` of a generator; ``chat`` and ``tool``, calls in an attempt; ``term`` of
     the reward; ``step`` that trained it. name: of the generator, the tool, the term, or the step's number. tokens: that
-    were sampled in it. failed: it brought no result.
+    were sampled in it; an attempt that has them is a single call. failed: it brought no result. An attempt without a
+    length is that of a finished sample, whose message has its seconds and its tokens.
     """
 
     kind: MomentKind
     name: str
-    start: float
-    end: float
+    start: int
+    end: int
     tokens: int = 0
     failed: bool = False
+
+    @classmethod
+    def ending(cls, kind: MomentKind, name: str, seconds: float, tokens: int = 0, failed: bool = False) -> Moment:
+        """Return a moment of ``seconds`` that ends now."""
+        now = now_us()
+        return cls(kind, name, now - int(seconds * 1e6), now, tokens, failed)
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Moment)
+
+
+def now_us() -> int:
+    """Return Unix microseconds by this machine's clock."""
+    return time.time_ns() // 1000
+
+
+def pack(*moments: Moment) -> bytes:
+    """Return moments as a trace, or as its continuation."""
+    return _encoder.encode_lines(moments)
+
+
+def unpack(trace: bytes) -> list[Moment]:
+    """Return the moments of a trace; none of one that can't be read."""
+    try:
+        return _decoder.decode_lines(trace)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return []
 
 
 def trace_id(run: str, task_id: int, sample: int) -> bytes:
@@ -32,24 +65,32 @@ def trace_id(run: str, task_id: int, sample: int) -> bytes:
     return hashlib.blake2b(f"{run}\0{task_id}\0{sample}".encode(), digest_size=16).digest()
 
 
-def trace_lines(moments: Sequence[Moment]) -> list[dict[str, Any]]:
-    """Return the moments in order of time, as JSON."""
-    return [msgspec.structs.asdict(one) for one, _ in nest(moments)]
+def nest(trace: bytes, seconds: float = 0.0, tokens: int = 0) -> list[tuple[Moment, int]]:
+    """Return the moments of a trace in order of time, each with the index of its parent, -1 for the whole episode.
 
-
-def nest(moments: Sequence[Moment]) -> list[tuple[Moment, int]]:
-    """Return the moments in order of time, each with the index of its parent among them, -1 for the whole episode.
+    seconds, tokens: of the sample in its generator.
 
     A call belongs to the last attempt that began before it, which is taken to last as long as its calls.
     """
-    ordered = sorted(moments, key=lambda one: (one.start, one.kind != "attempt"))
     nested: list[tuple[Moment, int]] = []
     attempt = -1
-    for one in ordered:
+    for one in sorted(unpack(trace), key=lambda one: (one.start, one.kind != "attempt")):
         if one.kind == "attempt":
             attempt = len(nested)
+            if one.start == one.end:
+                one = Moment("attempt", one.name, one.start, one.end + int(seconds * 1e6), tokens)
         inside = attempt if one.kind in ("chat", "tool") else -1
         nested.append((one, inside))
-        if inside >= 0 and one.end > nested[inside][0].end:
+        if one.kind == "attempt" and one.tokens:
+            nested.append((Moment("chat", "", one.start, one.end, one.tokens), attempt))
+        elif inside >= 0 and one.end > nested[inside][0].end:
             nested[inside] = (msgspec.structs.replace(nested[inside][0], end=one.end), -1)
     return nested
+
+
+def trace_lines(trace: bytes, seconds: float, tokens: int) -> list[dict[str, Any]]:
+    """Return the moments of a trace in order of time, as JSON; times in Unix seconds. The rest: as in ``nest``."""
+    return [
+        msgspec.structs.asdict(one) | {"start": one.start / 1e6, "end": one.end / 1e6}
+        for one, _ in nest(trace, seconds, tokens)
+    ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from schemas.codec import Array, Message
-from schemas.messages.moments import Moment
 from schemas.messages.trajectories import FinishReason, Span
 
 
@@ -27,7 +26,7 @@ class Partial(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An unfinished sample: tokens int32 and logprobs float32, the same length, of generated tokens only.
 
     calls: those of an agent's episode, which has nothing in ``tokens``, in the order in which they were answered.
-    notes: results that the agent does not compute again, by name, each as JSON. trace: of the sample so far.
+    notes: results that the agent does not compute again, by name, each as JSON. trace: as in Trajectory.
     """
 
     sample: int
@@ -36,7 +35,7 @@ class Partial(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     spans: list[Span]
     calls: list[Call] = []
     notes: dict[str, str] = {}
-    trace: list[Moment] = []
+    trace: bytes = b""
 
     @property
     def size(self) -> int:

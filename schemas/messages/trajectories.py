@@ -18,7 +18,6 @@ import numpy.typing as npt
 from schemas.codec import Array, Message
 from schemas.limits import LARGEST_REWARD
 from schemas.messages.fragments import Fragment
-from schemas.messages.moments import Moment
 
 Kind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort", "calls", "deadline"]
@@ -144,7 +143,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     routed_experts: of each token, with trainer.router_replay; None if they were not recorded.
     fragment: what was played, with a token for each step; None for text, and for an episode of an evaluation.
     teacher_logprobs: float32 [T], as in Score, from which the trainer takes them; None on the way to it.
-    trace: moments of the sample so far, where traces are on.
+    trace: moments of the sample so far (schemas/messages/moments.py), b"" without traces.
     """
 
     run: str
@@ -173,7 +172,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     routed_experts: RoutedExperts | None = None
     fragment: Fragment | None = None
     teacher_logprobs: Array | None = None
-    trace: list[Moment] = []
+    trace: bytes = b""
 
     def __post_init__(self) -> None:
         # Each trajectory is checked where it is made and where it is trained: each check is one pass without a copy, by
@@ -350,7 +349,7 @@ class Score(Message, kw_only=True, tag="score"):
     level: int = -1
     failure: str = ""
     teacher_logprobs: Array | None = None
-    trace: list[Moment] = []
+    trace: bytes = b""
 
     def __post_init__(self) -> None:
         if not is_reward(self.reward):

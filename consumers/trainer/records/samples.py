@@ -185,7 +185,7 @@ def sample_line(trajectory: Trajectory, reward: float | None, terms: Mapping[str
         "generator": trajectory.generator,
         "seconds": trajectory.seconds,
         "images": [image.digest for image in trajectory.images],
-        "trace": trace_lines(trajectory.trace),
+        "trace": trace_lines(trajectory.trace, trajectory.seconds, trajectory.sampled_tokens),
     }
 
 

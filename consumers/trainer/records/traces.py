@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -20,7 +19,7 @@ import structlog
 from consumers.trainer.records.tracker_thread import LONG_DEADLINE_S, TrackerThread
 from schemas.config import TraceConfig
 from schemas.messages import Score, Trajectory
-from schemas.messages.moments import Moment, nest, trace_id
+from schemas.messages.moments import Moment, nest, now_us, pack, trace_id
 
 SEND_S = 10.0
 """Seconds for one request."""
@@ -47,21 +46,21 @@ class TraceLog:
         """Note in samples that a step of ``seconds``, which ends now, trained them; send a share of them."""
         if self._config is None:
             return
-        now = time.time()
-        moment = Moment("step", str(step), now - seconds, now)
+        moment = pack(Moment.ending("step", str(step), seconds))
         spans: list[dict[str, Any]] = []
         for body, reward in samples:
-            body.trace = [*body.trace, moment]
+            body.trace += moment
             id = trace_id(self._run, body.task_id, body.sample)
             if int.from_bytes(id[:8]) < self._config.share * 2**64:
-                spans += self._spans(id, body.task_id, body.sample, body.trace, {"tidemill.reward": reward})
+                nested = nest(body.trace, body.seconds, body.sampled_tokens)
+                spans += self._spans(id, body.task_id, body.sample, nested, {"tidemill.reward": reward})
         self._send(spans)
 
     def failed(self, task_id: int, sample: int, score: Score) -> None:
         """Send the trace of a sample without a reward, whose score has its moments."""
         if self._config is not None:
             id = trace_id(self._run, task_id, sample)
-            self._send(self._spans(id, task_id, sample, score.trace, {}, score.reason or "it failed"))
+            self._send(self._spans(id, task_id, sample, nest(score.trace), {}, score.reason or "it failed"))
 
     def close(self) -> None:
         """Wait until what was given is sent, within a deadline."""
@@ -74,12 +73,11 @@ class TraceLog:
         id: bytes,
         task_id: int,
         sample: int,
-        moments: Sequence[Moment],
+        nested: Sequence[tuple[Moment, int]],
         figures: Mapping[str, float],
         problem: str = "",
     ) -> list[dict[str, Any]]:
-        nested = nest(moments)
-        now = time.time()
+        now = now_us()
         begin = min((one.start for one, _ in nested), default=now)
         end = max((one.end for one, _ in nested), default=now)
         own: dict[str, str | float] = {
@@ -140,7 +138,7 @@ def _span(
     index: int,
     parent: int | None,
     name: str,
-    times: tuple[float, float],
+    times: tuple[int, int],
     attributes: Mapping[str, str | float],
     problem: str,
 ) -> dict[str, Any]:
@@ -149,8 +147,8 @@ def _span(
         "spanId": _span_id(id, index),
         "name": name,
         "kind": 1,
-        "startTimeUnixNano": str(int(times[0] * 1e9)),
-        "endTimeUnixNano": str(int(times[1] * 1e9)),
+        "startTimeUnixNano": f"{times[0]}000",
+        "endTimeUnixNano": f"{times[1]}000",
         "attributes": _attributes(attributes),
     }
     if parent is not None:

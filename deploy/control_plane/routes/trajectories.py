@@ -137,6 +137,7 @@ def _head(seen: StoredTrajectory) -> dict[str, Any]:
 def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
     """Return a trajectory in full, with a table of its tokens."""
     body, score = seen.trajectory, seen.score
+    own_trace = score.trace if score and score.status == "ok" else b""
     ids, mask = body.tokens.numpy().tolist(), body.loss_mask.numpy().tolist()
     versions, logprobs = body.versions().tolist(), body.logprobs.numpy().tolist()
     # No character begins in one segment and ends in the next.
@@ -162,7 +163,7 @@ def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
             "images": [ImageRange(**msgspec.structs.asdict(image)) for image in body.images],
             "messages": spoken_messages(body.data.get("messages")),
             "workflow_reward": body.reward,
-            "trace": trace_lines([*body.trace, *(score.trace if score and score.status == "ok" else ())]),
+            "trace": trace_lines(body.trace + own_trace, body.seconds, body.sampled_tokens),
             "metrics": body.metrics,
             "token_table": table,
             "data": plain(body.data),

@@ -14,7 +14,7 @@ from schemas.codec import Array
 from schemas.digests import digest
 from schemas.images import ImageSettings, probe_image
 from schemas.messages import PlacedImage, Segment, Span, Trajectory, Turn
-from schemas.messages.moments import Moment
+from schemas.messages.moments import Moment, pack
 from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.prompt_groups import make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
@@ -61,15 +61,15 @@ def episode(model: Path) -> Trajectory:
         metrics={"agents/tool_s": 0.125},
         calls=3,
         data={"messages": MESSAGES, "answer": "3108"},
-        trace=[
-            Moment("admitted", "", 1000.0, 1000.0),
-            Moment("attempt", "generator-0", 1001.0, 1002.0),
-            Moment("chat", "", 1001.0, 1002.0, 6),
-            Moment("attempt", "generator-1", 1004.0, 1009.0),
-            Moment("chat", "", 1004.0, 1006.0, 6),
-            Moment("tool", "calculator", 1006.0, 1007.0),
-            Moment("chat", "", 1007.0, 1009.0, 4),
-        ],
+        trace=pack(
+            Moment("admitted", "", 1000_000_000, 1000_000_000),
+            Moment("attempt", "generator-0", 1001_000_000, 1002_000_000),
+            Moment("chat", "", 1001_000_000, 1002_000_000, 6),
+            Moment("attempt", "generator-1", 1004_000_000, 1009_000_000),
+            Moment("chat", "", 1004_000_000, 1006_000_000, 6),
+            Moment("tool", "calculator", 1006_000_000, 1007_000_000),
+            Moment("chat", "", 1007_000_000, 1009_000_000, 4),
+        ),
     )
 
 

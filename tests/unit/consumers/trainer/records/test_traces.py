@@ -16,22 +16,22 @@ from hypothesis import strategies as st
 from consumers.trainer.records.traces import HEADERS, TraceLog
 from schemas.config import TraceConfig
 from schemas.messages import Score, Trajectory
-from schemas.messages.moments import Moment, nest
+from schemas.messages.moments import Moment, nest, pack, unpack
 from tests.support.trainer.trajectories import make_trajectory
 
 EPISODE = [
-    Moment("admitted", "", 100.0, 100.0),
-    Moment("attempt", "g-0", 101.0, 103.0, 7),
-    Moment("chat", "", 101.5, 103.5, 7),
-    Moment("attempt", "g-1", 105.0, 109.0, 12),
-    Moment("chat", "", 105.0, 106.0, 5),
-    Moment("tool", "calculator", 106.0, 107.0),
-    Moment("chat", "", 107.0, 109.0, 7),
-    Moment("term", "exact", 110.0, 110.5),
+    Moment("admitted", "", 100000, 100000),
+    Moment("attempt", "g-0", 101000, 103000),
+    Moment("chat", "", 101500, 103500, 7),
+    Moment("attempt", "g-1", 105000, 109000),
+    Moment("chat", "", 105000, 106000, 5),
+    Moment("tool", "calculator", 106000, 107000),
+    Moment("chat", "", 107000, 109000, 7),
+    Moment("term", "exact", 110000, 110500),
 ]
 kinds = st.sampled_from(("admitted", "attempt", "chat", "tool", "term", "step"))
 moments = st.lists(
-    st.builds(lambda kind, start, length: Moment(kind, "", start, start + length), kinds, *[st.floats(0, 100)] * 2)
+    st.builds(lambda kind, start, length: Moment(kind, "", start, start + length), kinds, *[st.integers(0, 100)] * 2)
 )
 
 
@@ -66,7 +66,7 @@ def receiver() -> Iterator[tuple[str, list[dict[str, Any]], list[dict[str, str]]
 
 def traced(sample: int) -> Trajectory:
     body = make_trajectory(3, sample)
-    body.trace = list(EPISODE)
+    body.trace = pack(*EPISODE)
     return body
 
 
@@ -102,16 +102,19 @@ def test_a_sample_is_one_trace_from_admission_to_its_step(monkeypatch: pytest.Mo
         "evaluate exact",
         "train step 12",
     }
-    assert [moment.name for moment in body.trace if moment.kind == "step"] == ["12"], "the page shows it, too"
+    assert [moment.name for moment in unpack(body.trace) if moment.kind == "step"] == ["12"], "the page shows it, too"
 
 
 def test_a_share_is_sent_and_every_failure() -> None:
     with receiver() as (url, spans, _):
         log = TraceLog(TraceConfig(url=url, share=0.25), "run", "m")
         log.trained(1, 1.0, [(traced(sample), 0.0) for sample in range(200)])
+        Score(status="error", reason="it timed out", trace=pack(Moment("term", "t", 1000, 2000, 0, True)))
         for sample in range(200, 220):
             log.failed(
-                3, sample, Score(status="error", reason="it timed out", trace=[Moment("term", "t", 1, 2, 0, True)])
+                3,
+                sample,
+                Score(status="error", reason="it timed out", trace=pack(Moment("term", "t", 1000, 2000, 0, True))),
             )
         log.close()
     roots = [span for span in spans if "parentSpanId" not in span]
@@ -123,15 +126,22 @@ def test_a_share_is_sent_and_every_failure() -> None:
     log.close()  # the receiver is gone: nothing is raised
 
 
+def test_an_attempt_with_tokens_is_a_single_call() -> None:
+    (attempt, above), (call, parent) = nest(pack(Moment("attempt", "g", 1, 5, 7)))
+    assert (attempt.kind, above, call, parent) == ("attempt", -1, Moment("chat", "", 1, 5, 7), 0)
+    assert nest(pack(Moment("attempt", "g", 1, 1)), 4e-6, 7) == [(attempt, -1), (call, 0)], "its message has them"
+    assert nest(b"no trace") == []
+
+
 def test_without_traces_nothing_is_noted() -> None:
     body = make_trajectory()
     TraceLog().trained(1, 1.0, [(body, 0.0)])
-    assert body.trace == []
+    assert body.trace == b""
 
 
 @given(moments)
 def test_calls_lie_in_the_attempt_before_them(found: list[Moment]) -> None:
-    nested = nest(found)
+    nested = nest(pack(*found))
     assert sorted(one.kind for one, _ in nested) == sorted(one.kind for one in found)
     for one, parent in nested:
         if parent >= 0:
