@@ -1,8 +1,8 @@
 """Traces of episodes, sent as OpenTelemetry's spans (OTLP over HTTP, in JSON): a share of all, and all that failed.
 
 The names are those of OpenTelemetry's semantic conventions for generative AI. A thread sends them; what can't be sent
-is lost, and training goes on. The ids follow from run, task and sample: a step that is trained again after a crash has
-the same spans again.
+is lost, and training continues. The ids follow from run, task and sample: a step that is trained again after a crash
+has the same spans again.
 """
 
 from __future__ import annotations

@@ -66,6 +66,9 @@ def assert_all_trained_once(run: UpRun, summary: dict[str, Any]) -> None:
     assert {task_id for task_id, _ in samples} == set(range(STEPS * GROUPS)), "a prompt was skipped"
     assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
     assert summary["max_staleness"] <= 4
+    for uses in summary["device_s_by_use"].values():
+        assert uses["asleep"] > 0
+        assert sum(uses.values()) - uses["held"] == pytest.approx(uses["held"], rel=0.01)
 
 
 @pytest.mark.timeout(300)

@@ -93,6 +93,8 @@ def test_the_run_is_seen_moving_and_nothing_comes_from_elsewhere(visit: Open) ->
         expect(page.locator(f"{chart} canvas")).to_be_visible(timeout=PATIENCE_MS)
     assert page.locator(".bar-of").count() > 1
     expect(page.locator(".service[data-service=generator-0]")).to_contain_text("tok/s")
+    expect(page.locator("#use-bars .use")).to_have_count(3)
+    expect(page.locator("#use-bars [data-part=trained]")).to_contain_text("trained")
     page.locator("#axis").get_by_role("button", name="Time").click()
     expect(page.locator("#axis [data-axis=time]")).to_have_attribute("aria-pressed", "true")
     assert len(seen.requests) > 20
