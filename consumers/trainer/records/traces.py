@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 from urllib.request import Request, urlopen
@@ -21,25 +22,29 @@ from schemas.config import TraceConfig
 from schemas.messages import Score, Trajectory
 from schemas.messages.moments import Moment, nest, now_us, pack, trace_id
 
+MANY = 1000
+"""Spans that are sent before the next step."""
 SEND_S = 10.0
 """Seconds for one request."""
 HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
 """The environment variable with headers of the requests, name=value,…: a token of the receiver, for example."""
 ERROR = 2
 """The status code of spans that failed."""
+RETRY_S = 60.0
+"""Seconds in which nothing is sent after a request that failed."""
 
 log = structlog.get_logger()
 
 
 class TraceLog:
-    """Completes the traces of samples at their end, and sends them. config: None if there are no traces."""
+    """Completes the traces of samples at their end, and sends them with each step. config: None without traces."""
 
     def __init__(self, config: TraceConfig | None = None, run: str = "", model: str = "") -> None:
         self._config = config
-        self._url = f"{(config.url or '').rstrip('/')}/v1/traces" if config is not None else ""
         self._run = run
         self._model = model
-        self._complained = False
+        self._spans: list[dict[str, Any]] = []
+        self._retry_at = 0.0
         self._thread = TrackerThread("traces") if config is not None and config.url else None
 
     def trained(self, step: int, seconds: float, samples: Sequence[tuple[Trajectory, float]]) -> None:
@@ -47,76 +52,82 @@ class TraceLog:
         if self._config is None:
             return
         moment = pack(Moment.ending("step", str(step), seconds))
-        spans: list[dict[str, Any]] = []
         for body, reward in samples:
             body.trace += moment
             id = trace_id(self._run, body.task_id, body.sample)
             if int.from_bytes(id[:8]) < self._config.share * 2**64:
                 nested = nest(body.trace, body.seconds, body.sampled_tokens)
-                spans += self._spans(id, body.task_id, body.sample, nested, {"tidemill.reward": reward})
-        self._send(spans)
+                self._add(id, (body.task_id, body.sample), nested, {"tidemill.reward": reward})
+        self._send()
 
     def failed(self, task_id: int, sample: int, score: Score) -> None:
         """Send the trace of a sample without a reward, whose score has its moments."""
         if self._config is not None:
             id = trace_id(self._run, task_id, sample)
-            self._send(self._spans(id, task_id, sample, nest(score.trace), {}, score.reason or "it failed"))
+            self._add(id, (task_id, sample), nest(score.trace), {}, score.reason or "it failed")
+            if len(self._spans) > MANY:
+                self._send()
 
     def close(self) -> None:
         """Wait until what was given is sent, within a deadline."""
+        self._send()
         if self._thread is not None:
             self._thread.wait(LONG_DEADLINE_S)
             self._thread.end()
 
-    def _spans(
+    def _add(
         self,
         id: bytes,
-        task_id: int,
-        sample: int,
+        sample: tuple[int, int],
         nested: Sequence[tuple[Moment, int]],
         figures: Mapping[str, float],
         problem: str = "",
-    ) -> list[dict[str, Any]]:
-        now = now_us()
-        begin = min((one.start for one, _ in nested), default=now)
-        end = max((one.end for one, _ in nested), default=now)
+    ) -> None:
+        """Add the spans of an episode: span number n + 1 is of moment n, and the first is the episode's own."""
+        if self._thread is None:
+            return
+        begin = min((one.start for one, _ in nested), default=now_us())
+        end = max((one.end for one, _ in nested), default=begin)
         own: dict[str, str | float] = {
             "gen_ai.operation.name": "invoke_agent",
-            "gen_ai.conversation.id": f"{task_id}-{sample}",
-            "tidemill.task_id": task_id,
-            "tidemill.sample": sample,
+            "gen_ai.conversation.id": "{}-{}".format(*sample),
+            "tidemill.task_id": sample[0],
+            "tidemill.sample": sample[1],
             **figures,
         }
-        root = _span(id, -1, None, "invoke_agent episode", (begin, end), own, problem)
-        spans = [root]
+        first = int.from_bytes(id[8:]) >> 32 << 32 | 1
+
+        def add(at: int, parent: int | None, name: str, times: tuple[int, int], of: Any, why: str) -> None:
+            span = {"traceId": id.hex(), "spanId": f"{first + at:016x}", "name": name, "kind": 1}
+            span |= {"startTimeUnixNano": f"{times[0]}000", "endTimeUnixNano": f"{times[1]}000"}
+            span |= {} if parent is None else {"parentSpanId": f"{first + parent:016x}"}
+            span |= {"status": {"code": ERROR, "message": why}} if why else {}
+            self._spans.append(span | {"attributes": _attributes(of)})
+
+        add(0, None, "invoke_agent episode", (begin, end), own, problem)
         for index, (one, parent) in enumerate(nested):
             name, attributes = _describe(one, self._model)
-            why = f"{name} failed" if one.failed else ""
-            spans.append(_span(id, index, parent, name, (one.start, one.end), attributes, why))
-        return spans
+            add(index + 1, parent + 1, name, (one.start, one.end), attributes, f"{name} failed" if one.failed else "")
 
-    def _send(self, spans: Sequence[Mapping[str, Any]]) -> None:
+    def _send(self) -> None:
+        spans, self._spans = self._spans, []
         if self._thread is not None and spans:
             self._thread.put(lambda: self._post(spans))
 
     def _post(self, spans: Sequence[Mapping[str, Any]]) -> None:
+        if self._config is None or time.monotonic() < self._retry_at:
+            return
         resource = _attributes({"service.name": "tidemill", "tidemill.run": self._run})
         scope = {"scope": {"name": "tidemill"}, "spans": spans}
         body = {"resourceSpans": [{"resource": {"attributes": resource}, "scopeSpans": [scope]}]}
-        headers = {"Content-Type": "application/json", **dict(_headers())}
+        given = (part.partition("=") for part in os.environ.get(HEADERS, "").split(",") if "=" in part)
+        headers = {"Content-Type": "application/json"} | {name.strip(): unquote(value) for name, _, value in given}
+        url = f"{(self._config.url or '').rstrip('/')}/v1/traces"
         try:
-            urlopen(Request(self._url, json.dumps(body).encode(), headers), timeout=SEND_S).close()
+            urlopen(Request(url, json.dumps(body).encode(), headers), timeout=SEND_S).close()
         except (OSError, ValueError) as error:
-            if not self._complained:
-                log.warning("traces can't be sent", url=self._url, error=str(error))
-            self._complained = True
-
-
-def _headers() -> Iterable[tuple[str, str]]:
-    for part in os.environ.get(HEADERS, "").split(","):
-        name, equals, value = part.partition("=")
-        if equals:
-            yield name.strip(), unquote(value.strip())
+            log.warning("traces can't be sent", url=url, lost=len(spans), error=str(error))
+            self._retry_at = time.monotonic() + RETRY_S
 
 
 def _describe(one: Moment, model: str) -> tuple[str, dict[str, str | int]]:
@@ -131,35 +142,6 @@ def _describe(one: Moment, model: str) -> tuple[str, dict[str, str | int]]:
     if one.kind == "step":
         return f"train step {one.name}", {"tidemill.step": int(one.name)}
     return one.kind, {"tidemill.generator": one.name} if one.name else {}
-
-
-def _span(
-    id: bytes,
-    index: int,
-    parent: int | None,
-    name: str,
-    times: tuple[int, int],
-    attributes: Mapping[str, str | float],
-    problem: str,
-) -> dict[str, Any]:
-    span: dict[str, Any] = {
-        "traceId": id.hex(),
-        "spanId": _span_id(id, index),
-        "name": name,
-        "kind": 1,
-        "startTimeUnixNano": f"{times[0]}000",
-        "endTimeUnixNano": f"{times[1]}000",
-        "attributes": _attributes(attributes),
-    }
-    if parent is not None:
-        span["parentSpanId"] = _span_id(id, parent)
-    if problem:
-        span["status"] = {"code": ERROR, "message": problem}
-    return span
-
-
-def _span_id(id: bytes, index: int) -> str:
-    return f"{(int.from_bytes(id[8:]) + index + 1) % 2**64 or 1:016x}"
 
 
 def _attributes(values: Mapping[str, str | float]) -> list[dict[str, Any]]:
