@@ -18,6 +18,7 @@ from producers.workflows.base import FailedSample, RolloutContext, SaveDone, Wor
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import TidemillConfig, parse_config
 from schemas.messages import ChatMessage, Partial, Sampling, Span, Task
+from schemas.messages.moments import Moment
 from tests.support.models.chat_templates import SOURCES, STOPS, write_tokenizer
 
 Says = Callable[[str], str]
@@ -98,12 +99,15 @@ async def play(
     interrupted: asyncio.Event | None = None,
     placeholders: ImagePlaceholders | None = None,
     files: dict[str, bytes] | None = None,
+    moments: dict[int, list[Moment]] | None = None,
 ) -> list[SampledCompletion | FailedSample]:
     """The samples of a task, as the configured workflow plays them, in the order of their indices."""
     chosen = config.generator.workflow
     workflow = find_workflow(chosen.name, chosen.args, config.base)()
     async with running(workflow, WorkflowServices(engine, tokenizer, config)):
-        rollout = RolloutContext(engine, tokenizer, task, range(task.n), placeholders=placeholders, files=files or {})
+        rollout = RolloutContext(
+            engine, tokenizer, task, range(task.n), placeholders=placeholders, files=files or {}, moments=moments
+        )
         if saved is not None:
             rollout = replace(rollout, save=keep_in(saved))
         if interrupted is not None:

@@ -99,6 +99,16 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(
     assert await play.session.count_tokens(CallRequest(messages=messages)) == 10_000
 
 
+async def test_calls_and_the_tools_between_them_are_noted(tokenizer: HfTokenizer) -> None:
+    play = Scene(tokenizer, '<tool_call>{"name": "add", "arguments": {}}</tool_call>', "three")
+    noted: list[tuple[str, str]] = []
+    play.session.note = lambda kind, name, *_: noted.append((kind, name))
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    await play.session.complete(CallRequest(messages=[{"role": "user", "content": "1+2?"}], tools=tools))
+    await play.ask("1+2?", "", "3")
+    assert noted == [("chat", ""), ("tool", "add"), ("chat", "")]
+
+
 async def test_an_answer_leaves_when_it_is_saved_and_not_before(tokenizer: HfTokenizer) -> None:
     play = Scene(tokenizer, "one")
     play.may_save.clear()

@@ -16,6 +16,7 @@ from producers.workflows.base import FailedSample, find_workflow
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Partial
+from schemas.messages.moments import Moment
 from schemas.plugins import load
 from tests.support.producers.played_episodes import (
     END,
@@ -144,6 +145,17 @@ async def test_functions_are_run_until_the_policy_calls_none(base: Path, tokeniz
     assert sample.metrics["tools_s"] > 0
     assert engine.prompts[1].startswith(engine.prompts[0])
     assert sample.reward is None
+
+
+async def test_calls_and_tools_are_noted_one_after_the_other(base: Path, tokenizer: HfTokenizer):
+    engine = SpeakingEngine(tokenizer, says(call("add", a=2), "It is 3."))
+    moments: dict[int, list[Moment]] = {}
+    await play(config(base, "add"), engine, tokenizer, chat_task("What is it?"), moments=moments)
+    noted = moments[0]
+    assert [(one.kind, one.name) for one in noted] == [("chat", ""), ("tool", "add"), ("chat", "")]
+    times = [at for one in noted for at in (one.start, one.end)]
+    assert times == sorted(times)
+    assert noted[0].tokens > 0
 
 
 async def test_the_policy_is_told_of_tools_by_their_name_docstring_and_type_hints(base: Path, tokenizer: HfTokenizer):
