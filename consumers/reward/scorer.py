@@ -27,7 +27,7 @@ from schemas.codec import Array
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError
 from schemas.messages import REWARD_RANGE, Score, ScoreStatus, Segment, Trajectory, is_reward
-from schemas.messages.moments import Moment, now_us, pack
+from schemas.messages.moments import Moment, now_us, pack, unpack
 
 Floats: TypeAlias = npt.NDArray[Any]
 
@@ -114,7 +114,10 @@ class Scorer:
             if results[i].status != "ok":
                 break
         score = self._sum(results, trajectory)
-        score.trace = trace if score.status == "ok" else trajectory.trace + trace
+        if trace and score.status != "ok":
+            # The trainer gets no more of this sample than its score.
+            trace = pack(*unpack(trajectory.trace, trajectory.seconds, trajectory.sampled_tokens)) + trace
+        score.trace = trace
         return score
 
     def cancel_waiting(self) -> None:

@@ -89,7 +89,7 @@ class StepLog:
         figures = self._figures(batch, result) | {f"time/{name}_s": seconds for name, seconds in times.items()}
         self._append(self._metrics, figures | self._evaluated)
         self._last, self._evaluated = figures, {}
-        worked = times["total"] - times.get("wait", 0.0) - times.get("paused", 0.0)
+        worked = result.seconds.get("total", 0.0) + times.get("publish", 0.0)
         samples = [sample for group in batch.groups for sample in group.samples]
         self._traces.trained(self._progress.step, worked, samples)
         self._trackers.log(figures)

@@ -52,12 +52,19 @@ def pack(*moments: Moment) -> bytes:
     return _encoder.encode_lines(moments)
 
 
-def unpack(trace: bytes) -> list[Moment]:
-    """Return the moments of a trace; none of one that can't be read."""
+def unpack(trace: bytes, seconds: float = 0.0, tokens: int = 0) -> list[Moment]:
+    """Return the moments of a trace, none of one that can't be read. seconds, tokens: of the finished sample."""
     try:
-        return _decoder.decode_lines(trace)
+        found = _decoder.decode_lines(trace)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return []
+    took = int(seconds * 1e6)
+    return [
+        Moment("attempt", one.name, one.start, one.end + took, tokens)
+        if one.kind == "attempt" and one.start == one.end
+        else one
+        for one in found
+    ]
 
 
 def trace_id(run: str, task_id: int, sample: int) -> bytes:
@@ -68,17 +75,14 @@ def trace_id(run: str, task_id: int, sample: int) -> bytes:
 def nest(trace: bytes, seconds: float = 0.0, tokens: int = 0) -> list[tuple[Moment, int]]:
     """Return the moments of a trace in order of time, each with the index of its parent, -1 for the whole episode.
 
-    seconds, tokens: of the sample in its generator.
-
-    A call belongs to the last attempt that began before it, which is taken to last as long as its calls.
+    A call belongs to the last attempt that began before it, which is taken to last as long as its calls. seconds,
+    tokens: as in ``unpack``.
     """
     nested: list[tuple[Moment, int]] = []
     attempt = -1
-    for one in sorted(unpack(trace), key=lambda one: (one.start, one.kind != "attempt")):
+    for one in sorted(unpack(trace, seconds, tokens), key=lambda one: (one.start, one.kind != "attempt")):
         if one.kind == "attempt":
             attempt = len(nested)
-            if one.start == one.end:
-                one = Moment("attempt", one.name, one.start, one.end + int(seconds * 1e6), tokens)
         inside = attempt if one.kind in ("chat", "tool") else -1
         nested.append((one, inside))
         if one.kind == "attempt" and one.tokens:

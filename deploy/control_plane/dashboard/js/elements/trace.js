@@ -40,7 +40,8 @@ export function traces(samples) {
   const known = samples.filter((one) => one.trace.length);
   if (!known.length) return null;
   const [begin, length] = range(known.map((one) => one.trace));
-  return h("ol", { class: "trace", "aria-label": `Traces of ${plural(known.length, "sample")}, ${duration(length)}` }, known.map((sample) =>
+  const list = h("ol", { class: "trace", "aria-label": `Traces of ${plural(known.length, "sample")}, ${duration(length)}` }, known.map((sample) =>
     h("li", null, h("span", null, `sample ${sample.sample}`), h("div", { class: "trace-line" }, sample.trace.map((one) =>
       span((one.start - begin) / length, (one.end - one.start) / length, one, words(one)))))));
+  return h("div", null, h("h3", null, "Traces"), list);
 }
