@@ -15,6 +15,7 @@ import structlog
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from broker.flow.ledger import Ledger
+from broker.telemetry.heartbeats import Heartbeats
 from schemas.errors import TidemillError
 from tools.chaos.judging.evidence import EvidenceWriter, Line
 from tools.chaos.server import Server
@@ -51,7 +52,8 @@ class Watch:
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
         self._server = server
         self._keys = keys
-        self._ledger = Ledger(Connection(server.url, keys, PATIENCE_S), 1 << 20)
+        connection = Connection(server.url, keys, PATIENCE_S)
+        self._ledger, self._heartbeats = Ledger(connection, 1 << 20), Heartbeats(connection)
         self._evidence = evidence
         self.cursor = 0
 
@@ -66,6 +68,9 @@ class Watch:
                 pipe.xlen(stream)
             lengths = pipe.execute()
             state = self._ledger.read_state()
+            now = self._heartbeats.read_clock()
+            # What came after a service's last heartbeat is not counted yet.
+            late = sum(max(0.0, now - beat.time) for beat in self._heartbeats.list() if beat.devices)
             active, groups = self._server.client.zrange(keys.slots, 0, -1), self._server.client.hgetall(keys.groups)
         except (redis.RedisError, TidemillError, ValueError):
             return
@@ -87,7 +92,7 @@ class Watch:
             tokens=state.tokens,
             uncounted=abs(state.tokens_in_flight - held) / max(1, state.tokens_generated),
             devices=state.devices,
-            device_seconds=device_seconds,
+            device_seconds=device_seconds - late,
         )
 
 
