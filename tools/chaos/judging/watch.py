@@ -21,6 +21,8 @@ from tools.chaos.judging.evidence import EvidenceWriter, Line
 from tools.chaos.server import Server
 
 PATIENCE_S = 0.05
+SLACK_S = 20.0
+"""Device seconds that a broker may cost that forgets while the trainer, which would restore its counts, is dead."""
 POISON_ENTRIES = 3
 """Entries that one poison fault adds at most."""
 POISON_LIFE_S = 60.0
@@ -150,9 +152,12 @@ def peaks(looks: Sequence[Line], samples: int, poison: Sequence[float] = ()) -> 
 
 
 def devices_off(looks: Sequence[Line]) -> float:
-    """Return the greatest difference between the three counts of device seconds at the last look, as a share."""
+    """Return the greatest difference between the three counts of device seconds at the last look, as a share.
+
+    SLACK_S are left out, which matter in short runs alone.
+    """
     last = max(looks, key=lambda look: look.at).data if looks else {}
     roles = last.get("devices", {}).values()
     held = sum(uses["held"] for uses in roles)
     counts = (last.get("device_seconds", 0.0), held, sum(sum(uses.values()) for uses in roles) - held)
-    return float((max(counts) - min(counts)) / max(*counts, 1.0))
+    return float(max(0.0, max(counts) - min(counts) - SLACK_S) / max(*counts, 1.0))
