@@ -294,3 +294,26 @@ def check_labels(setting: str, datasets: Sequence[LabelledDataset]) -> None:
         if dataset.label in seen:
             raise ValueError(f"{setting} has two datasets with the label {dataset.label!r}: give each its own label")
         seen.add(dataset.label)
+
+
+def inherit_sampling(data: Any) -> Any:
+    """Let evaluations take one greedy sample of the lengths of training, and datasets eval.sampling."""
+    evaluation = data.get("eval") if isinstance(data, dict) else None
+    if not isinstance(evaluation, dict):
+        return data
+    training, said = data.get("sampling"), evaluation.get("sampling")
+    if not isinstance(training or {}, dict) or not isinstance(said or {}, dict):
+        return data
+    lengths = {name: training[name] for name in ("max_tokens", "stop") if name in (training or {})}
+    own = {**lengths, **(said or {})}
+    filled = {**evaluation, "sampling": {"n": 1, "temperature": 0.0, **own}} if own else dict(evaluation)
+    base = filled.get("sampling", {"n": 1, "temperature": 0.0})
+
+    def fill(dataset: Any) -> Any:
+        named = dataset.get("sampling") if isinstance(dataset, dict) else None
+        return {**dataset, "sampling": {**base, **named}} if isinstance(named, dict) else dataset
+
+    datasets = evaluation.get("dataset")
+    if datasets is not None:
+        filled["dataset"] = [fill(one) for one in datasets] if isinstance(datasets, list) else fill(datasets)
+    return {**data, "eval": filled}

@@ -9,7 +9,14 @@ from typing import Annotated, Any
 from pydantic import Field, PrivateAttr, model_validator
 
 from schemas.config.base import Section, matching
-from schemas.config.data import EvalConfig, RewardConfig, RewardTerm, TrainDatasets, check_labels
+from schemas.config.data import (
+    EvalConfig,
+    RewardConfig,
+    RewardTerm,
+    TrainDatasets,
+    check_labels,
+    inherit_sampling,
+)
 from schemas.config.deploy import ControlConfig, LauncherConfig, NotifyConfig, ProbesConfig, SupervisorConfig
 from schemas.config.generator import (
     LIVE,
@@ -175,26 +182,7 @@ class TidemillConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _inherit_sampling(cls, data: Any) -> Any:
-        """Let evaluations take one greedy sample of the lengths of training, and datasets eval.sampling."""
-        evaluation = data.get("eval") if isinstance(data, dict) else None
-        if not isinstance(evaluation, dict):
-            return data
-        training, said = data.get("sampling"), evaluation.get("sampling")
-        if not isinstance(training or {}, dict) or not isinstance(said or {}, dict):
-            return data
-        lengths = {name: training[name] for name in ("max_tokens", "stop") if name in (training or {})}
-        own = {**lengths, **(said or {})}
-        filled = {**evaluation, "sampling": {"n": 1, "temperature": 0.0, **own}} if own else dict(evaluation)
-        base = filled.get("sampling", {"n": 1, "temperature": 0.0})
-
-        def fill(dataset: Any) -> Any:
-            named = dataset.get("sampling") if isinstance(dataset, dict) else None
-            return {**dataset, "sampling": {**base, **named}} if isinstance(named, dict) else dataset
-
-        datasets = evaluation.get("dataset")
-        if datasets is not None:
-            filled["dataset"] = [fill(one) for one in datasets] if isinstance(datasets, list) else fill(datasets)
-        return {**data, "eval": filled}
+        return inherit_sampling(data)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> TidemillConfig:
