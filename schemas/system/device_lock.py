@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import struct
 import threading
 import time
 from collections.abc import Iterable
@@ -19,6 +20,8 @@ import msgspec
 
 TOUCH_S = 1.0
 HELD, LENT = "device_held_s", "device_lent_s"
+_FLOCK = struct.Struct("hhqqi4x")
+"""Linux's ``struct flock``, for locks of an open file; unlike those of flock(), they can be asked about."""
 VARIABLE = "TIDEMILL_SHARED_GPUS"
 """Environment variable with a SharedGpus as JSON, for services that share GPUs."""
 
@@ -70,7 +73,7 @@ class DeviceLock:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_RDLCK if shared else fcntl.F_WRLCK))
         except BlockingIOError:
             os.close(descriptor)
             return False
@@ -82,7 +85,7 @@ class DeviceLock:
         """Free the lock, if this process holds it; also where a child process has a copy of its descriptor."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_UNLCK))
             os.close(descriptor)
 
     @property
@@ -91,7 +94,10 @@ class DeviceLock:
         return self._descriptor is not None
 
     def is_free(self, shared: bool = False) -> bool:
-        """Return whether no process holds the lock; shared: none exclusively, and several may ask at once."""
+        """Return whether no process holds the lock; shared: none exclusively.
+
+        Nothing is taken to find out: a process that is stopped meanwhile delays no other.
+        """
         if self._descriptor is not None:
             return False
         try:
@@ -99,17 +105,20 @@ class DeviceLock:
         except FileNotFoundError:
             return True
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+            found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_RDLCK if shared else fcntl.F_WRLCK))
         finally:
             os.close(descriptor)
-        return True
+        return int(_FLOCK.unpack(found)[0]) == fcntl.F_UNLCK
 
     def touch(self) -> None:
         """Show that the holder is alive: a supervisor may kill one whose file is old."""
         with contextlib.suppress(OSError):
             os.utime(self.file)
+
+
+def _whole_file(kind: int) -> bytes:
+    """Return the argument of a lock on a whole file; kind: F_RDLCK, F_WRLCK or F_UNLCK."""
+    return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
 
 
 class LockToucher(threading.Thread):

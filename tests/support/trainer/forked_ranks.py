@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from tools.turns.walk import PRELOAD
+
 DEADLINE_S = 120
 
 _context = multiprocessing.get_context("forkserver")
@@ -29,6 +31,7 @@ _context.set_forkserver_preload(
         "tests.support.trainer.sharded_steps",
         "tests.support.trainer.sharded_algorithms",
         "tests.support.trainer.sized_steps",
+        *PRELOAD,
     ]
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,19 @@ def test_services_learn_from_a_variable_with_whom_they_share(monkeypatch: pytest
     assert SharedGpus.from_environment() is None
     monkeypatch.setenv(VARIABLE, '{"folder": "/run/devices", "generators": [0, 2], "others": 1}')
     assert SharedGpus.from_environment() == SharedGpus("/run/devices", [0, 2], 1)
+
+
+def test_who_is_stopped_while_it_asks_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asking, other = (DeviceLock(tmp_path / "trainer.lock") for _ in range(2))
+    assert other.try_hold()
+    other.release()
+    real, taken = os.close, []
+
+    def close(descriptor: int) -> None:
+        monkeypatch.setattr(os, "close", real)
+        taken.append(other.try_hold())
+        real(descriptor)
+
+    monkeypatch.setattr(os, "close", close)
+    assert asking.is_free(shared=True)
+    assert taken == [True]
