@@ -240,11 +240,11 @@ class MismatchWatch:
             for index, sample in enumerate(trained)
             if index in result.samples
         ]
-        for name, problem in self._judge.add(samples).items():
-            self._report(name, problem)
         if self._context.config.pools:
             beats = self._context.broker.heartbeats.list()
             self._pools |= {beat.service: beat.pool for beat in beats if beat.pool}
+        for name, problem in self._judge.add(samples, self._pools).items():
+            self._report(name, problem)
         return mismatch_metrics(samples, self._pools)
 
     def _report(self, name: str, problem: str) -> None:

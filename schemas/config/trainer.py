@@ -169,8 +169,8 @@ class MismatchConfig(Section):
     ratio: float = Field(
         4.0,
         gt=1,
-        description="How many times the median of the other generators its mean difference may be, over tokens of the"
-        " same versions.",
+        description="How many times the median of the other generators of its pool its mean difference may be, over"
+        " tokens of the same versions.",
     )
     kl: float | None = Field(
         None,

@@ -1,7 +1,8 @@
 """The mismatch of each generator: how far its log-probabilities are from the trainer's, and whether that is a fault.
 
 Tokens of older weights differ because the policy has changed since. A generator is therefore compared with the others
-over tokens of the same version, and with a bound only over tokens of the weights in training. Differences have heavy
+of its pool over tokens of the same version, and with a bound only over tokens of the weights in training: other GPUs
+and engines round otherwise, so one that is alone in its pool is held to the bound only. Differences have heavy
 tails, and those of a sample depend on one another. An excess is a fault only if it is also larger than ``SIGMAS``
 standard errors over whole samples (a t-test against the allowed mean, which one strange sample can't pass).
 """
@@ -63,8 +64,8 @@ class _Excess:
 class MismatchJudge:
     """Finds generators whose tokens are not from the policy that they name; feed it the samples of every step.
 
-    ratio: how many times the median of the other generators a mean difference may be. kl: largest mean KL at the same
-    weights; None for no bound.
+    ratio: how many times the median of the other generators of its pool a mean difference may be. kl: largest mean KL
+    at the same weights; None for no bound.
     """
 
     def __init__(self, dtype: str, ratio: float, kl: float | None) -> None:
@@ -74,11 +75,16 @@ class MismatchJudge:
         self._relative: dict[str, _Excess] = {}
         self._absolute: dict[str, _Excess] = {}
 
-    def add(self, samples: Sequence[SampleMismatch]) -> dict[str, str]:
-        """Add the samples of a step; return what is wrong with generators, by name."""
+    def add(self, samples: Sequence[SampleMismatch], pools: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Add the samples of a step; return what is wrong with generators, by name. pools: of those in one, by name."""
+        pool = dict(pools or {}).get
         means = _means_by_age(samples)
         for one in samples:
-            others = [mean for name, mean in means[one.age].items() if name != one.generator]
+            others = [
+                mean
+                for name, mean in means[one.age].items()
+                if name != one.generator and pool(name) == pool(one.generator)
+            ]
             if others:
                 expected = median(others) * one.tokens
                 self._relative.setdefault(one.generator, _Excess()).add(one.tokens, one.gap, expected)

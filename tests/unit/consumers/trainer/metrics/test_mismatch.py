@@ -61,6 +61,23 @@ def test_a_generator_far_from_the_others_is_found_within_200_of_its_samples(
     assert "at most 4 times as much is allowed" in found["wrong"]
 
 
+def test_a_pool_that_rounds_otherwise_is_correct_and_its_own_wrong_generator_is_found() -> None:
+    judge = MismatchJudge("bfloat16", ratio=4.0, kl=None)
+    names = {
+        **{f"near-{index}": 0.002 for index in range(5)},
+        "far-0": 0.05,
+        "far-1": 0.05,
+        "far-2": 0.5,
+        "alone": 0.06,
+    }
+    pools = {name: name.partition("-")[0] for name in names}
+    fleet = {name: tailed(gap, 0.5) for name, gap in names.items()}
+    found: dict[str, str] = {}
+    for samples in steps(random.Random(1), fleet, 200, 32):
+        found |= judge.add([one for one in samples if one.age == 0], pools)
+    assert {*found} == {"far-2"}
+
+
 def test_a_single_generator_is_held_to_the_bound_over_tokens_of_the_weights_in_training() -> None:
     judge = MismatchJudge("bfloat16", ratio=4.0, kl=0.015)
     older = SampleMismatch("g", 1, 100.0, 100.0, 50.0, 0.0)
