@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.launchers.gpus import UTILIZATION, Gpu, GpuPlan, engine_width
+from deploy.launchers.gpus import Gpu, GpuPlan
+from deploy.planning.cluster import UTILIZATION, engine_width
 from producers.engines.factory import engine_name
 from schemas.config import TidemillConfig, by_pool
 from schemas.config.trainer import CHECKPOINTED_FROM

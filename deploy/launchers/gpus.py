@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
+from deploy.planning.cluster import SHARED, UTILIZATION, engine_width
+from deploy.planning.search import place
 from producers.engines.factory import engine_name
 from schemas.config import PlacementConfig, TidemillConfig
 from schemas.config.placement import count_gpus, parse_ranges
 from schemas.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-SHARED = 0.4
-"""Share of a GPU's memory that vLLM takes of one that the trainer has as well."""
-UTILIZATION = "gpu_memory_utilization"
 ROW = re.compile(r"\s*(\d+)\s*,\s*([^,\s]+)\s*,\s*(.*?)\s*")
 """A line of nvidia-smi's table: index, UUID, memory in MiB."""
 DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
@@ -48,7 +47,7 @@ class GpuPlan:
 
     0 GPUs: the service sees all that there are. utilization: of vLLM, on a GPU that is shared; None leaves it as it is.
     text: what was dealt out, in a line; empty when nothing was. placed: each service's GPUs by ``placement``.
-    sharing: generators that have GPUs of the trainer, by ``placement``.
+    sharing: generators that have GPUs of the trainer, by ``placement``. placement: what it was, or auto stood for.
     """
 
     trainer: float
@@ -58,6 +57,7 @@ class GpuPlan:
     text: str = ""
     placed: Mapping[str, Sequence[int]] | None = None
     sharing: Sequence[int] = ()
+    placement: PlacementConfig | None = None
 
     def apply(self, config: TidemillConfig) -> TidemillConfig:
         """Return the configuration as it fits."""
@@ -65,7 +65,11 @@ class GpuPlan:
         if self.utilization is not None:
             args = {**args, UTILIZATION: self.utilization}
         generator = config.generator.model_copy(update={"replicas": self.replicas, "args": args})
-        return config.model_copy(update={"generator": generator})
+        update: dict[str, object] = {"generator": generator}
+        if self.placement is not None:
+            update["placement"] = self.placement
+            update["trainer"] = config.trainer.model_copy(update={"processes": int(self.trainer)})
+        return config.model_copy(update=update)
 
 
 def check_count(name: str, value: object, whole: bool = True) -> None:
@@ -109,17 +113,6 @@ def there_are(count: int) -> str:
     return f"there {'is' if count == 1 else 'are'} {count_gpus(count)}"
 
 
-def engine_width(config: TidemillConfig) -> int:
-    """Return the GPUs of one generator's engine; ConfigError if its arguments give no number."""
-    width = 1
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = config.generator.args.get(name, 1)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigError(f"generator.args.{name} is {size!r}: it must be a whole number, 1 or more")
-        width *= size
-    return width
-
-
 def shared_utilization(config: TidemillConfig, replicas: int) -> float | None:
     """Return the share of a GPU's memory for each generator that shares it with the trainer; None if it is set."""
     is_set = engine_name(config.generator.engine) != "vllm" or UTILIZATION in config.generator.args
@@ -135,7 +128,7 @@ def plan_gpus(
     """
     check_count("trainer_gpus", trainer)
     check_count("generator_gpus", generator)
-    if config.placement is not None:
+    if config.placement is not None and (gpus or not config.placement.is_auto):
         return _place(config, config.placement, gpus)
     replicas = config.generator.replicas
     _check_there(len(gpus), trainer, generator if replicas else 0)
@@ -159,6 +152,9 @@ def plan_gpus(
 
 def _place(config: TidemillConfig, placement: PlacementConfig, gpus: Sequence[Gpu]) -> GpuPlan:
     """Return the plan that ``placement`` names."""
+    planned = ""
+    if placement.is_auto:
+        placement, planned = place(config, len(gpus))
     try:
         engines = placement.engines(engine_width(config))
     except ValueError as error:
@@ -181,8 +177,10 @@ def _place(config: TidemillConfig, placement: PlacementConfig, gpus: Sequence[Gp
     sharing = [index for index, places in enumerate(engines) if not set(places).isdisjoint(placed["trainer"])]
     if sharing:
         parts.append(f"in turns with the trainer: {', '.join(f'generator-{index}' for index in sharing)}")
-    text = f"GPUs: {'; '.join(parts)}"
-    return GpuPlan(len(placed["trainer"]), width, len(engines), text=text, placed=placed, sharing=sharing)
+    text = f"{planned}GPUs: {'; '.join(parts)}"
+    return GpuPlan(
+        len(placed["trainer"]), width, len(engines), text=text, placed=placed, sharing=sharing, placement=placement
+    )
 
 
 def _check_there(there: int, trainer: int | Auto, generator: int | Auto) -> None:

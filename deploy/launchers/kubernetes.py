@@ -18,7 +18,8 @@ import yaml
 
 from deploy.checks.preflight import check
 from deploy.launchers.factory import refuse_pools
-from deploy.launchers.gpus import Auto, check_count, engine_width
+from deploy.launchers.gpus import Auto, check_count
+from deploy.planning.cluster import engine_width
 from schemas.config import TidemillConfig, dump_config
 from schemas.errors import OK_EXIT, ConfigError
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
 
 from deploy.launchers.gpus import VISIBLE, Auto, Gpu, GpuPlan, check_count, find_gpus, plan_gpus
 from deploy.launchers.pool_gpus import plan_pools
+from deploy.planning.search import wanted_generators
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.services import Scaler
@@ -22,6 +24,34 @@ from schemas.run_folder import DEVICES
 from schemas.system.device_lock import VARIABLE, SharedGpus
 
 logger = structlog.get_logger()
+
+BALANCE_S = 600.0
+"""Least seconds between two changes of the number of generators, which both sides need to settle."""
+
+
+class Balance:
+    """The number of generators that follows the plan of what the run measures (``placement.balance``)."""
+
+    def __init__(self, config: TidemillConfig, now: float) -> None:
+        self._config, self._due, self._since, self._running = config, now + BALANCE_S, 0, 0
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="balance")
+        self._planning: Future[int | None] | None = None
+
+    def tick(self, now: float, scaler: Scaler, step: int) -> None:
+        """Plan in a thread when it is due, and scale when the plan is there. now: monotonic seconds."""
+        if self._planning is None:
+            if now >= self._due:
+                self._due, self._running = now + BALANCE_S, scaler.replicas("generator")
+                self._planning = self._threads.submit(wanted_generators, self._config, self._running, self._since)
+            return
+        if not self._planning.done():
+            return
+        planning, self._planning = self._planning, None
+        wanted = planning.result()
+        if wanted is not None and wanted != self._running:
+            self._since = step + 1
+            logger.info("generators follow the plan", before=self._running, now=wanted)
+            scaler.scale("generator", wanted)
 
 
 class Local(Processes):
@@ -42,6 +72,7 @@ class Local(Processes):
         self._shared: SharedGpus | None = None
         self._silent: SilentHolders | None = None
         self._holders: dict[str, Process] = {}
+        self._balance: Balance | None = None
 
     def plan(self, config: TidemillConfig) -> GpuPlan:
         """Return the share of this machine's GPUs for each service of this run; ConfigError when they can't have it."""
@@ -58,7 +89,10 @@ class Local(Processes):
             self._silent = SilentHolders(self._shared)
         if plan.text:
             print(plan.text)
-        return run_up(plan.apply(config), self, fresh)
+        config = plan.apply(config)
+        if config.placement is not None and config.placement.balance:
+            self._balance = Balance(config, time.monotonic())
+        return run_up(config, self, fresh)
 
     def start(
         self, argv: Sequence[str], name: str, role: str, log: Path | None, environment: Mapping[str, str], mark: str
@@ -78,6 +112,8 @@ class Local(Processes):
             logger.warning("killed: it was silent with GPUs that it shares", service=name, silent_s=SILENT_S)
             if (process := self._holders.get(name)) is not None:
                 process.kill()
+        if self._balance is not None and status is not None and status.state == "running":
+            self._balance.tick(time.monotonic(), scaler, status.step)
 
     def _gpus(self, role: str, name: str) -> list[str]:
         """Return names of the service's devices; ConfigError when this process sees too few."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deploy.launchers.gpus import Auto, Gpu, GpuPlan, check_count, engine_width, shared_utilization, there_are
+from deploy.launchers.gpus import Auto, Gpu, GpuPlan, check_count, shared_utilization, there_are
+from deploy.planning.cluster import engine_width
 from schemas.config import TidemillConfig, by_pool
 from schemas.config.placement import parse_ranges
 from schemas.errors import ConfigError

@@ -22,7 +22,8 @@ from typing import Any, Self
 
 from broker.connection.connection import find_url
 from deploy.launchers.factory import refuse_pools
-from deploy.launchers.gpus import Auto, GpuPlan, check_count, engine_width, shared_utilization
+from deploy.launchers.gpus import Auto, GpuPlan, check_count, shared_utilization
+from deploy.planning.cluster import engine_width
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.services import Exit, RunningService, Scaler

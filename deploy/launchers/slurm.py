@@ -17,7 +17,8 @@ from string import Template
 
 from deploy.checks.preflight import check
 from deploy.launchers.factory import refuse_pools
-from deploy.launchers.gpus import Auto, ask, check_count, engine_width
+from deploy.launchers.gpus import Auto, ask, check_count
+from deploy.planning.cluster import engine_width
 from deploy.run.folder import settle_configuration
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, ConfigError

@@ -11,7 +11,23 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
+
+SHARED = 0.4
+"""Share of a GPU's memory that vLLM takes of one that the trainer has as well."""
+UTILIZATION = "gpu_memory_utilization"
+
+
+def engine_width(config: TidemillConfig) -> int:
+    """Return the GPUs of one generator's engine; ConfigError if its arguments give no number."""
+    width = 1
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = config.generator.args.get(name, 1)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"generator.args.{name} is {size!r}: it must be a whole number, 1 or more")
+        width *= size
+    return width
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.launchers.gpus import engine_width
-from deploy.planning.run_rates import Known, of_run, sampling_at, stated
-from deploy.planning.search import Plan, best, best_in_turns, in_turns, simulate
+from deploy.planning.cluster import engine_width
+from deploy.planning.run_rates import Known, figures
+from deploy.planning.search import NEARLY, STEPS, WORTH, Plan, best, best_in_turns, in_turns, in_words, simulate
 from schemas.config import TidemillConfig
-from schemas.config.placement import count_gpus, parse_ranges
-from schemas.run_folder import METRICS
+from schemas.config.placement import parse_ranges
 
 STALENESS = (0, 1, 2, 4, 8)
-STEPS = 6
-"""Steps that are simulated."""
-WORTH = 1.05
-"""Least gain over a split for which turns are named."""
-NEARLY = 0.95
-"""The least staleness is taken that has this share of the best throughput."""
 
 
 def plan(
@@ -85,20 +78,6 @@ def plan(
         typer.echo("pools: planned as generators of one kind, at their mean rate")
 
 
-def figures(config: TidemillConfig, trained: float | None, sampled: float | None, mean: float | None) -> Known:
-    """Collect what the plan is made from: what is given, before what the run measured, before what is stated."""
-    known = stated(config.sampling.max_tokens, config.generator.max_samples)
-    known = of_run(config.folder / METRICS, known, config.trainer.processes, max(1, config.generator.replicas))
-    rates, mix, source = known.rates, known.mix, dict(known.source)
-    if trained is not None:
-        rates, source["trained"] = replace(rates, trained_tokens_per_s=trained), "given"
-    if sampled is not None:
-        rates, source["sampled"] = sampling_at(rates, sampled), "given"
-    if mean is not None:
-        mix, source["lengths"] = replace(mix, mean=mean), "given"
-    return Known(rates, mix, source)
-
-
 def make(config: TidemillConfig, gpus: int, staleness: int, known: Known) -> Plan:
     """Find the best layout at a staleness."""
     return best(
@@ -122,7 +101,7 @@ def compare(config: TidemillConfig, known: Known, chosen: Plan) -> dict[str, Pla
     """
     rates, mix, unit = known.rates, known.mix, config.trainer.parallel.unit
     found = {"turns": best_in_turns(chosen, rates, mix, unit, STEPS)}
-    if (placement := config.placement) is None:
+    if (placement := config.placement) is None or placement.is_auto:
         return found
     width, own = engine_width(config), set(parse_ranges(placement.trainer))
     engines = placement.engines(width)
@@ -164,14 +143,6 @@ def advise(compared: Mapping[str, Plan], chosen: Plan, known: Known) -> Iterator
     )
     both = known.rates.hold_s + known.rates.give_s
     yield f"turns on shared GPUs, {both:.1f} s for each there and back ({known.source['turns']}): {worth}"
-
-
-def in_words(plan: Plan) -> str:
-    """Return who has how many GPUs in a plan."""
-    layout = plan.layout
-    shared = f", {layout.shared} of them on its GPUs" if layout.shared else ""
-    plural = "" if layout.generators == 1 else "s"
-    return f"{count_gpus(layout.trainers)} for the trainer, {layout.generators} generator{plural}{shared}"
 
 
 def choose(plans: list[Plan]) -> Plan:

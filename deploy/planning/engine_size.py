@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from consumers.trainer.distributed.layout import has_plain_attention
-from deploy.launchers.gpus import SHARED, UTILIZATION, engine_width
+from deploy.planning.cluster import SHARED, UTILIZATION, engine_width
 from schemas.config import TidemillConfig
 from schemas.model_folder import resolve_folder
 

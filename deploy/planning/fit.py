@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.launchers.gpus import engine_width
 from deploy.planning.cards import (
     ARITHMETIC,
     BANDWIDTH,
@@ -28,6 +27,7 @@ from deploy.planning.cards import (
     step_time,
 )
 from deploy.planning.changes import changes, layouts, rehearse_apart, size_changes
+from deploy.planning.cluster import engine_width
 from deploy.planning.engine_size import EngineSize, size_engine, vllm_share
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError

@@ -11,7 +11,9 @@ from statistics import fmean, median
 from typing import Any
 
 from deploy.planning.cluster import ClusterRates, LengthMix
-from schemas.run_folder import StoredLines
+from schemas.config import TidemillConfig, by_pool, load_config
+from schemas.errors import ConfigError
+from schemas.run_folder import CONFIG, METRICS, StoredLines
 
 TRAINING = ("assemble", "prepare", "forward", "backward", "optimizer", "critic", "other")
 """Times of a step in which the trainer's ranks work, ``time/NAME_s`` each."""
@@ -48,9 +50,10 @@ def stated(max_tokens: int, max_samples: int) -> Known:
     return Known(replace(ClusterRates(), most=max_samples), mix, source)
 
 
-def of_run(file: Path, before: Known, ranks: int, generators: int) -> Known:
-    """Replace the numbers that a run's metrics.jsonl has; ranks, generators: those it ran with."""
+def of_run(file: Path, before: Known, ranks: int, generators: int, since: int = 0) -> Known:
+    """Replace the numbers that a run's metrics.jsonl has; ranks, generators: those it ran with from step ``since``."""
     steps = (line for line in StoredLines(file) if "time/total_s" in line and "train/tokens" in line)
+    steps = (line for line in steps if line.get("step", 0) >= since)
     lines = list(deque(({name: line[name] for name in _READ if name in line} for line in steps), MOST))
     lines = lines[len(lines) // 4 :]  # the first steps wait for a pipeline that fills
     if len(lines) < LEAST:
@@ -75,6 +78,36 @@ def of_run(file: Path, before: Known, ranks: int, generators: int) -> Known:
         rates = sampling_at(rates, generated[int(0.9 * (len(generated) - 1))] / generators)
         waited = fmean(line.get("time/wait_s", 0.0) / line["time/total_s"] for line in lines)
         source["sampled"] = words + ("" if waited > 0.3 else "; the trainer was waited for, they can do more")
+    return Known(rates, mix, source)
+
+
+def figures(
+    config: TidemillConfig,
+    trained: float | None = None,
+    sampled: float | None = None,
+    mean: float | None = None,
+    since: int = 0,
+    generators: int | None = None,
+) -> Known:
+    """Collect what the plan is made from: what is given, before what the run measured, before what is stated.
+
+    since: the first step whose measurements count. generators: how many there were from that step on; by default, as
+    many as the run in the configuration's folder was started with.
+    """
+    known = stated(config.sampling.max_tokens, config.generator.max_samples)
+    try:
+        ran = load_config(config.folder / CONFIG, environment={})
+    except ConfigError:
+        ran = config
+    generators = generators or max(1, sum(one.generator.replicas for one in by_pool(ran).values()))
+    known = of_run(config.folder / METRICS, known, ran.trainer.processes, generators, since)
+    rates, mix, source = known.rates, known.mix, dict(known.source)
+    if trained is not None:
+        rates, source["trained"] = replace(rates, trained_tokens_per_s=trained), "given"
+    if sampled is not None:
+        rates, source["sampled"] = sampling_at(rates, sampled), "given"
+    if mean is not None:
+        mix, source["lengths"] = replace(mix, mean=mean), "given"
     return Known(rates, mix, source)
 
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix
+from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix, engine_width
+from deploy.planning.run_rates import figures
 from deploy.planning.simulation import Simulation, SimulationResult
-from schemas.config.placement import count_gpus
+from schemas.config import PlacementConfig, TidemillConfig
+from schemas.config.placement import count_gpus, parse_ranges
 from schemas.errors import ConfigError
+
+STEPS = 6
+"""Steps that are simulated."""
+WORTH = 1.05
+"""Least gain over a split for which turns are named."""
+NEARLY = 0.95
+"""The least staleness, or the fewest generators, are taken that have this share of the best throughput."""
 
 
 @dataclass(frozen=True)
@@ -126,3 +135,78 @@ def losses(plan: Plan, rates: ClusterRates, mix: LengthMix, steps: int = 8) -> L
         publishing=without(rates=replace(rates, publish_s=0.0)),
         idle=round(max(0.0, now - max(generating, training)), 1),
     )
+
+
+def in_words(plan: Plan) -> str:
+    """Return who has how many GPUs in a plan."""
+    layout = plan.layout
+    shared = f", {layout.shared} of them on its GPUs" if layout.shared else ""
+    plural = "" if layout.generators == 1 else "s"
+    return f"{count_gpus(layout.trainers)} for the trainer, {layout.generators} generator{plural}{shared}"
+
+
+def place(config: TidemillConfig, gpus: int) -> tuple[PlacementConfig, str]:
+    """Return the GPUs that ``placement: auto`` stands for on so many, and what is expected of them in a line.
+
+    Each number of the trainer's GPUs is tried, without turns and with generators on all of them; only
+    trainer.processes, if that is set. ConfigError if the GPUs are too few.
+    """
+    known, width, unit = figures(config), engine_width(config), config.trainer.parallel.unit
+    least, fixed = config.trainer.processes, "processes" in config.trainer.model_fields_set
+    processes = [least] if fixed else range(least := unit, gpus + 1, unit)
+    found: dict[bool, list[Plan]] = {False: [], True: []}
+    for trainers in (count for count in processes if count <= gpus):
+        own = (gpus - trainers) // width
+        for shared in {0, 0 if config.cannot_share else trainers // width}:
+            if own + shared:
+                layout = _layout(config, own + shared, trainers, shared)
+                found[shared > 0].append(simulate(layout, known.rates, known.mix, STEPS))
+    if not any(found.values()):
+        raise ConfigError(
+            f"placement auto: {count_gpus(gpus)} {'is' if gpus == 1 else 'are'} too few for a trainer of"
+            f" {least} and a generator of {width}"
+        )
+    plan, turns = (max(plans, key=_speed, default=None) for plans in found.values())
+    if plan is None or (turns is not None and _speed(turns) >= WORTH * _speed(plan)):
+        plan = turns
+    assert plan is not None
+    layout = plan.layout
+    # Those of their own come first, since the last generators are given up first.
+    own, shared = (layout.generators - layout.shared) * width, layout.shared * width
+    parts = [_range(layout.trainers, own), _range(0, shared)]
+    placement = PlacementConfig(
+        trainer=_range(0, layout.trainers),
+        generator=",".join(part for part in parts if part),
+        balance=config.placement is not None and config.placement.balance,
+    )
+    return placement, f"placement auto, rates {known.source['trained']}: {in_words(plan)}; "
+
+
+def wanted_generators(config: TidemillConfig, running: int, since: int) -> int | None:
+    """Return the fewest generators of a placement that give nearly its best throughput at what the run measures.
+
+    None while it has measured too little. running: generators now; since: the first step with so many.
+    """
+    placement, width = config.placement, engine_width(config)
+    known = figures(config, since=since, generators=running)
+    if placement is None or not known.source["sampled"].startswith("measured"):
+        return None
+    own, engines = set(parse_ranges(placement.trainer)), placement.engines(width)
+    shared = [not own.isdisjoint(numbers) for numbers in engines]
+    layouts = [_layout(config, n, len(own), sum(shared[:n])) for n in range(1, len(engines) + 1)]
+    speeds = [_speed(simulate(layout, known.rates, known.mix, STEPS)) for layout in layouts]
+    return next(n for n, speed in enumerate(speeds, 1) if speed >= NEARLY * max(speeds))
+
+
+def _layout(config: TidemillConfig, generators: int, trainers: int, shared: int) -> ClusterLayout:
+    flow, width = config.flow, engine_width(config)
+    batch, samples = config.trainer.batch_groups, config.sampling.n
+    return ClusterLayout(generators, trainers, batch, samples, flow.staleness, flow.window, width, shared)
+
+
+def _speed(plan: Plan) -> float:
+    return plan.outcome.tokens_per_s
+
+
+def _range(first: int, count: int) -> str:
+    return "" if not count else str(first) if count == 1 else f"{first}-{first + count - 1}"

@@ -27,7 +27,7 @@ from schemas.config.generator import (
     SamplingConfig,
 )
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
-from schemas.config.placement import PlacementConfig, count_gpus, parse_ranges
+from schemas.config.placement import Placement, PlacementConfig, count_gpus, parse_ranges
 from schemas.config.run import (
     BrokerConfig,
     FlowConfig,
@@ -91,7 +91,7 @@ class TidemillConfig(Section):
     reward_model: RewardModelConfig | None = None
     broker: BrokerConfig = Field(default_factory=BrokerConfig)
     launcher: LauncherConfig = Field(default_factory=LauncherConfig)
-    placement: PlacementConfig | None = None
+    placement: Placement | None = None
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
     notify: NotifyConfig = Field(default_factory=NotifyConfig)
@@ -383,17 +383,27 @@ class TidemillConfig(Section):
                 f"pools can't use GPU {shared[0]} in turns with the trainer: name others in placement.generator"
             )
 
-    def _check_placement(self, placement: PlacementConfig) -> None:
+    @property
+    def cannot_share(self) -> list[str]:
+        """Return the settings with which a generator can't use GPUs in turns with the trainer."""
+        http = self.generator.http
         refused = {
-            f"generator.engine {self.generator.engine}": self.generator.engine in ("http", "mlp"),
+            "generator.engine mlp": self.generator.engine == "mlp",
+            f"generator.http.dialect {http and http.dialect}": http is not None and http.dialect != "sglang",
+            "generator.http.url": http is not None and http.url is not None,
             f"generator.workflow {LIVE}": self.generator.workflow.name == LIVE,
         }
-        if placement.shared and (names := [name for name, there in refused.items() if there]):
+        return [name for name, there in refused.items() if there]
+
+    def _check_placement(self, placement: PlacementConfig) -> None:
+        if placement.shared and (names := self.cannot_share):
             raise ValueError(
                 f"{names[0]} can't use its GPUs in turns with the trainer: name other GPUs than"
                 f" {placement.shared[0]} in placement.trainer or placement.generator"
             )
-        if (given := len(parse_ranges(placement.trainer))) != self.trainer.processes:
+        if (placement.is_auto or placement.balance) and self.pools:
+            raise ValueError("placement auto and balance plan generators of one kind: remove them, or pools")
+        if not placement.is_auto and (given := len(parse_ranges(placement.trainer))) != self.trainer.processes:
             raise ValueError(
                 f"placement.trainer {placement.trainer!r} has {count_gpus(given)}, must be as many as trainer.processes"
                 f" {self.trainer.processes}"

@@ -101,3 +101,22 @@ def test_two_pools_of_one_name_are_refused_and_one_setting_is_changed_by_its_pat
 def test_pools_take_no_turns_with_the_trainer() -> None:
     with pytest.raises(ConfigError, match="GPU 0"):
         parse_config({**BASE, "pools": {"a": {}}, "placement": {"trainer": "0", "generator": "0-1"}})
+
+
+@pytest.mark.parametrize(
+    ("generator", "message"),
+    [
+        ({"engine": "http", "http": {"dialect": "vllm"}}, "generator.http.dialect vllm can't use"),
+        ({"engine": "http", "http": {"dialect": "sglang", "url": "http://a:1"}}, "generator.http.url can't use"),
+        ({"engine": "mlp"}, "generator.engine mlp can't use"),
+    ],
+)
+def test_who_cannot_give_its_gpus_takes_no_turns(generator: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**BASE, "generator": generator, "placement": {"trainer": "0", "generator": "0"}})
+
+
+@pytest.mark.parametrize("placement", ["auto", {"trainer": "0", "generator": "1", "balance": True}])
+def test_pools_are_not_planned(placement: Any) -> None:
+    with pytest.raises(ConfigError, match="placement auto and balance plan generators of one kind"):
+        parse_config({**BASE, "pools": {"a": {}}, "placement": placement})

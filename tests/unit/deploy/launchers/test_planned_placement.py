@@ -1,0 +1,151 @@
+"""``placement: auto`` and ``balance``: the layout and the number of generators follow what the run measured."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.launchers.gpus import Gpu, plan_gpus
+from deploy.launchers.local import BALANCE_S, Balance
+from deploy.planning.cluster import ClusterRates, LengthMix
+from deploy.planning.search import best, simulate, wanted_generators
+from schemas.config import TidemillConfig, parse_config, save_config
+from schemas.errors import ConfigError
+from schemas.run_folder import CONFIG, METRICS
+
+
+def make(folder: Path, placement: Any = "auto", **trainer: Any) -> TidemillConfig:
+    return parse_config(
+        {
+            "run": {"folder": str(folder)},
+            "model": {"path": "none", "max_length": 4000},
+            "train": {"name": "arithmetic"},
+            "sampling": {"n": 4, "max_tokens": 1000},
+            "reward": {"terms": [{"name": "exact"}]},
+            "generator": {"engine": "vllm"},
+            "trainer": {"batch_groups": 8, **trainer},
+            "placement": placement,
+        }
+    )
+
+
+def gpus(count: int) -> list[Gpu]:
+    return [Gpu(str(index)) for index in range(count)]
+
+
+def measure(folder: Path, training_s: float, sampled: float, first: int = 0) -> None:
+    """Write 20 steps of a run, of 10,000 tokens and with answers of some 300."""
+    with (folder / METRICS).open("a") as file:
+        for step in range(first, first + 20):
+            line = {
+                "step": step,
+                "time/total_s": 10.0,
+                "time/forward_s": training_s,
+                "time/publish_s": 0.1,
+                "train/tokens": 10_000,
+                "train/length_mean": 310.0,
+                "train/length_median": 300.0,
+                "train/length_p95": 500.0,
+                "perf/generated_tokens_per_s": sampled,
+            }
+            file.write(json.dumps(line) + "\n")
+
+
+def test_one_gpu_is_shared_and_on_several_the_best_layout_is_taken(tmp_path: Path) -> None:
+    alone = plan_gpus(make(tmp_path), gpus(1))
+    assert (alone.placed, list(alone.sharing)) == ({"trainer": [0], "generator-0": [0]}, [0])
+    plan = plan_gpus(make(tmp_path), gpus(8))
+    assert plan.text.startswith("placement auto, rates stated")
+    assert plan.placed is not None
+    assert plan.placed["generator-0"] == [len(plan.placed["trainer"])], "those of their own come first"
+    applied = plan.apply(make(tmp_path))
+    assert applied.trainer.processes == len(plan.placed["trainer"])
+    assert applied.placement is not None
+    assert not applied.placement.is_auto
+
+
+def test_the_last_run_decides_and_the_trainers_gpus_stay_if_they_are_set(tmp_path: Path) -> None:
+    measure(tmp_path, training_s=9.0, sampled=9000.0)
+    slow_trainer = plan_gpus(make(tmp_path), gpus(8))
+    assert "measured, 15 steps" in slow_trainer.text
+    assert slow_trainer.trainer > 4
+    assert plan_gpus(make(tmp_path, processes=2), gpus(8)).trainer == 2
+    ran = make(tmp_path, None)
+    ran.generator.replicas = 32
+    save_config(ran, tmp_path / CONFIG)
+    assert plan_gpus(make(tmp_path), gpus(8)).trainer < slow_trainer.trainer, "each of 32 generators sampled little"
+
+
+def test_where_engines_cannot_sleep_nothing_is_shared(tmp_path: Path) -> None:
+    config = make(tmp_path).model_copy(
+        update={"generator": make(tmp_path).generator.model_copy(update={"engine": "mlp"})}
+    )
+    assert not plan_gpus(config, gpus(8)).sharing
+    with pytest.raises(ConfigError, match="placement auto: 1 GPU is too few for a trainer of 1 and a generator of 1"):
+        plan_gpus(config, gpus(1))
+
+
+def test_without_gpus_everything_runs_on_the_cpu(tmp_path: Path) -> None:
+    assert plan_gpus(make(tmp_path), []).placed is None
+
+
+def test_both_sides_are_planned_or_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"placement.trainer and placement.generator must both be auto"):
+        make(tmp_path, {"trainer": "auto", "generator": "0-3"})
+
+
+@pytest.mark.parametrize("trained", [500.0, 4000.0, 20_000.0])
+def test_a_planned_split_is_within_5_percent_of_the_best_of_all(trained: float) -> None:
+    rates, mix = replace(ClusterRates(), trained_tokens_per_s=trained), LengthMix(2000, 0.8, 8000)
+    found = best(8, 16, 4, 2, rates, mix, steps=6)
+    layouts = [replace(found.layout, generators=8 - n, trainers=n, window=w) for n in range(1, 8) for w in (1, 8, 16)]
+    fastest = max(simulate(layout, rates, mix, 6).outcome.tokens_per_s for layout in layouts)
+    assert found.outcome.tokens_per_s >= 0.95 * fastest
+
+
+class Replicas:
+    """The supervisor's part: how many generators there are, and what was asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.asked = count, list[int]()
+
+    def replicas(self, role: str) -> int:
+        return self.count
+
+    def scale(self, role: str, count: int) -> None:
+        self.asked.append(count)
+        self.count = count
+
+
+def test_generators_follow_the_measured_rates_once_in_ten_minutes(tmp_path: Path) -> None:
+    config = make(tmp_path, {"trainer": "0", "generator": "1-7", "balance": True})
+    assert wanted_generators(config, 7, 0) is None, "nothing is measured"
+    measure(tmp_path, training_s=9.0, sampled=14_000.0)
+    balance, replicas = Balance(config, now=0.0), Replicas(7)
+
+    def tick_until_planned(now: float) -> None:
+        balance.tick(now, replicas, step=19)
+        end = time.monotonic() + 30
+        while balance._planning is not None:
+            assert time.monotonic() < end
+            balance.tick(now, replicas, step=19)
+            time.sleep(0.01)
+
+    balance.tick(BALANCE_S - 1, replicas, step=19)
+    assert balance._planning is None, "too soon"
+    tick_until_planned(BALANCE_S)
+    assert len(replicas.asked) == 1
+    assert replicas.count < 3, "one generator samples as fast as the trainer trains"
+    tick_until_planned(2 * BALANCE_S)
+    assert len(replicas.asked) == 1, "nothing is measured since the change"
+    measure(tmp_path, training_s=0.5, sampled=2000.0, first=20)
+    tick_until_planned(2 * BALANCE_S + 1)
+    assert len(replicas.asked) == 1, "too soon after the last plan"
+    tick_until_planned(3 * BALANCE_S)
+    assert replicas.asked[1:] == [replicas.count]
+    assert replicas.count > 4, "the trainer trains much faster now"
