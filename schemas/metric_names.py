@@ -148,6 +148,7 @@ METRICS: dict[str, str] = {
     "perf/mfu": "The same as a share of the device's peak (model FLOPs utilization), where that is known.",
     "perf/memory_bytes": "Main memory of the trainer's rank 0.",
     "perf/memory_peak_bytes": "The most that it has had.",
+    "perf/shared_gpu_share": "Share of its time in which the trainer has had the GPUs that it shares with generators.",
     "perf/gpu_memory_peak_bytes": "The most memory of rank 0's GPU in this step.",
     "time/total_s": "Seconds since the line before; the other times add up to it.",
     "time/wait_s": "Waiting for a batch: most of the step means that generation is the bottleneck.",

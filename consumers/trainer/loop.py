@@ -29,6 +29,7 @@ from consumers.trainer.step_log import StepLog
 from schemas.config import TidemillConfig
 from schemas.errors import BrokerLost, DiskError, RunFailed
 from schemas.messages import BatchRecord
+from schemas.system.device_lock import SHARE
 from schemas.system.files import commit_folder
 from schemas.system.lifecycle import StopFlag
 
@@ -64,7 +65,7 @@ class Trainer:
         state = "paused" if self.pause.reasons else self.state
         rate = 0.0 if self.pause.reasons else self.step_log.tokens_per_s
         figures = {"step": float(self.progress.step), "tokens_per_s": rate}
-        return state, self.progress.version, figures | (self._turns.figures() if self._turns is not None else {})
+        return state, self.progress.version, figures | (self._turns.clock.figures() if self._turns is not None else {})
 
     def run(self, stop: StopFlag) -> None:
         """Load, take over, replay, train, finish; take over once more if the broker loses data."""
@@ -175,6 +176,8 @@ class Trainer:
         with self.timer.phase("publish"):
             self.publisher.publish()
         figures = {**batch.figures, **self.mismatch_watch.observe(batch, result)}
+        if self._turns is not None:
+            figures["perf/shared_gpu_share"] = self._turns.clock.figures()[SHARE]
         self.step_log.finished(replace(batch, figures=figures), result)
         self.session.complete_step(batch.record, batch.solve_rates)
 

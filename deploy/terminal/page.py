@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from schemas.control_api import EvaluationStatus, PoolStatus, RunStatus, ServiceStatus, TimelineEvent
-from schemas.system.device_lock import HELD, LENT
+from schemas.system.device_lock import HELD, LENT, SHARE
 
 SILENT_S = 5.0
 """A service without a heartbeat for longer than this is marked."""
@@ -282,10 +282,10 @@ def _services(services: Sequence[ServiceStatus], restarts: Mapping[str, int] | N
 
 
 def _device(service: ServiceStatus) -> str:
-    """Return since when a service has the GPUs that it shares, or has not; "" if it shares none."""
+    """Return since when a service has the GPUs that it shares, or has not, and its share of the time; "" for none."""
     for name, text in ((HELD, ", GPU for"), (LENT, ", no GPU for")):
         if name in service.figures:
-            return f"{text} {clock(service.figures[name])}"
+            return f"{text} {clock(service.figures[name])} ({service.figures.get(SHARE, 0.0):.0%})"
     return ""
 
 

@@ -16,7 +16,7 @@ from producers.engines.base import Engine, SleepingEngine
 from producers.generator.orders import OrderFollower
 from producers.generator.weight_updates import WeightUpdater
 from schemas.errors import ConfigError
-from schemas.system.device_lock import LockToucher, SharedGpus, generator_lock, trainer_lock, turn_figures
+from schemas.system.device_lock import LockToucher, SharedGpus, TurnClock, generator_lock, trainer_lock
 from schemas.system.lifecycle import StopFlag
 
 POLL_S = 0.02
@@ -45,7 +45,7 @@ class EngineTurns:
         self._engine, self._orders, self._updates = engine, orders, updates
         self._lock = generator_lock(folder, number)
         self._wanted = trainer_lock(folder)
-        self._since = time.monotonic()
+        self._clock = TurnClock()
         self._gave_s = self._took_s = 0.0
         LockToucher([self._lock]).start()
 
@@ -56,8 +56,8 @@ class EngineTurns:
         return cls(*found, engine, orders, updates) if found is not None else None
 
     def metrics(self) -> dict[str, float]:
-        """Return figures for the heartbeat: seconds since it has the GPU, or since it has not; of the hand-overs."""
-        return turn_figures(self._lock.held, self._since) | {"sleep_s": self._gave_s, "wake_s": self._took_s}
+        """Return figures for the heartbeat: those of TurnClock, and the seconds of the last hand-overs."""
+        return self._clock.figures() | {"sleep_s": self._gave_s, "wake_s": self._took_s}
 
     async def take(self, stop: StopFlag) -> bool:
         """Wait until the trainer does not want the GPU, and take it; return False if stop comes first."""
@@ -85,7 +85,7 @@ class EngineTurns:
         """Free the GPU's lock; the engine has no memory there."""
         if self._lock.held:
             self._lock.release()
-            self._since = time.monotonic()
+            self._clock.turn(False)
 
     def _is_paused(self) -> bool:
         """Whether there is another reason to pause than the trainer's turn."""
@@ -98,7 +98,7 @@ class EngineTurns:
             # The trainer has asked in between, and waits for this lock.
             self._lock.release()
             return False
-        self._since = time.monotonic()
+        self._clock.turn(True)
         return True
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 TOUCH_S = 1.0
-HELD, LENT = "device_held_s", "device_lent_s"
+HELD, LENT, SHARE = "device_held_s", "device_lent_s", "device_share"
 _FLOCK = struct.Struct("hhqqi4x")
 """Linux's ``struct flock``, for locks of an open file; unlike those of flock(), they can be asked about."""
 VARIABLE = "TIDEMILL_SHARED_GPUS"
@@ -44,9 +44,26 @@ class SharedGpus(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self).decode()
 
 
-def turn_figures(held: bool, since: float) -> dict[str, float]:
-    """Return the figure of a heartbeat that says who has a shared GPU: seconds since ``since``, a monotonic time."""
-    return {HELD if held else LENT: time.monotonic() - since}
+class TurnClock:
+    """How long a process has the GPU that it shares, or has it not, and its share of the time since it began."""
+
+    def __init__(self) -> None:
+        self._began = self._since = time.monotonic()
+        self._holds, self._held_s = False, 0.0
+
+    def turn(self, holds: bool) -> None:
+        """Note that the process has the GPU from now on, or has it no more."""
+        self._held_s = self._total()
+        self._holds, self._since = holds, time.monotonic()
+
+    def figures(self) -> dict[str, float]:
+        """Return figures for the heartbeat: seconds of this turn, and the share of all turns."""
+        now = time.monotonic()
+        share = self._total() / (now - self._began or 1.0)
+        return {HELD if self._holds else LENT: now - self._since, SHARE: share}
+
+    def _total(self) -> float:
+        return self._held_s + self._holds * (time.monotonic() - self._since)
 
 
 def trainer_lock(folder: str | Path) -> DeviceLock:

@@ -12,7 +12,7 @@ import time
 import structlog
 
 from schemas.errors import InfraError
-from schemas.system.device_lock import DeviceLock, LockToucher, SharedGpus, generator_lock, trainer_lock, turn_figures
+from schemas.system.device_lock import DeviceLock, LockToucher, SharedGpus, TurnClock, generator_lock, trainer_lock
 
 DEADLINE_S = 1800.0
 """Seconds that the trainer waits for a generator, which may be loading its engine."""
@@ -61,13 +61,13 @@ class GiveRule:
 class DeviceTurns:
     """This rank's locks on the GPUs that it shares. rule: of rank 0, when to give them. holding: whether it has them.
 
-    main: whether this is rank 0. deadline_s: seconds to wait for each generator.
+    clock: of its turns. main: whether this is rank 0. deadline_s: seconds to wait for each generator.
     """
 
     def __init__(self, shared: SharedGpus, main: bool, deadline_s: float = DEADLINE_S) -> None:
         self.rule = GiveRule(at_once=not shared.others)
         self.holding = False
-        self._since = time.monotonic()
+        self.clock = TurnClock()
         self._deadline_s = deadline_s
         self._wanted = [trainer_lock(shared.folder)] if main else []
         self._generators = [generator_lock(shared.folder, number) for number in shared.generators]
@@ -83,15 +83,13 @@ class DeviceTurns:
             self._take(lock, shared=False)
         for lock in self._generators:
             self._take(lock, shared=True)
-        self.holding, self._since = True, time.monotonic()
-
-    def figures(self) -> dict[str, float]:
-        """Return figures for the heartbeat: seconds since this rank has the GPUs, or since it has not."""
-        return turn_figures(self.holding, self._since)
+        self.holding = True
+        self.clock.turn(True)
 
     def give(self) -> None:
         """Let the generators have the GPUs, on which this rank has no tensors any more."""
-        self.holding, self._since = False, time.monotonic()
+        self.holding = False
+        self.clock.turn(False)
         while self._held:
             self._held.pop().release()
 

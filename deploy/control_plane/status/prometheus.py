@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
+from statistics import fmean
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,6 +22,7 @@ from broker.connection.counters import CLOSED, COMMIT_SECONDS, COMMITS, DUPLICAT
 from broker.connection.keys import GENERATORS, REWARD
 from schemas.control_api import RunState, RunStatus
 from schemas.messages.telemetry import DRAINED
+from schemas.system.device_lock import SHARE
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = get_args(RunState)
@@ -154,6 +156,10 @@ class StatusMetrics(Collector):
         yield _gauge("generators_drained", "Generators whose log-probabilities are not those of the policy", drained)
         tokens = ((role, sum(x.tokens_per_s for x in live if x.role == role)) for role in ("generator", "trainer"))
         yield _labelled("tokens_per_second", "Tokens generated and trained a second", "role", tokens)
+        shares = {x.role: [y.figures[SHARE] for y in live if y.role == x.role and SHARE in y.figures] for x in live}
+        if any(shares.values()):
+            means = ((role, fmean(found)) for role, found in sorted(shares.items()) if found)
+            yield _labelled("shared_gpu_time_share", "Share of time with the GPUs that are shared", "role", means)
         for name, text, figure in POOL_FIGURES if self._status.pools else ():
             values = ((pool.name, getattr(pool, figure)) for pool in self._status.pools)
             yield _labelled(name, text, "pool", ((pool, value) for pool, value in values if value is not None))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from schemas.system.device_lock import VARIABLE, DeviceLock, SharedGpus
+from schemas.system.device_lock import VARIABLE, DeviceLock, SharedGpus, TurnClock
 
 
 def test_one_holds_alone_or_several_together(tmp_path: Path) -> None:
@@ -51,3 +52,15 @@ def test_who_is_stopped_while_it_asks_holds_nobody_up(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "close", close)
     assert asking.is_free(shared=True)
     assert taken == [True]
+
+
+def test_the_share_of_a_holder_is_of_all_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = TurnClock()
+    assert clock.figures() == {"device_lent_s": 0.0, "device_share": 0.0}
+    for seconds, holds in ((10.0, True), (30.0, False), (20.0, True), (5.0, True)):
+        now += seconds
+        clock.turn(holds)
+    now += 15.0
+    assert clock.figures() == {"device_held_s": 15.0, "device_share": 50.0 / 80.0}

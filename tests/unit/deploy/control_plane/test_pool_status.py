@@ -87,3 +87,11 @@ def test_pools_are_shown_on_the_page_in_the_status_and_to_prometheus() -> None:
         == "1 generators, 50 tokens/s, 50% of the trained tokens, log-probability gap 1.0e-02"
     )
     assert 'tidemill_pool_logprob_gap{pool="fast"} 0.4' in render(found, True, {}, {}).decode()
+
+
+def test_prometheus_has_the_share_of_time_of_those_that_share_gpus() -> None:
+    found = status(BEATS)
+    assert "shared_gpu" not in render(found, True, {}, {}).decode()
+    for service, share in zip([one for one in found.services if one.role == "generator"], (0.2, 0.4), strict=False):
+        service.figures["device_share"] = share
+    assert 'tidemill_shared_gpu_time_share{role="generator"} 0.3' in render(found, True, {}, {}).decode()

@@ -171,13 +171,15 @@ def test_services_are_told_by_their_heartbeats_and_without_one_by_the_supervisor
 
 def test_services_with_shared_gpus_say_since_when_they_have_them() -> None:
     services = [
-        service("trainer", "trainer").model_copy(update={"figures": {"device_held_s": 71.5}}),
-        service("generator-0", "generator").model_copy(update={"state": "asleep", "figures": {"device_lent_s": 8.0}}),
+        service("trainer", "trainer").model_copy(update={"figures": {"device_held_s": 71.5, "device_share": 0.62}}),
+        service("generator-0", "generator").model_copy(
+            update={"state": "asleep", "figures": {"device_lent_s": 8.0, "device_share": 0.31}}
+        ),
         service("generator-1", "generator"),
     ]
     text = "\n".join(drawn_page(make_status().model_copy(update={"services": services}), 30))
-    assert "running, GPU for 1:11" in text
-    assert "asleep, no GPU for 0:08" in text
+    assert "running, GPU for 1:11 (62%)" in text
+    assert "asleep, no GPU for 0:08 (31%)" in text
     assert text.count("GPU for") == 2
 
 

@@ -46,9 +46,10 @@ function note(service) {
   const said = [];
   if (service.version !== null) said.push(`version ${count(service.version)}`);
   if (service.figures.evaluating) said.push("evaluates");
-  const { device_held_s: held, device_lent_s: lent } = service.figures;
+  const { device_held_s: held, device_lent_s: lent, device_share: share } = service.figures;
   if (held !== undefined) said.push(`has its GPU for ${duration(held)}`);
   if (lent !== undefined) said.push(`without its GPU for ${duration(lent)}`);
+  if (share !== undefined) said.push(`had it ${percent(share)} of the time`);
   if (service.load !== null && service.state !== "loading") said.push(`${percent(service.load)} full`);
   const failed = (service.figures.error ?? 0) + (service.figures.timeout ?? 0);
   if (failed) said.push(`${count(failed)} failed`);
