@@ -25,6 +25,7 @@ from producers.engines.http.client import Body, Refused, ServerClient, read_key
 from producers.engines.http.dialect import Dialect
 from producers.engines.http.openai import OpenAiEngine
 from producers.engines.http.server import LaunchedServer, PrivatePlace
+from producers.engines.http.sglang import SglangDialect
 from producers.engines.http.streamed_sample import GrowingSample
 from producers.engines.sampling import check_vocabulary
 from schemas.config import HttpEngineConfig
@@ -308,13 +309,34 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         self._fail(str(error))
 
 
+class SglangEngine(HttpEngine):
+    """The ``http`` engine of a server that SGLang launched, which gives its device to others: a SleepingEngine."""
+
+    _asleep = False
+
+    async def sleep(self) -> None:
+        """See SleepingEngine. On a CPU nothing is freed."""
+        await self.abort_all()
+        self._woken = False
+        if not self._asleep:
+            await self._ask(SglangDialect().sleep(self._alive()))
+        self._asleep = True
+
+    async def wake(self) -> None:
+        """See SleepingEngine."""
+        if self._asleep:
+            await self._ask(SglangDialect().wake(self._alive()))
+        self._asleep, self._woken = False, True
+
+
 def build_engine(settings: EngineSettings) -> HttpEngine | OpenAiEngine:
     """Build the ``http`` engine for the dialect of ``settings.http``."""
     if settings.http is None:
         raise ConfigError(_NO_SERVER)
     if settings.http.dialect == "openai":
         return OpenAiEngine(settings, settings.http, read_key(settings.http))
-    return HttpEngine(settings)
+    sleeps = settings.http.dialect == "sglang" and settings.http.url is None
+    return SglangEngine(settings) if sleeps else HttpEngine(settings)
 
 
 def make_dialect(name: str) -> Dialect:
@@ -323,6 +345,4 @@ def make_dialect(name: str) -> Dialect:
         from producers.engines.http.vllm import VllmDialect
 
         return VllmDialect()
-    from producers.engines.http.sglang import SglangDialect
-
     return SglangDialect()

@@ -50,6 +50,7 @@ _OURS = {
     "enable_lora": "the engine http loads whole models only",
     "enable_return_routed_experts": "trainer.router_replay sets it",
 }
+_SLEEPS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 _INFO = "/server_info"
 _KEPT_BACK = 8
 """Tokens of the context that the server reserves: six at most so far."""
@@ -91,6 +92,7 @@ class SglangDialect:
             *("--sampling-defaults", "openai", "--log-level", "error"),
             *(("--trust-remote-code",) if settings.trust_remote_code else ()),
             *(("--enable-return-routed-experts",) if settings.routed_experts else ()),
+            *(_SLEEPS if settings.sleeps and has_gpu() else ()),
             *arguments,
         ]
 
@@ -200,6 +202,15 @@ class SglangDialect:
 
     async def resume(self, client: ServerClient) -> None:
         await client.post("/continue_generation", {})
+
+    async def sleep(self, client: ServerClient) -> None:
+        """Free the device's memory; the server is paused, and has no request."""
+        await client.post("/release_memory_occupation", {})
+
+    async def wake(self, client: ServerClient) -> None:
+        """Use the device again, and resume."""
+        await client.post("/resume_memory_occupation", {})
+        await self.resume(client)
 
     async def set_version(self, client: ServerClient, version: int) -> None:
         await client.post("/update_weight_version", {"new_version": str(version)})

@@ -19,7 +19,7 @@ import pytest
 from fastapi import Response
 
 from deploy.offline.evaluate import evaluate_model
-from producers.engines.base import EngineSettings
+from producers.engines.base import EngineSettings, SleepingEngine
 from producers.engines.factory import check_abilities
 from producers.engines.http.dialect import options
 from producers.engines.http.engine import HttpEngine, build_engine
@@ -401,6 +401,26 @@ async def test_sglang_tells_the_last_id_of_a_probe_as_0_and_every_other_as_it_is
     assert await dialect.logprobs(client, [5, 13, 7], "s") == [-1.0, -2.0]
     with pytest.raises(InfraError, match="of other tokens than those of the probe"):
         await dialect.logprobs(client, [5, 12, 7], "s")
+
+
+async def test_a_launched_sglang_frees_its_memory_once_and_wakes_once(model: Path) -> None:
+    engine: Any = build_engine(
+        EngineSettings(str(model), "float32", 256, 8, http=HttpEngineConfig.model_validate({"dialect": "sglang"}))
+    )
+    asked: list[str] = []
+
+    async def post(route: str, *_: Any) -> None:
+        asked.append(route)
+
+    engine._failure = asyncio.get_running_loop().create_future()
+    engine._core = SimpleNamespace(post=post)
+    for _ in range(2):
+        await engine.sleep()
+    assert asked == ["/release_memory_occupation"]
+    for _ in range(2):
+        await engine.wake()
+    assert asked[1:] == ["/resume_memory_occupation", "/continue_generation"]
+    assert not isinstance(make(model), SleepingEngine)
 
 
 async def test_sglang_tells_experts_at_the_end_of_a_sample(tmp_path: Path) -> None:
