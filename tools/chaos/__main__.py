@@ -53,13 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ],
         options.workload,
         options.judge,
+        options.turns,
     )
     if not plan.kinds():
         print(
             f"--only {options.only} and --skip {options.skip} leave no kind of fault; --list shows all", file=sys.stderr
         )
         return 2
-    for part in ("evidence", "calls", "suite", "logs", "excerpts", "run", "broker"):
+    for part in ("evidence", "calls", "suite", "logs", "excerpts", "run", "broker", "turns"):
         shutil.rmtree(plan.folder / part, ignore_errors=True)
     chaos = Chaos(plan, console)
     try:
@@ -98,6 +99,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--curriculum", action="store_true", help="few prompts, of which a curriculum skips many")
     found.add_argument(
         "--judge", action="store_true", help="a reward more, of a judge that refuses, talks nonsense and hangs"
+    )
+    found.add_argument(
+        "--turns", action="store_true", help="generator-0 and the trainer share a GPU, which is imitated"
     )
     found.add_argument("--fault-every", type=float, default=1.6, help="mean seconds between faults (%(default)s)")
     found.add_argument("--folder", type=Path, help="where all files go; a new temporary folder by default")

@@ -20,6 +20,8 @@ from typing import Any
 
 from deploy.supervisor.process import Process
 from schemas.errors import CONFIG_EXIT, FENCED_EXIT, OK_EXIT
+from schemas.system.device_lock import VARIABLE
+from tools.chaos.turns import SHARER, SharedGpu
 
 STOP_GRACE_S = 30.0
 RESTART_PAUSE_S = 0.2
@@ -96,6 +98,7 @@ class Fleet:
     open_port: Callable[[str], int]
     open_endpoint: Callable[[str, int], int]
     workload: str = "text"
+    gpu: SharedGpu | None = None
     members: dict[str, FleetMember] = field(default_factory=dict)
     guests: list[FleetMember] = field(default_factory=list)
     exits: list[ServiceExit] = field(default_factory=list)
@@ -141,10 +144,16 @@ class Fleet:
                 "CHAOS_LEASE_S": str(self.lease_s),
                 "CHAOS_WORKLOAD": self.workload,
                 "OMP_NUM_THREADS": "1",
+                **self._shares(name),
                 "PYTHONUNBUFFERED": "1",
             },
         )
         return FleetMember(name, role, process, log, log.stat().st_size if log.exists() else 0, time.monotonic())
+
+    def _shares(self, name: str) -> dict[str, str]:
+        if self.gpu is None or name not in ("trainer", SHARER):
+            return {}
+        return {VARIABLE: self.gpu.shared.to_environment()}
 
     def _endpoint(self, role: str, name: str) -> Sequence[str]:
         """Settings of a generator whose agents reach it through the proxy, always at the same port."""
@@ -173,6 +182,10 @@ class Fleet:
         held = sum(name.startswith(DEVICE_ROLES) for name in names)
         self.device_seconds += held * (now - (self._counted or now))
         self._counted = now
+        for name in self.gpu.overdue() if self.gpu is not None else ():
+            if (holder := self.members.get(name)) is not None:
+                holder.asked = "kill"
+                holder.process.kill()
         for member in self.all():
             if member.process.poll() is not None:
                 self._ended(member)

@@ -15,7 +15,7 @@ from benchmarks.rewards.server import FlakyJudge
 from broker.connection.keys import Keys
 from tools.chaos import settings
 from tools.chaos.agents import faults as faults_agents
-from tools.chaos.faults import broker, floods, network, poison, processes, user
+from tools.chaos.faults import broker, floods, network, poison, processes, turns, user
 from tools.chaos.judging.evidence import EvidenceWriter, Log, read_logs
 from tools.chaos.judging.oracle import Loss, cursor, gather
 from tools.chaos.judging.recovery import Hit
@@ -25,9 +25,10 @@ from tools.chaos.processes import Fleet, endpoint
 from tools.chaos.proxy import Proxy
 from tools.chaos.server import Server
 from tools.chaos.service import FULL_DISK
+from tools.chaos.turns import DIE_WAKING, SharedGpu
 from tools.chaos.world import KINDS, Fault, Strike, World
 
-MODULES = (processes, faults_agents, broker, floods, network, poison, user)
+MODULES = (processes, faults_agents, broker, floods, network, poison, turns, user)
 """Importing them fills KINDS."""
 TICK_S = 0.02
 LOOK_S = 0.2
@@ -52,6 +53,7 @@ class ChaosPlan:
     overrides: Sequence[str] = ()
     workload: str = "both"
     judge: bool = False
+    turns: bool = False
 
     def kinds(self) -> list[Fault]:
         """The kinds that may happen."""
@@ -86,6 +88,7 @@ class Chaos:
         self.fleet = Fleet(
             plan.folder, config, overrides, settings.LEASE_S, self.proxy.open, self.proxy.open, plan.workload
         )
+        self.fleet.gpu = SharedGpu(plan.folder) if plan.turns else None
         slots = (settings.STALENESS + 1) * settings.GROUPS
         self.world = World(
             plan.folder,
@@ -210,7 +213,7 @@ class Chaos:
 
     def _undo_leftovers(self) -> None:
         self.proxy.heal([*self.fleet.urls, *map(endpoint, self.fleet.endpoints)])
-        for flag in (FULL_DISK, *MISBEHAVE):
+        for flag in (FULL_DISK, DIE_WAKING, *MISBEHAVE):
             (self.plan.folder / flag).unlink(missing_ok=True)
 
     def _unfinished(self) -> list[int]:

@@ -48,6 +48,7 @@ from schemas.system import guard
 from tools.chaos.agents import calls
 from tools.chaos.judging.evidence import EvidenceWriter, digest
 from tools.chaos.settings import INJECTED, JUDGE_SAYS, is_for_agents
+from tools.chaos.turns import watch_generator, watch_trainer
 from tools.chaos.user_code import SMALLEST, TextTurn, expected
 
 FULL_DISK = "full-disk"
@@ -152,6 +153,7 @@ def _generator(evidence: EvidenceWriter, folder: Path) -> None:
 
     assert hasattr(context, "HfTokenizer")
     setattr(context, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
+    watch_generator(folder, evidence.name)
     _once(evidence, ScriptedEngine, "start", "ready")
     _watch_agents(EvidenceWriter(folder / calls.FOLDER, evidence.name), folder)
     _once(evidence, TaskQueue, "read", "answered")
@@ -243,6 +245,7 @@ def _trainer(evidence: EvidenceWriter, folder: Path) -> None:
     from consumers.trainer.step.train_step import TrainStep
     from consumers.trainer.step_log import StepLog
 
+    watch_trainer(folder, evidence.name)
     _once(evidence, service, "build_learner", "ready")
     trained = EvidenceWriter(folder / calls.FOLDER, evidence.name)
     last: dict[str, Any] = {"x": [], "wrong": [], "version": -1}

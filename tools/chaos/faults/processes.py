@@ -128,7 +128,8 @@ class ZombieTrainer(Fault):
     kind, weight = "zombie trainer", 2.5
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
-        victim = _choose(world, rng, "trainer")
+        # One that shares a GPU has no successor while it has its memory.
+        victim = _choose(world, rng, "trainer") if world.fleet.gpu is None else None
         # One that has not taken the run over yet is no zombie when it wakes, and neither is one without a successor.
         if victim is None or not _wrote(world, victim, "begin") or not victim.signal(signal.SIGSTOP):
             return None

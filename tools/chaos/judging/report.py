@@ -23,6 +23,7 @@ from tools.chaos.judging.oracle import Judgement, Rules, judge
 from tools.chaos.judging.surviving_steps import surviving_steps, trained_log
 from tools.chaos.judging.watch import peaks
 from tools.chaos.run import Chaos
+from tools.chaos.turns import violations
 
 SHOWN = 10
 """Most violations of a promise that are printed in full."""
@@ -50,6 +51,8 @@ def examine(chaos: Chaos) -> dict[str, Any]:
         judgement.broken("device seconds", f"their counts differ by {watched.devices_off:.2%}")
     for problem in (*chaos.problems, *chaos.world.problems):
         judgement.broken("run", problem)
+    for problem in violations(plan.folder):
+        judgement.broken("turns", problem)
     _compare_trained_log(chaos, logs, judgement)
     zombies = [exit_ for exit_ in chaos.fleet.exits if exit_.asked == "zombie"]
     for exit_ in zombies:
