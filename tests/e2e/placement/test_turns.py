@@ -24,7 +24,7 @@ def parity(prompt, completion, prompt_ids, completion_ids, **data):
 '''
 
 
-def configuration(folder: Path, trainer: str, generators: str, **sections: Any) -> dict[str, Any]:
+def configuration(folder: Path, trainer: str, generators: str, steps: int = STEPS) -> dict[str, Any]:
     (folder / "rewards.py").write_text(PARITY)
     code, notes = shared_devices.__file__, str(folder / "notes")
     return {
@@ -42,13 +42,12 @@ def configuration(folder: Path, trainer: str, generators: str, **sections: Any) 
         },
         "trainer": {
             "threads": 1,
-            "steps": STEPS,
+            "steps": steps,
             "batch_groups": GROUPS,
             "advantage": {"name": f"{code}:noting", "args": {"notes": notes}},
             "checkpoint": {"every": 4},
         },
         "supervisor": {"max_restarts": 20, "backoff_s": 0.2},
-        **sections,
     }
 
 
@@ -59,11 +58,11 @@ def start(folder: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any],
     return UpRun(folder, config)
 
 
-def assert_all_trained_once(run: UpRun, summary: dict[str, Any]) -> None:
-    assert run.steps() == STEPS
+def assert_all_trained_once(run: UpRun, summary: dict[str, Any], steps: int = STEPS) -> None:
+    assert run.steps() == steps
     samples = trained_samples(run)
     assert len(samples) == len(set(samples))
-    assert {task_id for task_id, _ in samples} == set(range(STEPS * GROUPS)), "a prompt was skipped"
+    assert {task_id for task_id, _ in samples} == set(range(steps * GROUPS)), "a prompt was skipped"
     assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
     assert summary["max_staleness"] <= 4
     for uses in summary["device_s_by_use"].values():
@@ -84,6 +83,21 @@ def test_two_generators_and_the_trainer_share_their_gpus_and_one_generator_has_i
     assert check_notes(notes, ["generator-0", "generator-1"]) >= 4
     assert {note["who"] for note in notes} == {"trainer", "generator-0", "generator-1", "generator-2"}
     assert any(line.get("time/hand_over_s", 0) > 0 for line in run.lines("metrics.jsonl"))
+
+
+@pytest.mark.matrix("a thousand steps of the same run; make test has twenty")
+@pytest.mark.timeout(2400)
+def test_a_thousand_steps_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 1000
+    config = configuration(tmp_path, "0-1", "0-2", steps)
+    config["trainer"]["processes"] = 2
+    config["trainer"]["checkpoint"]["every"] = 50
+    run = start(tmp_path, monkeypatch, config, 3)
+    summary = run.finish(2000)
+    assert_all_trained_once(run, summary, steps)
+    woken = check_notes(read_notes(tmp_path / "notes"), ["generator-0", "generator-1"])
+    assert woken >= 100
+    print(f"{woken} wakes, {summary}")
 
 
 @pytest.mark.timeout(300)
