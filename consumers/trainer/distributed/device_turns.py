@@ -16,6 +16,8 @@ from schemas.system.device_lock import DeviceLock, LockToucher, SharedGpus, Turn
 
 DEADLINE_S = 1800.0
 """Seconds that the trainer waits for a generator, which may be loading its engine."""
+FORGET = 0.8
+"""What remains of the measured cost of a hand-over after a wait that was shorter."""
 TELL_S = 1.0
 POLL_S = 0.01
 
@@ -26,13 +28,16 @@ class GiveRule:
     """Decides when a trainer that waits gives the GPUs: after as long as the last hand-over there and back took.
 
     So it loses at most twice what it would lose if it knew how long the wait will be (ski rental: Karlin et al.,
-    Competitive snoopy caching, 1988). at_once: without waiting, since no other generator works meanwhile.
+    Competitive snoopy caching, 1988). A hand-over may have been slow by exception, as one to a generator that loads its
+    engine: each wait that ends before it is due lowers the cost, or no wait might ever be long enough to measure it
+    again. at_once: without waiting, since no other generator works meanwhile.
     """
 
     def __init__(self, at_once: bool) -> None:
         self._at_once = at_once
         self._waits_since: float | None = None
         self._give_s = self._hold_s = 0.0
+        self._given = False
 
     @property
     def cost_s(self) -> float:
@@ -47,11 +52,14 @@ class GiveRule:
 
     def compute(self) -> None:
         """Note that the trainer waits no more."""
-        self._waits_since = None
+        if self._waits_since is not None and not self._given:
+            self._give_s *= FORGET
+            self._hold_s *= FORGET
+        self._waits_since, self._given = None, False
 
     def gave(self, seconds: float) -> None:
         """Note how long it took to give the GPUs."""
-        self._give_s = seconds
+        self._give_s, self._given = seconds, True
 
     def held(self, seconds: float) -> None:
         """Note how long it took to get them back."""

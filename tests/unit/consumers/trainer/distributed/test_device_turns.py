@@ -48,6 +48,22 @@ def test_each_wait_is_counted_by_itself() -> None:
     assert not rule.due(15.0)
 
 
+def test_a_hand_over_that_was_slow_by_exception_keeps_no_trainer_from_giving_for_ever() -> None:
+    rule, now, waits = GiveRule(at_once=False), 0.0, 0
+    rule.gave(1.0)
+    rule.held(300.0)
+    rule.compute()
+    while not rule.due(now) and not rule.due(now + 20.0):
+        rule.compute()
+        rule.compute()
+        now, waits = now + 60.0, waits + 1
+    assert 5 < waits < 20
+    rule.gave(1.0)
+    rule.compute()
+    rule.held(4.0)
+    assert rule.cost_s == 5.0
+
+
 @given(st.floats(0, 1e4), st.floats(0, 1e4))
 def test_if_nobody_else_generates_the_trainer_gives_at_once(cost: float, now: float) -> None:
     rule = GiveRule(at_once=True)
