@@ -76,6 +76,8 @@ POLL_S = 0.05
 """Seconds between two checks whether an evaluation has ended."""
 FETCH_DEADLINE_S = 300.0
 """The process ends if the newest version can't be fetched for this time."""
+BUSY_S = 2.0
+"""How long an engine that woke waits for another fetch in this process."""
 REFUSED_DEADLINE_S = 15.0
 """The process ends if no newer version follows a refused one within this time."""
 WIDER = {"float16": "bfloat16 or float32", "bfloat16": "float32"}
@@ -211,11 +213,11 @@ class WeightUpdater:
                 await self._changed.wait_for(lambda: self._closed or self.weights.is_decided(spans))
         return self.weights.trusted_length(spans, length)
 
-    async def _fetch(self, manifest: Manifest, stop: StopFlag) -> WeightSource | None:
+    async def _fetch(self, manifest: Manifest, stop: StopFlag, once: bool = False) -> WeightSource | None:
         """Return verified bytes on this machine; None if a newer version replaced this one, or on stop.
 
         Retries with the old version in use, since missing chunks may be restored and a full disk freed. Raises
-        InfraError after the deadline.
+        InfraError after the deadline. once: None after one try that failed.
         """
         deadline = time.monotonic() + FETCH_DEADLINE_S
         wait, tries = 0.5, 0
@@ -230,6 +232,8 @@ class WeightUpdater:
                     return None
                 if tries == 0:
                     await self._report(f"weights version {manifest.version} cannot be fetched: {error}")
+                if once:
+                    return None
                 if time.monotonic() > deadline:
                     raise
                 log.warning("retrying to fetch weights", version=manifest.version, error=str(error))
@@ -257,6 +261,7 @@ class WeightUpdater:
     async def check_woken(self, stop: StopFlag) -> None:
         """Load the newest weights into an engine that slept, or probe those that it has; before it samples again.
 
+        Weights that can't be fetched now are not waited for: their trainer may be waiting for this device.
         InfraError if the weights in use fail their probe.
         """
         self._wakes += 1
@@ -264,7 +269,7 @@ class WeightUpdater:
         known = {self.version, *self.weights.refused_versions}
         if newest is not None and newest.version not in known and not (self._drains and self._tasks):
             chosen = await self._choose(newest)
-        if chosen is not None and (source := await self._checked_source(chosen, stop)) is not None:
+        if chosen is not None and (source := await self._checked_source(chosen, stop, once=True)) is not None:
             await self._load_and_probe(chosen, source)
         if self._manifest is not None and self._manifest is chosen:
             await self._note_verdict(chosen)
@@ -273,7 +278,7 @@ class WeightUpdater:
             if problem is not None:
                 raise InfraError(f"after its engine's sleep {problem}")
 
-    async def _checked_source(self, manifest: Manifest, stop: StopFlag) -> WeightSource | None:
+    async def _checked_source(self, manifest: Manifest, stop: StopFlag, once: bool = False) -> WeightSource | None:
         """Return the fetched version; None for one that is not for this generator, and as ``_fetch`` does."""
         try:
             await asyncio.to_thread(self._model.check_compatible, manifest.adapter)
@@ -281,8 +286,14 @@ class WeightUpdater:
             text = f"weights version {manifest.version} is not for this generator: {error}"
             await self._set_in_use(await self._refuse(manifest, text))
             return None
-        async with self._fetching:
-            return await self._fetch(manifest, stop)
+        try:
+            await asyncio.wait_for(self._fetching.acquire(), BUSY_S if once else None)
+        except TimeoutError:
+            return None
+        try:
+            return await self._fetch(manifest, stop, once)
+        finally:
+            self._fetching.release()
 
     @asynccontextmanager
     async def _drained(self) -> AsyncIterator[None]:

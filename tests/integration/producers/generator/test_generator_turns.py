@@ -9,6 +9,9 @@ import pytest
 
 from broker.client import Broker
 from producers.engines.base import EngineSettings
+from producers.generator.weight_updates import WeightUpdater
+from schemas.errors import InfraError
+from schemas.messages import Manifest, WeightSource
 from schemas.messages.telemetry import ASLEEP
 from schemas.system.device_lock import VARIABLE, DeviceLock, SharedGpus, generator_lock, trainer_lock
 from tests.support.producers.generator_service import (
@@ -84,6 +87,35 @@ async def test_samples_go_on_after_each_turn_with_the_newest_weights(
         "samples were continued in a later turn"
     )
     assert trainer.gpu.is_free()
+
+
+async def test_weights_that_cannot_be_fetched_keep_no_gpu_from_their_trainer(
+    model: Path, broker: Broker, tmp_path: Path, trainer: SharedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer that would serve them ended, and its successor waits for the GPU."""
+    real = WeightUpdater._source
+
+    def source(updates: WeightUpdater, manifest: Manifest) -> WeightSource:
+        if manifest.version == 2:
+            raise InfraError("no peer has it")
+        return real(updates, manifest)
+
+    monkeypatch.setattr(WeightUpdater, "_source", source)
+    training = begin_run(broker, tmp_path, *(make_task(task_id) for task_id in range(8)))
+    config = make_config(model, tmp_path)
+    engine = make_engine(config, min_length=60, max_length=120, token_s=0.002)
+    async with running_generator(config, broker, engine, NAME):
+        await engine.generating.wait()
+        await trainer.hold()
+        engine.generating.clear()
+        publish_version(broker, training, tmp_path, 2)
+        trainer.give()
+        await engine.generating.wait()
+        assert engine.version == 1
+        await trainer.hold()
+        trainer.give()
+        publish_version(broker, training, tmp_path, 3)
+        await wait_until(lambda: engine.version == 3)
 
 
 async def test_samples_that_turns_cut_short_again_and_again_do_not_fail(
