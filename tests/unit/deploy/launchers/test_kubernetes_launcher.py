@@ -65,6 +65,10 @@ def test_pods_have_the_configuration_with_the_files_that_it_names(file: Path) ->
     config = parse_config(yaml.safe_load(files["config.yaml"]), base=Path("/etc/tidemill"))
     assert config.reward.terms[0].name == "rewards.py:exact"
     assert config.trainer.publish.peer.port == 8643, "the port that the network policy opens"
+    assert config.broker.deadline_s == 600, "a Redis pod takes minutes to move to another node"
+    own = render(file, "broker.deadline_s=90")
+    ((_, files),) = [(name, entry["data"]) for (kind, name), entry in own.items() if kind == "ConfigMap"]
+    assert yaml.safe_load(files["config.yaml"])["broker"]["deadline_s"] == 90
 
 
 def test_the_size_of_the_trainer_is_one_number_everywhere(file: Path) -> None:

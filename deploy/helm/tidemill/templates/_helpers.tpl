@@ -1,0 +1,174 @@
+{{- /* Name of an object of this release, so that a namespace holds several runs: (list $ "generator"). */ -}}
+{{- define "tidemill.name" -}}
+{{- $root := index . 0 }}{{ if not $root.Values.plain }}{{ $root.Release.Name }}-{{ end }}{{ index . 1 -}}
+{{- end }}
+
+{{- /* The same for objects that are named after Tidemill in plain files, such as its secrets. */ -}}
+{{- define "tidemill.owned" -}}
+{{- $root := index . 0 }}{{ ternary "tidemill" $root.Release.Name $root.Values.plain }}-{{ index . 1 -}}
+{{- end }}
+
+{{- /* Name of a secret: (list $ "hub"). */ -}}
+{{- define "tidemill.secret" -}}
+{{- $root := index . 0 }}{{ get $root.Values.secrets (index . 1) | default (include "tidemill.owned" .) -}}
+{{- end }}
+
+{{- /* Labels of an object, within braces: (list $ "role"); the role may be "". */ -}}
+{{- define "tidemill.labels" -}}
+{{- $root := index . 0 -}}
+app: tidemill{{ if not $root.Values.plain }}, app.kubernetes.io/instance: {{ $root.Release.Name }}{{ end }}{{ with index . 1 }}, role: {{ . }}{{ end -}}
+{{- end }}
+
+{{- /* Labels of a workload: those and its own, such as a queue's of Kueue. */ -}}
+{{- define "tidemill.workloadLabels" -}}
+{{- $root := index . 0 -}}
+{{ include "tidemill.labels" . }}{{ range $key, $value := (get $root.Values (index . 1)).labels }}, {{ $key }}: {{ $value | quote }}{{ end -}}
+{{- end }}
+
+{{- /* Image of a role; the trainer's and the generators' are others with GPUs. */ -}}
+{{- define "tidemill.image" -}}
+{{- $root := index . 0 -}}{{- $role := index . 1 -}}{{- $own := get $root.Values $role -}}
+{{- if $root.Values.plain }}tidemill-{{ $role }}{{ else if $own.image }}{{ $own.image }}{{ else -}}
+{{ $root.Values.images.registry }}/tidemill-{{ $role }}:{{ $root.Values.images.tag }}{{ if $own.gpus }}-cuda{{ end }}{{ end -}}
+{{- end }}
+
+{{- /* What all pods of ours begin with: (list $ "reward"). */ -}}
+{{- define "tidemill.pod" -}}
+{{- $root := index . 0 -}}{{- $own := get $root.Values (index . 1) -}}
+automountServiceAccountToken: false
+{{- with $root.Values.images.pullSecrets }}
+imagePullSecrets: {{ toJson . }}
+{{- end }}
+{{- with $own.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $own.nodeSelector }}
+nodeSelector: {{ toJson . }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  # Else every start of a pod walks through the whole volume.
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- with $own.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* A container's rights. */ -}}
+{{- define "tidemill.rights" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- /* A container's resources, with its GPUs: (list $ "trainer"). */ -}}
+{{- define "tidemill.resources" -}}
+{{- $own := get (index . 0).Values (index . 1) -}}
+{{- $gpus := dict -}}{{- if $own.gpus }}{{ $gpus = dict "nvidia.com/gpu" $own.gpus }}{{ end -}}
+resources:
+  requests: {{ include "tidemill.amounts" (merge (deepCopy $own.requests) $gpus) }}
+  limits: {{ include "tidemill.amounts" (merge (deepCopy $own.limits) $gpus) }}
+{{- end }}
+
+{{- define "tidemill.amounts" -}}
+{ {{- range $index, $name := keys . | sortAlpha }}{{ if $index }}, {{ end }}{{ $name }}: {{ get $ $name | toString | quote }}{{ end -}} }
+{{- end }}
+
+{{- /* The volume of the run's files for a role: an own disk where only one node can mount it. */ -}}
+{{- define "tidemill.runs" -}}
+{{- $root := index . 0 -}}
+{{- if and (eq $root.Values.storage.accessMode "ReadWriteOnce") (has (index . 1) (list "feeder" "generator" "reward")) -}}
+{name: runs, emptyDir: {}}
+{{- else -}}
+{name: runs, persistentVolumeClaim: {claimName: {{ $root.Values.storage.existingClaim | default (include "tidemill.owned" (list $root "runs")) }}}}
+{{- end -}}
+{{- end }}
+
+{{- /* The configuration and the user of the broker: (list $ "reward"), the user being the role by default. */ -}}
+{{- define "tidemill.volumes" -}}
+{{- $root := index . 0 -}}{{- $role := index . 1 -}}
+{{- $broker := printf "%s-%s" (include "tidemill.secret" (list $root "broker")) (ternary "operator" $role (eq $role "control")) -}}
+- {name: config, configMap: {name: {{ include "tidemill.owned" (list $root "config") }}}}
+{{- if $root.Values.broker.caSecret }}
+- {name: broker, projected: {sources: [{secret: {name: {{ $broker }}}}, {secret: {name: {{ $root.Values.broker.caSecret }}}}]}}
+{{- else }}
+- {name: broker, secret: {secretName: {{ $broker }}}}
+{{- end }}
+- {{ include "tidemill.runs" . }}
+- {name: tmp, emptyDir: {}}
+{{- end }}
+
+{{- /* Mounts of them, the volume being for reading only unless the third says so. */ -}}
+{{- define "tidemill.mounts" -}}
+- {name: config, mountPath: /etc/tidemill, readOnly: true}
+- {name: broker, mountPath: /run/secrets/tidemill, readOnly: true}
+- {name: runs, mountPath: /tidemill/runs{{ if not (index . 2) }}, readOnly: true{{ end }}}
+- {name: tmp, mountPath: /tmp}
+{{- end }}
+
+{{- /* Where the broker is. */ -}}
+{{- define "tidemill.broker" -}}
+- {name: REDIS_URL_FILE, value: /run/secrets/tidemill/redis_url}
+{{- end }}
+
+{{- /* That, and the port of probes. */ -}}
+{{- define "tidemill.env" -}}
+{{ include "tidemill.broker" . }}
+- {name: TIDEMILL_PROBES__PORT, value: "8641"}
+{{- end }}
+
+{{- /* Readiness: a fresh heartbeat in the broker. */ -}}
+{{- define "tidemill.ready" -}}
+ports: [{name: probes, containerPort: 8641}]
+readinessProbe: {httpGet: {path: /readyz, port: probes}, periodSeconds: 5}
+{{- end }}
+
+{{- /* The number of a pod of a Job, by which its ranks find each other. */ -}}
+{{- define "tidemill.index" -}}
+- name: JOB_COMPLETION_INDEX
+  valueFrom: {fieldRef: {fieldPath: "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+{{- end }}
+
+{{- /* Shell that waits for a file. */ -}}
+{{- define "tidemill.waitScript" -}}
+for _ in $(seq 1800); do [ ! -e "$0" ] || exit 0; sleep 2; done; echo "no $0 after an hour" >&2; exit 1
+{{- end }}
+
+{{- /* Models of the hub: downloaded once, into the volume. */ -}}
+{{- define "tidemill.hub" -}}
+- {name: HF_HOME, value: /tidemill/runs/cache/hub}
+- {name: HF_TOKEN_PATH, value: /run/secrets/hub/token}
+{{- end }}
+
+{{- /* Rolls the pods when the configuration changes; kustomize names the ConfigMap after its content instead. */ -}}
+{{- define "tidemill.podMetadata" -}}
+{{- $root := index . 0 -}}
+metadata: {labels: { {{- include "tidemill.labels" . -}} }{{ if not $root.Values.plain }}, annotations: {checksum/config: {{ include "tidemill.checksum" $root }}}{{ end }}}
+{{- end }}
+
+{{- define "tidemill.checksum" -}}
+{{- sha256sum (toJson (list .Values.config .Values.files)) | trunc 16 -}}
+{{- end }}
+
+{{- /* A Job can't be changed: its name changes with what it holds, so that an upgrade makes it again, and only then. */ -}}
+{{- define "tidemill.trainer" -}}
+{{- if .Values.plain }}trainer{{ else -}}
+{{- $all := list .Chart.Version .Values.config .Values.files .Values.images .Values.trainer .Values.storage .Values.secrets .Values.broker.caSecret -}}
+{{ .Release.Name }}-trainer-{{ sha256sum (toJson $all) | trunc 8 }}{{ end -}}
+{{- end }}
+
+{{- /* Name servers: the cluster's own, and the cache that some clusters have on each node. */ -}}
+{{- define "tidemill.names" -}}
+# Names: the cluster's own servers, and the cache that some clusters have on each node.
+- to:
+    - namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: kube-system}}
+      podSelector: {matchLabels: {k8s-app: kube-dns}}
+    - ipBlock: {cidr: 169.254.20.10/32}
+  ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+{{- end }}
