@@ -22,7 +22,7 @@ TIDEMILL_TRAINER__OPTIMIZER__LR=1.0e-5
 SETTINGS
 
 compose() { "${COMPOSE[@]}" "$@"; }
-say() { printf '%4d s  %s\n' "$SECONDS" "$*"; }
+. deploy/drills.sh
 
 end() {
   local code=$?
@@ -42,32 +42,8 @@ rest() {
     "$@" "http://127.0.0.1:$CONTROL_PORT$path" 2>>"$SCRATCH/status.log"
 }
 
-# One figure of the status: a Python expression over s.
-status() { rest GET /v1/status | python3 -c "import json, sys; s = json.load(sys.stdin); print($1)" 2>>"$SCRATCH/status.log"; }
-
-# wait_for SECONDS WHAT COMMAND...: until the command succeeds.
-wait_for() {
-  local deadline=$((SECONDS + $1)) what=$2 began=$SECONDS
-  shift 2
-  until "$@"; do
-    [ "$SECONDS" -lt "$deadline" ] || { say "no $what within $((SECONDS - began)) s"; tail -3 "$SCRATCH/status.log" >&2; return 1; }
-    sleep 0.5
-  done
-  say "$what, after $((SECONDS - began)) s"
-}
-
-step() { status "s['step']"; }
-in_state() { [ "$(status "s['state']")" = "$1" ]; }
-beyond() { local now; now=$(step) && [ "$now" -gt "$1" ]; }
+ask() { rest GET /v1/status; }
 alive() { [ "$(status "sum(x['role'] == '$1' and x['live'] and x['state'] not in ('starting', 'loading') for x in s['services'])")" = "$2" ]; }
-
-# The run trains more steps than the pipeline held samples for, so all services work.
-advances() {
-  local from
-  from=$(step) || from=$last
-  wait_for 300 "$1: the run advanced from step $from" beyond "$((from + 8))"
-  last=$(step)
-}
 
 say "building"
 compose build --quiet >"$SCRATCH/build.log" 2>&1 || { tail -20 "$SCRATCH/build.log" >&2; exit 1; }
@@ -77,7 +53,6 @@ docker image ls --format '{{.Repository}}:{{.Tag}} {{.Size}}' | grep -E '^tidemi
 compose up -d >"$SCRATCH/up.log" 2>&1 || { tail -20 "$SCRATCH/up.log" >&2; exit 1; }
 say "up: the model is made, all services are started"
 TOKEN=$(compose exec -T control cat control/token)
-last=0
 [ "$(curl --silent --output /dev/null --write-out '%{http_code}' "http://127.0.0.1:$CONTROL_PORT/v1/status")" = 401 ]
 say "who has no token is refused"
 wait_for 300 "the first steps are trained, says REST" beyond 2
@@ -133,8 +108,4 @@ missing = len(set(range(max(steps) + 1)) - set(steps))
 print(f"{len(steps)} steps, {missing} missing; {len(uses)} samples, {sum(uses.values()) - len(uses)} trained twice")
 PYTHON
 )
-say "balanced, dead letters: $balance"
-say "trained: $counts"
-[ "$balance" = "True 0" ] || { say "the ledger is not balanced, or there are dead letters"; exit 1; }
-[[ $counts == *" 0 missing; "*" 0 trained twice" ]] || { say "something was lost or trained twice"; exit 1; }
-say "all of it passed"
+judge "$balance" "$counts"

@@ -27,9 +27,9 @@ SPACE=tidemill-drill
 ROLES="feeder reward generator control trainer"
 SCRATCH=$(mktemp -d)
 TIMES=$SCRATCH/times
-DRILLS=${*:-scale again delete force kill roll wrong drain lose}
+DRILLS=${*:-scale delete force kill roll wrong drain lose}
 
-say() { printf '%4d s  %s\n' "$SECONDS" "$*"; }
+. deploy/drills.sh
 k() { kubectl -n "$SPACE" "$@"; }
 quietly() { "$@" >"$SCRATCH/output.log" 2>&1 || { tail -20 "$SCRATCH/output.log" >&2; say "failed: $*"; return 1; }; }
 
@@ -61,40 +61,23 @@ forward() {
 
 reconnect() { kill "$(cat "$SCRATCH/kubectl.pid")" 2>/dev/null || true; }
 
-# One figure of the status: a Python expression over s.
-status() {
-  curl --silent --show-error --fail --max-time 5 -H "Authorization: Bearer $TOKEN" "http://127.0.0.1:$PORT/v1/status" \
-    2>>"$SCRATCH/status.log" >"$SCRATCH/status.json" || { [[ $? = 7 || $? = 22 ]] || reconnect; return 1; }
-  python3 -c "import json, sys; s = json.load(open(sys.argv[1])); print($1)" "$SCRATCH/status.json" 2>>"$SCRATCH/status.log"
+ask() {
+  curl --silent --show-error --fail --max-time 5 -H "Authorization: Bearer $TOKEN" "http://127.0.0.1:$PORT/v1/status" ||
+    { [[ $? = 7 || $? = 22 ]] || reconnect; return 1; }
 }
 
-# wait_for SECONDS WHAT COMMAND...: until the command succeeds; `took` is how long that was.
-wait_for() {
-  local deadline=$((SECONDS + $1)) what=$2 began=$SECONDS
-  shift 2
-  until "$@"; do
-    [ "$SECONDS" -lt "$deadline" ] || { say "no $what within $((SECONDS - began)) s"; tail -3 "$SCRATCH/status.log" >&2; return 1; }
-    sleep 0.5
-  done
-  took=$((SECONDS - began))
-  say "$what, after $took s"
-}
-
-step() { status "s['step']"; }
-beyond() { local now; now=$(step) && [ "$now" -gt "$1" ]; }
-in_state() { [ "$(status "s['state']")" = "$1" ]; }
 ready() { [ "$(k get "deployment/$1" -o 'jsonpath={.status.readyReplicas}/{.status.replicas}/{.status.updatedReplicas}')" = "$2/$2/$2" ]; }
 node_of() { k get pods "-lrole=$1" --field-selector=status.phase=Running -o 'jsonpath={.items[0].spec.nodeName}'; }
 is_ready() { [ "$(kubectl get node "$1" -o 'jsonpath={.status.conditions[?(@.type=="Ready")].status}')" = "$2" ]; }
 running() { [ -n "$(node_of "$1" 2>/dev/null)" ]; }
 
-# The run trains more steps than the pipeline held samples for, so all services work. Since `began`.
-advances() {
-  local from
-  from=$(step) || from=$last
-  wait_for 400 "$1: the run advanced from step $from" beyond "$((from + 8))"
-  last=$(step)
-  printf '%-44s %4d s\n' "$1" "$((SECONDS - began))" >>"$TIMES"
+# Notes a time since `began`.
+note() { printf '%-44s %4d s\n' "$1" "$((SECONDS - began))" >>"$TIMES"; }
+
+# Until the run goes on after a disturbance.
+recovers() {
+  advances "$1"
+  note "$1"
 }
 
 # steps per minute over half a minute
@@ -113,14 +96,14 @@ scaled() {
   began=$SECONDS
   quietly k exec deploy/control -- tidemill scale /etc/tidemill/config.yaml "generator=$1"
   wait_for 400 "scaled to $1 generators through the control plane" ready generator "$1"
-  printf '%-44s %4d s\n' "scaled to $1, ready" "$((SECONDS - began))" >>"$TIMES"
-  advances "scaled to $1"
+  note "scaled to $1, ready"
+  recovers "scaled to $1"
 }
 
 drill_scale() {
   throughput "1 generator"
-  scaled 4
-  throughput "4 generators"
+  scaled 8
+  throughput "8 generators"
   drill_again
   scaled 1
   throughput "1 generator again"
@@ -135,14 +118,14 @@ drill_again() {
   identities >"$SCRATCH/after"
   diff "$SCRATCH/before" "$SCRATCH/after" >&2 || { say "apply.sh again changed pods"; return 1; }
   say "apply.sh again changed no pod"
-  advances "apply again"
+  recovers "apply again"
 }
 
 drill_delete() {
   for role in feeder reward generator control redis trainer; do
     began=$SECONDS
     quietly k delete pod "-lrole=$role" --timeout=330s
-    advances "deleted $role"
+    recovers "deleted $role"
   done
 }
 
@@ -150,7 +133,7 @@ drill_force() {
   for role in feeder reward generator control redis trainer; do
     began=$SECONDS
     quietly k delete pod "-lrole=$role" --grace-period=0 --force
-    advances "deleted $role, no grace"
+    recovers "deleted $role, no grace"
   done
 }
 
@@ -161,7 +144,7 @@ drill_kill() {
     # Of tini, which is process 1: the exec itself may end with it.
     k exec "$(k get pods "-lrole=$role" --field-selector=status.phase=Running -o name | head -1)" -- \
       sh -c 'kill -9 $(cat /proc/1/task/1/children)' >"$SCRATCH/output.log" 2>&1 || true
-    advances "SIGKILL in $role"
+    recovers "SIGKILL in $role"
   done
 }
 
@@ -170,7 +153,7 @@ drill_roll() {
     began=$SECONDS
     quietly k rollout restart "deployment/$role"
     quietly k rollout status "deployment/$role" --timeout=300s
-    advances "rolled $role"
+    recovers "rolled $role"
   done
 }
 
@@ -195,11 +178,11 @@ drill_wrong() {
   else
     say "this cluster's Jobs know no podFailurePolicy (Kubernetes 1.26): it is not seen that the Job fails after one pod"
   fi
-  printf '%-44s %4d s\n' "wrong configuration: ended with 2" "$((SECONDS - began))" >>"$TIMES"
+  note "wrong configuration: ended with 2"
   cp "$SCRATCH/config.yaml" "$SCRATCH/objects/config.yaml"
   began=$SECONDS
   quietly "$SCRATCH/objects/apply.sh"
-  advances "right configuration again"
+  recovers "right configuration again"
 }
 
 nodes() { kubectl get nodes -o name | wc -l; }
@@ -211,8 +194,8 @@ drill_drain() {
   began=$SECONDS
   quietly kubectl drain "$node" --ignore-daemonsets --delete-emptydir-data --pod-selector=app=tidemill --timeout=400s
   say "drained $node"
-  printf '%-44s %4d s\n' "drained the trainer's node" "$((SECONDS - began))" >>"$TIMES"
-  advances "drained"
+  note "drained the trainer's node"
+  recovers "drained"
   quietly kubectl uncordon "$node"
 }
 
@@ -227,7 +210,7 @@ drill_lose() {
     wait_for 120 "the trainer runs on another node than Redis" running trainer
     quietly kubectl uncordon "$node"
     began=$SECONDS
-    advances "moved the trainer"
+    recovers "moved the trainer"
   fi
   node=$(node_of trainer)
   say "on $node are: $(k get pods --field-selector="spec.nodeName=$node" -o 'jsonpath={.items[*].metadata.labels.role}')"
@@ -237,12 +220,12 @@ drill_lose() {
   # As docs/deploy/kubernetes.md says.
   quietly kubectl taint node "$node" node.kubernetes.io/out-of-service=nodeshutdown:NoExecute
   reconnect
-  advances "lost the trainer's node"
+  recovers "lost the trainer's node"
   "${FIND[@]}" "$node" >"$SCRATCH/output.log"
   wait_for 120 "$node is back" is_ready "$node" True
   quietly kubectl taint node "$node" node.kubernetes.io/out-of-service-
   began=$SECONDS
-  advances "the node is back"
+  recovers "the node is back"
 }
 
 # --- all of it -------------------------------------------------------------------------------------------------------
@@ -285,13 +268,13 @@ done
 TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(24))')
 quietly k create secret generic tidemill-control --from-literal="token=$TOKEN" --from-literal="read_token=$TOKEN-to-look"
 
-last=0 began=$SECONDS
+began=$SECONDS
 quietly "$SCRATCH/objects/apply.sh"
 say "applied"
 forward
 wait_for 600 "the first step is trained" beyond 0
-printf '%-44s %4d s\n' "apply to the first step" "$((SECONDS - began))" >>"$TIMES"
-advances "apply to the eighth step after"
+note "apply to the first step"
+recovers "apply to the eighth step after"
 for drill in $DRILLS; do
   say "== $drill"
   "drill_$drill"
@@ -325,9 +308,6 @@ print(
 )
 PYTHON
 )
-say "balanced, dead letters: $balance"
-say "trained: $counts"
 cat "$TIMES"
-[ "$balance" = "(True, 0)" ] || [ "$balance" = "True 0" ] || { say "the ledger is not balanced, or there are dead letters"; exit 1; }
-[[ $counts == *" 0 missing; "*"; 0 lost, 0 trained twice" ]] || { say "something was lost or trained twice"; exit 1; }
-say "all of it passed"
+[[ $counts == *" 0 lost, "* ]] || { say "something was lost: $counts"; exit 1; }
+judge "$balance" "$counts"
