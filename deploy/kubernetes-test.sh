@@ -74,7 +74,7 @@ running() { [ -n "$(node_of "$1" 2>/dev/null)" ]; }
 # Notes a time since `began`.
 note() { printf '%-44s %4d s\n' "$1" "$((SECONDS - began))" >>"$TIMES"; }
 
-# Until the run goes on after a disturbance.
+# Until the run continues after a disturbance.
 recovers() {
   advances "$1"
   note "$1"

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import redis
 import structlog
 import uvicorn
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
@@ -36,6 +37,7 @@ from deploy.control_plane.routes.context import Context
 from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.poller import StatusPoller
+from deploy.control_plane.web.security import ProxyUsers
 from deploy.control_plane.web.sse import Hub
 from schemas.config import ControlConfig, TidemillConfig
 from schemas.control_api import RunStatus
@@ -128,13 +130,17 @@ def reading_token(token: str | None) -> str | None:
 
 def server_settings(app: Any, control: ControlConfig) -> uvicorn.Config:
     """Return how the application is served. Who comes through a trusted proxy is known by the proxy's word."""
+    proxies = [str(network) for network in control.trusted_proxies]
+    if control.user_header:
+        # Around uvicorn's own layer, which replaces the proxy's address by its client's.
+        app = ProxyUsers(ProxyHeadersMiddleware(app, proxies), control.user_header, control.trusted_proxies)
     return uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=bool(control.trusted_proxies),
-        forwarded_allow_ips=[str(network) for network in control.trusted_proxies],
+        proxy_headers=bool(proxies) and not control.user_header,
+        forwarded_allow_ips=proxies,
         timeout_graceful_shutdown=GRACE_S,
         lifespan="on",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, HttpUrl, IPvAnyNetwork
+from pydantic import Field, HttpUrl, IPvAnyNetwork, model_validator
 
 from schemas.config.base import Seconds, Section, UserPath
 
@@ -64,6 +64,12 @@ class ControlConfig(Section):
         description="Addresses or networks of proxies whose X-Forwarded-For header is trusted, so that each client"
         " behind them has its own rate limit.",
     )
+    user_header: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z][A-Za-z0-9-]*$",
+        description="Header in which a trusted proxy names the user who is logged in, such as X-Forwarded-Email; the"
+        " timeline then records who gave each order. Needs trusted_proxies.",
+    )
     playground: bool | None = Field(
         None,
         description="Whether users may send prompts to the current policy, on spare capacity of the generators. By"
@@ -75,6 +81,12 @@ class ControlConfig(Section):
         description="Command, with {role} and {replicas}, that changes the number of replicas in a deployment that"
         " takes no scaling orders. It is named when such an order is rejected.",
     )
+
+    @model_validator(mode="after")
+    def _is_of_a_proxy(self) -> ControlConfig:
+        if self.user_header and not self.trusted_proxies:
+            raise ValueError(f"user_header {self.user_header} needs trusted_proxies: others could name any user")
+        return self
 
 
 Occasion = Literal["finished", "failed", "stopped", "stuck", "alert"]

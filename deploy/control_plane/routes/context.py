@@ -16,13 +16,12 @@ from deploy.control_plane.routes.decoding import Decode, load_decoder
 from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.poller import StatusPoller
-from deploy.control_plane.web.security import Buckets
+from deploy.control_plane.web.security import BY_HEADER, Buckets
 from deploy.control_plane.web.sse import Hub
 from schemas.control_api import RunStatus
 from schemas.errors import InfraError
 from schemas.messages import Event
 
-BY_HEADER = "x-tidemill-by"
 LOOK_S = 0.1
 """Seconds between two readings of the status while a request waits for an order."""
 

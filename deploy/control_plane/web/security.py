@@ -13,7 +13,8 @@ import hmac
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from ipaddress import IPv4Network, IPv6Network, ip_address
 from typing import Any
 
 from deploy.control_plane.web.problems import problem
@@ -24,6 +25,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+BY_HEADER = "x-tidemill-by"
+"""Who asks, for the timeline."""
 MAX_BODY_BYTES = 64 * 1024
 MAX_TARGET_BYTES = 8 * 1024
 RATE, BURST = 50.0, 300.0
@@ -54,6 +57,35 @@ _CONVERSATION = re.compile(r"/v1/episodes/[\w-]{32}/v1/.+")
 def is_conversation(path: str) -> bool:
     """Return whether a path is in the address of a user's conversation, whose requests are only led elsewhere."""
     return _CONVERSATION.fullmatch(path) is not None
+
+
+class ProxyUsers:
+    """ASGI middleware: who asks is whom a trusted proxy names in ``header``; no one else is believed.
+
+    The name reaches the app in BY_HEADER, from which it is recorded with an order.
+    """
+
+    def __init__(self, app: Any, header: str, proxies: Sequence[IPv4Network | IPv6Network]) -> None:
+        self._app: App = app
+        self._header = header.lower().encode()
+        self._proxies = list(proxies)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            peer = str((scope.get("client") or ("",))[0])
+            user = dict(scope["headers"]).get(self._header)
+            others = [pair for pair in scope["headers"] if pair[0] not in (self._header, BY_HEADER.encode())]
+            trusted = _is_address(peer) and any(ip_address(peer) in network for network in self._proxies)
+            scope = {**scope, "headers": [*others, (BY_HEADER.encode(), user)] if trusted and user else others}
+        await self._app(scope, receive, send)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 class Buckets:

@@ -255,6 +255,35 @@ def test_a_proxy_is_believed_about_its_clients_only_where_it_is_trusted() -> Non
     assert client_of(trusting, "8.8.4.4", "8.8.8.8") == "8.8.4.4"
 
 
+def user_of(config: ControlConfig, peer: str, **headers: str) -> tuple[str | None, str]:
+    """Whom the timeline names for a request from ``peer``, and the client's address."""
+    seen: list[tuple[str | None, str]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        named = [value.decode() for name, value in scope["headers"] if name == b"x-tidemill-by"]
+        seen.append((named[0] if named else None, scope["client"][0]))
+
+    served = server_settings(app, config)
+    served.load()
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(served.loaded_app({"type": "http", "client": (peer, 1), "headers": pairs}, None, None))
+    return seen[0]
+
+
+def test_an_order_is_of_the_user_that_a_trusted_proxy_names_and_nobody_else_can_say() -> None:
+    config = ControlConfig.model_validate({"trusted_proxies": ["10.1.0.0/16"], "user_header": "X-Forwarded-Email"})
+    said = {"x_forwarded_email": "ada@example.org", "x_forwarded_for": "8.8.8.8", "x_tidemill_by": "eve"}
+    assert user_of(config, "10.1.2.3", **said) == ("ada@example.org", "8.8.8.8")
+    assert user_of(config, "8.8.4.4", **said) == (None, "8.8.4.4")
+    assert user_of(config, "10.1.2.3", x_tidemill_by="eve") == (None, "10.1.2.3")
+    assert user_of(ControlConfig(), "8.8.4.4", **said) == ("eve", "8.8.4.4"), "without the setting, anyone says it"
+
+
+def test_a_header_of_users_needs_a_proxy_to_trust() -> None:
+    with pytest.raises(ConfigError, match=r"user_header X-User needs trusted_proxies"):
+        minimal_config(model={"path": "m"}, control={"user_header": "X-User"})
+
+
 def test_a_trusted_proxy_must_be_an_address_or_a_network() -> None:
     with pytest.raises(ConfigError, match=r"control.trusted_proxies.0: 'nginx' is not allowed"):
         minimal_config(model={"path": "m"}, control={"trusted_proxies": ["nginx"]})

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = sorted((Path(__file__).parents[4] / "deploy").glob("*-test.sh"))
+DRILLS = Path(__file__).parents[4] / "deploy" / "drills.sh"
 PROGRAM = re.compile(r"<<'PYTHON'\n(.*?)\nPYTHON\n", re.DOTALL)
 """Python that runs in a pod or a container."""
 
@@ -33,3 +34,37 @@ def test_what_it_imports_is_there(script: Path) -> None:
         if isinstance(node, ast.ImportFrom):
             module = importlib.import_module(node.module or "")
             assert not [alias.name for alias in node.names if not hasattr(module, alias.name)], node.module
+
+
+def drill(tmp_path: Path, command: str, *answers: str) -> subprocess.CompletedProcess[str]:
+    """Run shell that uses drills.sh, with a control plane that answers so, one after the other."""
+    for number, answer in enumerate(answers):
+        (tmp_path / f"{number}.json").write_text(answer)
+    ask = 'ask() { local n; n=$(wc -c <"$SCRATCH/asked"); printf x >>"$SCRATCH/asked"; cat "$SCRATCH/$n.json"; }'
+    (tmp_path / "asked").touch()
+    script = f"set -euo pipefail\nSCRATCH={tmp_path}\n{ask}\n. {DRILLS}\n{command}"
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_drill_counts_from_the_first_step_that_is_named_after_it(tmp_path: Path) -> None:
+    """A control plane that is lost, too, names none; one that starts knows no step yet."""
+    answers = ["", '{"step": null}', '{"step": 40}', '{"step": 48}', '{"step": 49}']
+    done = drill(tmp_path, "advances lost", *answers)
+    assert done.returncode == 0, done.stderr
+    assert "lost: the run advanced from step 40, after" in done.stdout
+    assert (tmp_path / "asked").read_text() == "x" * len(answers)
+
+
+@pytest.mark.parametrize(
+    ("balance", "counts", "code"),
+    [
+        ("True 0", "9 steps, 0 missing; 72 samples, 0 trained twice", 0),
+        ("True 1", "9 steps, 0 missing; 72 samples, 0 trained twice", 1),
+        ("False 0", "9 steps, 0 missing; 72 samples, 0 trained twice", 1),
+        ("True 0", "9 steps, 1 missing; 72 samples, 0 trained twice", 1),
+        ("True 0", "9 steps, 0 missing; 72 samples, 10 trained twice", 1),
+        ("True 0", "", 1),
+    ],
+)
+def test_what_is_lost_or_trained_twice_fails(tmp_path: Path, balance: str, counts: str, code: int) -> None:
+    assert drill(tmp_path, f"judge '{balance}' '{counts}'").returncode == code
