@@ -17,7 +17,10 @@ _BASE = re.compile(rb"^\{([^{}]+):([^{}:]+)\}:")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run on the server. memory: bytes of all its keys, as the server counts them. state: ``-`` before a trainer."""
+    """A run on the server. memory: bytes of all its keys, as the server counts them. state: ``-`` before a trainer.
+
+    changed: Unix time of its newest event; 0 without events.
+    """
 
     prefix: str
     name: str
@@ -25,6 +28,7 @@ class RunInfo:
     memory: int
     state: str
     step: int
+    changed: float
 
 
 def list_runs(client: redis.Redis) -> list[RunInfo]:
@@ -39,11 +43,14 @@ def list_runs(client: redis.Redis) -> list[RunInfo]:
 
 
 def _info(client: redis.Redis, prefix: str, name: str, keys: list[bytes]) -> RunInfo:
-    ctl = f"{{{prefix}:{name}}}:ctl"
+    base = Keys(prefix, name)
     state: Any = None
     step: Any = None
-    if client.type(ctl) == b"hash":
-        state, step = client.hmget(ctl, "state", "step")
+    newest: Any = []
+    if client.type(base.ctl) == b"hash":
+        state, step = client.hmget(base.ctl, "state", "step")
+    if client.type(base.events) == b"stream":
+        newest = client.xrevrange(base.events, count=1)
     return RunInfo(
         prefix=prefix,
         name=name,
@@ -51,6 +58,7 @@ def _info(client: redis.Redis, prefix: str, name: str, keys: list[bytes]) -> Run
         memory=sum(memory_of(client, key) for key in keys),
         state=state.decode() if state else "-",
         step=int(step) if step else 0,
+        changed=int(newest[0][0].partition(b"-")[0]) / 1000 if newest else 0.0,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.options import AFTER, SERVICES, ConfigFile, Json, Overrides, Prefix, Run, Url, load
+from deploy.cli.options import AFTER, SERVICES, ConfigFile, Json, Overrides, Prefix, Url, load
 from schemas.errors import ConfigError
 
 HERE, LOCAL = Path("runs"), "127.0.0.1"
@@ -42,18 +42,26 @@ def ui(
 
 @app.command(rich_help_panel=AFTER)
 def purge(
-    run: Run,
+    run: Annotated[str | None, typer.Argument(help="Name of the run, or its YAML configuration.")] = None,
+    ended: Annotated[
+        float | None, typer.Option(min=0, help="Instead of RUN: all runs that ended so many days ago, or earlier.")
+    ] = None,
     url: Url = None,
     prefix: Prefix = "tidemill",
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Delete the run even if its services are alive.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete all data of a run in the broker; its folder stays."""
+    """Delete all data of a run, or of runs that ended, in the broker; their folders stay."""
     from deploy.client import find
 
     if as_json and not yes:
         raise ConfigError("--json cannot ask for confirmation: add --yes")
+    if (run is None) == (ended is None):
+        raise ConfigError("give either RUN or --ended DAYS")
+    if run is None:
+        find.purge_ended(url, ended or 0.0, yes, as_json)
+        return
     find.purge(find.find(run, url, prefix, any_schema=True), run, yes, force, as_json)
 
 

@@ -9,6 +9,7 @@ import getpass
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from schemas.config import TidemillConfig
 
 DEADLINE_S = 5.0
+DAY_S = 86_400.0
+OVER = ("finished", "failed", "stopped")
+"""States in which a run has ended."""
 SOCKET = "broker/server-*/broker.sock"
 URLS = ("REDIS_URL", "REDIS_URL_FILE")
 """Environment variables that name a server."""
@@ -218,4 +222,22 @@ def purge(broker: Broker, run: str, yes: bool, force: bool = False, as_json: boo
             print("nothing was deleted")
             return
     deleted = broker.purge()
-    print(json.dumps({"run": run, "deleted_keys": deleted}) if as_json else f"deleted {deleted} keys")
+    print(json.dumps({"run": run, "deleted_keys": deleted}) if as_json else f"deleted {deleted} keys of run {run}")
+
+
+def purge_ended(url: str | None, days: float, yes: bool, as_json: bool = False) -> None:
+    """Delete the runs that ended ``days`` or more days ago, after confirmation; one with live services stays."""
+    before = time.time() - days * DAY_S
+    ended = [run for run in _runs_on_brokers(url) if run.state in OVER and 0 < run.changed <= before]
+    if not yes and ended:
+        names = ", ".join(f"{run.name} ({date(run.changed)}, {size(run.memory)})" for run in ended)
+        if input(f"Delete all data of {len(ended)} runs in the broker: {names}? [y/N] ") != "y":
+            print("nothing was deleted")
+            return
+    for run in ended:
+        try:
+            purge(find(run.name, url, run.prefix, any_schema=True), run.name, True, as_json=as_json)
+        except RefusedError as error:
+            print(error, file=sys.stderr)
+    if not ended and not as_json:
+        print(f"no run ended {days:g} or more days ago")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -216,6 +217,27 @@ def test_a_run_whose_services_fell_silent_is_purged(
     beat(broker)
     monkeypatch.setattr("deploy.control_plane.status.run_state.LIVE_S", 0.0)
     assert run_tidemill("purge", broker.connection.keys.run, "--url", broker.connection.url, "--yes").returncode == 0
+
+
+def test_runs_that_ended_long_ago_are_purged_and_no_others(make_broker: Callable[..., Broker]) -> None:
+    old, new, running, alive, quiet = (make_broker() for _ in range(5))
+    at = {old: 40, new: 1, running: 40, alive: 40}
+    for broker, days in at.items():
+        broker.owner.claim(Owner("ours", "/runs/a", "here"))
+        client, keys = broker.connection.client, broker.connection.keys
+        client.hset(keys.ctl, "state", "running" if broker is running else "finished")
+        client.xadd(keys.events, {"event": b""}, id=f"{int((time.time() - days * 86_400) * 1000)}-0")
+    quiet.owner.claim(Owner("ours", "/runs/a", "here"))
+    beat(alive, "generator-3")
+    purge = ("purge", "--ended", "30", "--url", old.connection.url)
+    assert "give either RUN or --ended DAYS" in refused(run_tidemill("purge", "--yes"))
+    assert "give either RUN or --ended DAYS" in refused(run_tidemill(*purge, "mine"))
+    done = run_tidemill(*purge, "--yes")
+    assert done.returncode == 0
+    assert old.connection.keys.run in done.stdout
+    assert "is alive, with heartbeats of generator-3" in done.stderr
+    assert [each.owner.read() is None for each in (old, new, running, alive, quiet)] == [True] + 4 * [False]
+    assert "no run ended 60 or more days ago" in run_tidemill("purge", "--ended", "60", "--url", purge[-1]).stdout
 
 
 def test_of_several_ranks_the_first_alone_records_the_run(

@@ -314,7 +314,7 @@ def test_a_run_of_an_older_version_is_refused_and_can_be_purged(
     assert looked.exit_code != 0
     assert make_broker("oldrun").connection.client.hget(make_broker("oldrun").connection.keys.ctl, "step") == b"3"
     purged = runner.invoke(app, ["purge", "oldrun", "--url", server.url, "--yes"])
-    assert (purged.exit_code, purged.stdout.strip()) == (0, "deleted 2 keys")
+    assert (purged.exit_code, purged.stdout.strip()) == (0, "deleted 2 keys of run oldrun")
     assert Broker.connect(config).measure_memory() == 0
 
 
