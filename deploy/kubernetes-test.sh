@@ -13,6 +13,7 @@
 #               the nodes must be able to pull them
 #   LOSE, FIND  `$LOSE NODE` cuts a node off and `$FIND NODE` joins it again, such as "docker pause" and "docker unpause"
 #               with kind; without them no node is lost
+#   NAMES       address of the cluster's name server, if that is no pod kube-dns of kube-system
 #   KEEP=1      leaves the namespace
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -261,6 +262,15 @@ done
 say "Kubernetes $(kubectl version -o json 2>/dev/null | python3 -c 'import json, sys; print(json.load(sys.stdin)["serverVersion"]["gitVersion"])'), $(nodes) nodes"
 kubectl create namespace "$SPACE" >"$SCRATCH/output.log"
 kubectl label namespace "$SPACE" pod-security.kubernetes.io/enforce=restricted >"$SCRATCH/output.log"
+[ -z "${NAMES:-}" ] || kubectl apply -f - >"$SCRATCH/output.log" <<YAML
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata: {name: names, namespace: $SPACE}
+spec:
+  podSelector: {matchLabels: {app: tidemill, role: reward}}
+  policyTypes: [Egress]
+  egress: [{to: [{ipBlock: {cidr: $NAMES/32}}], ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]}]
+YAML
 quietly "${TIDEMILL[@]}" acl "$SCRATCH/objects/config.yaml" --files "$SCRATCH/users" --url redis://redis:6379/0
 for role in server feeder generator reward trainer operator; do
   quietly k create secret generic "tidemill-broker-$role" --from-file="$SCRATCH/users/$role"
