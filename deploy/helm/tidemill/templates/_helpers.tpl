@@ -163,12 +163,10 @@ metadata: {labels: { {{- include "tidemill.labels" . -}} }{{ if not $root.Values
 {{ .Release.Name }}-trainer-{{ sha256sum (toJson $all) | trunc 8 }}{{ end -}}
 {{- end }}
 
-{{- /* Name servers: the cluster's own, and the cache that some clusters have on each node. */ -}}
+{{- /* A rule of a NetworkPolicy for the cluster's name servers. */ -}}
 {{- define "tidemill.names" -}}
 # Names: the cluster's own servers, and the cache that some clusters have on each node.
 - to:
-    - namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: kube-system}}
-      podSelector: {matchLabels: {k8s-app: kube-dns}}
-    - ipBlock: {cidr: 169.254.20.10/32}
+    {{- toYaml .Values.nameServers | nindent 4 }}
   ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
 {{- end }}

@@ -45,6 +45,7 @@ FULL: dict[str, Any] = {
         "egress": [{"to": [{"ipBlock": {"cidr": "10.0.0.5/32"}}], "ports": [{"port": 6380}]}],
     },
     "autoscaling": {"by": "keda", "generator": {"max": 8}},
+    "nameServers": [{"ipBlock": {"cidr": "10.96.0.10/32"}}],
     "monitoring": {"enabled": True, "labels": {"release": "prometheus"}},
 }
 
@@ -160,6 +161,7 @@ def test_values_that_teams_ask_for_reach_the_objects() -> None:
     assert pod(objects, "Deployment", "sums-reward")["imagePullSecrets"] == [{"name": "pull"}]
     egress = objects["NetworkPolicy", "sums-reward"]["spec"]["egress"]
     assert [rule for rule in FULL["broker"]["egress"] + FULL["reward"]["egress"] if rule not in egress] == []
+    assert FULL["nameServers"] in [rule["to"] for rule in egress]
     assert ("StatefulSet", "sums-redis") not in objects
     assert objects["ScaledObject", "sums-generator"]["spec"]["maxReplicaCount"] == 8
     ports = {port["name"] for kind, name in objects if kind == "Deployment" for port in ports_of(objects, kind, name)}
