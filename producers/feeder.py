@@ -16,7 +16,7 @@ from producers.datasets.curriculum import Curriculum, PromptStatistic
 from producers.datasets.loading import build_dataset
 from producers.datasets.mixture import Mixture, PromptRef, build_mixture
 from producers.images.settings import image_settings
-from producers.tasks import TaskLimits, make_task, prepare_images
+from producers.tasks import TaskLimits, make_task, prepare_images, task_seed
 from schemas.codec import decode, encode
 from schemas.config import EvalConfig, SamplingConfig, TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, RunFailed, describe_error
@@ -160,7 +160,12 @@ class Feeder:
     def _task(self, position: int, prompt: PromptRef, images: dict[str, bytes]) -> Task | UnusableTask:
         part, limits = self._train.parts[prompt.part], self._limits(images)
         dataset, level = self._train.dataset(prompt), prompt.level if len(part.levels) > 1 else -1
-        return task_of(dataset, part.label, prompt.index, position, "train", self._sampling, limits, level)
+        seed = self._seed(position)
+        return task_of(dataset, part.label, prompt.index, position, "train", self._sampling, limits, level, seed)
+
+    def _seed(self, task_id: int) -> int | None:
+        """Return the seed of a task in exact mode."""
+        return task_seed(self._config.run.seed, task_id) if self._config.generator.exact else None
 
     def _limits(self, images: dict[str, bytes]) -> TaskLimits:
         return TaskLimits(self._config.broker.max_message_bytes, self._images, images)
@@ -204,10 +209,10 @@ class Feeder:
         limits = self._limits(images)
         for settings, dataset in zip(evaluation.dataset, self._held_out, strict=True):
             sampling, first = evaluation.sampling_of(settings), len(tasks)
-            tasks += [
-                task_of(dataset, settings.label, index, eval_task_id(version, first + index), "eval", sampling, limits)
-                for index in range(len(dataset))
-            ]
+            for index in range(len(dataset)):
+                task_id = eval_task_id(version, first + index)
+                seed = self._seed(task_id)
+                tasks.append(task_of(dataset, settings.label, index, task_id, "eval", sampling, limits, seed=seed))
         if self._broker.evals.open(version, tasks, self._run, images):
             log.info("evaluation opened", version=version, prompts=len(tasks))
 
@@ -221,12 +226,13 @@ def task_of(
     sampling: SamplingConfig,
     limits: TaskLimits,
     level: int = -1,
+    seed: int | None = None,
 ) -> Task | UnusableTask:
     """Return the task for an example, or the reason if dataset ``label`` fails or gives a task that can't be sent."""
     try:
         example, max_bytes = dataset[index], limits.max_bytes
         images = prepare_images(example.images, limits)
-        task = make_task(task_id, kind, example, sampling, label, level, images)
+        task = make_task(task_id, kind, example, sampling, label, level, images, seed)
         # Its parts are checked here, where the index is known, before a generator reads them.
         decode(encode(task, max_bytes), Task, max_bytes)
     except InfraError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -41,7 +42,12 @@ def prepare_images(files: Sequence[bytes], limits: TaskLimits) -> list[Image]:
     return prepared
 
 
-def make_sampling(settings: SamplingConfig) -> Sampling:
+def task_seed(run_seed: int, task_id: int) -> int:
+    """Return the seed of a task's first sample in exact mode, below 2**48; the others have the numbers after it."""
+    return int.from_bytes(hashlib.sha256(f"{run_seed}/{task_id}".encode()).digest()[:6], "big")
+
+
+def make_sampling(settings: SamplingConfig, seed: int | None = None) -> Sampling:
     """Return the message for the sampling settings."""
     return Sampling(
         temperature=settings.temperature,
@@ -49,6 +55,7 @@ def make_sampling(settings: SamplingConfig) -> Sampling:
         top_k=settings.top_k,
         max_tokens=settings.max_tokens,
         stop=list(settings.stop),
+        seed=seed,
     )
 
 
@@ -60,16 +67,17 @@ def make_task(
     dataset: str = "",
     level: int = -1,
     images: Sequence[Image] = (),
+    seed: int | None = None,
 ) -> Task:
     """Make the task message of an example. label: of its dataset; level: of difficulty, if the dataset has levels.
 
-    images: the example's, prepared for the model.
+    images: the example's, prepared for the model. seed: of its first sample.
     """
     return Task(
         task_id=task_id,
         kind=kind,
         n=sampling.n,
-        sampling=make_sampling(sampling),
+        sampling=make_sampling(sampling, seed),
         text=example.text,
         messages=example.messages,
         images=list(images),

@@ -136,7 +136,7 @@ def gap(policy: Policy, micro_batches: list[MicroBatch], replayed: bool) -> dict
     all_of_them = torch.cat(differences)
     return {
         "mean": round(float(all_of_them.mean()), 8),
-        "max": round(float(all_of_them.max()), 6),
+        "max": round(float(all_of_them.max()), 9),
         "above_0.1": round(float((all_of_them > 0.1).float().mean()), 5),
         "tokens": float(len(all_of_them)),
     }

@@ -74,10 +74,16 @@ def plan_replay(config: TidemillConfig, first: int, last: int | None) -> ReplayP
     return ReplayPlan(start, goal, first, last, *setups[0])
 
 
-def run_replay(config: TidemillConfig, plan: ReplayPlan, on_step: Callable[[int], None]) -> Comparison | None:
+def run_replay(
+    config: TidemillConfig,
+    plan: ReplayPlan,
+    on_step: Callable[[int], None],
+    before_step: Callable[[RankGroup, int], None] | None = None,
+) -> Comparison | None:
     """Train and compare; every rank of ``plan.world`` calls this, and rank 0 has the answer, others None.
 
-    on_step: called with the number of each step that was trained.
+    on_step: called with the number of each step that was trained. before_step: called with the version of the weights
+    that are trained next.
     """
     torch.set_num_threads(plan.threads)
     torch.manual_seed(config.run.seed)
@@ -92,6 +98,8 @@ def run_replay(config: TidemillConfig, plan: ReplayPlan, on_step: Callable[[int]
             rank_group.load(plan.start)
         for step in range(plan.first, plan.last):
             record = batches.read(step)
+            if before_step is not None:
+                before_step(rank_group, record.version)
             groups = [
                 Group(group.task_id, list(zip(group.samples, group.rewards, strict=True)), group.images)
                 for group in record.groups

@@ -30,6 +30,7 @@ from producers.conversation.parsing.factory import check_parsers
 from producers.engines.factory import engine_name
 from producers.engines.sampling import check_sampling
 from producers.engines.vllm.arguments import check_names_of_arguments
+from producers.engines.vllm.before_import import check_batch_invariance
 from producers.tasks import make_sampling
 from schemas.config import HttpEngineConfig, ModelConfig, TidemillConfig, by_pool, dump_config
 from schemas.errors import ConfigError
@@ -124,7 +125,11 @@ def check_packages(config: TidemillConfig, here: bool = True) -> str:
         check_names_of_arguments(config.generator.args)
     agents = config.generator.agents
     check_parsers(agents.tool_parser, agents.reasoning_parser, engine == "vllm")
-    return f"engine {engine}"
+    if not config.generator.exact:
+        return f"engine {engine}"
+    if engine == "vllm" and here:
+        return f"engine {engine}, batch-invariant on compute capability {check_batch_invariance()}"
+    return f"engine {engine}, exact"
 
 
 def _check_server(http: HttpEngineConfig) -> None:

@@ -307,6 +307,9 @@ def replay(
     last: Annotated[
         int | None, typer.Option("--to", help="Step of a later checkpoint; default: the newest complete one.")
     ] = None,
+    rollouts: Annotated[
+        bool, typer.Option("--rollouts", help="Generate their samples again, too; requires generator.exact.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train recorded steps again without a broker; exit code 0 if the weights are bit-identical, else 1."""
@@ -315,4 +318,4 @@ def replay(
     config = config_of(run)
     from deploy.export.checkpoints import replay_steps
 
-    raise typer.Exit(replay_steps(config, run, first, last, as_json))
+    raise typer.Exit(replay_steps(config, run, first, last, as_json, rollouts))

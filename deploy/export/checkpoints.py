@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from consumers.trainer.checkpoint.convert import export_checkpoint, find_export
 from consumers.trainer.checkpoint.store import WantedStep
 from consumers.trainer.replay import ReplayPlan, plan_replay, run_replay
 from deploy.export.hub import CARD, push, write_card
+from deploy.export.rollouts import RolloutReplay, check_rollouts
 from deploy.logs import configure_logging
 from deploy.services import torchrun
 from schemas.config import TidemillConfig
@@ -81,25 +83,40 @@ def _export(
     return path, folder
 
 
-def replay_steps(config: TidemillConfig, run: str, first: int, last: int | None, as_json: bool = False) -> int:
+def replay_steps(
+    config: TidemillConfig,
+    run: str,
+    first: int,
+    last: int | None,
+    as_json: bool = False,
+    rollouts: bool = False,
+) -> int:
     """Replay, print a line or JSON, and return the exit code: 0 if the weights are bit-identical, else 1.
 
-    run: as it was given, for the ranks that are started when the run had several.
+    run: as it was given, for the ranks that are started when the run had several. rollouts: generate the samples of the
+    steps again, too, which must be equal as well; ConfigError without generator.exact.
     """
     configure_logging(config, "replay", "replay")
+    if rollouts:
+        check_rollouts(config)
     plan = plan_replay(config, first, last)
     if plan.world > 1 and not torchrun.is_rank():
         os.environ["OMP_NUM_THREADS"] = str(plan.threads)
-        arguments = ["replay", run, "--from", str(first), "--to", str(plan.last), *(["--json"] if as_json else [])]
+        arguments = ["replay", run, "--from", str(first), "--to", str(plan.last)]
+        arguments += [option for option, given in (("--json", as_json), ("--rollouts", rollouts)) if given]
         return torchrun.launch(plan.world, arguments, config.supervisor.grace_s)
-    answer = _replay(config, plan)
+    with RolloutReplay(config, plan) if rollouts else nullcontext() as generated:
+        answer = _replay(config, plan, generated)
     if answer is None:
         return OK_EXIT
-    print(json.dumps(_as_json(plan, answer)) if as_json else _verdict(config, plan, answer))
-    return OK_EXIT if answer.equal else ERROR_EXIT
+    found = {} if generated is None else {"rollouts": generated.as_json()}
+    print(json.dumps(_as_json(plan, answer) | found) if as_json else _verdict(config, plan, answer))
+    if generated is not None and not as_json:
+        print(generated.verdict())
+    return OK_EXIT if answer.equal and (generated is None or not generated.differs) else ERROR_EXIT
 
 
-def _replay(config: TidemillConfig, plan: ReplayPlan) -> Comparison | None:
+def _replay(config: TidemillConfig, plan: ReplayPlan, generated: RolloutReplay | None) -> Comparison | None:
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as bar:
         shown = bar.add_task("replay", total=plan.last - plan.first)
@@ -109,7 +126,7 @@ def _replay(config: TidemillConfig, plan: ReplayPlan) -> Comparison | None:
             if not console.is_terminal:
                 print(f"replay: step {step}, up to {plan.last - 1}", file=sys.stderr)
 
-        return run_replay(config, plan, show_step)
+        return run_replay(config, plan, show_step, None if generated is None else generated.before_step)
 
 
 def _as_json(plan: ReplayPlan, answer: Comparison) -> dict[str, Any]:

@@ -45,7 +45,8 @@ class EngineSettings:
     http: the server of the engine http. images: how images are cut into patches; None for a text model.
     frozen_vision: loaded files lack the vision tower, which keeps its weights. routed_experts: completions report the
     experts of each token. sleeps: ``sleep`` will be called. output_tokens: ids of the only tokens that are sampled, and
-    among which log-probabilities are computed; None: all.
+    among which log-probabilities are computed; None: all. exact: compute a token the same, to the last bit, whatever is
+    in flight with it.
     """
 
     model_path: str
@@ -65,6 +66,7 @@ class EngineSettings:
     routed_experts: bool = False
     sleeps: bool = False
     output_tokens: Sequence[int] | None = None
+    exact: bool = False
 
 
 Ability = Literal[

@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
-
 from producers.conversation.calls import continued_completion, recorded_completion
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import MAIN, Conversation, NextPrompt
@@ -90,8 +88,7 @@ class Episode:
         self.conversation = Conversation(parts.template, parts.settings.history, images)
         saved = rollout.saved.get(index)
         self._recorded: dict[bytes, Call] = {call.key: call for call in saved.calls} if saved is not None else {}
-        seed = rollout.sampling.seed
-        self._sampling = msgspec.structs.replace(rollout.sampling, seed=None if seed is None else seed + index)
+        self._sampling = rollout.sampling_of(index)
         self.metrics: dict[str, float] = {"calls": 0.0, "engine_s": 0.0, "tools_s": 0.0, "replayed": 0.0}
         self.last_call = -1
 

@@ -233,6 +233,7 @@ def engine_settings(config: TidemillConfig, name: str) -> EngineSettings:
         routed_experts=config.trainer.router_replay,
         sleeps=shares_gpus(name) is not None,
         output_tokens=find_tokens(config.model.path, config.model.output_tokens),
+        exact=config.generator.exact,
     )
 
 

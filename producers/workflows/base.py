@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import structlog
 
 from producers.engines.base import Completion, Engine, PromptImage
@@ -89,6 +90,11 @@ class RolloutContext:
         """Return the sampling settings, with seed, length and stop strings."""
         return self.task.sampling
 
+    def sampling_of(self, index: int) -> Sampling:
+        """Return the sampling settings of one sample, with a seed of its own if the task has one."""
+        sampling = self.task.sampling
+        return sampling if sampling.seed is None else msgspec.structs.replace(sampling, seed=sampling.seed + index)
+
     @property
     def prompt_ids(self) -> list[int]:
         """Return the token ids of the task's prompt, with the tokens of its images. DataError if it is empty."""
@@ -121,7 +127,8 @@ class RolloutContext:
 
     async def generate(self, trajectory: TrajectoryBuilder) -> Completion:
         """Sample the policy's next turn after all tokens of ``trajectory``, and add it there."""
-        (completion,) = await self.engine.generate(list(trajectory.tokens), self.sampling, **self.engine_images)
+        sampling = self.sampling_of(trajectory.index)
+        (completion,) = await self.engine.generate(list(trajectory.tokens), sampling, **self.engine_images)
         trajectory.generated(completion)
         return completion
 

@@ -22,14 +22,16 @@ class SingleTurn:
 
     async def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion]:
         prompt = rollout.tokenizer.decode(rollout.prompt_ids)
-        fresh: list[TrajectoryBuilder] = []
-        groups = [fresh]
+        groups: list[list[TrajectoryBuilder]] = [[]]
         for index in rollout.indices:
             trajectory = TrajectoryBuilder(index, rollout.tokenizer).prompt(rollout.prompt_ids, prompt, rollout.images)
             if index in rollout.saved:
-                groups.append([trajectory.resumed(rollout.saved[index])])
+                groups.insert(0, [trajectory.resumed(rollout.saved[index])])
+            elif rollout.sampling.seed is not None and groups[-1] and groups[-1][-1].index != index - 1:
+                # The seeds of a request are those of samples that follow one another.
+                groups.append([trajectory])
             else:
-                fresh.append(trajectory)
+                groups[-1].append(trajectory)
         heard: asyncio.Queue[tuple[TrajectoryBuilder, Completion, bool] | asyncio.Task[None]] = asyncio.Queue()
         requests = [asyncio.create_task(_generate(rollout, group, heard.put_nowait)) for group in groups if group]
         for request in requests:
@@ -64,7 +66,7 @@ async def _generate(rollout: RolloutContext, group: Sequence[TrajectoryBuilder],
     prefix = group[0].tokens[len(rollout.prompt_ids) :]
     completions = await rollout.engine.generate(
         rollout.prompt_ids,
-        rollout.sampling,
+        rollout.sampling_of(group[0].index),
         n=len(group),
         prefix=prefix,
         progress=progress,

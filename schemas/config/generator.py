@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from schemas.config.agents import AgentsConfig
 from schemas.config.base import Seconds, Section, UserPath, matching
+from schemas.config.run import ModelConfig
+from schemas.config.trainer import TrainerConfig
 from schemas.urls import hide_password
 
 REFUSED_SAMPLING = (
@@ -30,6 +33,8 @@ ENDPOINT_WORKFLOWS = ("agent", LIVE)
 """Built-in workflows whose model calls come to the generator's endpoint."""
 EPISODE_WORKFLOWS = ("agent", "environment", LIVE, "tools")
 """Built-in workflows whose samples are conversations of several model calls."""
+EXACT_ENGINES = ("transformers", "vllm")
+"""Built-in engines with an exact mode."""
 REWARDING_WORKFLOWS = ("agent", "environment", LIVE)
 """Episode workflows that reward their own samples, so that no reward term is required."""
 
@@ -156,8 +161,28 @@ class GeneratorConfig(Section):
         description="Allow training on samples drawn with top_p, top_k or engine arguments that change the sampled"
         " distribution. Their log-probabilities are not the policy's.",
     )
+    exact: bool = Field(
+        False,
+        description="Compute each token in an order of sums that does not depend on what is in flight with it. With the"
+        " engine transformers the trainer computes in the same order, so that both have the same log-probabilities to"
+        " the last bit, and samples have seeds: `tidemill replay --rollouts` generates them again. With vllm, its"
+        " batch-invariant mode.",
+    )
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
     agents: AgentsConfig = Field(default_factory=AgentsConfig)
+
+    @model_validator(mode="after")
+    def _check_exact(self) -> GeneratorConfig:
+        if self.exact and self.engine not in EXACT_ENGINES:
+            raise ValueError(
+                f"generator.exact: generator.engine must be {' or '.join(EXACT_ENGINES)}, is {self.engine!r}"
+            )
+        if self.exact and self.update == "keep":
+            raise ValueError(
+                "generator.exact: generator.update keep leaves keys and values of older weights to a sample:"
+                " set it to recompute or drain"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_http(self) -> GeneratorConfig:
@@ -183,7 +208,7 @@ class GeneratorConfig(Section):
 
 
 POOL_NAME = "[a-z][a-z0-9-]{0,31}"
-SAME = frozenset({"workflow", "allow_truncated", "lease_s"})
+SAME = frozenset({"workflow", "allow_truncated", "lease_s", "exact"})
 """Settings of ``generator`` that all generators of a run must share."""
 SAME_ARGS = ("tokenizer", "revision", "hf_", "chat_template", "json_model_override", "generation_config")
 """Beginnings of engine arguments that choose the model or its tokens."""
@@ -197,8 +222,8 @@ class PoolConfig(Section):
     generator: dict[str, Any] = Field(
         default_factory=dict,
         description="Settings of the section generator that are different in this pool, such as replicas, max_samples"
-        " or args. If engine differs, args and http of the section generator do not apply. workflow, allow_truncated"
-        " and lease_s cannot differ, nor what chooses the model or its tokens.",
+        " or args. If engine differs, args and http of the section generator do not apply. workflow, allow_truncated,"
+        " exact and lease_s cannot differ, nor what chooses the model or its tokens.",
     )
     env: dict[
         Annotated[
@@ -233,3 +258,29 @@ class PoolConfig(Section):
             names = given if isinstance(given, dict) else ()
             found += [f"generator.{section}.{name}" for name in names if refused(str(name))]
         return found
+
+
+def find_exact_problem(
+    model: ModelConfig, trainer: TrainerConfig, generator: GeneratorConfig, pools: Mapping[str, PoolConfig]
+) -> str | None:
+    """Return what is wrong with the settings of a run in exact mode; None if nothing is, and without that mode."""
+    if not generator.exact:
+        return None
+    for name, pool in pools.items():
+        if pool.generator.get("engine", generator.engine) != generator.engine:
+            return f"pools.{name}.generator.engine must be that of the section generator with exact"
+    parallel = trainer.parallel
+    refused = {
+        f"model.dtype {model.dtype}": model.dtype != "float32",
+        "model.kind vision": model.kind == "vision",
+        "model.output_tokens": model.output_tokens is not None,
+        "trainer.lora": trainer.lora is not None,
+        "trainer.compile": trainer.compile,
+        "trainer.router_replay": trainer.router_replay,
+        f"trainer.parallel.tensor {parallel.tensor}": parallel.tensor > 1,
+        f"trainer.parallel.context {parallel.context}": parallel.context > 1,
+    }
+    found = next((name for name, there in refused.items() if there), None)
+    if found is None or generator.engine != "transformers":
+        return None
+    return f"generator.exact does not support {found} (docs/exact.md)"

@@ -25,6 +25,7 @@ from schemas.config.generator import (
     GeneratorConfig,
     PoolConfig,
     SamplingConfig,
+    find_exact_problem,
 )
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.placement import Placement, PlacementConfig, count_gpus, parse_ranges
@@ -118,6 +119,11 @@ class TidemillConfig(Section):
         return (self.run.folder or Path("runs") / self.run.name).resolve()
 
     @property
+    def exact(self) -> bool:
+        """Whether the trainer computes as generators do, to the last bit."""
+        return self.generator.exact and self.generator.engine == "transformers"
+
+    @property
     def slots(self) -> int:
         """Return the most prompt groups in the pipeline at once."""
         return count_slots(self.flow.staleness, self.trainer.batch_groups, self.flow.window)
@@ -191,8 +197,7 @@ class TidemillConfig(Section):
                 f"trainer.advantage.name {self.trainer.advantage.name!r} compares the samples of a group, but"
                 " sampling.n is 1: set sampling.n to 2 or more, or trainer.advantage.name to raw"
             )
-        problem = slots_problem(self.flow.staleness, self.trainer.batch_groups, self.flow.window)
-        if problem is not None:
+        if problem := slots_problem(self.flow.staleness, self.trainer.batch_groups, self.flow.window):
             raise ValueError(problem)
         samplings = [("sampling", self.sampling)]
         if self.eval is not None:
@@ -288,6 +293,12 @@ class TidemillConfig(Section):
         names = [name for name, there in refused.items() if there and self.model.output_tokens is not None]
         if names:
             raise ValueError(f"{names[0]} is not supported with model.output_tokens: remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_exact(self) -> TidemillConfig:
+        if problem := find_exact_problem(self.model, self.trainer, self.generator, self.pools):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")

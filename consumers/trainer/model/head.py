@@ -32,16 +32,18 @@ def score(
     temperature: float | Tensor = 1.0,
     entropy_gradient: bool = False,
     part: Part | None = None,
+    rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of each target token and the entropy of its distribution, both float32 [M].
 
     features: [M, H], the last hidden states. weight: [V, H], bias: [V] of the output layer. targets: int64 [M]. Logits
     are computed in the type of the layer, everything after in float32. temperature: one for all, or float32 [M].
     Without ``entropy_gradient`` the entropy has no gradient. part: of the ranks over which the vocabulary is cut;
-    weight and bias are then this rank's rows, while features and targets are the same on all of them.
+    weight and bias are then this rank's rows, while features and targets are the same on all of them. rows: of a chunk,
+    by default as many as fit.
     """
     logprobs, entropy = _Score.apply(  # type: ignore[no-untyped-call]
-        features, weight, bias, targets, temperature, entropy_gradient, part
+        features, weight, bias, targets, temperature, entropy_gradient, part, rows or _rows(weight)
     )
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
@@ -59,12 +61,12 @@ class _Score(torch.autograd.Function):
         temperature: float | Tensor,
         entropy_gradient: bool,
         part: Part | None,
+        step: int,
     ) -> tuple[Tensor, Tensor]:
         count, own = len(targets), None
         if part is not None:
             targets, own = _own_rows(targets, weight.shape[0], part)
         logprobs, entropy, total = features.new_empty((3, count), dtype=torch.float32)
-        step = _rows(weight)
         for start in range(0, count, step):
             chunk = slice(start, start + step)
             logits = _logits(features[chunk], weight, bias, _of(temperature, chunk))
@@ -76,7 +78,7 @@ class _Score(torch.autograd.Function):
         if part is not None and own is not None:
             logprobs, entropy, total = _over_ranks(logprobs, own, entropy, total, part)
         ctx.save_for_backward(features, weight, bias, targets, own, total, entropy)
-        ctx.temperature, ctx.entropy_gradient, ctx.part = temperature, entropy_gradient, part
+        ctx.temperature, ctx.entropy_gradient, ctx.part, ctx.step = temperature, entropy_gradient, part, step
         return logprobs, entropy
 
     @staticmethod
@@ -88,9 +90,8 @@ class _Score(torch.autograd.Function):
         # Summed over chunks: in float32 whatever the layer's type.
         into_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         into_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        step = _rows(weight)
-        for start in range(0, len(targets), step):
-            chunk = slice(start, start + step)
+        for start in range(0, len(targets), ctx.step):
+            chunk = slice(start, start + ctx.step)
             temperature = _of(ctx.temperature, chunk)
             logits = _logits(features[chunk], weight, bias, temperature)
             logits.sub_(total[chunk, None])
@@ -119,10 +120,7 @@ class _Score(torch.autograd.Function):
             into_features,
             None if into_weight is None else into_weight.to(weight.dtype),
             None if into_bias is None else into_bias.to(weight.dtype),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 

@@ -53,7 +53,7 @@ def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = Fal
     causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty, max_length)
     tower = VisionTower(causal_lm, image_settings_of(model), model.freeze_vision) if vision else None
     output_tokens = find_tokens(model.path, model.output_tokens)
-    return Policy(causal_lm, vision=tower, max_length=max_length, output_tokens=output_tokens)
+    return Policy(causal_lm, vision=tower, max_length=max_length, output_tokens=output_tokens, exact=config.exact)
 
 
 def adapt(model: PreTrainedModel, settings: LoraConfig, base: str, seed: int) -> Adapter:

@@ -34,6 +34,8 @@ from consumers.trainer.data.load_balancing import WORTH_IT
 from consumers.trainer.distributed.context_parallel import exchange_to_heads, exchange_to_tokens, gather_tokens
 from consumers.trainer.distributed.layout import has_plain_attention
 from consumers.trainer.distributed.parts import Part
+from schemas.arithmetic.attention import Places, attend_sequences
+from schemas.arithmetic.products import TILE, fill
 
 KernelName: TypeAlias = Literal["flash_attn", "varlen", "each"]
 Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
@@ -124,7 +126,8 @@ class Packed:
     ids, positions: int64 [1, N]. starts: int32 [R+1], where each sequence begins, and N. longest: tokens. rows: bool
     [R, T], the places of the N tokens in the padded micro-batch. context: the ranks that share the tokens, each N / C
     of them; one more sequence then makes N a multiple of C, and is in no row. shared: the tokens that are computed once
-    for several sequences; the model then returns states of the M distinct ones, [1, M, D].
+    for several sequences; the model then returns states of the M distinct ones, [1, M, D]. exact: the places of tokens
+    that are computed as generators do with generator.exact; N, or M, is then a multiple of TILE.
     """
 
     ids: Tensor
@@ -134,11 +137,14 @@ class Packed:
     rows: Tensor
     context: Part | None = None
     shared: SharedPrefixes | None = None
+    exact: Places | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the model's forward, which every attention layer gets, by transformers' names."""
         others: dict[str, Any] = {} if self.context is None else {"context": self.context}
         ids, positions = self._own(self.ids, 1), self._own(self.positions, 1)
+        if self.exact is not None:
+            others["exact"] = self.exact
         if self.shared is not None:
             others["shared"] = self.shared
             ids, positions = self.shared.to_distinct(ids, 1), self.shared.to_distinct(positions, 1)
@@ -175,23 +181,30 @@ class Packed:
         return values if self.context is None else self.context.slice(values, dim)
 
 
-def pack(inputs: Tensor, lengths: Tensor, context: Part | None = None, share: bool = False) -> Packed:
+def pack(
+    inputs: Tensor, lengths: Tensor, context: Part | None = None, share: bool = False, exact: bool = False
+) -> Packed:
     """Pack the first ``lengths`` (int64 [R], 1 or more) tokens of each row of ``inputs``, int64 [R, T].
 
     context: the ranks that share the tokens, all of which give the same. share: compute what several rows begin with
-    once; one rank that has all tokens can.
+    once; one rank that has all tokens can. exact: as Packed has it.
     """
     shared = find_shared_prefixes(inputs, lengths) if share and context is None else None
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     rows = positions < lengths[:, None]
     starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     ids, positions, longest = inputs[rows], positions[rows], inputs.shape[1]
-    filler = 0 if context is None else -len(ids) % context.size
+    if exact and shared is not None:
+        # The first token stands for what fills the last tile, of which no sequence has a token.
+        shared = SharedPrefixes(shared.spread, fill(shared.first))
+    size = context.size if context is not None else TILE if exact and shared is None else 1
+    filler = -len(ids) % size
     if filler:
         ids = F.pad(ids, (0, filler))
         positions = torch.cat([positions, torch.arange(filler, device=ids.device)])
         starts, longest = F.pad(starts, (0, 1), value=len(ids)), max(longest, filler)
-    return Packed(ids[None], positions[None], starts, longest, rows, context, shared)
+    places = Places.of_sequences(starts) if exact else None
+    return Packed(ids[None], positions[None], starts, longest, rows, context, shared, places)
 
 
 @torch.no_grad()
@@ -246,6 +259,7 @@ def attend(
     max_length_q: int = 0,
     context: Part | None = None,
     shared: SharedPrefixes | None = None,
+    exact: Places | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
@@ -275,6 +289,8 @@ def attend(
     if attention_mask is not None:
         raise ValueError("packed attention has no mask of the model's own")
     kernel = KERNELS[choose_kernel(query.device, query.dtype)]
+    if exact is not None:
+        kernel = _exactly(kernel, exact)
     if shared is not None:
         query, key, value = (shared.to_all(tensor, 2) for tensor in (query, key, value))
         out = kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling)
@@ -284,6 +300,18 @@ def attend(
     query, key, value = (exchange_to_heads(tensor, context) for tensor in (query, key, value))
     out = kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling)
     return exchange_to_tokens(out.transpose(1, 2), context).transpose(1, 2), None
+
+
+def _exactly(kernel: Kernel, places: Places) -> Kernel:
+    """Compute in a fixed order, with the gradient of ``kernel``."""
+
+    def call(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
+        def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return kernel(query, key, value, starts, longest, scale)
+
+        return attend_sequences(query, key, value, places, scale, plain)
+
+    return call
 
 
 def make_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:

@@ -28,6 +28,7 @@ from consumers.trainer.model.packing import pack, switch_to_packing, use_packing
 from consumers.trainer.model.parity import check_causal, fix_rotary_frequencies, train_without_noise
 from consumers.trainer.model.router_replay import RouterReplay
 from consumers.trainer.model.vision import VisionTower
+from schemas.arithmetic.products import TILE, fill, use_fixed_products
 from schemas.errors import ConfigError
 from schemas.messages import Adapter
 from schemas.model_folder import resolve_folder
@@ -60,11 +61,13 @@ class Policy(ParallelModule):
         vision: VisionTower | None = None,
         max_length: int | None = None,
         output_tokens: Sequence[int] | None = None,
+        exact: bool = False,
     ) -> None:
         """Wrap a loaded model. adapter: the part of it that is trained (lora.py); None if all of it is.
 
         vision: the tower of a model that reads images. max_length: tokens of the longest row, None if unknown.
         output_tokens: sorted ids of the only tokens that have a probability; None: all. Other targets are not allowed.
+        exact: compute as generators do with generator.exact; ConfigError if the model can't.
         """
         super().__init__()
         self.output_tokens = output_tokens
@@ -74,6 +77,11 @@ class Policy(ParallelModule):
         self.chunked = _head_is_plain(causal_lm)
         self.packed = self.chunked and switch_to_packing(causal_lm, max_length)
         self.router_replay: RouterReplay | None = None
+        self.exact = exact
+        if exact:
+            if not self.packed and self.device.type != "meta":
+                raise ConfigError(f"generator.exact: {type(causal_lm).__name__} can't be packed, or caps its logits")
+            use_fixed_products(causal_lm)
         if vision is not None and not self.chunked and not self.device.type == "meta":
             raise ConfigError(
                 f"model.kind vision: {type(causal_lm).__name__} scales or caps its logits, which is not supported here"
@@ -128,13 +136,16 @@ class Policy(ParallelModule):
         """
         inputs = tokens[:, :-1]
         each = None
-        if len(set(temperatures)) > 1:
+        if self.exact and lengths is None:
+            lengths = torch.full_like(inputs[:, 0], inputs.shape[1])
+        # Dividing by a number may be another operation than dividing by a tensor, as generators do.
+        if self.exact or len(set(temperatures)) > 1:
             each = torch.tensor(temperatures, device=mask.device)[:, None].expand(mask.shape)
         packed = None
         if self.packed and lengths is not None:
             # Images and noted choices of routers belong to tokens of one row.
             share = self.share_prefixes and self.vision is None and routed_experts is None
-            packed = pack(inputs, lengths, self.context, share)
+            packed = pack(inputs, lengths, self.context, share, self.exact)
         if self.router_replay is not None:
             chosen = None if routed_experts is None else routed_experts[:, :-1]
             if chosen is not None:
@@ -188,7 +199,11 @@ class Policy(ParallelModule):
         if allowed is not None:
             weight, bias = weight[allowed], None if bias is None else bias[allowed]
         part = self.tensor if isinstance(head.weight, DTensor) else None
-        return score(features, weight, bias, targets, temperature, entropy_gradient, part)
+        if not self.exact:
+            return score(features, weight, bias, targets, temperature, entropy_gradient, part)
+        count, temperature = len(targets), fill(cast(Tensor, temperature), 1.0)
+        found = score(fill(features), weight, bias, fill(targets), temperature, entropy_gradient, rows=TILE)
+        return found[0][:count], found[1][:count]
 
     def _allowed(self, targets: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the ids of the tokens that have a probability, None for all, and targets as indices into them."""

@@ -27,12 +27,16 @@ PREFILL = 16384
 
 @dataclass(frozen=True)
 class Draw:
-    """The sampling of one row. temperature 0 is greedy. generator: the row's own, or torch's global one."""
+    """The sampling of one row. temperature 0 is greedy. generator: the row's own, or torch's global one.
+
+    seed: that of the generator, from which exact mode makes a number for each token.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     generator: torch.Generator | None = None
+    seed: int | None = None
 
 
 def draw(logits: Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[float]]:
@@ -172,6 +176,13 @@ class ContinuousBatch:
         self._slots.clear()
         self._slots.add(fresh, [len(text) for text in texts])
 
+    @torch.no_grad()
+    def score(self, ids: Sequence[int]) -> Tensor:
+        """Return the log-probability of each token after the first at temperature 1, float32 [T-1]."""
+        tokens = torch.tensor([ids], device=self._model.device)
+        logits = self._model(input_ids=tokens).logits[0, :-1].float()
+        return torch.log_softmax(logits, dim=-1).gather(1, tokens[0, 1:, None])[:, 0]
+
     def clear(self) -> None:
         """Drop every row."""
         self.rows = []
@@ -200,7 +211,10 @@ class ContinuousBatch:
         if self._allowed is not None:
             only = torch.full_like(logits, -torch.inf)
             logits = only.index_copy(1, self._allowed, logits[:, self._allowed])
-        tokens, logprobs = draw(logits, [row.draw for row in rows])
+        self._take(rows, *draw(logits, [row.draw for row in rows]), version)
+
+    def _take(self, rows: Sequence[BatchRow], tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Give each row its next token."""
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)

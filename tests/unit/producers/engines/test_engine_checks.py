@@ -14,7 +14,9 @@ import pytest
 from producers.engines.base import EngineSettings
 from producers.engines.factory import engine_name, make_engine
 from producers.engines.sampling import check_sampling, max_new_tokens
+from producers.engines.vllm import before_import
 from producers.engines.vllm.arguments import read_names
+from producers.engines.vllm.before_import import check_batch_invariance
 from producers.engines.vllm.boot import routed_experts_arguments
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Sampling
@@ -175,3 +177,27 @@ def test_names_of_arguments_come_from_the_source_of_vllm_and_none_from_a_source_
     assert read_names(source) == ["model", "seed", "enable_log_requests"]
     source.write_text("class EngineArgs(:")
     assert read_names(source) == []
+
+
+@pytest.mark.parametrize(
+    ("cards", "lowest"), [("9.0", "9.0"), ("10.0\n9.0\n8.0", "8.0"), ("9.0\n7.5", None), ("", None)]
+)
+def test_batch_invariance_is_refused_where_a_card_is_too_old(
+    cards: str, lowest: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{cards}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(before_import, "is_cpu_build", lambda: False)
+    if lowest is not None:
+        assert check_batch_invariance() == lowest
+        return
+    with pytest.raises(ConfigError, match=r"^generator.exact: .* 8.0 or higher, and here is (7.5|none): set"):
+        check_batch_invariance()
+
+
+def test_batch_invariance_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(before_import, "is_cpu_build", lambda: True)
+    with pytest.raises(ConfigError, match="or higher, and here "):
+        check_batch_invariance()

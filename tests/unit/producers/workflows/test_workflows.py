@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
@@ -19,7 +20,7 @@ from producers.engines.scripted import ScriptedEngine
 from producers.tokenizer import HfTokenizer
 from producers.workflows.base import RolloutContext, find_workflow, running
 from producers.workflows.single_turn import SingleTurn
-from producers.workflows.trajectory_builder import SampledCompletion
+from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 from schemas.codec import Array
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, Partial, Sampling, Span, Task, Trajectory
@@ -105,6 +106,28 @@ def task(**fields: Any) -> Task:
 def as_trajectory(sample: SampledCompletion) -> Trajectory:
     """The message that is made of a sample; raises where the two don't agree."""
     return sample.to_trajectory(task(text="x"), run="r", generator="g")
+
+
+class Seeds(Recording):
+    """Remembers the seed of the first sample of each request, and how many there are."""
+
+    seeds: list[tuple[int | None, int]]
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, n: int = 1, **others: Any
+    ) -> list[Completion]:
+        self.seeds = [*getattr(self, "seeds", []), (sampling.seed, n)]
+        return await super().generate(prompt_ids, sampling, n, **others)
+
+
+def test_a_sample_has_the_seed_of_its_index_whichever_are_asked_for(tokenizer: HfTokenizer):
+    seeded = msgspec.structs.replace(task(text="1+1="), n=6, sampling=Sampling(max_tokens=20, seed=7))
+    engine = Seeds()
+    assert samples(engine, tokenizer, seeded, [0, 2, 3, 5]).keys() == {0, 2, 3, 5}
+    assert engine.seeds == [(7, 1), (9, 2), (12, 1)]
+    rollout = RolloutContext(engine, tokenizer, seeded, range(6))
+    asyncio.run(rollout.generate(TrajectoryBuilder(4, tokenizer).prompt(rollout.prompt_ids)))
+    assert engine.seeds[-1] == (11, 1)
 
 
 def test_all_samples_come_from_one_request_and_make_valid_trajectories(tokenizer: HfTokenizer):
