@@ -21,7 +21,7 @@ from transformers import Qwen2Config
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.model.probe import reference_logprobs
 from consumers.trainer.model.snapshot import Snapshot, Snapshots
-from consumers.trainer.step.gradient_update import build_optimizer
+from consumers.trainer.step.optimizers import build_optimizer
 from deploy.offline.tiny_model import byte_tokenizer, random_model
 from producers.engines.base import Completion, Engine, EngineSettings
 from producers.engines.factory import make_engine
@@ -74,7 +74,7 @@ class WeightsModel:
 
     def step(self) -> None:
         """Make one optimizer step on the cross-entropy of 4 × 128 random tokens."""
-        optimizer = build_optimizer(self.policy.parameters(), OptimizerConfig(lr=1e-6))
+        optimizer = build_optimizer(self.policy, OptimizerConfig(lr=1e-6))
         self.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

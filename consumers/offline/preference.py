@@ -42,7 +42,8 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
 from consumers.trainer.model.parity import fix_rotary_frequencies, train_without_noise
 from consumers.trainer.model.policy import DTYPES, Policy, load_model, read_model
-from consumers.trainer.step.gradient_update import Schedule, build_optimizer
+from consumers.trainer.step.gradient_update import Schedule
+from consumers.trainer.step.optimizers import build_optimizer
 from schemas.config import DpoConfig, ModelConfig, PreferenceConfig, RewardModelConfig
 from schemas.errors import ConfigError
 
@@ -188,8 +189,8 @@ class _PairwiseTraining:
         settings, optimizer = self.settings, self.settings.optimizer
         if not pairs or not self.heldout:
             raise ConfigError(f"preferences are needed in both sets, there are {len(pairs)} and {len(self.heldout)}")
-        adamw = build_optimizer(model.parameters(), optimizer)
-        step = OfflineStep(model, adamw, self.cut, self.ranks, dtype, optimizer.max_grad_norm)
+        changing = build_optimizer(model, optimizer)
+        step = OfflineStep(model, changing, self.cut, self.ranks, dtype, optimizer.max_grad_norm)
         schedule = Schedule(optimizer, optimizer.lr, settings.steps)
         OfflineLoop(step, self._loss, schedule.at, self._evaluate).run(
             batches(pairs, settings.batch_size, seed), first=min(settings.eval_every, settings.steps)

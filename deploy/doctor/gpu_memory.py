@@ -73,6 +73,10 @@ def model_size(config: Mapping[str, Any]) -> ModelSize | None:
     )
 
 
+OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2, "muon": 4}
+"""Bytes of the state for a parameter; with muon embeddings and output layer have twice as many."""
+
+
 @dataclass(frozen=True)
 class Need:
     """GB that trainer or generator needs of one GPU, by name. capacity: GB that it may use, None if unknown."""
@@ -113,7 +117,7 @@ def trainer_need(config: TidemillConfig, size: ModelSize, memory_gb: float | Non
     parts = {
         "weights": (4 * trained + frozen) / ranks,
         "gradients": 4 * trained / ranks,
-        "optimizer": 8 * trained / ranks,
+        "optimizer": OPTIMIZER_BYTES[trainer.optimizer.name] * trained / ranks,
         "activations, roughly": float(trainer.micro_batch_tokens * size.hidden * kept * small),
     }
     if trainer.has_second_model and trainer.kl.device != "cpu":

@@ -53,6 +53,8 @@ def _trainer(done: Conversion) -> None:
     done.set(
         "trainer.optimizer.betas", [known.get("trainer.optim.betas1", 0.9), known.get("trainer.optim.betas2", 0.999)]
     )
+    if known.get("trainer.optim.type") == "muon":
+        done.set("trainer.optimizer.name", done.value("trainer.optim.type"))
     if done.within("trainer.model.ac"):
         done.set("trainer.activation_checkpointing", True)
     if done.within("trainer.model.ac_offloading"):

@@ -365,6 +365,7 @@ class TidemillConfig(Section):
             f"model.dtype {self.model.dtype}": self.model.dtype != "float32",
             "model.output_tokens": self.model.output_tokens is not None,
             "trainer.kl.coef": trainer.kl.coef > 0,
+            f"trainer.optimizer.name {trainer.optimizer.name}": trainer.optimizer.name != "adamw",
             "trainer.critic.model": trainer.critic is not None and trainer.critic.model is not None,
             "warm_start": self.warm_start is not None,
             "dpo": self.dpo is not None,

@@ -18,11 +18,18 @@ CHECKPOINTED_FROM = 1_000_000_000
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: Literal["adamw", "adamw_8bit", "muon"] = Field(
+        "adamw",
+        description="adamw. adamw_8bit: its moments take 1 byte each a parameter instead of 4; needs the package"
+        " torchao. muon: Muon for the matrices of layers, with steps as large as AdamW's, and AdamW for embeddings,"
+        " output layer, norms and biases.",
+    )
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Moment decay rates, each from 0 to below 1.")
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    momentum: Decay = Field(0.95, description="Momentum of muon.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     max_grad_norm: float = Field(
         1.0, gt=0, description="Largest gradient norm; larger gradients are scaled down to it."
@@ -407,6 +414,15 @@ class TrainerConfig(Section):
             raise ValueError(
                 "trainer.router_replay with trainer.compile: compiled layers cannot replay their experts;"
                 " remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> TrainerConfig:
+        if self.optimizer.name == "muon" and self.lora is not None:
+            raise ValueError(
+                "trainer.optimizer.name muon with trainer.lora: an adapter trains two factors, of which neither is the"
+                " matrix of a layer; set adamw"
             )
         return self
 

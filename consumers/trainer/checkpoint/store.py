@@ -148,6 +148,7 @@ class CheckpointStore:
             "loss_scale": [scale.state() for scale in _loss_scales(train)],
             "adapter": describe(train.policy.adapter),
             "critic": "critic" in train.parts(),
+            "optimizers": _optimizers(train),
             "learner": train.state(),
             "extra": extra,
         }
@@ -260,6 +261,12 @@ class CheckpointStore:
         # Earlier versions did not say.
         has_critic = "critic" in train.parts()
         had_critic = state.get("critic", has_critic)
+        for part, ours in _optimizers(train).items():
+            if (theirs := state.get("optimizers", {}).get(part, ours)) != ours:
+                raise ConfigError(
+                    f"checkpoint {path.name} has for the {part} the state of {theirs}, and trainer.optimizer.name makes"
+                    f" {ours}: set that of the checkpoint"
+                )
         tensors = tensors_of(train, critic=had_critic)
         load_tensors(path, tensors)
         put_tensors(train, tensors)
@@ -374,6 +381,11 @@ def step_of(path: Path) -> int:
 def leader_term_of(path: Path) -> int:
     """Return the number of the leader term that wrote a finished checkpoint, by its name."""
     return int(path.name.rpartition("-t")[2])
+
+
+def _optimizers(train: Learner) -> dict[str, str]:
+    """Return the kind of each part's optimizer."""
+    return {name: type(update.optimizer).__name__ for name, (_, update) in train.parts().items()}
 
 
 def _loss_scales(train: Learner) -> list[LossScale]:

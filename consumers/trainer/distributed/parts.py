@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
+from typing import TypeAlias, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,53 @@ class Part:
         """Cut out this rank's part of a dimension that the group's size divides."""
         length = values.shape[dim] // self.size
         return values.narrow(dim, self.rank * length, length)
+
+
+Block: TypeAlias = tuple[tuple[slice, ...], tuple[slice, ...]]
+"""Where some elements are in this rank's part of a tensor, and where in the whole."""
+
+
+def own_blocks(tensor: Tensor) -> list[Block]:
+    """Return what this rank has of a tensor, as few blocks as it makes; one of all if the tensor is not sharded."""
+    runs = [[(0, size)] for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        mesh, places = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
+        for dim, (how, place) in enumerate(zip(tensor.placements, places, strict=True)):
+            if not how.is_replicate():
+                cut, pieces = cast(Shard, how).dim, int(how.split_factor) if isinstance(how, _StridedShard) else 1
+                each = (_chunk(runs[cut], number, pieces) for number in range(pieces))
+                runs[cut] = [run for piece in each for run in _chunk(piece, int(place), int(mesh.size(dim)))]
+    found = [_blocks_of(each) for each in runs]
+    sizes = [sum(own.stop - own.start for own, _ in each) for each in found]
+    if sizes != list((tensor.to_local() if isinstance(tensor, DTensor) else tensor).shape):
+        raise RuntimeError(f"a tensor {list(tensor.shape)} is not cut as its placements say")
+    return [(tuple(own for own, _ in block), tuple(there for _, there in block)) for block in product(*found)]
+
+
+def _chunk(runs: list[tuple[int, int]], place: int, count: int) -> list[tuple[int, int]]:
+    """Return one of ``count`` equal parts of runs of indices, as torch.chunk cuts them."""
+    size = -(-sum(stop - start for start, stop in runs) // count)
+    first, last, at, found = size * place, size * (place + 1), 0, []
+    for start, stop in runs:
+        low, high = max(first - at, 0), min(last - at, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        at += stop - start
+    return found
+
+
+def _blocks_of(runs: list[tuple[int, int]]) -> list[tuple[slice, slice]]:
+    """Return runs of indices beside their places in what they make together; neighbours become one."""
+    found: list[tuple[slice, slice]] = []
+    at = 0
+    for start, stop in runs or [(0, 0)]:
+        end = at + stop - start
+        if found and found[-1][1].stop == start:
+            found[-1] = slice(found[-1][0].start, end), slice(found[-1][1].start, stop)
+        else:
+            found.append((slice(at, end), slice(start, stop)))
+        at = end
+    return found
 
 
 class ParallelModule(nn.Module):

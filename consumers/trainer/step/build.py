@@ -17,8 +17,9 @@ from consumers.trainer.model.packing import try_kernel
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.critic import Critic, CriticStep
 from consumers.trainer.step.fragment_step import build_fragment_step
-from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, build_optimizer
+from consumers.trainer.step.gradient_update import GradientUpdate, Schedule
 from consumers.trainer.step.learner import Learner
+from consumers.trainer.step.optimizers import build_optimizer
 from consumers.trainer.step.prepare import Preparation
 from consumers.trainer.step.train_step import Observer, TrainStep
 from schemas.config import TidemillConfig
@@ -81,7 +82,7 @@ def build_train_step(
         normalise=trainer.advantage.normalise,
         score_proximal=trainer.epochs * trainer.minibatches > 1 and objective.loss.needs_proximal,
     )
-    optimizer = build_optimizer(policy.parameters(), trainer.optimizer)
+    optimizer = build_optimizer(policy, trainer.optimizer)
     update = GradientUpdate(policy, optimizer, ranks, trainer.optimizer.max_grad_norm, dtype)
     schedule = Schedule(trainer.optimizer, trainer.optimizer.lr, trainer.steps)
     return TrainStep(

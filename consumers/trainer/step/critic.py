@@ -15,7 +15,8 @@ from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.distributed.parts import ParallelModule
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.packing import pack, switch_to_packing, use_packing
-from consumers.trainer.step.gradient_update import GradientUpdate, Sums, build_optimizer, lr_factor
+from consumers.trainer.step.gradient_update import GradientUpdate, Sums, lr_factor
+from consumers.trainer.step.optimizers import build_optimizer
 from schemas.config import CriticConfig
 
 
@@ -75,7 +76,7 @@ class CriticStep:
         self.critic = ranks.prepare(critic, dtype)
         self.settings = settings
         self.steps = steps
-        optimizer = build_optimizer(self.critic.parameters(), settings.optimizer)
+        optimizer = build_optimizer(self.critic, settings.optimizer)
         self.update = GradientUpdate(self.critic, optimizer, ranks, settings.optimizer.max_grad_norm, dtype)
 
     def parts(self) -> dict[str, tuple[nn.Module, GradientUpdate]]:

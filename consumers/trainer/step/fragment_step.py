@@ -24,8 +24,9 @@ from consumers.trainer.fragments.transitions import Transitions
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.critic import CriticStep, value_loss
-from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Sums, build_optimizer, lr_factor
+from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Sums, lr_factor
 from consumers.trainer.step.learner import Learner, StepResult
+from consumers.trainer.step.optimizers import build_optimizer
 from consumers.trainer.step.sac_step import build_sac_step
 from schemas.config import CriticConfig, TidemillConfig
 from schemas.errors import ConfigError
@@ -162,7 +163,7 @@ def build_fragment_step(config: TidemillConfig, ranks: Ranks) -> Learner:
     if trainer.critic is not None:
         critic = FragmentCritic(ValueNetwork(shape), trainer.critic, trainer.steps, ranks)
     function = ADVANTAGES.get(trainer.advantage.name, config.base) if grouped else Gae
-    optimizer = build_optimizer(actor.parameters(), trainer.optimizer)
+    optimizer = build_optimizer(actor, trainer.optimizer)
     return PpoStep(
         cast(Policy, actor),
         cast(StepPlanner, FragmentPlan()),

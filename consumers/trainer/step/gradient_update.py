@@ -12,16 +12,15 @@ sampling the step's data again would be expensive. bfloat16 and float32 reach do
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
-from torch.optim.adamw import adamw
+from torch.optim import Optimizer
 
-from consumers.trainer.distributed.ranks import Ranks, local_part
+from consumers.trainer.distributed.ranks import Ranks
 from schemas.config import OptimizerConfig
 
 FIRST = 2.0**24
@@ -166,62 +165,6 @@ class LossScale:
         """Continue from a checkpoint's state."""
         self.value, self.steps = float(state[0]), int(state[1])
         self._before = self.value
-
-
-class LocalAdamW(AdamW):
-    """AdamW that updates this rank's parts of sharded parameters as the plain tensors that they are.
-
-    Nothing of it concerns two ranks, while PyTorch's fused kernel refuses parameters that are cut over different ranks.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient; there is no closure."""
-        for group in self.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
-            states = [self.state[p] for p in trained]
-            beta1, beta2 = group["betas"]
-            adamw(
-                [local_part(p) for p in trained],
-                [local_part(cast(Tensor, p.grad)) for p in trained],
-                [local_part(state["exp_avg"]) for state in states],
-                [local_part(state["exp_avg_sq"]) for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-
-
-def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerConfig) -> AdamW:
-    """Build AdamW for the parameters that need a gradient. Matrices decay, vectors (norms, biases) don't."""
-    trained = [p for p in parameters if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = LocalAdamW(
-        # A group without parameters would lose its settings in a checkpoint.
-        [group for group in groups if group["params"]],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=True,
-    )
-    # AdamW makes its state at the first step, and saving before that would count as one: so make it now.
-    for parameter in trained:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        }
-    return optimizer
 
 
 def lr_factor(step: int, settings: OptimizerConfig, steps: int) -> float:

@@ -23,8 +23,9 @@ from consumers.trainer.fragments.plan import FragmentPlan
 from consumers.trainer.fragments.replay_buffer import ReplayBuffer
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.policy import Policy
-from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Sums, build_optimizer
+from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Sums
 from consumers.trainer.step.learner import Learner, StepResult
+from consumers.trainer.step.optimizers import build_optimizer
 from schemas.config import SacConfig, TidemillConfig
 from schemas.errors import ConfigError
 from schemas.policy_shape import PolicyShape
@@ -177,7 +178,7 @@ def build_sac_step(config: TidemillConfig, ranks: Ranks, settings: SacConfig) ->
         raise ConfigError(f"model.path {config.model.path}: trainer.sac needs squashed: true in config.json")
 
     def part(module: nn.Module) -> GradientUpdate:
-        optimizer = build_optimizer(module.parameters(), trainer.optimizer)
+        optimizer = build_optimizer(module, trainer.optimizer)
         return GradientUpdate(module, optimizer, ranks, trainer.optimizer.max_grad_norm, torch.float32)
 
     actor, critic, temperature = Actor(shape), TwinCritic(shape, settings.critics, settings.norm), Temperature()

@@ -1,0 +1,131 @@
+"""Muon takes the matrices of layers and nothing else, with torch's own steps, and resumes to the bit."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from consumers.trainer.checkpoint.store import CheckpointStore
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.build import build_critic, build_train_step
+from consumers.trainer.step.optimizers import build_optimizer
+from consumers.trainer.step.train_step import TrainStep
+from schemas.config import OptimizerConfig
+from schemas.errors import ConfigError
+from tests.support.configurations import minimal_config
+from tests.support.models.tiny_mixture import build_mixture
+from tests.support.trainer.trajectories import make_groups
+
+pytestmark = pytest.mark.integration
+
+MUON = OptimizerConfig(name="muon", lr=0.01, weight_decay=0.1)
+
+
+def give_gradients(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+
+
+def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[set[str]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+
+
+def test_matrices_take_the_steps_of_torchs_muon_and_the_rest_those_of_adamw(model: Path) -> None:
+    policy = Policy(load_model(model, "float32"))
+    other = copy.deepcopy(policy)
+    optimizer = build_optimizer(policy, MUON)
+    matrices, embeddings, vectors = groups_of(policy, optimizer)
+    assert matrices
+    assert all(".layers." in name and name.endswith("_proj.weight") for name in matrices)
+    assert all("embed" in name or "lm_head" in name for name in embeddings)
+    assert all("norm" in name or name.endswith(".bias") for name in vectors)
+    named = dict(other.named_parameters())
+    muon = torch.optim.Muon(
+        [named[name] for name in matrices], lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    rest = [{"params": [named[n] for n in embeddings]}, {"params": [named[n] for n in vectors], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1, betas=MUON.betas, eps=MUON.eps, fused=True)
+    for seed in range(3):
+        for each in (policy, other):
+            give_gradients(each, seed)
+        for step in (optimizer, muon, adamw):
+            step.step()
+    assert all(torch.equal(p, named[name]) for name, p in policy.named_parameters())
+
+
+def test_each_expert_of_a_mixture_is_a_matrix_of_its_own() -> None:
+    policy = Policy(build_mixture(260))
+    name, experts = next((n, p) for n, p in policy.named_parameters() if p.ndim == 3)
+    optimizer = build_optimizer(policy, MUON)
+    assert name in groups_of(policy, optimizer)[0]
+    alone = nn.Parameter(experts[1].detach().clone())
+    give_gradients(policy, 0)
+    assert experts.grad is not None
+    alone.grad = experts.grad[1].clone()
+    optimizer.step()
+    torch.optim.Muon([alone], lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw").step()
+    assert torch.equal(experts[1], alone)
+
+
+def learner(model: Path, folder: Path, name: str, **trainer: Any) -> TrainStep:
+    config = minimal_config(
+        run={"folder": str(folder)},
+        model={"path": str(model), "dtype": "float32", "max_length": 64},
+        sampling={"max_tokens": 8},
+        trainer={"steps": 9, "optimizer": {"name": name, "lr": 1e-3}, **trainer},
+    )
+    return build_train_step(config, policy=Policy(load_model(model, "float32")), critic=build_critic(config))
+
+
+def test_a_critic_has_muon_for_its_layers_and_adamw_for_its_value_head(model: Path, tmp_path: Path) -> None:
+    critic = {"optimizer": {"name": "muon"}}
+    step = learner(model, tmp_path, "muon", critic=critic, advantage={"name": "gae"})
+    module, update = step.parts()["critic"]
+    heads = {name for name, p in module.named_parameters() if p.shape[0] == 1 and p.ndim == 2}
+    assert heads
+    assert not heads & groups_of(module, update.optimizer)[0]
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw_8bit"])
+def test_a_resumed_run_takes_the_same_steps_to_the_bit(model: Path, tmp_path: Path, name: str) -> None:
+    if name == "adamw_8bit" and find_spec("torchao") is None:
+        pytest.skip("torchao is not installed")
+    store, weights = CheckpointStore(tmp_path / "checkpoints"), []
+    for resumed in (False, True):
+        step = learner(model, tmp_path, name)
+        if resumed:
+            assert store.load(store.at(), step).step == 2
+        for version in range(2 if resumed else 0, 4):
+            if version == 2 and not resumed:
+                store.save(step, step=2, version=2, leader_term=1, extra={})
+            step.run(step.planner.plan(make_groups([4, 3], seed=version)).batch(), version)
+        weights.append([p.detach().clone() for p in step.policy.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_by_its_name(model: Path, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.save(learner(model, tmp_path, "adamw"), step=2, version=2, leader_term=1, extra={})
+    with pytest.raises(ConfigError, match=r"the state of LocalAdamW, and trainer\.optimizer\.name makes LocalMuon"):
+        store.load(store.at(), learner(model, tmp_path, "muon"))
+
+
+def test_an_adapter_is_not_trained_by_muon() -> None:
+    with pytest.raises(ConfigError, match=r"muon with trainer\.lora"):
+        minimal_config(trainer={"optimizer": {"name": "muon"}, "lora": {}})
+
+
+def test_adamw_in_8_bits_needs_torchao(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ConfigError, match="adamw_8bit needs the package torchao: pip install torchao") as refused:
+        build_optimizer(Policy(load_model(model, "float32")), OptimizerConfig(name="adamw_8bit"))
+    assert "\n" not in str(refused.value)
