@@ -85,9 +85,7 @@ async def train(config: TidemillConfig) -> None:
             result = step.run(step.planner.plan(groups).batch(), version)
 
             # Hand over: the engine samples the next batch with the weights that this step made, so that none is stale.
-            snapshot = snapshots.take()
-            snapshot.fill()
-            snapshot.write(file)
+            snapshots.take(file).fill()
             await engine.load(FileSource(file), version + 1)
 
             rewards = [reward for group in groups for _, reward in group.samples]

@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from schemas.errors import DataError
 
@@ -23,31 +24,39 @@ _DERIVED = (".rotary_emb.inv_freq",)
 
 def read_shapes(path: Path) -> Shapes:
     """Read names and shapes from a safetensors file, or from all in a folder. DataError if it can't be read."""
+    return {name: tuple(entry["shape"]) for name, entry in _read_headers(path).items()}
+
+
+def read_dtypes(path: Path) -> set[str]:
+    """Read the types of the tensors in a safetensors file, or in all of a folder: F32, BF16. DataError as above."""
+    return {str(entry["dtype"]) for entry in _read_headers(path).values()}
+
+
+def _read_headers(path: Path) -> dict[str, dict[str, Any]]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path} holds no safetensors file")
-    shapes: Shapes = {}
-    for file in files:
-        shapes.update(_read_header(file))
-    return shapes
+    return dict(entry for file in files for entry in _read_header(file).items())
 
 
-def _read_header(file: Path) -> Shapes:
+def _read_header(file: Path) -> dict[str, dict[str, Any]]:
     try:
         with file.open("rb") as stream:
             size = struct.unpack("<Q", stream.read(8))[0]
             if size > _MAX_HEADER:
                 raise DataError(f"{file} is not a safetensors file: header of {size} bytes")
-            header = json.loads(stream.read(size))
-            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-            shapes = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+            header: dict[str, dict[str, Any]] = json.loads(stream.read(size))
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            if not all(isinstance(entry["shape"], list) and entry["dtype"] for entry in header.values()):
+                raise ValueError("a tensor has no shape or type")
         if file.stat().st_size != 8 + size + end:
             raise DataError(f"{file} is cut short: {file.stat().st_size} of {8 + size + end} bytes")
     except OSError as error:
         raise DataError(f"{file} can't be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise DataError(f"{file} is not a safetensors file: {error}") from error
-    return shapes
+    return header
 
 
 _OLD_NAMES = (("visual.", "model.visual."), ("model.", "model.language_model."))

@@ -80,7 +80,9 @@ def measure(folder: Path, tensor: int, critic: bool) -> None:
     ranks = Ranks(60.0, config.trainer.parallel)
     before = own_memory()
     peak = Peak()
-    models: list[nn.Module] = [ranks.prepare(make_policy(config, empty=not ranks.is_main))]
+    models: list[nn.Module] = [
+        ranks.prepare(make_policy(config, empty=not ranks.is_main, stored=ranks.world > 1), kept=torch.float32)
+    ]
     if (valued := build_critic(config, empty=not ranks.is_main)) is not None:
         models.append(ranks.prepare(valued))
     highest = peak.stop()

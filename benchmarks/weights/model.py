@@ -85,19 +85,17 @@ class WeightsModel:
         scores = self.policy(self._tokens, targets, torch.ones_like(targets, dtype=torch.bool))
         (-scores.logprobs.mean()).backward()
 
-    def take(self) -> Snapshot:
+    def take(self, path: Path) -> Snapshot:
         """Describe the weights to publish."""
-        return self._snapshots.take()
+        return self._snapshots.take(path)
 
     def probe(self) -> None:
         """Run the forward that computes the probe's reference."""
         reference_logprobs(self.policy, self._tokens[0, :PROBE].tolist())
 
     def write(self, path: Path) -> None:
-        """Return the weights to publish."""
-        snapshot = self.take()
-        snapshot.fill()
-        snapshot.write(path)
+        """Write the weights to publish."""
+        self.take(path).fill()
 
     def save(self, folder: Path) -> Path:
         """Write a model folder from which an engine starts."""

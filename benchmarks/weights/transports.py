@@ -99,23 +99,26 @@ class TransportEnds:
         if file is not None:
             os.link(file, self._folder / "out" / "part")
             self._version += 1
-            self._clock.time(f"{name}_send", lambda: self._send(self._specs, None))
+            self._clock.time(f"{name}_send", lambda: self._send(self._specs))
         else:
-            self.finish(name, self.model.take())
+            self.finish(name, self.take())
         manifest = self.broker.weights.newest()
         if manifest is None:
             raise InfraError(f"weights version {self._version} is gone just after it was published")
         return manifest
 
+    def take(self) -> Snapshot:
+        """Take a snapshot, for the file that ``finish`` sends."""
+        return self.model.take(self._folder / "out" / "part")
+
     def finish(self, name: str, snapshot: Snapshot) -> None:
-        """Copy, write and send a snapshot, as a trainer does in a thread."""
+        """Write and send a snapshot, as a trainer does in a thread."""
         self._version += 1
         self._specs = snapshot.specs
-        self._clock.time(f"{name}_copy", snapshot.fill)
-        digests = self._clock.time(f"{name}_write", lambda: snapshot.write(self._folder / "out" / "part"))
-        self._clock.time(f"{name}_send", lambda: self._send(snapshot.specs, digests))
+        self._clock.time(f"{name}_write", snapshot.fill)
+        self._clock.time(f"{name}_send", lambda: self._send(snapshot.specs))
 
-    def _send(self, tensors: list[TensorSpec], digests: list[str] | None) -> None:
+    def _send(self, tensors: list[TensorSpec]) -> None:
         self.broker.weight_publication(self._transport, 2, self._deltas).publish(
             self._folder / "out" / "part",
             version=self._version,
@@ -123,7 +126,6 @@ class TransportEnds:
             leader_term=self._training.leader_term,
             tensors=tensors,
             probe=None,
-            digests=digests,
         )
 
 
@@ -242,7 +244,7 @@ def _delay(ends: TransportEnds, clock: Stopwatch, rounds: int) -> None:
     with ThreadPoolExecutor(1) as thread:
         for _ in range(rounds):
             clock.time("step_alone", ends.model.backward)
-            snapshot = clock.time("take", ends.model.take)
+            snapshot = clock.time("take", ends.take)
             clock.time("probe", ends.model.probe)
             sending = thread.submit(ends.finish, "beside", snapshot)
             clock.time("step_beside", ends.model.backward)
@@ -254,25 +256,25 @@ def _figures(clock: Stopwatch, whole: Manifest, delta: Manifest) -> dict[str, An
     at, cpu = clock.best, clock.best_cpu
     size = delta.delta.payload.size if delta.delta else 0
     wholly, by_delta = (
-        ("whole_copy", "whole_write", "whole_send", "whole_fetch"),
-        tuple(f"delta_{part}" for part in ("copy", "write", "send", "fetch")),
+        ("whole_write", "whole_send", "whole_fetch"),
+        tuple(f"delta_{part}" for part in ("write", "send", "fetch")),
     )
     return {
-        "publish_s": at("whole_copy", "whole_write", "whole_send"),
+        "publish_s": at("whole_write", "whole_send"),
         "fetch_s": at("whole_fetch"),
-        "publish_delta_s": at("delta_copy", "delta_write", "delta_send"),
+        "publish_delta_s": at("delta_write", "delta_send"),
         "fetch_delta_s": at("delta_fetch"),
         "raw_copy_s": at("raw"),
         "cpu_s": cpu(*wholly),
         "cpu_delta_s": cpu(*by_delta),
         "raw_cpu_s": cpu("raw"),
-        "copy_s": min(at("whole_copy"), at("delta_copy")),
+        "write_s": min(at("whole_write"), at("delta_write")),
         "step_s": at("step_alone"),
         "step_beside_s": at("step_beside"),
         "held_s": at("take", "wait"),
         "probe_s": at("probe"),
-        "publish_beside_s": at("beside_copy", "beside_write", "beside_send"),
-        "held_ratio": at("take", "wait") / at("beside_copy", "beside_write", "beside_send"),
+        "publish_beside_s": at("beside_write", "beside_send"),
+        "held_ratio": at("take", "wait") / at("beside_write", "beside_send"),
         "ratio": at(*wholly) / at("raw"),
         "ratio_delta": at(*by_delta) / at("raw"),
         "cpu_ratio": cpu(*wholly) / cpu("raw"),

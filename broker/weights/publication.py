@@ -57,7 +57,6 @@ class WeightPublication:
         leader_term: str,
         tensors: list[TensorSpec],
         probe: Probe | None,
-        digests: list[str] | None = None,
         adapter: Adapter | None = None,
     ) -> None:
         """Publish the safetensors ``file``, which is consumed, as version ``version``. Idempotent.
@@ -65,8 +64,7 @@ class WeightPublication:
         If the version is published but its bytes are gone, they are put back. FencedError once another trainer has
         taken over, or if it published that version.
 
-        leader_term: the trainer's own. digests: of the file's chunks, if known. adapter: what the file holds, if it is
-        not a whole model.
+        leader_term: the trainer's own. adapter: what the file holds, if it is not a whole model.
         """
         published = self._store.published()
         if leader_term != self._cleared:
@@ -76,7 +74,7 @@ class WeightPublication:
         if newest is not None and newest.version >= version:
             self._put_back(file, newest, version, leader_term)
             return
-        state = Payload(self._transport.uri(version, leader_term), file.stat().st_size, digests or chunk_digests(file))
+        state = Payload(self._transport.uri(version, leader_term), file.stat().st_size, chunk_digests(file))
         whole, delta = self._put(file, state, tensors, published, version, leader_term)
         self._announce(
             Manifest(

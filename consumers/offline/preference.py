@@ -116,7 +116,7 @@ def train_dpo(
         cut = MicroBatches(ranks, _packed_tokens if packed else _padded_tokens, limits, packed)
         training = _PairwiseTraining(other, settings, cut, ranks, margins, loss, progress)
         result = training.run(policy, own, DTYPES[model.dtype], seed)
-        _save(policy.causal_lm, policy, model.dtype, tokenizer, aside, result, ranks.is_main)
+        _save(policy.causal_lm, policy, model.dtype, tokenizer, aside, result, ranks)
     return result
 
 
@@ -163,7 +163,7 @@ def train_reward_model(
         cut = MicroBatches(ranks, _padded_tokens, limits, packed=False)
         training = _PairwiseTraining(other, settings, cut, ranks, margins, loss, progress)
         result = training.run(scorer, own, DTYPES[model.dtype], seed)
-        _save(scorer, scorer, model.dtype, tokenizer, aside, result, ranks.is_main)
+        _save(scorer, scorer, model.dtype, tokenizer, aside, result, ranks)
     return result
 
 
@@ -268,13 +268,13 @@ def _save(
     tokenizer: PolicyTokenizer,
     folder: Path,
     result: PairwiseProgress,
-    main: bool,
+    ranks: Ranks,
 ) -> None:
-    """Write the model, its tokenizer and the result to ``folder``, on the rank that is ``main``; all ranks call this.
+    """Write the model, its tokenizer and the result to ``folder``, on rank 0; all ranks call this.
 
     trained: the module that holds the weights, which all ranks gather.
     """
-    save_weights(model, named_weights(trained), folder, dtype, main=main)
-    if main:
+    save_weights(model, named_weights(trained), folder, dtype, ranks)
+    if ranks.is_main:
         tokenizer.save(folder)
         (folder / DETAILS).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")

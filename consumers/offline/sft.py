@@ -133,7 +133,7 @@ def train_sft(
         reached, digest = last.accuracy >= settings.stop_accuracy, settings_digest(settings, seed, dtype, base)
         result = SftResult(last.accuracy, last.step, round(last.seconds, 2), reached, digest)
         _check_reached(result, settings)
-        save_weights(model.causal_lm, named_weights(model), aside, dtype, main=ranks.is_main)
+        save_weights(model.causal_lm, named_weights(model), aside, dtype, ranks)
         if ranks.is_main:
             tokenizer.save(aside)
             (aside / PROVENANCE).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")

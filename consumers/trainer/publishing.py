@@ -123,29 +123,27 @@ class WeightPublisher:
     def _send(self, version: int, step: int, leader_term: str) -> None:
         """Begin to send; if the disk was full for the version before, wait until this one is written."""
         file = self._folder / f"part-{version}-t{term_number(leader_term)}"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DiskError(f"cannot write weights version {version} to {file}: {error}") from error
         publication = self._open_publication()
         rank_group = self._context.rank_group
-        snapshot, logprobs = rank_group.gather(self._probe)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            snapshot, logprobs = rank_group.gather(self._probe, file)
+        except OSError as error:
+            raise DiskError(f"cannot write weights version {version} to {file}: {error}") from error
         if not np.isfinite(logprobs).all():
             raise RunFailed(describe_broken(version))
         probe = Probe(tokens=Array.of(self._probe, "i4"), logprobs=Array.of(logprobs, "f4"), image=self._probe_image)
         adapter = rank_group.step.policy.adapter
 
         def send() -> None:
-            snapshot.fill()
             try:
-                digests = snapshot.write(file)
+                snapshot.fill()
                 publication.publish(
                     file,
                     version=version,
                     step=step,
                     leader_term=leader_term,
                     tensors=snapshot.specs,
-                    digests=digests,
                     probe=probe,
                     adapter=adapter,
                 )

@@ -26,6 +26,7 @@ from consumers.trainer.data.plan import StepBatch
 from consumers.trainer.data.rows import TrainRow
 from consumers.trainer.distributed.device_turns import DeviceTurns
 from consumers.trainer.distributed.offload import StateOffload
+from consumers.trainer.distributed.ranks import reshard
 from consumers.trainer.metrics.timing import StepTimer, traced
 from consumers.trainer.model.hf_weights import save_model
 from consumers.trainer.model.probe import reference_logprobs
@@ -57,9 +58,11 @@ class Train(msgspec.Struct, tag="train"):
 
 
 class Gather(msgspec.Struct, tag="gather"):
-    """Gather the weights, and score the probe's tokens with them."""
+    """Write the weights into a file, and score the probe's tokens with them. mark: see Snapshots.create."""
 
     tokens: list[int]
+    file: str
+    mark: str
 
 
 class Save(msgspec.Struct, tag="save"):
@@ -135,7 +138,8 @@ class RankGroup:
             step: config.folder / "profiles" / f"step-{step:08d}" for step in config.trainer.profile_steps
         }
         self._dtype = config.model.dtype
-        self._snapshots = Snapshots(step.policy, self._dtype, main=self.ranks.is_main, sharded=self.ranks.world > 1)
+        self._snapshots = Snapshots(step.policy, self._dtype, self.ranks)
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._snapshot: Snapshot | None = None
         self.state = _state_of(step)
         self._turns = turns
@@ -168,16 +172,21 @@ class RankGroup:
             )
         return self._run_step(plan.batch(self.ranks.dp_rank), version, trace)
 
-    def gather(self, tokens: Sequence[int]) -> tuple[Snapshot, npt.NDArray[np.float32]]:
+    def gather(self, tokens: Sequence[int], file: Path) -> tuple[Snapshot, npt.NDArray[np.float32]]:
         """Take the current weights, in the wire dtype, and log-probabilities of all ``tokens`` but the first.
 
-        In a single process ``Snapshot.fill`` must still copy them: the next optimizer step waits for that.
+        ``Snapshot.fill`` must still write them into ``file``: the next optimizer step waits for that. OSError if it
+        can't be made.
         """
         self.hold()
-        self._send_to_all(Gather(list(tokens)))
-        snapshot = self._snapshots.take()
+        mark = Snapshots.create(file)
+        self._send_to_all(Gather(list(tokens), str(file), mark))
+        return self._gather(tokens, file, mark)
+
+    def _gather(self, tokens: Sequence[int], file: Path, mark: str) -> tuple[Snapshot, npt.NDArray[np.float32]]:
+        self._snapshot = snapshot = self._snapshots.take(file, mark)
         logprobs = reference_logprobs(self.step.policy, tokens)
-        self._snapshot = snapshot
+        reshard(self.step.policy)
         return snapshot, logprobs
 
     def save(
@@ -230,7 +239,7 @@ class RankGroup:
         self.hold()
         self._send_to_all(Export(str(folder)))
         with self.ranks.on_all_ranks(f"cannot write the model {folder}"):
-            save_model(self.step.policy, folder, self._dtype, main=self.ranks.is_main)
+            save_model(self.step.policy, folder, self._dtype, self.ranks)
 
     def compare(self, path: Path) -> Comparison:
         """Compare the state of training with a checkpoint; see checkpoint/compare.py."""
@@ -282,14 +291,18 @@ class RankGroup:
     def dismiss(self) -> None:
         """End the work of the other ranks."""
         self._send_to_all(Dismiss())
+        self._shut_down()
+
+    def _shut_down(self) -> None:
         self._writer.shutdown()
+        self._publisher.shutdown()
 
     def follow(self) -> None:
         """Execute the commands of rank 0, until it dismisses this rank."""
         while True:
             command = _decoder.decode(self.ranks.channel.receive(0))
             if isinstance(command, Dismiss):
-                self._writer.shutdown()
+                self._shut_down()
                 return
             if isinstance(command, Offload | Onload):
                 # A rank whose state is not where rank 0 believes it to be must end.
@@ -315,7 +328,8 @@ class RankGroup:
             batch = StepBatch(micro_batches, updates=command.updates)
             self._run_step(batch, command.version, trace)
         elif isinstance(command, Gather):
-            self.gather(command.tokens)
+            snapshot, _ = self._gather(command.tokens, Path(command.file), command.mark)
+            self._publisher.submit(snapshot.fill)
         elif isinstance(command, Save):
             self.save(step=command.step, version=command.version, leader_term=command.leader_term, extra={})
         elif isinstance(command, Load):

@@ -140,6 +140,11 @@ class ParallelConfig(Section):
         description="Expert parallelism: ranks that share the experts of a mixture, each rank with whole experts."
         " Must be tensor or 1; with 1, each expert is split like any other layer.",
     )
+    reshard: bool = Field(
+        True,
+        description="Free gathered weights of a layer between its forward and backward passes. If false, they are"
+        " gathered once for a micro-batch, and every rank needs room for the whole model in model.dtype.",
+    )
 
     @model_validator(mode="after")
     def _check_expert(self) -> ParallelConfig:

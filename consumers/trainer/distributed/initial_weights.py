@@ -31,8 +31,11 @@ class InitialWeights:
     described: on rank 0 the names, shapes and types of all tensors, and which are one; "" on the others.
     """
 
-    def __init__(self, model: nn.Module, main: bool) -> None:
-        """Find the tensors of a model. main: whether these are the weights that all ranks get."""
+    def __init__(self, model: nn.Module, main: bool, kept: torch.dtype | None = None) -> None:
+        """Find the tensors of a model. main: whether these are the weights that all ranks get.
+
+        kept: type that parameters get on all ranks; by default that which they have.
+        """
         self._main = main
         self._tensors: dict[str, Tensor] = {}
         self._places: list[tuple[nn.Module, str]] = []
@@ -47,7 +50,9 @@ class InitialWeights:
                 if first == name:
                     self._tensors[name] = tensor.detach()
                 self._places.append((module, key))
-                self._own.append([name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), first])
+                convert = kept is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+                dtype = str(kept if convert else tensor.dtype).removeprefix("torch.")
+                self._own.append([name, list(tensor.shape), dtype, first])
         self.described = json.dumps(self._own) if main else ""
 
     def agree(self, described: str) -> None:
@@ -107,10 +112,10 @@ class InitialWeights:
 
     def _receive(self, name: str, device: torch.device) -> Tensor:
         """Receive the whole tensor from rank 0."""
+        shape, dtype = self._kinds[name]
         if self._main:
-            whole = self._tensors[name].to(device).contiguous()
+            whole = self._tensors[name].to(device, dtype).contiguous()
         else:
-            shape, dtype = self._kinds[name]
             whole = torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(whole, 0)
         return whole

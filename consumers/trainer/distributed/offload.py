@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from consumers.trainer.distributed.ranks import local_part
+from consumers.trainer.distributed.ranks import local_part, reshard
 from schemas.errors import InfraError
 
 FREE_DEADLINE_S = 10.0
@@ -49,10 +48,7 @@ class StateOffload:
         if self._moved:
             return
         for model in self._models:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    # A forward without backward leaves gathered parameters behind.
-                    module.reshard()
+            reshard(model)
         storages = self._storages()
         for place, storage in enumerate(storages):
             self._buffer(place, storage.nbytes()).copy_(_bytes_of(storage), non_blocking=True)

@@ -27,7 +27,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -132,6 +132,11 @@ class Ranks:
         """A second channel, for what the ranks do together in another thread while they train."""
         return Channel()
 
+    @cached_property
+    def snapshot_channel(self) -> Channel:
+        """A third channel, for the weights that are written at the same time as a checkpoint."""
+        return Channel()
+
     @contextmanager
     def on_all_ranks(
         self, what: str, kind: type[InfraError] = DiskError, channel: Channel | None = None
@@ -177,13 +182,16 @@ class Ranks:
         places = range(self.dp_rank, -(-len(rows) // self.dp_size) * self.dp_size, self.dp_size)
         return [rows[i] if i < len(rows) else rows[0] for i in places], [float(i < len(rows)) for i in places]
 
-    def prepare(self, model: M, dtype: torch.dtype = torch.float32) -> M:
+    def prepare(
+        self, model: M, dtype: torch.dtype = torch.float32, kept: torch.dtype | None = None, reshard: bool = True
+    ) -> M:
         """Move a model to its device, cut and sharded layer by layer over the ranks, computing in ``dtype``.
 
         The weights are those of rank 0; on the others it may have none (``load_model`` with ``empty``). Its parameters
-        stay in the type they have; gradients are reduced in float32. A single rank shards over itself if it computes
-        in another type, so that it computes what several do. ConfigError if the model cannot be cut as
-        trainer.parallel says.
+        stay in the type they have, or get the type ``kept`` if several ranks share it; gradients are reduced in
+        float32. A single rank shards over itself if it computes in another type, so that it computes what several do.
+        reshard: whether a layer's gathered weights are freed between its forward and its backward pass. ConfigError if
+        the model cannot be cut as trainer.parallel says.
         """
         if self.world == 1 and dtype == torch.float32:
             return model.to(self.accelerator.device)
@@ -192,7 +200,7 @@ class Ranks:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         # PyTorch's own call and not accelerate's: that takes the optimizer too, and on the CPU it picks
         # plain data parallelism with any plugin.
-        weights = self._take_weights(model) if self.world > 1 else None
+        weights = self._take_weights(model, kept) if self.world > 1 else None
         self._cut(model)
         mesh = self._sharding_mesh
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -203,16 +211,17 @@ class Ranks:
                 if weights is not None:
                     weights.fill(module, self.accelerator.device)
                 for inner in (each for each in module.modules() if each in exact):
-                    fully_shard(inner, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-                fully_shard(module, mesh=mesh, mp_policy=precision)
+                    in_full = MixedPrecisionPolicy(cast_forward_inputs=False)
+                    fully_shard(inner, mesh=mesh, mp_policy=in_full, reshard_after_forward=reshard)
+                fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
         if weights is not None:
             weights.fill(model, self.accelerator.device)
         fully_shard(model, mesh=mesh, mp_policy=precision)
         return model
 
-    def _take_weights(self, model: nn.Module) -> InitialWeights:
+    def _take_weights(self, model: nn.Module, kept: torch.dtype | None) -> InitialWeights:
         """Take the weights out of a model, and let all ranks know what rank 0 has found out about it with them."""
-        weights = InitialWeights(model, self.is_main)
+        weights = InitialWeights(model, self.is_main, kept)
         weights.agree(self.broadcast_text(weights.described))
         if isinstance(model, ParallelModule):
             tried = json.dumps(model.tried) if self.is_main else ""
@@ -282,6 +291,13 @@ class Ranks:
         packed = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
         dist.all_reduce(packed, operation, group=self._data_group if data else None)
         return [float(v) for v in packed.tolist()]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights that a forward pass without backward has left, before a step changes their parts."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local_part(tensor: Tensor) -> Tensor:

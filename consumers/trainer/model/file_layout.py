@@ -1,20 +1,42 @@
-"""From the tensors of a model in memory to those of its folder, as transformers' ``save_pretrained`` makes them.
+"""From the tensors of a model in memory to those of its file, which ranks write together, each its own parts.
 
 transformers keeps some weights in memory in another form than in files: all experts of a layer as one tensor, or a
-tensor under another name. Engines read the form of files, so that this is what is published.
+tensor under another name. Engines read the form of files, so that this is what is published. Where a rank's part of a
+tensor makes parts of the file by itself, no rank ever has the whole tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from consumers.trainer.distributed.parts import own_blocks
+from consumers.trainer.distributed.ranks import local_part
+from consumers.trainer.model.policy import DTYPES
+from schemas.messages import TensorSpec
+
 Shapes = dict[str, tuple[int, ...]]
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_LAST_NUMBER = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")
+ROWS = 8
+"""Experts of a layer that are converted at a time."""
 
 
 @dataclass(frozen=True)
@@ -22,19 +44,24 @@ class TensorConversion:
     """How some tensors of a model become tensors of its file.
 
     sources: their names in the model. shapes: names and shapes in the file, in its order. model: None if the one source
-    is stored as it is, perhaps under another name.
+    is stored as it is, perhaps under another name. by_rows: whether each index of the source's first dimension makes
+    tensors of its own, whose names have it as their last number.
     """
 
     sources: Sequence[str]
     shapes: Shapes
     model: PreTrainedModel | None = field(default=None, repr=False)
+    by_rows: bool = False
 
-    def apply(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Convert the whole ``tensors`` of ``sources``; memory for a copy of them is needed, if they change at all."""
+    def apply(self, tensors: Sequence[Tensor], first: int = 0) -> dict[str, Tensor]:
+        """Convert the ``tensors`` of ``sources``; memory for a copy of them is needed, if they change at all.
+
+        first: index of the first row that is given, if not all of them are.
+        """
         if self.model is None:
-            return list(tensors)
+            return dict(zip(self.shapes, tensors, strict=True))
         made = revert_weight_conversion(self.model, dict(zip(self.sources, tensors, strict=True)))
-        return [made[name] for name in self.shapes]
+        return {_shift(name, first): tensor for name, tensor in made.items()}
 
 
 def conversions(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> list[TensorConversion]:
@@ -51,12 +78,229 @@ def conversions(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> 
             together.append(name)
             continue
         unchanged = [each is tensor for each in alone.values()] == [True]
-        found.append(TensorConversion([name], _shapes(alone), None if unchanged else model))
+        rows = not unchanged and _is_by_rows(model, name, tensor, _shapes(alone))
+        found.append(TensorConversion([name], _shapes(alone), None if unchanged else model, rows))
     if together:
         rest = {name: shape for name, shape in stored.items() if not any(name in each.shapes for each in found)}
         found.append(TensorConversion(together, rest, model))
     return found
 
 
+def _is_by_rows(model: PreTrainedModel, name: str, tensor: Tensor, shapes: Shapes) -> bool:
+    """Return whether the rows of a tensor without data become the tensors of these names and shapes one by one."""
+    if tensor.ndim < 2 or len(tensor) < 2:
+        return False
+    row = _shapes(revert_weight_conversion(model, {name: tensor[:1]}))
+    return {_shift(key, n): shape for n in range(len(tensor)) for key, shape in row.items()} == shapes
+
+
+def _shift(name: str, by: int) -> str:
+    """Add to the last number in a name."""
+    return _LAST_NUMBER.sub(lambda found: f".{int(found[1]) + by}.", name) if by else name
+
+
 def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Content of a safetensors file, and how it is made of a model's weights. Tied weights appear once.
+
+    conversions: in the order of the file. dtypes: of each of the model's tensors in the file, by its name in memory.
+    """
+
+    conversions: Sequence[TensorConversion]
+    dtypes: Mapping[str, torch.dtype]
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """Names, dtypes and shapes of the file's tensors."""
+        return [
+            TensorSpec(name, _NAMES[self.dtypes[conversion.sources[0]]], list(shape))
+            for conversion in self.conversions
+            for name, shape in conversion.shapes.items()
+        ]
+
+    @cached_property
+    def head(self) -> bytes:
+        """The head of the file: the length of its JSON as uint64, then the JSON, padded to 8 bytes."""
+        entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for spec in self.specs:
+            end = offset + math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
+            entries[spec.name] = {"dtype": _SAFETENSORS[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return sum(math.prod(spec.shape) * DTYPES[spec.dtype].itemsize for spec in self.specs)
+
+    def split(self, most: int) -> list[FileLayout]:
+        """Return the layouts of several files, each of at most so many bytes, or of one conversion."""
+        groups: list[list[TensorConversion]] = [[]]
+        size = 0
+        for conversion in self.conversions:
+            own = FileLayout([conversion], self.dtypes).size
+            if groups[-1] and size + own > most:
+                groups.append([])
+                size = 0
+            groups[-1].append(conversion)
+            size += own
+        return [FileLayout(group, self.dtypes) for group in groups]
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The byte of the file at which each tensor begins."""
+        found, offset = {}, len(self.head)
+        for spec in self.specs:
+            found[spec.name] = offset
+            offset += math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
+        return found
+
+    def pieces(
+        self, weights: Callable[[str], Tensor], rank: int = 0, world: int = 1, blind: bool = False
+    ) -> Iterator[Piece]:
+        """Yield what this rank writes. All ranks must go through theirs at the same time: some tensors are gathered.
+
+        weights: by name. blind: only rank 0 sees the file, and gets all that the others have.
+        """
+        for number, conversion in enumerate(self.conversions):
+            dtype = self.dtypes[conversion.sources[0]]
+            sources = [weights(name) for name in conversion.sources]
+            if not blind and _apart(conversion, sources):
+                part = local_part(sources[0])
+                for own, block in own_blocks(sources[0]) if _writes(sources[0], rank) else ():
+                    yield Piece(self, conversion, [part[own]], dtype, [each.start for each in block])
+            elif world > 1 and any(isinstance(source, DTensor) for source in sources):
+                gathered = [whole(source, dtype) for source in sources]
+                if rank == (0 if blind else number % world):
+                    yield Piece(self, conversion, gathered, dtype, gathered=True)
+            elif rank == 0:
+                # A module's parameter is replaced by its gathered form while the step computes; its one part stays.
+                yield Piece(self, conversion, [local_part(source) for source in sources], dtype)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank writes of a conversion. start: where its part of the one source begins; None for all of it.
+
+    gathered: whether the sources are copies, which take memory until they are written.
+    """
+
+    layout: FileLayout
+    conversion: TensorConversion
+    sources: Sequence[Tensor]
+    dtype: torch.dtype
+    start: Sequence[int] | None = None
+    gathered: bool = False
+
+    @torch.no_grad()
+    def write(self, file: int) -> None:
+        """Write it into an open file. OSError if there is no room.
+
+        Memory for a copy in the file's type is needed, of ``ROWS`` experts at a time.
+        """
+        conversion = self.conversion
+        if conversion.model is None:
+            (name, shape), (source,) = next(iter(conversion.shapes.items())), self.sources
+            self._write(file, name, source, shape, self.start or [0] * len(shape))
+            return
+        if not conversion.by_rows:
+            self._convert(file, [source.to(self.dtype) for source in self.sources])
+            return
+        (source,), first = self.sources, self.start[0] if self.start else 0
+        for row in range(0, len(source), ROWS):
+            self._convert(file, [source[row : row + ROWS].to(self.dtype)], first + row)
+
+    def _convert(self, file: int, sources: Sequence[Tensor], first: int = 0) -> None:
+        for name, tensor in self.conversion.apply(sources, first).items():
+            self._write(file, name, tensor, tuple(tensor.shape), [0] * tensor.ndim)
+
+    def _write(self, file: int, name: str, part: Tensor, shape: Sequence[int], start: Sequence[int]) -> None:
+        """Write a part of a tensor of this shape that begins at ``start``: as few runs of bytes as it makes."""
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        cut = max((dim for dim, size in enumerate(part.shape) if size != shape[dim]), default=0)
+        base = sum(map(math.prod, zip(start, strides, strict=True)))
+        data = _bytes(part, self.dtype)
+        run = math.prod(part.shape[cut:]) * self.dtype.itemsize
+        for number, index in enumerate(product(*map(range, part.shape[:cut]))):
+            place = base + sum(map(math.prod, zip(index, strides, strict=False)))
+            _write_at(
+                file, data[number * run : (number + 1) * run], self.layout.places[name] + place * self.dtype.itemsize
+            )
+
+
+def write_pieces(path: Path, pieces: Iterable[Piece], head: bytes = b"") -> None:
+    """Write pieces, and its head if given, into a file that exists; OSError if that fails."""
+    file = os.open(path, os.O_WRONLY)
+    try:
+        _write_at(file, head, 0)
+        for piece in pieces:
+            piece.write(file)
+    finally:
+        os.close(file)
+
+
+def _write_at(file: int, data: memoryview | bytes, place: int) -> None:
+    """Write all of ``data`` from this byte of an open file on; OSError if there is no room."""
+    while len(data):
+        written = os.pwrite(file, data, place)
+        data, place = data[written:], place + written
+
+
+def mark_file(path: Path) -> tuple[str, OSError | None]:
+    """Make a file on rank 0; returns a mark by which the other ranks know that they see it, or what went wrong."""
+    mark = uuid.uuid4().hex
+    try:
+        path.write_text(mark, encoding="ascii")
+    except OSError as error:
+        return "", error
+    return mark, None
+
+
+def shows(path: Path, mark: str) -> bool:
+    """Return whether a file holds this mark."""
+    try:
+        return bool(mark) and path.read_text(encoding="ascii") == mark
+    except (OSError, ValueError):
+        return False
+
+
+def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gather all of a possibly sharded tensor, in ``dtype``."""
+    tensor = tensor.to(dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _apart(conversion: TensorConversion, sources: Sequence[Tensor]) -> bool:
+    """Return whether each rank's part of the sources makes parts of the file by itself."""
+    if conversion.model is None:
+        return True
+    cut = (how for source in sources if isinstance(source, DTensor) for how in source.placements)
+    return conversion.by_rows and all(how.is_replicate() or cast(Shard, how).dim == 0 for how in cut)
+
+
+def _writes(tensor: Tensor, rank: int) -> bool:
+    """Return whether this rank writes its part: of several that hold the same, one does."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    # Of several meshes that hold the same, that of rank 0 writes.
+    places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+    return 0 in tensor.device_mesh.mesh and not any(place and how.is_replicate() for place, how in places)
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> memoryview:
+    """Return a tensor's elements in main memory; the current stream of a GPU is waited for."""
+    tensor = tensor.to(dtype).contiguous()
+    if tensor.is_cuda:
+        # PyTorch keeps pinned memory for the next.
+        host = torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        tensor = host
+    return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")

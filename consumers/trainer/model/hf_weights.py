@@ -8,57 +8,42 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from consumers.trainer.distributed.precision import dtype_rule
+from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.fragments.actor_critic import Actor
-from consumers.trainer.model.file_layout import TensorConversion, conversions
+from consumers.trainer.model.file_layout import (
+    FileLayout,
+    TensorConversion,
+    conversions,
+    mark_file,
+    shows,
+    whole,
+    write_pieces,
+)
 from consumers.trainer.model.lora import NAME, peft_config
 from consumers.trainer.model.policy import DTYPES, Policy
 from schemas.config import ModelConfig
 from schemas.errors import ConfigError, DataError
-from schemas.messages import TensorSpec
 from schemas.model_folder import PROVENANCE, resolve_folder
 from schemas.weight_files import check_fits, left_out, read_shapes
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _PREFIX = "causal_lm."
 _TOWER = "model.visual."
 _ADAPTER = re.compile(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.{NAME}\.weight")
+FILE_BYTES = 50 * 10**9
+"""Most bytes of a file of an exported model, as transformers has it."""
 _UNDER = ".base_layer."
 """The part of a name that peft inserts for a layer that it adapts."""
-
-
-@dataclass(frozen=True)
-class FileLayout:
-    """Content of a published file of a policy, and how it is made of the policy's weights.
-
-    conversions: in the order of the file. dtypes: of each of the policy's tensors in the file, by its name in memory.
-    """
-
-    conversions: Sequence[TensorConversion]
-    dtypes: Mapping[str, torch.dtype]
-
-    @property
-    def specs(self) -> list[TensorSpec]:
-        """Names, dtypes and shapes of the file's tensors. Tied weights appear once."""
-        return [
-            TensorSpec(name, _NAMES[self.dtypes[conversion.sources[0]]], list(shape))
-            for conversion in self.conversions
-            for name, shape in conversion.shapes.items()
-        ]
 
 
 def file_layout(policy: Policy, dtype: str) -> FileLayout:
@@ -98,31 +83,73 @@ def check_published(policy: Policy, model: ModelConfig) -> None:
         ) from error
 
 
-def save_model(policy: Policy, folder: Path, dtype: str, *, main: bool = True) -> None:
+def save_model(policy: Policy, folder: Path, dtype: str, ranks: Ranks | None = None) -> None:
     """Write the model, ready for transformers and vLLM; every rank of a sharded one must call this."""
     if isinstance(policy, Actor):
         folder.mkdir(parents=True, exist_ok=True)
         save_file(dict(named_weights(policy)), folder / "model.safetensors")
         return
-    save_weights(policy.causal_lm, _merged(policy), folder, dtype, main=main)
+    save_weights(policy.causal_lm, named_weights(policy), folder, dtype, ranks, _merge(policy))
 
 
 def save_weights(
-    model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: str, *, main: bool = True
+    model: PreTrainedModel,
+    weights: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    dtype: str,
+    ranks: Ranks | None = None,
+    change: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> None:
-    """Write a model with these, possibly sharded, weights by their Hugging Face names; all ranks must call this."""
-    state = {}
-    rule = dtype_rule(model, DTYPES[dtype])
-    for name, tensor in weights:
-        gathered = whole(tensor, rule(name))
-        if main:
-            state[name] = gathered.cpu()
-    if main:
-        model.save_pretrained(folder, state_dict=state)
+    """Write a model with these weights by their Hugging Face names, one tensor at a time in memory.
+
+    ranks: that hold parts of the weights, all of which must call this; each writes its own if it sees the folder.
+    change: what becomes of a tensor of this name.
+    """
+    rule, named = dtype_rule(model, DTYPES[dtype]), dict(weights)
+    shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    layout = FileLayout(conversions(model, shapes), {name: rule(name) for name in shapes})
+    rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
+    problem = _save_settings(model, folder, DTYPES[dtype]) if rank == 0 else None
+    parts, found = layout.split(FILE_BYTES), dict[str, str]()
+    for number, part in enumerate(parts):
+        of_many = f"-{number + 1:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
+        path, mark, head = folder / f"model{of_many}.safetensors", "", part.head if rank == 0 else b""
+        found |= dict.fromkeys(part.places, path.name)
+        if rank == 0 and problem is None:
+            mark, problem = mark_file(path)
+        blind = False
+        if ranks is not None and world > 1:
+            mark = ranks.broadcast_text(mark)
+            blind = ranks.any(not shows(path, mark))
+        # A rank that cannot write gathers on, for the others wait for it.
+        for piece in part.pieces(lambda name: change(name, named[name]), rank, world, blind):
+            try:
+                if problem is None:
+                    write_pieces(path, [piece], head)
+                    head = b""
+            except OSError as error:
+                problem = error
+    # Rank 0 gives the folder its name, when all have written.
+    if ranks is not None and ranks.any(problem is not None) and rank == 0 and problem is None:
+        problem = OSError(f"another rank cannot write to {folder}")
+    if problem is not None:
+        raise problem
+    if rank == 0 and len(parts) > 1:
+        content = {"metadata": {"total_size": layout.size}, "weight_map": found}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def _save_settings(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> OSError | None:
+    """Write all of a model but its weights; returns what went wrong."""
+    try:
+        model.save_pretrained(folder, state_dict={})
         config = copy.deepcopy(model.config)
         # Training keeps float32; what is written is what the generators had.
-        config.dtype = DTYPES[dtype]
+        config.dtype = dtype
         config.save_pretrained(folder)
+    except OSError as error:
+        return error
+    return None
 
 
 def save_adapter(policy: Policy, folder: Path, dtype: str, path: str) -> None:
@@ -158,39 +185,20 @@ def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name.removeprefix(_PREFIX).replace(_UNDER, "."), tensor.detach()
 
 
-def _merged(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield all weights; those with an adapter are whole and have it added, in float32."""
+def _merge(policy: Policy) -> Callable[[str, Tensor], Tensor]:
+    """Return what adds the adapter, in float32, to the tensors that have one, which are then whole."""
     if policy.adapter is None:
-        yield from named_weights(policy)
-        return
+        return lambda name, tensor: tensor
     parts, scale = dict(wire_weights(policy)), policy.adapter.alpha / policy.adapter.rank
-    for name, tensor in named_weights(policy):
+
+    def merged(name: str, tensor: Tensor) -> Tensor:
         layer = f"base_model.model.{name.removesuffix('.weight')}"
         down, up = parts.get(f"{layer}.lora_A.weight"), parts.get(f"{layer}.lora_B.weight")
         if down is None or up is None:
-            yield name, tensor
-        else:
-            change = scale * (whole(up, torch.float32) @ whole(down, torch.float32))
-            yield name, whole(tensor, torch.float32) + change
+            return tensor
+        return whole(tensor, torch.float32) + scale * (whole(up, torch.float32) @ whole(down, torch.float32))
 
-
-def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gather all of a possibly sharded tensor, in ``dtype``."""
-    tensor = tensor.to(dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def header(specs: Sequence[TensorSpec]) -> bytes:
-    """Make the head of a safetensors file: the length of its JSON as uint64, then the JSON, padded to 8 bytes."""
-    entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for spec in specs:
-        end = offset + math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
-        entries[spec.name] = {"dtype": _SAFETENSORS[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return merged
 
 
 def copy_tokenizer(model: ModelConfig, folder: Path) -> None:

@@ -25,25 +25,36 @@ from schemas.digests import base_digest
 from schemas.errors import ConfigError, DataError, describe_error
 from schemas.messages import Adapter
 from schemas.model_folder import find_tokens, resolve_folder
+from schemas.weight_files import read_dtypes
 
 NAME = "default"
 """The name that peft gives an adapter by default."""
 
 
-def make_policy(config: TidemillConfig, empty: bool = False) -> Policy:
+def make_policy(config: TidemillConfig, empty: bool = False, stored: bool = False) -> Policy:
     """Make the policy of a run before its first step; ConfigError if model.path or trainer.lora is wrong.
 
-    empty: without weights, for a rank that gets them from another.
+    empty: without weights, for a rank that gets them from another. stored: in the type of its files, where all of a
+    model is trained: they are only mapped into memory then, and ``Ranks.prepare`` converts them.
     """
     model, settings = config.model, config.trainer.lora
     if settings is None:
-        return load_policy(config, model.path, "float32", empty)
+        return load_policy(config, model.path, _stored_type(model.path) if stored and not empty else "float32", empty)
     causal_lm = load_model(model.path, model.dtype, model.trust_remote_code, empty=empty, max_length=model.max_length)
     adapter = adapt(causal_lm, settings, _base(model.path), config.run.seed)
     if settings.start is not None and not empty:
         load_adapter(causal_lm, adapter, settings.start)
     output_tokens = find_tokens(model.path, model.output_tokens)
     return Policy(causal_lm, adapter, max_length=model.max_length, output_tokens=output_tokens)
+
+
+def _stored_type(path: str) -> str:
+    """Return the type of a model's files if it has fewer bits than float32, which it then has for all tensors."""
+    try:
+        types = read_dtypes(resolve_folder(path))
+    except (DataError, OSError):
+        return "float32"
+    return {"BF16": "bfloat16", "F16": "float16"}.get(types.pop(), "float32") if len(types) == 1 else "float32"
 
 
 def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = False) -> Policy:

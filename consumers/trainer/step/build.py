@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.data.credit import AnyAdvantage
@@ -52,7 +54,7 @@ def build_train_step(
     if policy is None:
         _check_models(config, ranks)
     # Rank 0 reads each model and sends it to the others, one model after the other.
-    policy = policy or make_policy(config, empty=not ranks.is_main)
+    policy = policy or make_policy(config, empty=not ranks.is_main, stored=ranks.world > 1)
     dtype = DTYPES[config.model.dtype]
     function = ADVANTAGES.get(trainer.advantage.name, config.base)
     advantage = bind("trainer.advantage", function, trainer.advantage.args)
@@ -107,7 +109,8 @@ def _shard_policy(policy: Policy, config: TidemillConfig, ranks: Ranks) -> Polic
     if config.trainer.router_replay:
         policy.replay_routers()
     _before_sharding(policy, config, ranks)
-    return ranks.prepare(policy, DTYPES[config.model.dtype])
+    kept = None if config.trainer.lora is not None else torch.float32
+    return ranks.prepare(policy, DTYPES[config.model.dtype], kept, config.trainer.parallel.reshard)
 
 
 def _build_planner(

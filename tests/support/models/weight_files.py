@@ -11,7 +11,6 @@ from schemas.messages import TensorSpec
 
 def write_weights(policy: Policy, path: Path, dtype: str) -> list[TensorSpec]:
     """Write what is published of a policy in this process to ``path``; what is in it."""
-    snapshot = Snapshots(policy, dtype).take()
+    snapshot = Snapshots(policy, dtype).take(path)
     snapshot.fill()
-    snapshot.write(path)
     return snapshot.specs

@@ -21,8 +21,9 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "cut": ({"tensor": 2}, {}),
     "an adapter": ({}, {"lora": {"rank": 4, "alpha": 8.0}}),
     "a head of its own": ({"tensor": 2}, {}),
+    "stored in 16 bits": ({}, {}),
 }
-"""The last is of a model whose configuration ties the output layer, and whose file has another one."""
+"""The last but one is of a model whose configuration ties the output layer, and whose file has another one."""
 
 
 def configuration(model: Path, **trainer: Any) -> TidemillConfig:
@@ -41,7 +42,7 @@ def run_sharing(folder: Path) -> None:
     """Rank 0 reads the models in ``folder``; the other rank has them without weights, and at last another model."""
     found = {}
     for name in LAYOUTS:
-        model = "apart" if name == "a head of its own" else "whole"
+        model = {"a head of its own": "apart", "stored in 16 bits": "half"}.get(name, "whole")
         found[name] = share(name, folder / model, folder / f"{model}, described")
     ranks = Ranks(timeout_s=60.0)
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
@@ -58,13 +59,15 @@ def share(name: str, whole: Path, described: Path) -> dict[str, Any]:
     ranks = Ranks(timeout_s=60.0, parallel=ParallelConfig(**parallel))
     config = configuration(whole if ranks.is_main else described, **trainer)
     # An adapter says which model it belongs to.
-    policy = make_policy(configuration(whole, **trainer) if trainer else config, empty=not ranks.is_main)
+    policy = make_policy(configuration(whole, **trainer) if trainer else config, empty=not ranks.is_main, stored=True)
+    read = sorted({str(p.dtype) for p in policy.causal_lm.parameters()})
     held = sum(not p.is_meta for p in policy.causal_lm.parameters() if p.requires_grad or not trainer)
     critic = build_critic(config, empty=not ranks.is_main)
     assert critic is not None
     bytes_before = sum(p.nbytes for p in critic.parameters() if not p.is_meta)
     plain = make_policy(configuration(whole, **trainer)) if ranks.is_main else None
-    policy, critic = ranks.prepare(policy), ranks.prepare(critic)
+    policy = ranks.prepare(policy, kept=None if trainer else torch.float32)
+    critic = ranks.prepare(critic)
     different = []
     wanted = dict(named_weights(plain)) if plain is not None else {}
     for key, tensor in named_weights(policy):
@@ -78,6 +81,7 @@ def share(name: str, whole: Path, described: Path) -> dict[str, Any]:
         values = critic(tokens, mask, lengths)
     return {
         "held": held,
+        "types": [read, sorted({str(p.dtype) for p in policy.parameters()})],
         "critic_bytes": bytes_before,
         "different": different,
         "packed": policy.packed,

@@ -13,17 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from consumers.trainer.data.load_balancing import shares
 from consumers.trainer.distributed.offload import StateOffload
+from consumers.trainer.distributed.parts import own_blocks
 from consumers.trainer.distributed.ranks import Ranks, local_part
 from consumers.trainer.metrics.expert_load import watch_experts
 from consumers.trainer.model.activations import Checkpointing, save_activations
+from consumers.trainer.model.file_layout import whole
+from consumers.trainer.model.hf_weights import named_weights
 from consumers.trainer.model.policy import Policy
-from schemas.config import ParallelConfig
+from consumers.trainer.model.snapshot import Snapshots
+from consumers.trainer.step.optimizers import build_optimizer
+from schemas.config import OptimizerConfig, ParallelConfig
 
 LENGTHS = [17, 3, 25, 9, 12, 30, 1, 22, 7, 14, 19, 5, 11, 28, 2, 8]
 MICRO_BATCH_TOKENS = 20
@@ -92,12 +99,12 @@ def run_layouts(report: Path) -> None:
     for name, case in CASES.items():
         started = time.process_time()
         ranks = Ranks(timeout_s=60.0, parallel=ParallelConfig(**case.parallel))
-        found[name] = {**run_case(case, ranks), "seconds": time.process_time() - started}
+        found[name] = {**run_case(case, ranks, report.parent), "seconds": time.process_time() - started}
     if ranks.is_main:
         report.write_text(json.dumps(found))
 
 
-def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
+def run_case(case: Case, ranks: Ranks, folder: Path) -> dict[str, Any]:
     wanted, wanted_norm, whole_bytes, wanted_load = reference(case) if ranks.is_main else ({}, 1.0, 1, {})
     policy = make_policy(case)
     save_activations(policy.causal_lm, case.checkpointing, case.offload)
@@ -108,6 +115,8 @@ def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
     freed = all(local_part(p).untyped_storage().nbytes() == 0 for p in policy.parameters())
     away.onload()
     restored = all(map(torch.equal, before, map(local_part, policy.parameters())))
+    published = [publish(policy, ranks, folder, seen) for seen in (True, False)]
+    published.append(publish_without_room(policy, ranks, folder / "full"))
     load = watch_experts(policy)
     dealt = shares(
         LENGTHS[: case.rows], LENGTHS[: case.rows], ranks.dp_size, MICRO_BATCH_TOKENS * ranks.layout.context
@@ -130,10 +139,62 @@ def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
         "clipped": clipped,
         "micro_batches": len(dealt),
         "offloaded": freed and restored,
+        "published": published,
+        "muon": step_by_muon(policy, case, ranks),
         "share": sum(local_part(p).nbytes for p in policy.parameters()) / whole_bytes,
         "load": {} if load is None else load.result(ranks.sum_over_ranks),
         "wanted_load": wanted_load,
     }
+
+
+def publish(policy: Policy, ranks: Ranks, folder: Path, seen: bool) -> bool:
+    """Write a version; True if the file has the weights of rank 0's model, as transformers would save them.
+
+    seen: whether all ranks see its folder.
+    """
+    path = folder / "version"
+    mark = ranks.broadcast_text(Snapshots.create(path) if ranks.is_main else "")
+    snapshot = Snapshots(policy, "bfloat16", ranks).take(path if seen or ranks.is_main else folder / "nowhere", mark)
+    snapshot.fill()
+    wanted = {name: whole(tensor, torch.bfloat16) for name, tensor in named_weights(policy)}
+    if not ranks.is_main:
+        return True
+    wanted = revert_weight_conversion(policy.causal_lm, wanted)
+    found = load_file(path)
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def publish_without_room(policy: Policy, ranks: Ranks, path: Path) -> bool:
+    """Write a version for which rank 1 has no room; True if that deletes the file and is an error on rank 0 alone."""
+    mark = ranks.broadcast_text(Snapshots.create(path) if ranks.is_main else "")
+    snapshot = Snapshots(policy, "bfloat16", ranks).take(path, mark)
+    if ranks.rank == 1:
+        snapshot._path = Path("/dev/full")
+    try:
+        snapshot.fill()
+    except OSError as error:
+        return ranks.is_main and "No space" in str(error) and not path.exists()
+    return not ranks.is_main
+
+
+def step_by_muon(policy: Policy, case: Case, ranks: Ranks) -> bool:
+    """Take two steps with known gradients; True if the weights are those of one process to the bit."""
+    alone = make_policy(case)
+    for model in (policy, alone):
+        optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=0.01, weight_decay=0.1))
+        for number in range(2):
+            for name, parameter in model.named_parameters():
+                torch.manual_seed(len(name) + number)
+                gradient = torch.randn(parameter.shape)
+                parameter.grad = gradient
+                if isinstance(parameter, DTensor):
+                    parameter.grad = torch.zeros_like(parameter)
+                    for own, block in own_blocks(parameter):
+                        parameter.grad.to_local()[own] = gradient[block]
+                    assert torch.equal(parameter.grad.full_tensor(), gradient)
+            optimizer.step()
+    wanted = dict(alone.named_parameters())
+    return all(torch.equal(whole(p.detach(), p.dtype), wanted[name]) for name, p in policy.named_parameters())
 
 
 def reference(case: Case) -> tuple[dict[str, Tensor], float, int, dict[str, float]]:

@@ -110,8 +110,8 @@ def lead(
     file = folder / "weights"
     results, late = [], []
     for version in range(first, last):
-        rank_group.gather([5, 6])
-        snapshot, _ = rank_group.gather([5, 6])
+        rank_group.gather([5, 6], folder / "never")
+        snapshot, _ = rank_group.gather([5, 6], file)
         weights = wire_weights(rank_group.step.policy) if rank_group.ranks.world == 1 else ()
         before = {name: local(tensor).to(getattr(torch, dtype)) for name, tensor in weights}
         # As late as can be: when the optimizer is about to change the weights.
@@ -120,12 +120,10 @@ def lead(
             rank_group.give_if_due()
             wake(DeviceLock(generator))
         results.append(rank_group.train([*make_groups(sizes, seed=version), episodes(version)], version))
-        snapshot.write(file)
         written = load_file(file)
         late.append(all(torch.equal(tensor, written[name]) for name, tensor in before.items()))
-    snapshot, logprobs = rank_group.gather([5, 6, 7, 8])
+    snapshot, logprobs = rank_group.gather([5, 6, 7, 8], file)
     snapshot.fill()
-    snapshot.write(file)
     rank_group.save(step=last, version=last, leader_term=1, extra={})
     rank_group.export(folder / "model")
     rank_group.wait_saved()

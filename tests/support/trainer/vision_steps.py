@@ -84,9 +84,8 @@ def run_vision_steps(model: Path, folder: Path, freeze: bool) -> None:
         mixed = [make_group(0, [(60, 90)], settings), make_group(1, [], settings), make_group(2, [], settings)]
         rank_group.train([*mixed, make_group(3, [(30, 30), (90, 50)], settings)], 0)
         rank_group.train([make_group(4, [], settings), make_group(5, [], settings)], 1)
-        snapshot, logprobs = rank_group.gather(PROBE)
-        snapshot.fill()
         folder.mkdir(exist_ok=True)
-        snapshot.write(folder / "weights")
+        snapshot, logprobs = rank_group.gather(PROBE, folder / "weights")
+        snapshot.fill()
         np.save(folder / "probe.npy", logprobs)
         rank_group.dismiss()

@@ -26,7 +26,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = load_file(folder / "apart/model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
     save_file(tensors, folder / "apart/model.safetensors", metadata={"format": "pt"})
-    for name in ("whole", "apart"):
+    shutil.copytree(folder / "whole", folder / "half")
+    halved = {name: tensor.bfloat16() for name, tensor in load_file(folder / "whole/model.safetensors").items()}
+    save_file(halved, folder / "half/model.safetensors", metadata={"format": "pt"})
+    for name in ("whole", "apart", "half"):
         shutil.copytree(folder / name, folder / f"{name}, described", ignore=shutil.ignore_patterns("*.safetensors"))
     run_in_ranks(2, run_sharing, folder, output=folder / "output.txt")
     return folder
@@ -72,3 +75,9 @@ def test_another_model_on_another_machine_is_refused_in_a_line(ranks: list[dict[
     text = (folder / "refused-1.txt").read_text()
     assert text.startswith("model.path is another model on this rank than on rank 0: causal_lm.model.embed_tokens")
     assert "\n" not in text
+
+
+def test_rank_0_reads_a_model_as_it_is_stored_and_trains_it_in_float32(ranks: list[dict[str, Any]]) -> None:
+    """Files in 16 bits are then only mapped into memory, where float32 would take 4 bytes a parameter."""
+    assert ranks[0]["stored in 16 bits"]["types"] == [["torch.bfloat16"], ["torch.float32"]]
+    assert ranks[0]["sharded"]["types"] == [["torch.float32"], ["torch.float32"]]

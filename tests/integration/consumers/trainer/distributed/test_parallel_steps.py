@@ -146,6 +146,11 @@ def test_the_gradient_is_that_of_one_process(found: dict[str, Any], name: str) -
     assert case["error"] <= 5e-6, case["worst"]
     assert case["norm_error"] <= 1e-6
     assert case["clipped"] == pytest.approx(1e-3, rel=1e-3)
+    seen, blind, full = case["published"]
+    assert seen, "a version is whole if all ranks write their parts"
+    assert blind, "and if only rank 0 sees the folder"
+    assert full, "and is deleted if one has no room"
+    assert case["muon"], "a step with the same gradients is that of one process to the bit"
     assert case["offloaded"], "the parameters were in main memory before, and their own memory was free"
     if CASES[name].rows > 4:
         assert case["micro_batches"] >= 3, "a gradient is summed over several"

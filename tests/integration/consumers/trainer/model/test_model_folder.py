@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from consumers.trainer.model import hf_weights
 from consumers.trainer.model.hf_weights import copy_tokenizer, file_layout, save_model
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.probe import reference_logprobs
@@ -162,3 +163,13 @@ def test_what_routes_to_experts_keeps_its_precision(tmp_path: Path) -> None:
         tensors = load_file(file)
         assert torch.equal(tensors["model.layers.1.mlp.gate.e_score_correction_bias"], bias)
         assert tensors["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_a_large_model_is_saved_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(load_model(make_tiny_model(tmp_path / "model", layers=2), "float32"))
+    monkeypatch.setattr(hf_weights, "FILE_BYTES", 20_000)
+    save_model(policy, tmp_path / "saved", "float32")
+    assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 2
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    wanted = dict(policy.causal_lm.named_parameters())
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.named_parameters())

@@ -15,7 +15,6 @@ from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.snapshot import Snapshot
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.build import build_train_step
-from schemas.digests import chunk_digests
 from schemas.errors import InfraError
 from tests.support.configurations import minimal_config
 from tests.support.trainer.trajectories import make_groups
@@ -78,7 +77,7 @@ def test_the_optimizer_waits_for_the_copy_and_for_nothing_more(
     with ThreadPoolExecutor(2) as threads:
         for version in range(3):
             before = weights(rank_group, wire)
-            snapshot, _ = rank_group.gather(PROBE)
+            snapshot, _ = rank_group.gather(PROBE, tmp_path / "v")
             go, waiting = held_back(snapshot, monkeypatch)
             filled = threads.submit(snapshot.fill)
             trained = threads.submit(rank_group.train, make_groups([4, 3], seed=version), version)
@@ -88,20 +87,7 @@ def test_the_optimizer_waits_for_the_copy_and_for_nothing_more(
             filled.result(WAIT_S)
             trained.result(WAIT_S)
             assert not same(weights(rank_group, wire), before)
-            # The file may be written, hashed and sent long after.
-            digests = snapshot.write(tmp_path / "v")
             assert same(load_file(tmp_path / "v"), before)
-            assert digests == chunk_digests(tmp_path / "v")
-
-
-def test_one_buffer_serves_all_versions(rank_group: RankGroup, wire: str) -> None:
-    places = set()
-    for version in range(3):
-        snapshot, _ = rank_group.gather(PROBE)
-        snapshot.fill()
-        places.add(snapshot._image.data_ptr())
-        rank_group.train(make_groups([4, 3], seed=version), version)
-    assert len(places) == 1
 
 
 def test_a_checkpoint_is_not_loaded_over_weights_that_are_still_to_be_copied(
@@ -112,7 +98,7 @@ def test_a_checkpoint_is_not_loaded_over_weights_that_are_still_to_be_copied(
     saved = rank_group.checkpoint_store.at()
     rank_group.train(make_groups([4, 3], seed=1), 0)
     before = weights(rank_group, wire)
-    snapshot, _ = rank_group.gather(PROBE)
+    snapshot, _ = rank_group.gather(PROBE, tmp_path / "v")
     go, waiting = held_back(snapshot, monkeypatch)
     with ThreadPoolExecutor(2) as threads:
         filled, loaded = threads.submit(snapshot.fill), threads.submit(rank_group.load, saved)
@@ -120,7 +106,6 @@ def test_a_checkpoint_is_not_loaded_over_weights_that_are_still_to_be_copied(
         go.set()
         filled.result(WAIT_S)
         loaded.result(WAIT_S)
-    snapshot.write(tmp_path / "v")
     assert same(load_file(tmp_path / "v"), before)
     assert not same(weights(rank_group, wire), before)
 
@@ -132,37 +117,29 @@ def test_a_copy_that_fails_lets_the_step_go_on_and_is_reported_by_its_thread(
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(Snapshot, "_copy", broken)
-    snapshot, _ = rank_group.gather(PROBE)
+    snapshot, _ = rank_group.gather(PROBE, tmp_path / "v")
     with pytest.raises(RuntimeError, match="no memory"):
         snapshot.fill()
     assert not rank_group.train(make_groups([4, 3], seed=1), 0).skipped
-    with pytest.raises(RuntimeError, match="before fill"):
-        snapshot.write(tmp_path / "v")
-
-
-def test_weights_that_were_not_copied_are_not_written(rank_group: RankGroup, wire: str, tmp_path: Path) -> None:
-    snapshot, _ = rank_group.gather(PROBE)
-    with pytest.raises(RuntimeError, match="before fill"):
-        snapshot.write(tmp_path / "v")
-    assert not (tmp_path / "v").exists()
-    snapshot.fill()
-    snapshot.write(tmp_path / "v")
-    assert same(load_file(tmp_path / "v"), weights(rank_group, wire))
 
 
 def test_waiting_for_a_copy_that_never_comes_has_a_deadline(
-    rank_group: RankGroup, wire: str, monkeypatch: pytest.MonkeyPatch
+    rank_group: RankGroup, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot_module, "COPY_DEADLINE_S", 0.01)
-    rank_group.gather(PROBE)
-    with pytest.raises(InfraError, match="were not copied"):
+    rank_group.gather(PROBE, tmp_path / "v")
+    with pytest.raises(InfraError, match="were not written"):
         rank_group.train(make_groups([4, 3], seed=1), 0)
 
 
-def test_a_file_that_finds_no_room_is_not_there(rank_group: RankGroup, wire: str, tmp_path: Path) -> None:
-    snapshot, _ = rank_group.gather(PROBE)
-    snapshot.fill()
-    (tmp_path / "v").symlink_to("/dev/full")
+def test_a_file_that_finds_no_room_is_not_there(
+    rank_group: RankGroup, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "v"
+    snapshot, _ = rank_group.gather(PROBE, file)
+    file.unlink()
+    file.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space"):
-        snapshot.write(tmp_path / "v")
-    assert not (tmp_path / "v").is_symlink()
+        snapshot.fill()
+    assert not file.is_symlink()
+    assert not rank_group.train(make_groups([4, 3], seed=1), 0).skipped
