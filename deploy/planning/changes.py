@@ -67,6 +67,9 @@ def changes(config: TidemillConfig, ranks: int, shared: bool) -> list[PlanChange
         found.append(PlanChange("trainer.activation_checkpointing=true", ranks, {"activation_checkpointing": True}))
     if (half := trainer.micro_batch_tokens // 2) >= config.model.max_length:
         found.append(PlanChange(f"trainer.micro_batch_tokens={half}", ranks, {"micro_batch_tokens": half}))
+    if not trainer.parallel.reshard:
+        parallel = {**trainer.parallel.model_dump(), "reshard": True}
+        found.append(PlanChange("trainer.parallel.reshard=true", ranks, {"parallel": parallel}))
     if trainer.lora is None and trainer.parallel.tensor == 1:
         found.append(PlanChange("trainer.lora.rank=16", ranks, {"lora": {"rank": 16}}))
     return [change for change in found if not (shared and change.ranks > ranks)]
@@ -89,8 +92,9 @@ def layouts(config: TidemillConfig, ranks: int) -> list[PlanChange]:
                 check_model(config.model.path, layout, config.model.trust_remote_code, config.model.max_length)
             except ConfigError:
                 continue
-            changed = {name: size for name, size in parallel.model_dump().items() if size > 1}
-            text = " ".join(f"trainer.parallel.{name}={size}" for name, size in changed.items())
+            sizes_of = {name: size for name, size in parallel.model_dump().items() if size > 1}
+            text = " ".join(f"trainer.parallel.{name}={size}" for name, size in sizes_of.items())
+            changed = {**sizes_of, "reshard": config.trainer.parallel.reshard}
             found.append(PlanChange(text or "all ranks shard", ranks, {"parallel": changed}))
     return found
 

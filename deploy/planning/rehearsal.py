@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.data.plan import StepBatch
@@ -29,12 +29,14 @@ from consumers.trainer.model import head, packing
 from consumers.trainer.model.lora import adapt
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.build import build_train_step
+from consumers.trainer.step.critic import Critic
+from consumers.trainer.step.gradient_update import GradientUpdate
 from consumers.trainer.step.train_step import TrainStep
 from deploy.planning.shapes import MemoryLedger, SavedAway, ShapesOnly
 from deploy.planning.step_size import StepSize, Traffic, cut_to, extrapolate, find_depths
 from deploy.planning.work import WorkLedger
 from schemas.config import TidemillConfig, parse_config
-from schemas.config.trainer import CHECKPOINTED_FROM
+from schemas.config.trainer import CHECKPOINTED_FROM, CriticConfig
 from schemas.errors import ConfigError
 from schemas.model_folder import resolve_folder
 
@@ -61,7 +63,7 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
     joined.__dict__["channel"] = _Alone()
     if ranks == 1 and config.model.dtype == "float32":
         # Moving fake tensors to the device that they are on fails.
-        joined.prepare = lambda model, dtype=torch.float32: model  # type: ignore[method-assign]
+        joined.prepare = lambda model, *_: model  # type: ignore[method-assign]
     # A mesh asks tensors for values: make all that the step uses before there are none.
     _ = joined.mesh, joined._sharding_mesh, joined._data_group
     check_model(config.model.path, joined.layout, config.model.trust_remote_code, config.model.max_length)
@@ -72,7 +74,9 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
         torch.autograd.graph.save_on_cpu = SavedAway  # type: ignore[assignment, misc]
     try:
         model = load_model(config.model.path, "float32", config.model.trust_remote_code, empty=True)
-        depths = find_depths(model) if config.trainer.kl.model is None else None
+        critic = config.trainer.critic
+        others = config.trainer.kl.model or (critic and critic.model)
+        depths = None if others else find_depths(model)
         if depths is None:
             return _rehearse_whole(config, joined, tried)
         checkpointed = sum(p.numel() for p in model.parameters()) >= CHECKPOINTED_FROM
@@ -96,10 +100,11 @@ def _rehearse_whole(config: TidemillConfig, joined: Ranks, tried: dict[str, bool
     reference = None
     if config.trainer.has_second_model:
         reference = _empty_policy(config, tried, fake, reference=True)
+    critic = None if config.trainer.critic is None else _empty_critic(config, config.trainer.critic, tried, fake)
     with shapes:
         if reference is not None:
             reference = joined.prepare(reference, DTYPES[config.model.dtype])
-        step = build_train_step(config, joined, policy=policy, reference=reference)
+        step = build_train_step(config, joined, policy=policy, reference=reference, critic=critic)
     return _measure(config, step, reference, shapes, ledger, number)
 
 
@@ -108,8 +113,7 @@ def refuse(config: TidemillConfig) -> None:
     trainer = config.trainer
     refused = {
         "model.kind vision": config.model.kind == "vision",
-        "trainer.critic": trainer.critic is not None,
-        "trainer.router_replay true": trainer.router_replay,
+        "trainer.optimizer.name adamw_8bit": trainer.optimizer.name == "adamw_8bit",
         "trainer.kl.device cpu": trainer.has_second_model and trainer.kl.device == "cpu",
     }
     for name, applies in refused.items():
@@ -131,12 +135,29 @@ def _empty_policy(
     policy = Policy(causal_lm, adapter, max_length=model.max_length)
     policy.adopt(tried)
     trained = {name: p.requires_grad for name, p in causal_lm.named_parameters()}
-    with fake:
-        causal_lm.to_empty(device="cpu")
-    causal_lm.tie_weights()
+    _empty(causal_lm, fake)
     for name, parameter in causal_lm.named_parameters():
         parameter.requires_grad_(trained[name] and not reference)
     return policy
+
+
+def _empty_critic(
+    config: TidemillConfig, settings: CriticConfig, tried: dict[str, bool], fake: FakeTensorMode
+) -> Critic:
+    """Make the critic of a run of tensors without data."""
+    model = config.model
+    path = settings.model or model.path
+    causal_lm = load_model(path, "float32", model.trust_remote_code, empty=True, max_length=model.max_length)
+    critic = Critic(causal_lm, model.max_length)
+    critic.adopt(tried)
+    _empty(causal_lm, fake)
+    return critic
+
+
+def _empty(model: PreTrainedModel, fake: FakeTensorMode) -> None:
+    with fake:
+        model.to_empty(device="cpu")
+    model.tie_weights()
 
 
 def _try_small(config: TidemillConfig) -> dict[str, bool]:
@@ -225,41 +246,28 @@ def _measure(
     ledger: MemoryLedger,
     number: int,
 ) -> StepSize:
-    weights = [local_part(p) for model in (step.policy, reference) if model is not None for p in model.parameters()]
-    buffers = list(step.policy.buffers())
-    states = [local_part(value) for state in step.update.optimizer.state.values() for value in state.values()]
+    updates = [update for _, update in step.parts().values()]
+    models = [*(model for model, _ in step.parts().values()), *([] if reference is None else [reference])]
+    weights = [local_part(p) for model in models for p in model.parameters()]
+    buffers = [buffer for model in models for buffer in model.buffers()]
+    states = [local_part(v) for each in updates for state in each.optimizer.state.values() for v in state.values()]
     parameters, optimizer = (_bytes(tensors) for tensors in ([*weights, *buffers], states))
     batch = make_batch(config, step.ranks.layout)
+    if (replay := step.policy.router_replay) is not None:
+        shape = (*batch[0].tokens.shape, replay.layers, replay.k)
+        experts = torch.arange(replay.k, dtype=torch.int16).expand(shape).contiguous()
+        batch = [replace(batch[0], routed_experts=experts)] * len(batch)
     ledger.add([*weights, *buffers, *states])
     base = ledger.live
     ledger.add(value for value in vars(batch[0]).values() if isinstance(value, Tensor))
     ledger.restart()
     shapes.work = WorkLedger()
-    inside: set[str] = set()
-    kept, gradients = 0, 0
-    backward, change = step.update.backward, step.update.optimizer.step
-    changed = WorkLedger()
-
-    def watched(loss: Tensor) -> None:
-        nonlocal kept, gradients
-        kept = max(kept, ledger.live - base - _gradient_bytes(step))
-        backward(loss)
-        gradients = max(gradients, _gradient_bytes(step))
-        inside.update(shapes.waits)
-        shapes.waits.clear()
-
-    def watched_change() -> None:
-        nonlocal changed
-        before = shapes.work.copy()
-        change()
-        changed = shapes.work.since(before)
-
-    step.update.backward = watched  # type: ignore[method-assign]
-    step.update.optimizer.step = watched_change  # type: ignore[assignment, method-assign]
+    watch = _Watch(step, shapes, ledger, base)
     with ledger.watch_resizes(), shapes.watch_reads(), shapes:
         shapes.waits.clear()
         step.run(StepBatch(batch), 0)
-    temporary = max(0, ledger.peak - base - gradients - kept)
+    changed = watch.changed
+    temporary = max(0, ledger.peak - base - watch.gradients - watch.kept)
     tokens = int((batch[0].lengths + 1).sum())
     count = micro_batches(config, tokens, step.ranks.dp_size)
     # Of a step's many micro-batches few were computed, and of its updates one an epoch.
@@ -268,21 +276,60 @@ def _measure(
         {key: calls * count // len(batch) for key, calls in shapes.work.since(changed).operators.items()}
     )
     operators.update(once)
+    traffic: Counter[Traffic] = Counter()
+    for each in _traffic(shapes.work.since(changed), step.ranks):
+        traffic[replace(each, sent=0)] += each.sent * count // len(batch)
+    for each in _traffic(changed, step.ranks):
+        traffic[replace(each, sent=0)] += each.sent * config.trainer.minibatches
     return StepSize(
         model_parameters=number,
         parameters=parameters,
-        gradients=gradients,
+        gradients=watch.gradients,
         optimizer=optimizer,
-        activations=kept,
+        activations=watch.kept,
         temporary=temporary,
         tokens=tokens,
         micro_batches=count,
         flops=WorkLedger(operators).flops,
         operators=[(*key, calls) for key, calls in operators.items()],
-        traffic=[replace(each, sent=each.sent * count // len(batch)) for each in _traffic(shapes.work, step.ranks)],
-        waits=sorted(inside),
+        traffic=[replace(key, sent=sent) for key, sent in traffic.items()],
+        waits=sorted(watch.waits),
         step_waits=sorted(shapes.waits),
     )
+
+
+class _Watch:
+    """What is in memory when a backward pass begins and ends, and the work of optimizers.
+
+    kept: bytes for backward, at the most. gradients: their bytes. changed: the work of updates. waits: functions that
+    wait for the device in micro-batches.
+    """
+
+    def __init__(self, step: TrainStep, shapes: ShapesOnly, ledger: MemoryLedger, base: int) -> None:
+        self._step, self._shapes, self._ledger, self._base = step, shapes, ledger, base
+        self.kept = self.gradients = 0
+        self.changed = WorkLedger()
+        self.waits: set[str] = set()
+        for _, update in step.parts().values():
+            self._follow(update)
+
+    def _follow(self, update: GradientUpdate) -> None:
+        backward, change = update.backward, update.optimizer.step
+
+        def watched(loss: Tensor) -> None:
+            self.kept = max(self.kept, self._ledger.live - self._base - _gradient_bytes(self._step))
+            backward(loss)
+            self.gradients = max(self.gradients, _gradient_bytes(self._step))
+            self.waits.update(self._shapes.waits)
+            self._shapes.waits.clear()
+
+        def watched_change() -> None:
+            before = self._shapes.work.copy()
+            change()
+            self.changed = self.changed.plus(self._shapes.work.since(before))
+
+        update.backward = watched  # type: ignore[method-assign]
+        update.optimizer.step = watched_change  # type: ignore[assignment, method-assign]
 
 
 def _traffic(work: WorkLedger, ranks: Ranks) -> list[Traffic]:
@@ -305,7 +352,8 @@ def _traffic(work: WorkLedger, ranks: Ranks) -> list[Traffic]:
 
 
 def _gradient_bytes(step: TrainStep) -> int:
-    return _bytes([local_part(p.grad) for p in step.policy.parameters() if p.grad is not None])
+    parameters = (p for model, _ in step.parts().values() for p in model.parameters())
+    return _bytes([local_part(p.grad) for p in parameters if p.grad is not None])
 
 
 def _bytes(tensors: list[Tensor]) -> int:

@@ -23,6 +23,7 @@ _KINDS = {
     "allreduce": "all-reduce",
     "reducescatter": "reduce-scatter",
     "alltoall": "all-to-all",
+    "broadcast": "broadcast",
 }
 
 
@@ -75,6 +76,10 @@ class WorkLedger:
     def copy(self) -> WorkLedger:
         """Return the work until now."""
         return WorkLedger(self.operators.copy(), self.messages.copy())
+
+    def plus(self, other: WorkLedger) -> WorkLedger:
+        """Return the work of both."""
+        return WorkLedger(self.operators + other.operators, self.messages + other.messages)
 
     def since(self, before: WorkLedger) -> WorkLedger:
         """Return the work done after ``before``."""

@@ -43,7 +43,7 @@ class RouterReplay:
         """Find the routers. ConfigError for a model without experts, or with one whose choice can't be given."""
         config = model.config.get_text_config()
         self.experts = number_of_experts(config)
-        self._layers = int(config.num_hidden_layers)
+        self.layers = int(config.num_hidden_layers)
         self.k = int(getattr(config, "num_experts_per_tok", None) or 0)
         self._chosen: Tensor | None = None
         self._counts: Tensor | None = None
@@ -83,10 +83,10 @@ class RouterReplay:
 
     def find_problem(self, routed: RoutedExperts) -> str | None:
         """Say why these choices can't be of this model; None if they can."""
-        if (routed.layers, routed.k) != (self._layers, self.k):
+        if (routed.layers, routed.k) != (self.layers, self.k):
             return (
                 f"routed_experts of {routed.layers} layers and {routed.k} experts, the trainer's model has"
-                f" {self._layers} and {self.k}"
+                f" {self.layers} and {self.k}"
             )
         chosen = routed.numpy()
         known = chosen != np.iinfo(chosen.dtype).max
@@ -109,10 +109,10 @@ class RouterReplay:
         None: everywhere. DataError for those of another model.
         """
         if chosen is not None:
-            if chosen.shape[1:] != (self._layers, self.k):
+            if chosen.shape[1:] != (self.layers, self.k):
                 raise DataError(
                     f"routed_experts of {chosen.shape[1]} layers and {chosen.shape[2]} experts, the trainer's model has"
-                    f" {self._layers} and {self.k}"
+                    f" {self.layers} and {self.k}"
                 )
             if len(chosen) and int(chosen.max()) >= self.experts:
                 raise DataError(f"routed_experts names expert {int(chosen.max())}, the model has {self.experts}")

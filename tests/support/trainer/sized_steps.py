@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from consumers.trainer.distributed.ranks import Ranks, local_part
 from consumers.trainer.step.build import build_train_step
+from consumers.trainer.step.gradient_update import GradientUpdate
 from consumers.trainer.step.train_step import StepBatch
 from deploy.planning.rehearsal import make_batch, micro_batches
 from deploy.planning.work import WorkLedger
@@ -50,18 +52,33 @@ class _Counted(TorchDispatchMode):
 def measure_step(config: TidemillConfig, ranks: Ranks | None = None) -> dict[str, Any]:
     """Run the step that ``rehearse`` computes; the bytes of its parts, its FLOPs, and what each collective sent."""
     step = build_train_step(config, ranks)
-    states = [local_part(value) for state in step.update.optimizer.state.values() for value in state.values()]
-    weights = [local_part(p) for p in step.policy.parameters()]
+    parts = step.parts().values()
+    states = [local_part(v) for _, each in parts for state in each.optimizer.state.values() for v in state.values()]
+    parameters = [p for model, _ in parts for p in model.parameters()]
+    weights = [local_part(p) for p in parameters]
     found: dict[str, Any] = {"parameters": size(weights), "optimizer": size(states), "gradients": 0}
-    backward = step.update.backward
+    counted, changing = _Counted(), WorkLedger()
 
-    def watched(loss: Tensor) -> None:
-        backward(loss)
-        found["gradients"] = size([local_part(p.grad) for p in step.policy.parameters() if p.grad is not None])
+    def watch(update: GradientUpdate) -> None:
+        backward, change = update.backward, update.optimizer.step
 
-    step.update.backward = watched  # type: ignore[method-assign]
+        def watched(loss: Tensor) -> None:
+            backward(loss)
+            gradients = size([local_part(p.grad) for p in parameters if p.grad is not None])
+            found["gradients"] = max(found["gradients"], gradients)
+
+        def watched_change() -> None:
+            nonlocal changing
+            before = counted.work.copy()
+            change()
+            changing = changing.plus(counted.work.since(before))
+
+        update.backward = watched  # type: ignore[method-assign]
+        update.optimizer.step = watched_change  # type: ignore[assignment, method-assign]
+
+    for _, update in parts:
+        watch(update)
     batch = make_batch(config, step.ranks.layout)
-    counted = _Counted()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, counted:
         step.run(StepBatch(batch), 0)
     live = peak = 0
@@ -72,9 +89,12 @@ def measure_step(config: TidemillConfig, ranks: Ranks | None = None) -> dict[str
     # Two micro-batches were computed, of as many as the step has.
     tokens = int((batch[0].lengths + 1).sum())
     times = micro_batches(config, tokens, step.ranks.dp_size) // len(batch)
-    messages = counted.work.messages.items()
-    sent = {f"{each.kind} {len(each.ranks)}": each.sent(message) * times for each, message in messages}
-    return {**found, "peak": peak, "flops": counted.work.flops * times, "sent": sent}
+    work = counted.work.since(changing)
+    sent: Counter[str] = Counter()
+    for ledger, number in ((work, times), (changing, 1)):
+        for each, message in ledger.messages.items():
+            sent[f"{each.kind} {len(each.ranks)}"] += each.sent(message) * number
+    return {**found, "peak": peak, "flops": work.flops * times + changing.flops, "sent": sent}
 
 
 def size(tensors: list[Tensor]) -> int:

@@ -15,6 +15,7 @@ from deploy.planning.changes import layouts, rehearse_apart
 from deploy.planning.engine_size import size_engine, vllm_share
 from deploy.planning.fit import fit, trainer_ranks
 from schemas.errors import ConfigError
+from tests.support.models.tiny_mixture import build_mixture
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.sized_steps import configuration, measure_step
 
@@ -31,7 +32,16 @@ QWEN_7B = {
 }
 
 
-@pytest.mark.parametrize("trainer", [{}, {"activation_checkpointing": True}, {"lora": {"rank": 4}}])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {},
+        {"activation_checkpointing": True},
+        {"lora": {"rank": 4}},
+        {"optimizer": {"name": "muon"}},
+        {"critic": {}, "advantage": {"name": "gae"}},
+    ],
+)
 def test_a_rehearsed_step_has_the_bytes_of_a_real_one(tmp_path: Path, trainer: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = configuration(make_tiny_model(tmp_path / "model", hidden=128, layers=4), **trainer)
@@ -69,6 +79,21 @@ def test_the_host_waits_for_a_device_where_it_is_known_and_nowhere_else(tmp_path
         "model/policy.py forward",
     ]
     assert {wait.split()[0] for wait in found["step_waits"]} == {"distributed/ranks.py", "metrics/step_metrics.py"}
+
+
+def test_gathered_weights_that_are_kept_are_gathered_once(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, hidden=128, layers=12)
+    freed, kept = (rehearse_apart(configuration(model, parallel={"reshard": reshard}), 2) for reshard in (True, False))
+    sent = [sum(each["sent"] for each in found["traffic"] if each["kind"] == "all-gather") for found in (freed, kept)]
+    assert 0.45 < sent[1] / sent[0] < 0.6
+    assert kept["temporary"] + kept["activations"] > freed["temporary"] + freed["activations"]
+
+
+def test_a_mixture_whose_routers_replay_choices_has_the_flops_of_one_that_chooses(tmp_path: Path) -> None:
+    build_mixture().save_pretrained(tmp_path)
+    chosen, replayed = (rehearse_apart(configuration(tmp_path, router_replay=replay), 2) for replay in (False, True))
+    assert chosen["flops"] == replayed["flops"]
+    assert replayed["activations"] > 0
 
 
 def test_a_model_of_known_size_is_shared_out_evenly(tmp_path: Path) -> None:
@@ -126,8 +151,8 @@ def test_an_unknown_card_and_what_cannot_be_sized_are_refused_by_name(tmp_path: 
     make_tiny_model(tmp_path)
     with pytest.raises(ConfigError, match=r"--gpu 'h300' is not known, must be one of a100-40, .*h200"):
         fit(configuration(tmp_path), 8, "h300")
-    with pytest.raises(ConfigError, match=r"trainer\.router_replay true cannot be sized"):
-        rehearse_apart(configuration(tmp_path, router_replay=True), 1)
+    with pytest.raises(ConfigError, match=r"trainer\.kl\.device cpu cannot be sized"):
+        rehearse_apart(configuration(tmp_path, kl={"coef": 0.1, "device": "cpu"}), 1)
 
 
 def test_the_time_of_a_step_is_that_of_its_slowest_part() -> None:
