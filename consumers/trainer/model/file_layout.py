@@ -19,6 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -303,4 +304,5 @@ def _bytes(tensor: Tensor, dtype: torch.dtype) -> memoryview:
         host.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(tensor.device).synchronize()
         tensor = host
-    return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+    # Memory that ``numpy`` has seen can't be freed any more, as it must be when the state moves off its device.
+    return np.from_dlpack(tensor.view(-1).view(torch.uint8)).data if tensor.numel() else memoryview(b"")
