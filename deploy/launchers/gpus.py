@@ -19,7 +19,7 @@ from deploy.planning.cluster import SHARED, UTILIZATION, engine_width
 from deploy.planning.search import place
 from producers.engines.factory import engine_name
 from schemas.config import PlacementConfig, TidemillConfig
-from schemas.config.placement import count_gpus, parse_ranges
+from schemas.config.deploy import count_gpus, parse_ranges
 from schemas.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

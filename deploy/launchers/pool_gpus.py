@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from deploy.launchers.gpus import Auto, Gpu, GpuPlan, check_count, shared_utilization, there_are
 from deploy.planning.cluster import engine_width
 from schemas.config import TidemillConfig, by_pool
-from schemas.config.placement import parse_ranges
+from schemas.config.deploy import parse_ranges
 from schemas.errors import ConfigError
 
 

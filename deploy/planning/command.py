@@ -15,7 +15,7 @@ from deploy.planning.cluster import engine_width
 from deploy.planning.run_rates import Known, figures
 from deploy.planning.search import NEARLY, STEPS, WORTH, Plan, best, best_in_turns, in_turns, in_words, simulate
 from schemas.config import TidemillConfig
-from schemas.config.placement import parse_ranges
+from schemas.config.deploy import parse_ranges
 
 STALENESS = (0, 1, 2, 4, 8)
 

@@ -9,7 +9,7 @@ from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix, engi
 from deploy.planning.run_rates import figures
 from deploy.planning.simulation import Simulation, SimulationResult
 from schemas.config import PlacementConfig, TidemillConfig
-from schemas.config.placement import count_gpus, parse_ranges
+from schemas.config.deploy import count_gpus, parse_ranges
 from schemas.errors import ConfigError
 
 STEPS = 6

@@ -15,7 +15,14 @@ from schemas.config.data import (
     RewardTerm,
     TrainDataset,
 )
-from schemas.config.deploy import ControlConfig, DeploymentsConfig, LauncherConfig, ProbesConfig, SupervisorConfig
+from schemas.config.deploy import (
+    ControlConfig,
+    DeploymentsConfig,
+    LauncherConfig,
+    PlacementConfig,
+    ProbesConfig,
+    SupervisorConfig,
+)
 from schemas.config.generator import (
     EPISODE_WORKFLOWS,
     REWARDING_WORKFLOWS,
@@ -27,7 +34,6 @@ from schemas.config.generator import (
 )
 from schemas.config.loading import by_pool, dump_config, dump_yaml, load_config, of_pool, parse_config, save_config
 from schemas.config.offline import DpoConfig, PreferenceConfig, RewardModelConfig, WarmStartConfig
-from schemas.config.placement import PlacementConfig
 from schemas.config.publish import PublishConfig
 from schemas.config.root import TidemillConfig
 from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, TraceConfig

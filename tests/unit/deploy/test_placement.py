@@ -13,7 +13,7 @@ from deploy.launchers.gpus import Gpu, GpuPlan, plan_gpus
 from deploy.launchers.local import Local
 from deploy.supervisor.process import Processes
 from schemas.config import TidemillConfig, parse_config
-from schemas.config.placement import parse_ranges
+from schemas.config.deploy import parse_ranges
 from schemas.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ def test_ranges_name_the_numbers_that_they_were_written_from(numbers: set[int]) 
     [
         (
             {"places": "0-2", "generator": {"engine": "http", "http": {"url": "http://h:1", "dialect": "vllm"}}},
-            "generator.engine http can't",
+            "generator.http.dialect vllm can't",
         ),
         ({"places": "0-2", "generator": {"workflow": {"name": "live"}}}, "generator.workflow live can't use its GPUs"),
         ({"places": "3-1"}, "'3-1' names no GPUs, must be numbers and ranges such as 0-3,6"),
