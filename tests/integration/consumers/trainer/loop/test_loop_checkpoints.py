@@ -18,8 +18,8 @@ from consumers.trainer import loop as loop_module
 from consumers.trainer.checkpoint import store as checkpoints_module
 from consumers.trainer.checkpoint.store import CheckpointStore, Taken
 from consumers.trainer.loop import Trainer
+from consumers.trainer.model import snapshot
 from consumers.trainer.model.hf_weights import copy_tokenizer
-from consumers.trainer.model.snapshot import Snapshot
 from schemas.config import ModelConfig
 from schemas.errors import ConfigError, DiskError
 from schemas.run_folder import read_lines, surviving_lines
@@ -143,12 +143,12 @@ def test_training_waits_while_the_disk_is_full(
     assert any(event.name == "checkpoint" and "No space" in event.text for event in broker.events.tail(10))
 
 
-@pytest.mark.parametrize("place", ["write", "put"])
+@pytest.mark.parametrize("place", ["write_pieces", "put"])
 def test_training_waits_while_weights_find_no_room(
     trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     failures: list[int] = []
-    owner: Any = {"write": Snapshot, "put": FileTransport}[place]
+    owner: Any = {"write_pieces": snapshot, "put": FileTransport}[place]
     real = getattr(owner, place)
 
     def full(*args: Any, **kwargs: Any) -> Any:
@@ -228,7 +228,7 @@ def test_a_trainer_that_waits_for_room_for_weights_ends_when_asked(
             stop.set()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Snapshot, "write", full)
+    monkeypatch.setattr(snapshot, "write_pieces", full)
     monkeypatch.setattr(context, "FIRST_WAIT_S", 0.01)
     with Pipeline(broker, publish_of_version), pytest.raises(DiskError, match="cannot publish weights version 1"):
         run(trainer(), stop)
