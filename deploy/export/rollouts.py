@@ -106,9 +106,8 @@ class RolloutReplay(AbstractContextManager["RolloutReplay"]):
             self._pieces = self._read()
             self._runner.run(self._engine.start())
         if pieces := self._pieces.pop(version, []):
-            snapshot, _ = ranks.gather([0, 0])
+            snapshot, _ = ranks.gather([0, 0], file := Path(self._folder.name) / f"{version}.safetensors")
             snapshot.fill()
-            snapshot.write(file := Path(self._folder.name) / f"{version}.safetensors")
             self._runner.run(self._generate(FileSource(file), version, pieces))
             file.unlink()
 

@@ -258,6 +258,8 @@ def mark_file(path: Path) -> tuple[str, OSError | None]:
     """Make a file on rank 0; returns a mark by which the other ranks know that they see it, or what went wrong."""
     mark = uuid.uuid4().hex
     try:
+        # The weights that are written may be mapped from the file that was there.
+        path.unlink(missing_ok=True)
         path.write_text(mark, encoding="ascii")
     except OSError as error:
         return "", error

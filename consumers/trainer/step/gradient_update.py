@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
+from torch.optim.adamw import adamw
 
-from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.distributed.ranks import Ranks, local_part
 from schemas.config import OptimizerConfig
 
 FIRST = 2.0**24
@@ -197,3 +198,37 @@ class Schedule:
     def at(self, step: int) -> float:
         """Return the learning rate of a step; the first is 1."""
         return self.lr * lr_factor(step - 1, self.settings, self.steps)
+
+
+class LocalAdamW(AdamW):
+    """AdamW that updates this rank's parts of sharded parameters as the plain tensors that they are.
+
+    Nothing of it concerns two ranks, while PyTorch's fused kernel refuses parameters that are cut over different ranks.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient; there is no closure."""
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            self._update(trained, group)
+
+    def _update(self, trained: list[nn.Parameter], group: dict[str, Any]) -> None:
+        states = [self.state[p] for p in trained]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [local_part(p) for p in trained],
+            [local_part(cast(Tensor, p.grad)) for p in trained],
+            [local_part(state["exp_avg"]) for state in states],
+            [local_part(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )

@@ -15,51 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
-from torch.optim.adamw import adamw
 
 from consumers.trainer.distributed.parts import own_blocks
 from consumers.trainer.distributed.ranks import local_part
+from consumers.trainer.step.gradient_update import LocalAdamW
 from schemas.config import OptimizerConfig
 from schemas.errors import ConfigError
 
 _NUMBERED = re.compile(r"\.\d+\.")
 """Part of the name of what belongs to one of many layers."""
-
-
-class LocalAdamW(AdamW):
-    """AdamW that updates this rank's parts of sharded parameters as the plain tensors that they are.
-
-    Nothing of it concerns two ranks, while PyTorch's fused kernel refuses parameters that are cut over different ranks.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient; there is no closure."""
-        for group in self.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
-            self._update(trained, group)
-
-    def _update(self, trained: list[nn.Parameter], group: dict[str, Any]) -> None:
-        states = [self.state[p] for p in trained]
-        beta1, beta2 = group["betas"]
-        adamw(
-            [local_part(p) for p in trained],
-            [local_part(cast(Tensor, p.grad)) for p in trained],
-            [local_part(state["exp_avg"]) for state in states],
-            [local_part(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
 
 
 class LocalMuon(LocalAdamW):

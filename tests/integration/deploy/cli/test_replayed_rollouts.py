@@ -68,9 +68,8 @@ async def sample_steps(engine: TransformersEngine, config: TidemillConfig, ranks
     files = BatchFiles(config.folder)
     try:
         for step in range(STEPS):
-            snapshot, _ = ranks.gather([1, 2])
+            snapshot, _ = ranks.gather([1, 2], file := config.folder / "weights")
             snapshot.fill()
-            snapshot.write(file := config.folder / "weights")
             new: FileSource | None = FileSource(file)
             groups = []
             for k in range(GROUPS):

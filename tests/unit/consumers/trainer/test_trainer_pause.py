@@ -16,6 +16,7 @@ from consumers.trainer import pause as pause_module
 from consumers.trainer.checkpoint.batch_files import BatchFiles
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.context import DiskRetry, TrainerContext
+from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.pause import PauseFollower
 from schemas.errors import ConfigError
 from schemas.system.files import atomic_write
@@ -31,7 +32,8 @@ class Follower(PauseFollower):
         self.told: list[str] = []
         retry = DiskRetry(30.0, lambda *event: self.told.append(event[2]))
         settings = SimpleNamespace(follow=lambda changed: None)
-        context = SimpleNamespace(broker=None, progress=self.progress, rank_group=store, retry=retry, settings=settings)
+        others = {"retry": retry, "settings": settings, "timer": StepTimer()}
+        context = SimpleNamespace(broker=None, progress=self.progress, rank_group=store, **others)
         super().__init__(cast(TrainerContext, context), self.count_save)
 
     def count_save(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -344,6 +345,7 @@ class Checked:
 
     def __init__(self, version: int) -> None:
         self.version = version
+        self.config = SimpleNamespace(trace=None)
         self.updates = self.weights = self.saver = self.orders = self
         self.times_lent = 0
         self.saved: list[Partial] = []
