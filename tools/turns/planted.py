@@ -8,6 +8,7 @@ import os
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import structlog
 
@@ -25,16 +26,21 @@ class Planted:
     old: str
     new: str
 
-    def apply(self) -> None:
-        """Replace the method; AssertionError if its text has no such piece."""
+    def write(self) -> tuple[type, ModuleType, str, str]:
+        """Return the method's class, module, name and new text; AssertionError if its text has no such piece."""
         module_name, _, path = self.where.partition(":")
         class_name, _, name = path.partition(".")
         module = importlib.import_module(module_name)
         owner = getattr(module, class_name)
         text = textwrap.dedent(inspect.getsource(inspect.getattr_static(owner, name)))
         assert text.count(self.old) == 1, f"{self.where} has {self.old!r} {text.count(self.old)} times"
+        return owner, module, name, text.replace(self.old, self.new)
+
+    def apply(self) -> None:
+        """Replace the method."""
+        owner, module, name, text = self.write()
         found: dict[str, object] = {}
-        exec(compile(text.replace(self.old, self.new), f"planted {name}", "exec"), vars(module), found)
+        exec(compile(text, f"planted {name}", "exec"), vars(module), found)
         setattr(owner, name, found[name])
 
 
