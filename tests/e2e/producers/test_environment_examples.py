@@ -73,7 +73,7 @@ def train(folder: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
     config["warm_start"].update(stop_accuracy=0.2, eval_every=20)
     config["generator"].update(engine="transformers")
     config["trainer"].update(steps=2, batch_groups=2)
-    config["sampling"].update(n=4)
+    config["sampling"].update(n=8)
     config["flow"].update(staleness=0)
     config.pop("eval", None)
     run = UpRun(folder, config)
