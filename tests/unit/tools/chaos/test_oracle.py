@@ -344,9 +344,9 @@ def test_most_live_groups_and_unbalanced_looks() -> None:
     assert (found.most, found.own, found.worst, found.unbalanced, found.looks) == (5.0, 5.0, looks[1], 1, 2)
     assert found.uncounted == 0.0
     assert peaks([*looks, Line(3.0, "look", {**looks[0].data, "uncounted": 0.02})], samples=2).uncounted == 0.02
-    uses = {"generator": {"compute": 6000.0, "wait": 3800.0, "held": 9900.0}, "trainer": {"load": 100.0, "held": 100.0}}
+    uses = {"generator": {"compute": 6000.0, "wait": 3595.0, "held": 9900.0}, "trainer": {"load": 100.0, "held": 100.0}}
     look = Line(3.0, "look", {**looks[0].data, "devices": uses, "device_seconds": 9700.0})
-    assert peaks([*looks, look], samples=2).devices_off == pytest.approx(0.028), "10,000 held, 9,700 by the suite"
+    assert peaks([*looks, look], samples=2).devices_off == pytest.approx(0.03), "9,695 of 10,000, less 5"
     # What the suite itself has put in shortly before is not the run's.
     found = peaks(looks, samples=2, poison=[1.5])
     assert (found.most, found.own, found.worst) == (5.0, 4.0, looks[0])
