@@ -71,7 +71,12 @@ def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.
     if policy.vision is not None:
         _, (start, _) = policy.vision.probe_tokens(policy.causal_lm)
         images = probe_batch(policy.vision.settings, len(tokens), start).to(policy.device)
-    scores = policy(ids, ids[:, 1:], torch.ones_like(ids[:, 1:], dtype=torch.bool), images=images)
+    # Engines score a text among all tokens, whatever they may sample.
+    allowed, policy.output_tokens = policy.output_tokens, None
+    try:
+        scores = policy(ids, ids[:, 1:], torch.ones_like(ids[:, 1:], dtype=torch.bool), images=images)
+    finally:
+        policy.output_tokens = allowed
     found: npt.NDArray[np.float32] = scores.logprobs[0].float().cpu().numpy()
     return found
 

@@ -11,6 +11,7 @@ import torch
 from consumers.trainer.data.groups import Group
 from consumers.trainer.group_intake import GroupIntake
 from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.model.probe import reference_logprobs
 from producers.engines.base import EngineSettings
 from producers.engines.factory import make_engine
 from schemas.errors import ConfigError
@@ -34,11 +35,14 @@ async def test_only_these_tokens_are_sampled_and_counted(tmp_path: Path, name: s
     await engine.start()
     try:
         samples = await engine.generate([5, 6, 7], Sampling(temperature=0.8, max_tokens=12, seed=1), n=16)
+        probed = await engine.logprobs([5, 6, 7, 200, 8, 9])
     finally:
         await engine.close()
     assert {token for sample in samples for token in sample.tokens} == set(allowed)
     assert {(len(sample.tokens), sample.finish) for sample in samples} == {(12, "length")}, "none of them ends a sample"
     policy = Policy(load_model(folder, "float32"), output_tokens=allowed)
+    expected = reference_logprobs(policy, [5, 6, 7, 200, 8, 9])
+    assert probed == pytest.approx(expected, abs=1e-4), "weights are probed among all tokens"
     rows = torch.tensor([[5, 6, 7, *sample.tokens] for sample in samples])
     mask = torch.zeros(len(rows), rows.shape[1] - 1, dtype=torch.bool)
     mask[:, 2:] = True
