@@ -85,17 +85,16 @@ def test_two_generators_and_the_trainer_share_their_gpus_and_one_generator_has_i
     assert any(line.get("time/hand_over_s", 0) > 0 for line in run.lines("metrics.jsonl"))
 
 
-@pytest.mark.matrix("a thousand steps of the same run; make test has twenty")
-@pytest.mark.timeout(2400)
+@pytest.mark.matrix("a thousand steps; make test has twenty")
+@pytest.mark.timeout(1200)
 def test_a_thousand_steps_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = 1000
-    config = configuration(tmp_path, "0-1", "0-2", steps)
-    config["trainer"]["processes"] = 2
+    config = configuration(tmp_path, "0", "0", steps)
     config["trainer"]["checkpoint"]["every"] = 50
-    run = start(tmp_path, monkeypatch, config, 3)
-    summary = run.finish(2000)
+    run = start(tmp_path, monkeypatch, config, 1)
+    summary = run.finish(1000)
     assert_all_trained_once(run, summary, steps)
-    woken = check_notes(read_notes(tmp_path / "notes"), ["generator-0", "generator-1"])
+    woken = check_notes(read_notes(tmp_path / "notes"), ["generator-0"])
     assert woken >= 100
     print(f"{woken} wakes, {summary}")
 
