@@ -120,7 +120,7 @@ def plain_line(status: RunStatus, history: History) -> str:
         parts.append(status.bottleneck.text)
     elif status.state != "running":
         parts.append(_state(status))
-    elif status.bottleneck.limit == "prompts":
+    elif status.bottleneck.limit == "prompts" and status.bottleneck.figures.get("groups_filtered_share", 0) > 0.5:
         parts.append(status.bottleneck.text)
     return "  ".join(parts)
 

@@ -192,7 +192,8 @@ def test_the_plain_line_speaks_of_complete_evaluations_only() -> None:
 
 def test_the_plain_line_says_why_no_step_is_taken() -> None:
     text = "Prompts: 98% of the groups are dropped because all their samples have the same reward."
-    bottleneck = BUSY.bottleneck.model_copy(update={"limit": "prompts", "text": text})
+    figures = {"groups_filtered_share": 0.98}
+    bottleneck = BUSY.bottleneck.model_copy(update={"limit": "prompts", "text": text, "figures": figures})
     assert plain_line(BUSY.model_copy(update={"bottleneck": bottleneck}), HISTORY).endswith(f"2:31 to go  {text}")
 
 
