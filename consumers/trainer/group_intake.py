@@ -302,7 +302,7 @@ class GroupIntake:
         return next((problem for problem in found if problem is not None), None)
 
     def _find_token_problem(self, group: Group) -> str | None:
-        """Name a sampled token that model.output_tokens rules out; None if there is none."""
+        """Return a message that names a sampled token which model.output_tokens rules out, or None."""
         if self._output_tokens is None:
             return None
         for sample, _ in group.samples:
