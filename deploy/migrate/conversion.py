@@ -188,7 +188,7 @@ class Conversion:
             if rule is None or key in self.left_out or isinstance(value, Unread | Reference) or value in rule.idle:
                 continue
             is_gone = rule.convert is not None and rule.converted(value) is None
-            if is_gone or not differs({**self.found, key: another(value)}):
+            if is_gone or not any(differs({**self.found, key: other}) for other in others(value)):
                 self.leave(f"not carried over; see {rule.ours}" + (f" ({rule.note})" if rule.note else ""), key)
 
     def notes(self) -> list[str]:
@@ -211,15 +211,15 @@ def _ours(rule: ConversionRule | None) -> str:
     return rule.ours if rule is not None and rule.ours else "the setting that you need"
 
 
-def another(value: Any) -> Any:
-    """Return another value of the same kind."""
+def others(value: Any) -> tuple[Any, ...]:
+    """Return other values of the same kind, two if the conversion of one may come out the same, as by rounding."""
     if isinstance(value, bool):
-        return not value
+        return (not value,)
     if isinstance(value, int):
-        return value + 3 if value >= 0 else 7
+        return (value + 3, 2 * value + 1) if value >= 0 else (7,)
     if isinstance(value, float):
-        return value / 2 or 0.25
-    return f"{value}x" if isinstance(value, str) else type(value)()
+        return (value / 2 or 0.25,)
+    return (f"{value}x", f"x{value}") if isinstance(value, str) else (type(value)(),)
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,8 @@ def plain_line(status: RunStatus, history: History) -> str:
     if history.heldout:
         version, mean = history.heldout[-1]
         parts.append(f"held-out {mean:.3f} (version {version})")
+    if history.evaluations and not (newest := history.evaluations[-1]).complete:
+        parts.append(f"evaluating version {newest.version}: {newest.scored + newest.failed:,} of {newest.n:,}")
     if staleness.mean is not None:
         parts.append(f"staleness {staleness.mean:.1f} max {staleness.max} bound {staleness.bound}")
     if throughput.generated_tokens or throughput.trained_tokens:

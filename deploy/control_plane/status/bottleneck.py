@@ -38,6 +38,7 @@ class Evidence:
     and for a generator. step_samples: those of one step. load: share of the generators' places that are taken, None
     without generators. update: share of the time that generators stand still for new weights. filtered: share of the
     groups that came back and were dropped because their rewards are equal, None before there are enough.
+    evaluating: the evaluation that is under way, such as "version 20 (312 of 1,319 samples)"; empty if there is none.
     """
 
     state: RunState
@@ -57,6 +58,7 @@ class Evidence:
     filtered: float | None
     generated_per_s: float
     trained_per_s: float
+    evaluating: str = ""
 
 
 def find_bottleneck(seen: Evidence) -> Bottleneck:
@@ -105,6 +107,8 @@ def _standing(seen: Evidence) -> tuple[str, str] | None:
     if seen.wait is None:
         if seen.loading:
             return "nothing", f"Starting: {_and(seen.loading)} {'loads' if len(seen.loading) == 1 else 'load'}."
+        if seen.evaluating:
+            return "nothing", f"Generators evaluate {seen.evaluating} first; the first step comes after that."
         return "nothing", (
             f"The first step is being made: {seen.active} of {seen.capacity} prompt groups are under way."
         )
@@ -137,7 +141,8 @@ def _limit(seen: Evidence) -> tuple[str, str]:
             " A larger staleness or a larger window would use them."
         )
     full = "" if seen.load is None else f"; generators are {seen.load:.0%} full"
-    return "generation", f"Generation: {waits}{full}. More generators would help."
+    shared = f", and they also evaluate {seen.evaluating}" if seen.evaluating else ""
+    return "generation", f"Generation: {waits}{full}{shared}. More generators would help."
 
 
 def _and(names: Sequence[str]) -> str:

@@ -340,6 +340,7 @@ class Collector:
             filtered=self._filtered(ledger),
             generated_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in generators),
             trained_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in live if beat.role == "trainer"),
+            evaluating=_under_way(self.evaluations),
         )
 
 
@@ -356,6 +357,13 @@ def evaluation(result: EvalResult, has_accuracy: bool) -> EvaluationStatus:
         off_version=result.off_version,
         time=result.time or None,
     )
+
+
+def _under_way(results: Sequence[EvalResult]) -> str:
+    if not results or results[-1].complete:
+        return ""
+    newest = results[-1]
+    return f"version {newest.version} ({newest.scored + newest.failed:,} of {newest.n:,} samples)"
 
 
 def _counts(ledger: LedgerState, lags: Sequence[StreamLag]) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,28 @@ _OURS = {
     "max_lora_rank": "it follows from trainer.lora.rank",
 }
 
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
 
 def check_names_of_arguments(args: dict[str, Any]) -> None:
     """Raise ConfigError for an argument that the installed vLLM does not know, or that users can't set."""
     # If another release keeps them elsewhere, vLLM itself reports a wrong name at its start.
     if args and (names := read_names(vllm_file("engine", "arg_utils.py"))):
         checked_args(args, names)
+
+
+def check_parallel(arguments: dict[str, Any], on_cpu: bool, devices: int) -> None:
+    """Raise ConfigError if tensor, pipeline and data parallelism need more devices than this machine has."""
+    sizes = {name: int(arguments.get(name) or 1) for name in _PARALLEL}
+    asked = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    if asked and on_cpu:
+        raise ConfigError(f"generator.args: {asked}: vLLM on a CPU runs in one process; start more generators instead")
+    needed = math.prod(sizes.values())
+    if asked and needed > devices and not arguments.get("distributed_executor_backend"):
+        raise ConfigError(
+            f"generator.args: {asked} need {needed} GPUs, this machine shows {devices}: lower them, or set"
+            " distributed_executor_backend for several machines"
+        )
 
 
 def vllm_file(*path: str) -> Path | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from producers.engines.base import EngineSettings
-from producers.engines.vllm.arguments import checked_args
+from producers.engines.vllm.arguments import check_parallel, checked_args
 from producers.engines.vllm.before_import import set_environment
 from producers.engines.vllm.images import image_arguments
 from producers.engines.vllm.lora import lora_arguments
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _GIB = 2**30
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 def boot(folder: Path, settings: EngineSettings) -> AsyncLLM:
@@ -113,20 +111,6 @@ def _cpu_defaults(folder: Path, settings: EngineSettings) -> dict[str, Any]:
         "distributed_executor_backend": UniProcExecutor,
         "kv_cache_memory_bytes": kv_cache_bytes(folder, settings),
     }
-
-
-def check_parallel(arguments: dict[str, Any], on_cpu: bool, devices: int) -> None:
-    """Raise ConfigError if tensor, pipeline and data parallelism need more devices than this machine has."""
-    sizes = {name: int(arguments.get(name) or 1) for name in _PARALLEL}
-    asked = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    if asked and on_cpu:
-        raise ConfigError(f"generator.args: {asked}: vLLM on a CPU runs in one process; start more generators instead")
-    needed = math.prod(sizes.values())
-    if asked and needed > devices and not arguments.get("distributed_executor_backend"):
-        raise ConfigError(
-            f"generator.args: {asked} need {needed} GPUs, this machine shows {devices}: lower them, or set"
-            " distributed_executor_backend for several machines"
-        )
 
 
 def kv_cache_bytes(folder: Path, settings: EngineSettings) -> int:

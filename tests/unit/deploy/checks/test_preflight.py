@@ -160,6 +160,17 @@ def test_a_package_that_is_missing_is_told_where_services_run_here(
     assert preflight.check_packages(config, here=False) == "engine vllm"
 
 
+def test_several_processes_of_vllm_on_a_cpu_are_refused_before_anything_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "is_cpu_build", lambda: True)
+    generator = {"engine": "vllm", "args": {"tensor_parallel_size": 2}}
+    config = parse_config(yaml.safe_load((folder / "config.yaml").read_text()) | {"generator": generator})
+    with pytest.raises(ConfigError, match=r"^generator\.args: tensor_parallel_size 2: vLLM on a CPU runs"):
+        preflight.check_packages(config)
+    assert preflight.check_packages(config, here=False) == "engine vllm"
+
+
 def test_a_parser_of_answers_that_there_is_not_is_told_before_anything_starts(folder: Path) -> None:
     for engine, names in (("vllm", "one of "), ("scripted", "one of hermes, and with generator.engine vllm")):
         generator = {"engine": engine, "agents": {"tool_parser": "hermse"}}

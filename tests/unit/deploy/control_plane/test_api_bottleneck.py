@@ -80,6 +80,14 @@ def test_the_bottleneck_names_what_limits_the_run(changes: dict[str, object], li
         ({"wait": None, "loading": ["generator-0"]}, "Starting: generator-0 loads."),
         ({"wait": None}, "The first step is being made: 20 of 20 prompt groups are under way."),
         (
+            {"wait": None, "evaluating": "version 0 (3 of 9 samples)"},
+            "Generators evaluate version 0 (3 of 9 samples) first; the first step comes after that.",
+        ),
+        (
+            {"evaluating": "version 20 (3 of 9 samples)"},
+            "Generation: the trainer waits for 60% of its time; generators are 95% full, and they also evaluate",
+        ),
+        (
             {"wait": None, "filtered": 1.0},
             "Prompts: 100% of the groups are dropped because all their samples have the same reward. Check the reward",
         ),

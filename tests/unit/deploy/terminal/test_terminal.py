@@ -183,9 +183,10 @@ def test_services_with_shared_gpus_say_since_when_they_have_them() -> None:
     assert text.count("GPU for") == 2
 
 
-def test_the_plain_line_speaks_of_complete_evaluations_only() -> None:
+def test_the_plain_line_has_means_of_complete_evaluations_only() -> None:
     assert plain_line(BUSY, HISTORY) == (
-        "step 412/800  reward 0.750  held-out 0.840 (version 400)  staleness 1.4 max 4 bound 4"
+        "step 412/800  reward 0.750  held-out 0.840 (version 400)  evaluating version 450: 3 of 500"
+        "  staleness 1.4 max 4 bound 4"
         "  tokens/s 6,123 generated 4,810 trained  slots 158/160  2:31 to go"
     )
 

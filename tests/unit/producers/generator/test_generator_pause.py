@@ -15,7 +15,7 @@ import pytest
 from broker.client import Broker
 from broker.flow.run_control import ControlState
 from producers.engines.base import Engine, KvCacheUsage
-from producers.engines.vllm.boot import check_parallel
+from producers.engines.vllm.arguments import check_parallel
 from producers.generator import orders
 from producers.generator.hang_watchdog import CHECK_S, Stall
 from producers.generator.orders import OrderFollower
