@@ -22,9 +22,12 @@ NOT_PASSED = ("data_parallel_size", "tool_call_parser", "max_model_len", "enable
 
 def convert(done: Conversion) -> None:
     """Convert settings of prime-rl, in its own defaults where they differ from ours and decide what is trained."""
-    known, length = done.known, done.value("seq_len")
+    known = done.known
+    length = known.get("orchestrator.seq_len", done.value("seq_len"))
     most = f"{TRAIN}.sampling.max_completion_tokens"
     done.set("sampling.max_tokens", min(known.get(most, length // 2), length - 1))
+    if most not in known:
+        done.ask("sampling.max_tokens: prime-rl bounds prompt and completion together; half is for the completion here")
     done.set("run.name", run_name(known.get("monitors.wandb.name")))
     rollouts, group = done.value("orchestrator.batch_size"), done.value("orchestrator.group_size")
     done.set("trainer.batch_groups", max(1, rollouts // group))

@@ -71,6 +71,16 @@ def test_a_file(tmp_path: Path) -> None:
     assert trainer["optimizer"]["name"] == "muon"
 
 
+def test_each_side_may_have_a_length_of_its_own(tmp_path: Path) -> None:
+    text = FILE.replace("[orchestrator]", "[orchestrator]\nseq_len = 4096").replace("max_completion_tokens = 128", "")
+    config, notes = convert(
+        tmp_path, text.replace("[trainer.optim]", "[trainer.model]\nseq_len = 8192\n[trainer.optim]")
+    )
+    assert (config["model"]["max_length"], config["sampling"]["max_tokens"]) == (4096, 2048)
+    assert config["trainer"]["micro_batch_tokens"] == 8192
+    assert [note for note in notes if "half is for the completion" in note]
+
+
 def test_several_environments_have_their_shares(tmp_path: Path) -> None:
     more = '[[orchestrator.train.source]]\nname = "b"\nratio = 0.3\nenv = {taskset = {id = "b"}}\ncurriculum = 1\n'
     config, notes = convert(tmp_path, FILE + more)
