@@ -29,7 +29,7 @@ from deploy.control_plane.address import listen, read_token
 from producers.conversation.parsing.factory import check_parsers
 from producers.engines.factory import engine_name
 from producers.engines.sampling import check_sampling
-from producers.engines.vllm.arguments import check_names_of_arguments, check_parallel
+from producers.engines.vllm.arguments import check_machine, check_names_of_arguments
 from producers.engines.vllm.before_import import check_batch_invariance, is_cpu_build
 from producers.tasks import make_sampling
 from schemas.config import HttpEngineConfig, ModelConfig, TidemillConfig, by_pool, dump_config
@@ -124,7 +124,7 @@ def check_packages(config: TidemillConfig, here: bool = True) -> str:
     if engine == "vllm":
         check_names_of_arguments(config.generator.args)
         if here and is_cpu_build():
-            check_parallel(config.generator.args, on_cpu=True, devices=1)
+            check_machine(config.generator.args, on_cpu=True, devices=1)
     agents = config.generator.agents
     check_parsers(agents.tool_parser, agents.reasoning_parser, engine == "vllm")
     if not config.generator.exact:

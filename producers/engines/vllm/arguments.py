@@ -37,12 +37,14 @@ def check_names_of_arguments(args: dict[str, Any]) -> None:
         checked_args(args, names)
 
 
-def check_parallel(arguments: dict[str, Any], on_cpu: bool, devices: int) -> None:
-    """Raise ConfigError if tensor, pipeline and data parallelism need more devices than this machine has."""
+def check_machine(arguments: dict[str, Any], on_cpu: bool, devices: int) -> None:
+    """Raise ConfigError for arguments that this machine can't follow: too few devices, or a CPU that compiles."""
     sizes = {name: int(arguments.get(name) or 1) for name in _PARALLEL}
     asked = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     if asked and on_cpu:
         raise ConfigError(f"generator.args: {asked}: vLLM on a CPU runs in one process; start more generators instead")
+    if on_cpu and arguments.get("enforce_eager") is False:
+        raise ConfigError("generator.args: enforce_eager False: vLLM does not compile on a CPU here; leave it out")
     needed = math.prod(sizes.values())
     if asked and needed > devices and not arguments.get("distributed_executor_backend"):
         raise ConfigError(

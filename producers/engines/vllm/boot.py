@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from producers.engines.base import EngineSettings
-from producers.engines.vllm.arguments import check_parallel, checked_args
+from producers.engines.vllm.arguments import check_machine, checked_args
 from producers.engines.vllm.before_import import set_environment
 from producers.engines.vllm.images import image_arguments
 from producers.engines.vllm.lora import lora_arguments
@@ -61,7 +61,7 @@ def engine_arguments(folder: Path, settings: EngineSettings, on_cpu: bool, devic
         **routed_experts_arguments(settings, on_cpu),
         **checked_args(settings.args, [field.name for field in fields(AsyncEngineArgs)]),
     }
-    check_parallel(arguments, on_cpu, devices)
+    check_machine(arguments, on_cpu, devices)
     return {
         **arguments,
         "model": str(folder),

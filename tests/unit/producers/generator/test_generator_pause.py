@@ -15,7 +15,7 @@ import pytest
 from broker.client import Broker
 from broker.flow.run_control import ControlState
 from producers.engines.base import Engine, KvCacheUsage
-from producers.engines.vllm.arguments import check_parallel
+from producers.engines.vllm.arguments import check_machine
 from producers.generator import orders
 from producers.generator.hang_watchdog import CHECK_S, Stall
 from producers.generator.orders import OrderFollower
@@ -96,14 +96,16 @@ def test_a_sample_needs_its_own_tokens_and_its_share_of_the_prompt() -> None:
     assert cache_need(bytes([0] * 80), n=8) == 10
 
 
-def test_parallel_settings_that_this_machine_cannot_have_are_one_line() -> None:
-    check_parallel({"tensor_parallel_size": 4, "data_parallel_size": 2}, on_cpu=False, devices=8)
-    check_parallel({"tensor_parallel_size": 16, "distributed_executor_backend": "ray"}, on_cpu=False, devices=8)
-    check_parallel({"tensor_parallel_size": 1}, on_cpu=True, devices=1)
+def test_arguments_that_this_machine_cannot_follow_are_one_line() -> None:
+    check_machine({"tensor_parallel_size": 4, "data_parallel_size": 2}, on_cpu=False, devices=8)
+    check_machine({"tensor_parallel_size": 16, "distributed_executor_backend": "ray"}, on_cpu=False, devices=8)
+    check_machine({"tensor_parallel_size": 1}, on_cpu=True, devices=1)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 4, pipeline_parallel_size 4 need 16 GPUs.* shows 8"):
-        check_parallel({"tensor_parallel_size": 4, "pipeline_parallel_size": 4}, on_cpu=False, devices=8)
+        check_machine({"tensor_parallel_size": 4, "pipeline_parallel_size": 4}, on_cpu=False, devices=8)
     with pytest.raises(ConfigError, match="one process"):
-        check_parallel({"tensor_parallel_size": 2}, on_cpu=True, devices=1)
+        check_machine({"tensor_parallel_size": 2}, on_cpu=True, devices=1)
+    with pytest.raises(ConfigError, match="enforce_eager False: vLLM does not compile on a CPU"):
+        check_machine({"enforce_eager": False}, on_cpu=True, devices=1)
 
 
 class RecordingEngine:
