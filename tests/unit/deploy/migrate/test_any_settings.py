@@ -48,6 +48,7 @@ def test_each_setting_is_carried_over_or_named(name: str) -> None:
         ("areal", {"actor.optimizer.lr_scheduler_type": "constant"}),
         ("areal", {"rollout.backend": "sglang:d4p1t1", "rollout.max_concurrent_rollouts": 256}),
         ("verl", {"data.train_files": "~/data/gsm8k/train.parquet"}),
+        ("trl", {"report_to": "none", "dataset_name": "json", "dataset_config": None, "data_files": "sums.jsonl"}),
         ("rlinf", {"rollout.rollout_backend": "vllm", "runner.task_type": "reasoning"}),
     ],
 )
