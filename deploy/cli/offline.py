@@ -119,20 +119,24 @@ def convert(
 ) -> None:
     """Convert a configuration of TRL, verl, AReaL, RLinf or prime-rl, and list what has no counterpart."""
     from deploy.migrate.convert import convert_file, render
+    from deploy.migrate.moved_functions import move_functions
 
     name, done = convert_file(file, system, processes)
-    text = render(file, name, done)
+    written: list[Path] = []
     if out is not None:
         if out.exists():
             raise ConfigError(f"--out {out} exists: name a new file")
-        out.write_text(text, encoding="utf-8")
+        written = move_functions(file, done, out.parent) if file.suffix == ".py" else []
+        out.write_text(render(file, name, done), encoding="utf-8")
     if as_json:
         print_json(
             {"from": name, "config": done.config, "notes": done.notes(), "out": None if out is None else str(out)}
         )
     elif out is None:
-        typer.echo(text, nl=False)
+        typer.echo(render(file, name, done), nl=False)
     else:
+        for moved in written:
+            typer.echo(f"{moved}: holds what {file.name} gives its trainer")
         typer.echo(f"{out}: see the {len(done.notes())} notes at its head, then try: tidemill doctor {out}")
 
 
