@@ -91,6 +91,24 @@ def test_two_runs_are_chosen_and_overlaid(visit: Open) -> None:
     expect(page.locator("#setup-settings tbody tr")).to_have_count(2)
 
 
+def test_charts_are_pinned_to_the_top_and_sections_fold_for_good(visit: Open) -> None:
+    page = visit("metrics?run=slow").page
+    cards = page.locator("#grid .grid-card")
+    expect(cards.first.locator("canvas")).to_be_visible(timeout=PATIENCE_MS)
+    everything, last = cards.count(), cards.last.get_attribute("data-metric")
+    page.get_by_label(f"Pin {last} to the top").click()
+    expect(cards.first).to_have_attribute("data-metric", str(last))
+    expect(page.locator(".grid-section").first).to_have_text("pinned1")
+    page.get_by_role("button", name="pinned").click()
+    expect(cards).to_have_count(everything - 1)
+
+    page.reload()
+    expect(page.locator(".grid-fold").first).to_have_attribute("aria-expanded", "false", timeout=PATIENCE_MS)
+    expect(cards).to_have_count(everything - 1)
+    page.get_by_label("Search metrics by name").fill(str(last))
+    expect(page.get_by_label(f"Pin {last} to the top")).to_have_attribute("aria-pressed", "true", timeout=PATIENCE_MS)
+
+
 def test_metrics_are_searched_smoothed_drawn_over_samples_and_saved(visit: Open) -> None:
     seen = visit("metrics?run=slow")
     page = seen.page

@@ -49,9 +49,11 @@ export class GridChart {
     this.canvas = h("div", { class: "grid-canvas", role: "img", "aria-label": `${name}, not loaded yet` });
     this.onLook = onLook;
     this.plot = null;
+    this.pin = onLook.pin ? h("button", { type: "button", class: "grid-button", "aria-label": `Pin ${name} to the top`, onclick: () => onLook.pin(name) }, "Pin") : null;
     this.element = h("section", { class: "panel grid-card", "data-metric": name, "aria-label": name },
       h("div", { class: "grid-head" }, h("h3", { title: name }, name),
         h("span", { class: "grid-do" },
+          this.pin,
           h("button", { type: "button", class: "grid-button", "aria-label": `Save ${name} as a picture`, onclick: () => this.savePicture() }, "PNG"),
           h("button", { type: "button", class: "grid-button", "aria-label": `Save ${name} as CSV`, onclick: () => onLook.csv(name) }, "CSV"))),
       about ? h("p", { class: "grid-about", title: about }, about) : null, this.legend, this.canvas);
@@ -65,6 +67,7 @@ export class GridChart {
   /** lines: [{run, index, x, values}]; settings: {axis, weight, log}. */
   show(lines, settings) {
     const { axis, weight, log } = settings;
+    if (this.pin) setAttribute(this.pin, "aria-pressed", this.onLook.isPinned(this.name));
     const positive = (values) => (log ? values.map((value) => (value > 0 ? value : null)) : values);
     const tables = [];
     const series = [{}];

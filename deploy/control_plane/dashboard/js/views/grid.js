@@ -1,5 +1,5 @@
 // All metrics of the chosen runs as a grid of charts: searched, smoothed, over steps, samples or time, and exported.
-// A chart is drawn, and its figures are asked for, when it comes into sight.
+// A chart is drawn, and its figures are asked for, when it comes into sight. Pinned charts come first.
 
 import { Refused } from "../data/api.js";
 import { archive, chosen, figuresOf, headOf, loadNames, loadRuns, loadSeries, refreshSeries } from "../data/archive.js";
@@ -12,7 +12,8 @@ import { register } from "../data/route.js";
 const EVERY_MS = 4000;
 const SECTIONS = ["reward", "eval", "episode", "data", "groups", "samples", "train", "staleness", "perf", "time"];
 const KEY = "tidemill-grid";
-const settings = { axis: "step", weight: 0.6, log: false, ...JSON.parse(localStorage.getItem(KEY) ?? "{}") };
+const PINNED = "pinned";
+const settings = { axis: "step", weight: 0.6, log: false, pinned: [], folded: [], ...JSON.parse(localStorage.getItem(KEY) ?? "{}") };
 const charts = new Map();
 const seen = new Set();
 let zoomed = false;
@@ -21,10 +22,11 @@ let asking = 0;
 let opened = 0;
 let busy = false;
 
-const section = (name) => (name.includes("/") ? name.slice(0, name.indexOf("/")) : "other");
+const isPinned = (name) => settings.pinned.includes(name);
+const section = (name) => (isPinned(name) ? PINNED : name.includes("/") ? name.slice(0, name.indexOf("/")) : "other");
 const order = (name) => {
-  const at = SECTIONS.indexOf(section(name));
-  return [at < 0 ? SECTIONS.length : at, name];
+  const at = [PINNED, ...SECTIONS].indexOf(section(name));
+  return [at < 0 ? SECTIONS.length + 1 : at, name];
 };
 /** The first charts of their sections: what most users look for. */
 const FIRST = ["reward/mean", "reward/unfiltered_mean", "reward/std", "train/loss", "train/entropy", "train/grad_norm", "time/total_s"];
@@ -108,8 +110,17 @@ async function saveCsv(only) {
   save(csv(rows), `${only ? only.replaceAll("/", "-") : "metrics"}.csv`);
 }
 
+/** The list with the item, or without it if it has it. */
+const toggled = (list, item) => (list.includes(item) ? list.filter((one) => one !== item) : [...list, item]);
+
 const onLook = {
   csv: saveCsv,
+  isPinned,
+  pin: (name) => {
+    set({ pinned: toggled(settings.pinned, name) });
+    layout();
+    charts.get(name).pin.focus();
+  },
   zoomed: () => zoomed,
   zoom: () => {
     zoomed = true;
@@ -120,9 +131,21 @@ const onLook = {
 const allNames = () => [...new Set(chosen().flatMap((run) => figuresOf(run).names))].filter((name) => name !== "step").sort(compare);
 const fits = (name) => byId("grid-search").value.toLowerCase().split(/\s+/).every((word) => name.toLowerCase().includes(word));
 
+const heading = (title, count) => h("h2", { class: "grid-section" },
+  h("button", { type: "button", class: "grid-fold", "aria-expanded": !isFolded(title), onclick: () => fold(title) }, title, h("small", null, count)));
+
+/** A search looks into folded sections, too. */
+const isFolded = (title) => settings.folded.includes(title) && !byId("grid-search").value;
+
+function fold(title) {
+  set({ folded: toggled(settings.folded, title) });
+  layout();
+}
+
 /** Make the cards: a heading for each section, a card for each metric that fits. */
 function layout() {
-  const names = allNames().filter(fits);
+  const found = allNames().filter(fits);
+  const names = found.filter((name) => !isFolded(section(name)));
   for (const [name, chart] of charts) {
     if (names.includes(name)) continue;
     sight.unobserve(chart.element);
@@ -132,9 +155,11 @@ function layout() {
   }
   const parts = [];
   let before = null;
-  for (const name of names) {
-    if (section(name) !== before) parts.push(h("h2", { class: "grid-section" }, section(name)));
-    before = section(name);
+  for (const name of found) {
+    const title = section(name);
+    if (title !== before) parts.push(heading(title, found.filter((one) => section(one) === title).length));
+    before = title;
+    if (isFolded(title)) continue;
     if (!charts.has(name)) {
       const about = chosen().map((run) => figuresOf(run).about[name]).find(Boolean);
       charts.set(name, new GridChart(name, about, onLook));
@@ -143,7 +168,7 @@ function layout() {
   }
   byId("grid").replaceChildren(...parts);
   for (const name of names) sight.observe(charts.get(name).element);
-  setText(byId("grid-note"), names.length ? plural(names.length, "metric") : chosen().length ? "No metric fits." : "No run is here yet.");
+  setText(byId("grid-note"), found.length ? plural(found.length, "metric") : chosen().length ? "No metric fits." : "No run is here yet.");
 }
 
 function showRuns() {
