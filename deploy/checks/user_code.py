@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from consumers.reward.rewards.terms import resolve
@@ -40,6 +41,8 @@ from schemas.plugins import bind, check_call, load
 
 QUICK_S = 5.0
 """Longest that the start of a run waits for a first reward, including the start of the worker."""
+WRITTEN = ("#### {}", "\\boxed{{{}}}")
+"""How rules that read a final answer expect it to be written."""
 END = "end"
 """Reported as the next check when all are done."""
 Check = tuple[str, Callable[[], Finding | str | None]]
@@ -200,7 +203,13 @@ def score_example(config: TidemillConfig, first: Sequence[Example], thorough: bo
         text = f"no reward for {what} of the first prompt: {score.reason}; samples that fail are excluded from training"
         return Finding("first reward", "fail" if thorough else "warn", text, "fix the reward function")
     given = "" if reward is None else f", if the workflow's reward is {reward:g}"
-    return f"{score.reward:g} for {what} of the first prompt{given}"
+    text = f"{score.reward:g} for {what} of the first prompt{given}"
+    for written in (form.format(answer) for form in WRITTEN if thorough and answer and score.reward == 0):
+        other = msgspec.structs.replace(trajectory, completion=written)
+        formatted = check_reward(terms, config.base, other, settings.timeout_s, settings.env)
+        if formatted is not None and formatted.reward:
+            return f"{text}, {formatted.reward:g} for {written!r}"
+    return text
 
 
 def _local_terms(config: TidemillConfig) -> list[RewardTerm]:

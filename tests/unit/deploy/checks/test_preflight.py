@@ -504,6 +504,14 @@ def test_a_run_is_not_kept_waiting_for_rewards_that_need_a_server_or_take_long(
         assert (found.level, found.text) == ("ok", text)
 
 
+def test_doctor_names_the_form_of_an_answer_that_a_rule_expects(folder: Path) -> None:
+    (folder / "mine.py").write_text("def mine(completion, answer):\n    return float(completion == f'#### {answer}')\n")
+    data = yaml.safe_load((folder / "config.yaml").read_text()) | {"reward": {"terms": [{"name": "mine.py:mine"}]}}
+    answer = "0 for the reference answer of the first prompt, 1 for '#### "
+    assert first_reward(folder, data, thorough=True).text.startswith(answer)
+    assert first_reward(folder, data, thorough=False).text == answer.partition(",")[0]
+
+
 def test_doctor_tries_the_reward_of_an_episode_with_one_that_the_workflow_gave(folder: Path) -> None:
     (folder / "mine.py").write_text(
         "def said(prompt, completion, prompt_ids, completion_ids, messages):\n"
