@@ -124,8 +124,8 @@ class HeartbeatThread:
         self._counted: dict[str, int] = {}
         self._uncounted = False
         self._place = find_place()
-        # The supervisor's children are services, which report their own metrics.
-        self._meter = ProcessMeter(alone=role == "supervisor")
+        # A supervisor's children are services, which report their own metrics.
+        self._meter = ProcessMeter(alone=role in ("supervisor", "node"))
         self._server: ProbeServer | None = None
         self._pulse = Pulse(time.monotonic())
         self._stop = threading.Event()

@@ -43,6 +43,8 @@ CHECKPOINTS = "checkpoints"
 DEVICES = "devices"
 """Folder of locks on GPUs that the trainer shares with generators: schemas/system/device_lock.py."""
 LOGS = "logs"
+NODES = "nodes"
+"""Folder of what `tidemill node` has started: the settings in effect, by machine."""
 PYTHON = "python"
 """Folder of what Python objects became, before the run starts in its folder: functions, data, the configuration."""
 FILES = frozenset(
@@ -54,6 +56,7 @@ FILES = frozenset(
             CHECKPOINTS,
             DEVICES,
             LOGS,
+            NODES,
             PYTHON,
             "redis_url",
             "model",

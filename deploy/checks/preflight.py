@@ -91,15 +91,16 @@ def inspect(
 def check_pools(config: TidemillConfig, here: bool = True) -> str:
     """Check the packages of each pool's generators as ``check_packages`` does; ConfigError.
 
-    Those of another interpreter are not looked at.
+    Those of another interpreter or machine are not looked at.
     """
     found = {}
     for name, one in by_pool(config).items():
         python = config.pools[name].python if name else None
+        local = here and (not name or config.pools[name].is_on(""))
         try:
-            if python is not None and not os.access(python, os.X_OK):
+            if local and python is not None and not os.access(python, os.X_OK):
                 raise ConfigError(f"python {python} is no program that can be started")
-            found[name] = check_packages(one, here and python is None)
+            found[name] = check_packages(one, local and python is None)
         except ConfigError as error:
             raise ConfigError(f"pools.{name}: {error}" if name else str(error)) from error
     return ", ".join(f"pool {name}: {text}" if name else text for name, text in found.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,6 +53,27 @@ def generator(
     own = of_pool(loaded, pool)
     enter_pool(loaded, pool)
     run_role("generator", own, name, stay)
+
+
+@app.command(rich_help_panel=SERVICES)
+def node(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    broker: Annotated[
+        str | None, typer.Option(help="URL of the run's broker, or a file that holds it; default: REDIS_URL.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of this machine; default: its host name.")] = None,
+) -> None:
+    """Run the generators of one more machine: as many as its GPUs are enough for, or those of its pools."""
+    given = []
+    if broker is not None:
+        given = [f"broker.url={broker if '://' in broker else 'null'}"]
+        os.environ.pop("REDIS_URL", None)
+        os.environ["REDIS_URL_FILE"] = broker
+    loaded = load(config, [*(overrides or []), *given])
+    from deploy.launchers.node import run_node
+
+    raise typer.Exit(run_node(loaded, name))
 
 
 @app.command(rich_help_panel=SERVICES)

@@ -14,7 +14,7 @@ from typing import Any
 from deploy.launchers.gpus import Gpu, GpuPlan
 from deploy.planning.cluster import UTILIZATION, engine_width
 from producers.engines.factory import engine_name
-from schemas.config import TidemillConfig, by_pool
+from schemas.config import TidemillConfig, of_node
 from schemas.config.trainer import CHECKPOINTED_FROM
 
 GB = 1024**3
@@ -146,7 +146,7 @@ def check_memory_fits(
     memory = gpus[0].memory_gb if gpus else None
     generators = {
         pool: one
-        for pool, one in by_pool(plan.apply(config)).items()
+        for pool, one in of_node(plan.apply(config), "").items()
         if one.generator.replicas and engine_name(one.generator.engine) == "vllm"
     }
     shares = {pool: float(one.generator.args.get(UTILIZATION, VLLM_SHARE)) for pool, one in generators.items()}

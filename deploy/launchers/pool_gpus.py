@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from deploy.launchers.gpus import Auto, Gpu, GpuPlan, check_count, shared_utilization, there_are
 from deploy.planning.cluster import engine_width
-from schemas.config import TidemillConfig, by_pool
-from schemas.config.deploy import parse_ranges
+from schemas.config import TidemillConfig, of_node
+from schemas.config.deploy import count_gpus, parse_ranges
 from schemas.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def plan_pools(
     """
     check_count("trainer_gpus", trainer)
     check_count("generator_gpus", generator)
-    own, pools = config.generator.replicas, by_pool(config)
+    own, pools = config.generator.replicas, of_node(config, "")
     if not gpus or (trainer == 0 and generator == 0):
         return GpuPlan(0, 0, own)
     if len(gpus) == 1 and config.placement is None:
@@ -32,17 +32,41 @@ def plan_pools(
         places, free = parse_ranges(config.placement.trainer), parse_ranges(config.placement.generator)
     if (last := max([*places, *free])) >= len(gpus):
         raise ConfigError(f"the trainer and the pools have GPU {last}, counted from 0, but {there_are(len(gpus))}")
-    placed = {"trainer": places}
+    placed: dict[str, Sequence[int]] = {"trainer": places}
     for name, one in pools.items():
         width = engine_width(one) if generator == "auto" else generator
         for index in range(one.generator.replicas):
-            if len(free) < width:
-                raise ConfigError(
-                    f"generator-{name}-{index} needs {width} of {len(gpus)} GPUs, but {len(free)} of them"
-                    f" {'is' if len(free) == 1 else 'are'} left: lower replicas or tensor_parallel_size of a pool"
-                )
-            placed[f"generator-{name}-{index}"], free = free[:width], free[width:]
+            placed[f"generator-{name}-{index}"], free = _deal(f"generator-{name}-{index}", free, width, len(gpus))
+    return GpuPlan(len(places), 0, own, text=_dealt(gpus, placed, free), placed=placed)
+
+
+def plan_node(kinds: Mapping[str, TidemillConfig], gpus: Sequence[Gpu]) -> GpuPlan:
+    """Deal all of a machine's GPUs out to generators; ConfigError if they are too few.
+
+    kinds: their configurations by the beginning of their names, which the plan's have with a number. Without
+    ``generator.replicas`` there are as many as there are GPUs for.
+    """
+    free, placed = list(range(len(gpus))), dict[str, Sequence[int]]()
+    for kind, one in kinds.items():
+        width = engine_width(one) if gpus else 0
+        given = "replicas" in one.generator.model_fields_set or not gpus
+        for index in range(one.generator.replicas if given else max(1, len(free) // width)):
+            placed[f"{kind}-{index}"], free = _deal(f"{kind}-{index}", free, width, len(gpus))
+    return GpuPlan(0, 0, len(placed), text=_dealt(gpus, placed, free) if gpus else "", placed=placed)
+
+
+def _deal(name: str, free: list[int], width: int, there: int) -> tuple[list[int], list[int]]:
+    """Return the GPUs of a generator, and those that are left."""
+    if len(free) < width:
+        raise ConfigError(
+            f"{name} needs {width} of {count_gpus(there)}, but {len(free)} of them"
+            f" {'is' if len(free) == 1 else 'are'} left: lower replicas or tensor_parallel_size of generators"
+        )
+    return free[:width], free[width:]
+
+
+def _dealt(gpus: Sequence[Gpu], placed: Mapping[str, Sequence[int]], free: Sequence[int]) -> str:
     parts = [f"{','.join(gpus[place].name for place in each)} {name}" for name, each in placed.items() if each]
     if free:
         parts.append(f"{','.join(gpus[place].name for place in free)} unused")
-    return GpuPlan(len(places), 0, own, text=f"GPUs: {'; '.join(parts)}", placed=placed)
+    return f"GPUs: {'; '.join(parts)}"

@@ -33,7 +33,7 @@ from deploy.supervisor.commands import CommandFollower
 from deploy.supervisor.process import Processes
 from deploy.supervisor.services import Change, ServiceSpec, Starter
 from deploy.supervisor.supervisor import RunOutcome, Supervisor
-from schemas.config import ProbesConfig, TidemillConfig, by_pool
+from schemas.config import ProbesConfig, TidemillConfig, of_node
 from schemas.control_api.orders import CONFIGURED, scaled_role
 from schemas.errors import (
     CONFIG_EXIT,
@@ -231,7 +231,7 @@ class SupervisedRun:
 
     def _replicas(self) -> dict[tuple[str, str], int]:
         """Return the configured number of each kind of services, by role and pool."""
-        generators = {("generator", pool): one.generator.replicas for pool, one in by_pool(self.config).items()}
+        generators = {("generator", pool): one.generator.replicas for pool, one in of_node(self.config, "").items()}
         return {**generators, ("reward", ""): self.config.reward.replicas}
 
     def _replica(self, role: str, pool: str) -> Callable[[int], ServiceSpec]:

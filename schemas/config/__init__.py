@@ -32,7 +32,16 @@ from schemas.config.generator import (
     SamplingConfig,
     WorkflowConfig,
 )
-from schemas.config.loading import by_pool, dump_config, dump_yaml, load_config, of_pool, parse_config, save_config
+from schemas.config.loading import (
+    by_pool,
+    dump_config,
+    dump_yaml,
+    load_config,
+    of_node,
+    of_pool,
+    parse_config,
+    save_config,
+)
 from schemas.config.offline import DpoConfig, PreferenceConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.publish import PublishConfig
 from schemas.config.root import TidemillConfig

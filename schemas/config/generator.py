@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -207,13 +208,23 @@ class GeneratorConfig(Section):
         return self
 
 
-POOL_NAME = "[a-z][a-z0-9-]{0,31}"
+POOL_NAME = "[a-z]([a-z0-9-]{0,30}[a-z0-9])?"
 SAME = frozenset({"workflow", "allow_truncated", "lease_s", "exact"})
 """Settings of ``generator`` that all generators of a run must share."""
 SAME_ARGS = ("tokenizer", "revision", "hf_", "chat_template", "json_model_override", "generation_config")
 """Beginnings of engine arguments that choose the model or its tokens."""
 OF_MACHINE = frozenset({"processes", "python", "env", "memory_mb", "episodes", "address", "public_url"})
 """Settings of ``generator.agents`` that may differ: they say where agents run, not what their samples are."""
+
+
+VariableName = Annotated[
+    str,
+    matching(
+        "(?!TIDEMILL_)[A-Za-z_][A-Za-z0-9_]*",
+        "pools.NAME.env",
+        "the name of an environment variable that does not begin with TIDEMILL_",
+    ),
+]
 
 
 class PoolConfig(Section):
@@ -225,17 +236,12 @@ class PoolConfig(Section):
         " or args. If engine differs, args and http of the section generator do not apply. workflow, allow_truncated,"
         " exact and lease_s cannot differ, nor what chooses the model or its tokens.",
     )
-    env: dict[
-        Annotated[
-            str,
-            matching(
-                "(?!TIDEMILL_)[A-Za-z_][A-Za-z0-9_]*",
-                "pools.NAME.env",
-                "the name of an environment variable that does not begin with TIDEMILL_",
-            ),
-        ],
-        str,
-    ] = Field(
+    nodes: list[str] = Field(
+        default_factory=list,
+        description="Machines that have these generators, by the names of their `tidemill node`, in which * stands for"
+        " any text. By default `tidemill up` starts them on its machine.",
+    )
+    env: dict[VariableName, str] = Field(
         default_factory=dict,
         description="Environment variables of its generators. $NAME in a value is a variable of the machine that the"
         " generator runs on, or empty there.",
@@ -245,6 +251,10 @@ class PoolConfig(Section):
         description="Interpreter of its generators, in whose environment the same release of Tidemill is installed; by"
         " default the one that starts them.",
     )
+
+    def is_on(self, node: str) -> bool:
+        """Return whether a machine has these generators. node: its name; empty for that of `tidemill up`."""
+        return any(node and fnmatchcase(node, pattern) for pattern in self.nodes) if self.nodes else not node
 
     @property
     def common(self) -> list[str]:

@@ -166,6 +166,11 @@ def by_pool(config: TidemillConfig) -> dict[str, TidemillConfig]:
     return {name: of_pool(config, name) for name in config.pools or [""]}
 
 
+def of_node(config: TidemillConfig, node: str) -> dict[str, TidemillConfig]:
+    """Return those of ``by_pool`` whose generators a machine starts. node: its name; empty for `tidemill up`."""
+    return {name: one for name, one in by_pool(config).items() if not name or config.pools[name].is_on(node)}
+
+
 def _merge(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``common`` with the values of ``own``, also in the mappings below."""
     both = {

@@ -14,7 +14,7 @@ class ServiceStatus(Answer):
     """A service, as its last heartbeat describes it."""
 
     name: str
-    role: str = Field(description="feeder, generator, reward, trainer, control or supervisor.")
+    role: str = Field(description="feeder, generator, reward, trainer, control, supervisor or node.")
     pool: str = Field("", description="Pool of a generator; empty in a run without pools.")
     host: str
     pid: int

@@ -47,7 +47,7 @@ FEW_BATCHES = 4
 """Batches of dropped groups before the first step from which their reasons are worth naming."""
 STOPPED = 10
 """A step that took so many times the median was not worked on all the time."""
-ROLES = ("supervisor", "control", "feeder", "generator", "reward", "trainer")
+ROLES = ("supervisor", "node", "control", "feeder", "generator", "reward", "trainer")
 OVER = ("stopped", "finished", "failed")
 NOT_LOAD = ("tokens_per_s",)
 LOST = "lost"
@@ -61,7 +61,7 @@ class PlannedRun:
 
     folder: of the run. held_out: whether it has held-out prompts. has_accuracy: whether evaluations have an accuracy
     and not only a reward. playground: whether users may ask the policy. chat: whether its model has a chat template.
-    live: conversations of users.
+    live: conversations of users. on_nodes: pools that `tidemill node` starts.
     """
 
     run: str
@@ -70,6 +70,7 @@ class PlannedRun:
     batch: int = 0
     max_samples: int = 0
     pools: Sequence[str] = ()
+    on_nodes: Sequence[str] = ()
     n: int = 1
     scale_hint: str = ""
     folder: Path = Path()
@@ -90,6 +91,7 @@ class PlannedRun:
             batch=config.trainer.batch_groups,
             max_samples=config.generator.max_samples,
             pools=tuple(config.pools),
+            on_nodes=tuple(name for name, pool in config.pools.items() if pool.nodes),
             n=config.sampling.n,
             scale_hint=config.control.scale_hint or "",
             folder=config.folder,
@@ -225,7 +227,7 @@ class Collector:
                     "changed": sorted(ledger.settings),
                 }
             ),
-            scaling=scaling(orders, beats, now, self._plan.scale_hint, pools),
+            scaling=scaling(orders, beats, now, self._plan.scale_hint, pools, self._plan.on_nodes),
             dead_letters=ledger.dead_letters,
             counters=dict(ledger.counters),
             memory_bytes=self._memory,

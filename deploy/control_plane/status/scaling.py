@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from broker.flow.run_control import ControlState
 from deploy.control_plane.status.run_state import is_live
@@ -17,13 +17,21 @@ NO_SUPERVISOR = "no supervisor of this run is running (`tidemill up` did not sta
 
 
 def scaling(
-    orders: ControlState, beats: Sequence[Heartbeat], now: float, hint: str = "", pools: Sequence[str] = ()
+    orders: ControlState,
+    beats: Sequence[Heartbeat],
+    now: float,
+    hint: str = "",
+    pools: Sequence[str] = (),
+    on_nodes: Collection[str] = (),
 ) -> Scaling:
-    """Return whether an order can change the number of replicas, and how many there are to be."""
+    """Return whether an order can change the number of replicas, and how many there are to be.
+
+    on_nodes: pools that other machines start, as many as these have room for.
+    """
     possible = any(beat.role == "supervisor" and is_live(beat, now) for beat in beats)
     refusal = NO_SUPERVISOR + scale_command(hint, "generator", "N")
     alive = Counter(scaled_role(beat.role, beat.pool) for beat in beats if beat.role in SCALABLE and is_live(beat, now))
-    kinds = [*(scaled_role("generator", pool) for pool in pools or [""]), "reward"]
+    kinds = [*(scaled_role("generator", pool) for pool in pools or [""] if pool not in on_nodes), "reward"]
     replicas = {kind: orders.replicas.get(kind, alive[kind]) for kind in kinds}
     return Scaling(
         possible=possible,

@@ -76,6 +76,13 @@ def test_an_order_names_the_pool_and_without_pools_all_is_as_it_was() -> None:
     }
 
 
+def test_pools_of_other_machines_take_no_orders() -> None:
+    collector = Collector(None, PlannedRun("run", pools=("fast", "old"), on_nodes=("fast",)))  # type: ignore[arg-type]
+    found = collector._status(LEDGER, LAGS, BEATS, [], 100.0)
+    assert [pool.name for pool in found.pools] == ["fast", "old"]
+    assert found.scaling.replicas == {"generator.old": 1, "reward": 1}
+
+
 def test_pools_are_shown_on_the_page_in_the_status_and_to_prometheus() -> None:
     found = status(BEATS)
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
