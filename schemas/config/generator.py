@@ -221,7 +221,7 @@ VariableName = Annotated[
     str,
     matching(
         "(?!TIDEMILL_)[A-Za-z_][A-Za-z0-9_]*",
-        "pools.NAME.env",
+        "pools.NAME.env or units",
         "the name of an environment variable that does not begin with TIDEMILL_",
     ),
 ]
@@ -251,6 +251,24 @@ class PoolConfig(Section):
         description="Interpreter of its generators, in whose environment the same release of Tidemill is installed; by"
         " default the one that starts them.",
     )
+    units: list[dict[VariableName, str]] = Field(
+        default_factory=list,
+        description="What each machine of the pool has a few of, such as robots, cameras or licences: of each one, the"
+        " environment variables of the generator that has it. Each generator has one, and no other generator of the"
+        " machine has the same. By default, replicas is their number.",
+    )
+
+    @property
+    def units_problem(self) -> str | None:
+        """Return what is wrong with the units; None if nothing is."""
+        names = {frozenset(unit) for unit in self.units}
+        if len(names) > 1 or frozenset() in names:
+            return "must each have the same environment variables, one or more"
+        if len({frozenset(unit.items()) for unit in self.units}) < len(self.units):
+            return "must differ: two are equal"
+        if twice := sorted(name for unit in self.units[:1] for name in unit if name in self.env):
+            return f"and env both have {twice[0]}: remove one of them"
+        return None
 
     def is_on(self, node: str) -> bool:
         """Return whether a machine has these generators. node: its name; empty for that of `tidemill up`."""

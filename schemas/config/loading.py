@@ -152,11 +152,17 @@ def of_pool(config: TidemillConfig, name: str | None) -> TidemillConfig:
     common = data.get("generator", {})
     if pool.generator.get("engine", config.generator.engine) != config.generator.engine:
         common = {key: value for key, value in common.items() if key not in ("args", "http")}
-    data["generator"] = _merge(common, pool.generator)
+    own = {"replicas": len(pool.units), **pool.generator} if pool.units else pool.generator
+    data["generator"] = _merge(common, own)
     try:
         found = parse_config(data)
     except ConfigError as error:
         raise ConfigError(f"pools.{name}: {error}") from error
+    if pool.units and found.generator.replicas > len(pool.units):
+        raise ConfigError(
+            f"pools.{name}.generator.replicas {found.generator.replicas} must be at most {len(pool.units)}, one for"
+            f" each of pools.{name}.units"
+        )
     found._pool = name
     return found
 

@@ -229,6 +229,8 @@ def _check_pools(config: Sections) -> None:
                 f"pools.{name}.{setting} must be the same for all generators, whose samples are trained together:"
                 " remove it there"
             )
+        if problem := pool.units_problem:
+            raise ValueError(f"pools.{name}.units {problem}")
     if config.pools and config.placement is not None and (shared := config.placement.shared):
         raise ValueError(
             f"pools can't use GPU {shared[0]} in turns with the trainer: name others in placement.generator"

@@ -38,7 +38,12 @@ from schemas.config.run import (
 from schemas.config.trainer import TrainerConfig
 
 PoolName = Annotated[
-    str, matching(POOL_NAME, "pools", "a name of up to 32 lower-case letters, digits and hyphens, a letter first")
+    str,
+    matching(
+        POOL_NAME,
+        "pools",
+        "a name of up to 32 lower-case letters, digits and hyphens, a letter first and no hyphen last",
+    ),
 ]
 
 

@@ -43,6 +43,11 @@ def test_a_pool_keeps_what_it_does_not_change_and_loses_the_arguments_of_another
     assert parse_config(dump_config(config)).pools == config.pools
 
 
+def test_a_pool_has_a_generator_for_each_unit() -> None:
+    pools = {"arms": {"units": [{"ROBOT": "a"}, {"ROBOT": "b"}]}, "one": {"generator": {"replicas": 1}}}
+    assert [one.generator.replicas for one in by_pool(parse_config({**BASE, "pools": pools})).values()] == [2, 1]
+
+
 @given(st.fixed_dictionaries({}, optional={"max_samples": st.integers(1, 9), "replicas": st.integers(0, 9)}))
 def test_a_pool_is_what_the_section_would_be_with_its_settings(own: dict[str, Any]) -> None:
     changed = parse_config({**BASE, "generator": {**BASE["generator"], **own}})
@@ -67,7 +72,15 @@ def test_a_pool_is_what_the_section_would_be_with_its_settings(own: dict[str, An
         ({"generator": {"agents": {"history": "template"}}}, "pools.a.generator.agents.history must be the same"),
         ({"generator": {"engine": "http"}}, "pools.a: generator.engine http requires generator.http"),
         ({"env": {"A": 1}}, "pools.a.env.A: 1 is not allowed, must be a text"),
-        ({"env": {"TIDEMILL_RUN__SEED": "1"}}, "pools.NAME.env: 'TIDEMILL_RUN__SEED' is not allowed"),
+        ({"env": {"TIDEMILL_RUN__SEED": "1"}}, "pools.NAME.env or units: 'TIDEMILL_RUN__SEED' is not allowed"),
+        ({"units": [{}]}, "pools.a.units must each have the same environment variables, one or more"),
+        ({"units": [{"A": "1"}, {"B": "2"}]}, "pools.a.units must each have the same environment variables"),
+        ({"units": [{"A": "1"}, {"A": "1"}]}, "pools.a.units must differ: two are equal"),
+        ({"units": [{"A": "1"}], "env": {"A": "2"}}, "pools.a.units and env both have A: remove one of them"),
+        (
+            {"units": [{"A": "1"}], "generator": {"replicas": 2}},
+            "pools.a.generator.replicas 2 must be at most 1, one for each of pools.a.units",
+        ),
         ([], "pools.a: [] is not allowed, must be a section with keys such as generator, nodes, env, python"),
     ],
 )
