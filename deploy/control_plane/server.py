@@ -41,6 +41,7 @@ from deploy.control_plane.web.security import ProxyUsers
 from deploy.control_plane.web.sse import Hub
 from schemas.config import ControlConfig, TidemillConfig
 from schemas.control_api import RunStatus
+from schemas.control_api.orders import scaled_role
 from schemas.errors import ConfigError, TidemillError
 from schemas.messages import Event
 from schemas.urls import is_loopback
@@ -66,7 +67,7 @@ def run_control(config: TidemillConfig, name: str) -> None:
     broker = Broker.connect(config)
     broker.connection.deadline_s = min(broker.connection.deadline_s, ANSWER_S)
     hub = Hub()
-    deployments = Deployments.here(config.control.deployments.model_dump())
+    deployments = Deployments.here(deployment_names(config))
     watch = RunWatch(config, lambda text, level: tell_alert(broker, name, text, level))
     plan = PlannedRun.of(config)
     context = Context(plan, name, broker, StatusPoller(broker, plan, deployments), hub, deployments)
@@ -89,6 +90,13 @@ def run_control(config: TidemillConfig, name: str) -> None:
         watch.close()
         withdraw(config.folder, url)
         listener.close()
+
+
+def deployment_names(config: TidemillConfig) -> dict[str, str]:
+    """Return the Deployment of each kind of services that can be scaled; of a pool, its name follows that of all."""
+    names = config.control.deployments.model_dump()
+    own = {scaled_role("generator", pool): f"{names['generator']}-{pool}" for pool in config.pools}
+    return {**(own or {"generator": names["generator"]}), "reward": names["reward"]}
 
 
 def tell_alert(broker: Broker, service: str, text: str, level: Literal["info", "warning", "error"]) -> None:

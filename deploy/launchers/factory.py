@@ -36,13 +36,16 @@ def build_launcher(config: TidemillConfig) -> Launcher:
     return launcher
 
 
-def refuse_pools(config: TidemillConfig, launcher: str) -> None:
-    """Raise ConfigError if there are pools: this launcher starts one kind of generators."""
-    if config.pools:
-        raise ConfigError(
-            f"pools {', '.join(config.pools)}: {launcher} starts one kind of generators; use launcher.name local, and"
-            " `tidemill generator CONFIG --pool NAME` on other machines"
-        )
+def check_pools(config: TidemillConfig, launcher: str, replicas: int | None = None) -> None:
+    """Raise ConfigError if this launcher can't place the pools, or a number of generators is given beside them."""
+    for name, pool in config.pools.items():
+        if pool.nodes:
+            raise ConfigError(
+                f"pools.{name}.nodes is for launcher.name local and `tidemill node`: remove it, {launcher} finds the"
+                " machines"
+            )
+    if config.pools and replicas is not None:
+        raise ConfigError(f"--generators {replicas} excludes pools: set pools.NAME.generator.replicas")
 
 
 def _check_arguments(make: type[Launcher], wanted: LauncherConfig) -> None:

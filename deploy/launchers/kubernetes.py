@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -18,10 +19,10 @@ from typing import Any
 import yaml
 
 from deploy.checks.preflight import check
-from deploy.launchers.factory import refuse_pools
+from deploy.launchers.factory import check_pools
 from deploy.launchers.gpus import Auto, check_count
 from deploy.planning.cluster import engine_width
-from schemas.config import TidemillConfig, dump_config
+from schemas.config import TidemillConfig, dump_config, of_pool
 from schemas.errors import OK_EXIT, ConfigError
 
 RUNS = Path("/tidemill/runs")
@@ -32,7 +33,8 @@ BROKER_DEADLINE_S = 600.0
 MAX_FILES = 900_000
 """Bytes of the files in the ConfigMap, of which Kubernetes allows 1 MiB."""
 OF_ONE_NODE = "ReadWriteOnce"
-WITHOUT_VOLUME = ("feeder", "generator", "reward")
+WITHOUT_VOLUME = ("feeder", "reward")
+"""Services without the volume where only one node can mount it, beside the generators."""
 WAIT = 'for _ in $(seq 1800); do [ ! -e "$0" ] || exit 0; sleep 2; done; echo "no $0 after an hour" >&2; exit 1'
 """Shell of a container that waits for a file."""
 
@@ -103,6 +105,9 @@ class Kubernetes:
                 for path in sorted(part.iterdir()):
                     if path.name not in left_out:
                         written.append(Path(shutil.copy(path, folder)))
+            if config.pools:
+                path = folder / "generator.yaml"
+                _write(path, *self._pool_objects(config, path.read_text(encoding="utf-8")))
             base = yaml.safe_load((source / "run" / "kustomization.yaml").read_text(encoding="utf-8"))
         (folder / "apply.sh").chmod(0o755)
         resources = [path.name for path in written if path.suffix == ".yaml" and path.name != PRIORITY]
@@ -116,7 +121,11 @@ class Kubernetes:
         return sorted(written, key=lambda path: (path.name == "apply.sh", path.name))
 
     def _check(self, config: TidemillConfig) -> None:
-        refuse_pools(config, "Kubernetes")
+        check_pools(config, "Kubernetes")
+        if units := [name for name, pool in config.pools.items() if pool.units]:
+            raise ConfigError(f"pools.{units[0]}.units: pods don't see which units others have; make a pool of each")
+        if config.pools and self.keda:
+            raise ConfigError("--keda excludes pools, whose tasks wait together: `tidemill scale RUN generator.POOL=N`")
         if self.trainer_nodes < 1:
             raise ConfigError(f"Kubernetes needs 1 or more trainer nodes, not {self.trainer_nodes}")
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", self._namespace(config)):
@@ -186,11 +195,46 @@ class Kubernetes:
             "generator": {
                 "gpus": self._gpus(config, "generator"),
                 "waitFor": _made_model(config),
+                "pools": {
+                    name: {
+                        "gpus": self._gpus(of_pool(config, name), "generator"),
+                        "image": pool.kubernetes.image or "",
+                        "nodeSelector": pool.kubernetes.node_selector,
+                        "tolerations": pool.kubernetes.tolerations,
+                    }
+                    for name, pool in config.pools.items()
+                },
             },
             "storage": storage,
             "broker": {"own": self.broker},
             "autoscaling": {"by": "keda" if self.keda else "hpa"},
         }
+
+    def _pool_objects(self, config: TidemillConfig, text: str) -> list[dict[str, Any]]:
+        """Return a Deployment for each pool, and what else the file with that of all generators has."""
+        common, *others = yaml.safe_load_all(text)
+        found = []
+        for name, pool in config.pools.items():
+            one, own, gpus = deepcopy(common), pool.kubernetes, self._gpus(of_pool(config, name), "generator")
+            one["metadata"]["name"] = f"generator-{name}"
+            spec = one["spec"]["template"]["spec"]
+            labels = [one["metadata"]["labels"], one["spec"]["template"]["metadata"]["labels"]]
+            for each in (*labels, one["spec"]["selector"]["matchLabels"]):
+                each["pool"] = name
+            spec["tolerations"] += own.tolerations
+            if own.node_selector:
+                spec["nodeSelector"] = own.node_selector
+            (container,) = spec["containers"]
+            container["args"] += ["--pool", name]
+            container["image"] = own.image or f"{self.registry}/tidemill-generator:{self.tag}{'-cuda' if gpus else ''}"
+            if file := _made_model(config):
+                spec["initContainers"] = [_waits_for(file, container["image"])]
+            for kind in ("requests", "limits"):
+                amounts = container["resources"][kind]
+                del amounts["nvidia.com/gpu"]
+                amounts |= {"nvidia.com/gpu": str(gpus)} if gpus else {}
+            found.append(one)
+        return [*found, *others]
 
     def _patches(self, config: TidemillConfig) -> list[dict[str, Any]]:
         """Return strategic merge patches: what differs from deploy/kubernetes/run."""
@@ -209,6 +253,7 @@ class Kubernetes:
         }
         if file := _made_model(config):
             generator["initContainers"] = [_waits_for(file)]
+        deployments = sorted(f"generator-{name}" for name in config.pools) or ["generator"]
         claim: dict[str, Any] = {
             "accessModes": [self.access_mode],
             "resources": {"requests": {"storage": self.storage}},
@@ -217,13 +262,19 @@ class Kubernetes:
             claim["storageClassName"] = self.storage_class
         patches = [
             _patch("batch/v1", "Job", "trainer", size | {"template": {"spec": pod}}),
-            _patch("apps/v1", "Deployment", "generator", {"template": {"spec": generator}}),
             _patch("v1", "PersistentVolumeClaim", "tidemill-runs", claim),
         ]
         if self.access_mode == OF_ONE_NODE:
             own: dict[str, Any] = {"volumes": [{"name": "runs", "persistentVolumeClaim": None, "emptyDir": {}}]}
-            patches += [_patch("apps/v1", "Deployment", role, {"template": {"spec": own}}) for role in WITHOUT_VOLUME]
+            names = [*deployments, *WITHOUT_VOLUME]
+            patches += [_patch("apps/v1", "Deployment", name, {"template": {"spec": own}}) for name in names]
             patches.append(_patch("apps/v1", "Deployment", "control", {"template": {"spec": _beside("trainer")}}))
+        if config.pools:
+            rule = {"apiGroups": ["apps"], "resources": ["deployments/scale"], "verbs": ["get", "patch"]}
+            role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "control"}}
+            patches.append({**role, "rules": [{**rule, "resourceNames": deployments}]})
+        else:
+            patches.append(_patch("apps/v1", "Deployment", "generator", {"template": {"spec": generator}}))
         if self.keda:
             patches += [_scaled(role, self._namespace(config)) for role in ("reward", "generator")]
         return patches
@@ -252,14 +303,14 @@ def _resources(gpus: int) -> dict[str, Any]:
     return {kind: {"nvidia.com/gpu": str(gpus) if gpus else None} for kind in ("requests", "limits")}
 
 
-def _waits_for(file: str) -> dict[str, Any]:
+def _waits_for(file: str, image: str = "tidemill-generator") -> dict[str, Any]:
     """Return a container of a generator that ends once the trainer's pod has made the model with this file.
 
     Without it the generator would end and be started again, with pauses that grow to five minutes.
     """
     return {
         "name": "wait",
-        "image": "tidemill-generator",
+        "image": image,
         "command": ["tini", "--", "sh", "-c", WAIT, file],
         "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "128Mi"}},
         "securityContext": {

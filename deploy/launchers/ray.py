@@ -16,18 +16,18 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from broker.connection.connection import find_url
-from deploy.launchers.factory import refuse_pools
+from deploy.launchers.factory import check_pools
 from deploy.launchers.gpus import Auto, GpuPlan, check_count, shared_utilization
 from deploy.planning.cluster import engine_width
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.services import Exit, RunningService, Scaler
-from schemas.config import TidemillConfig
+from schemas.config import TidemillConfig, by_pool, of_pool
 from schemas.control_api import RunStatus
 from schemas.errors import ConfigError, InfraError
 
@@ -122,7 +122,8 @@ class RayCluster:
             raise ConfigError(f"{error}: pip install 'tidemill[ray]'") from error
         self._ray: Any = ray
         self._options = options
-        self._autoscaler = Autoscaler(least, most)
+        # What waits says nothing of the pool that should grow: orders scale pools.
+        self._autoscaler = None if config.pools else Autoscaler(least, most)
         try:
             # Ray puts the working folder on every worker's path: a user's folder `deploy` there is not this package.
             with contextlib.chdir(Path(__file__).parents[2]):
@@ -133,7 +134,12 @@ class RayCluster:
             raise ConfigError(f"no Ray cluster at {options.address!r}: {' '.join(str(error).split())}") from error
         if find_url(config.broker.url) is None and sum(bool(node["Alive"]) for node in self._ray.nodes()) > 1:
             raise ConfigError("the embedded broker serves one machine: set REDIS_URL to a server that all nodes reach")
-        self.gpus = options.plan(config, float(self._ray.cluster_resources().get("GPU", 0)), least, most)
+        there = float(self._ray.cluster_resources().get("GPU", 0))
+        self.gpus = options.plan(config, there, least, most)
+        self._pools = {
+            name: (options.plan(of_pool(config, name), there, least, most).generator, pool.ray)
+            for name, pool in config.pools.items()
+        }
         self._group = self._reserve()
 
     def __enter__(self) -> Self:
@@ -153,12 +159,12 @@ class RayCluster:
         passed = {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
         # Python is the node's own; the rest of the command is the same everywhere.
         arguments = list(argv[1:]) if argv[0] == sys.executable else list(argv)
-        actor = self._actor(role).remote(arguments, name, log and str(log), {**passed, **environment}, os.getcwd())
-        return RayService(self._ray, actor)
+        place, given = self._actor(role, name), {**passed, **environment}
+        return RayService(self._ray, place.remote(arguments, name, log and str(log), given, os.getcwd()))
 
     def tick(self, scaler: Scaler, status: RunStatus | None) -> None:
         """Scale the generators of a running run."""
-        if status is None or not status.leader_term or status.state not in GOING_ON:
+        if self._autoscaler is None or status is None or not status.leader_term or status.state not in GOING_ON:
             return
         replicas = scaler.replicas("generator")
         working = sum(service.role == "generator" and service.state != "loading" for service in status.services)
@@ -168,20 +174,27 @@ class RayCluster:
         if wanted != replicas:
             scaler.scale("generator", wanted)
 
-    def _actor(self, role: str) -> Any:
+    def _actor(self, role: str, name: str) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         options = self._options
         where: Any = "SPREAD"
+        resources: Mapping[str, float] = {}
         if role == "generator":
-            cpus, gpus = options.generator_cpus, self.gpus.generator
+            pool = name.removeprefix("generator-").rpartition("-")[0]
+            cpus, (gpus, resources) = options.generator_cpus, self._pools.get(pool, (self.gpus.generator, {}))
         else:
             trainer = role == "trainer"
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0 if trainer else 1)
             # The small services share a bundle: what it has is theirs together.
             cpus, gpus = (options.trainer_cpus, self.gpus.trainer) if trainer else (0.0, 0.0)
         return self._ray.remote(Host).options(
-            num_cpus=cpus, num_gpus=gpus, scheduling_strategy=where, max_restarts=0, max_concurrency=8
+            num_cpus=cpus,
+            num_gpus=gpus,
+            resources=dict(resources),
+            scheduling_strategy=where,
+            max_restarts=0,
+            max_concurrency=8,
         )
 
     def _reserve(self) -> Any:
@@ -255,8 +268,9 @@ class Ray:
     max_generators: int | None = None
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        refuse_pools(config, "Ray")
-        least = config.generator.replicas if self.generators is None else self.generators
+        check_pools(config, "Ray", self.generators if self.max_generators is None else self.max_generators)
+        replicas = sum(one.generator.replicas for one in by_pool(config).values())
+        least = replicas if self.generators is None else self.generators
         most = least if self.max_generators is None else self.max_generators
         if not 1 <= least <= most:
             raise ConfigError(f"Ray needs 1 or more generators and a maximum not below it, not {least} to {most}")
@@ -265,7 +279,8 @@ class Ray:
         with RayCluster(self, config, least, most) as cluster:
             if cluster.gpus.text:
                 print(cluster.gpus.text)
-            return run_up(cluster.gpus.apply(config), cluster, fresh)
+            plan = replace(cluster.gpus, replicas=config.generator.replicas) if config.pools else cluster.gpus
+            return run_up(plan.apply(config), cluster, fresh)
 
     def plan(self, config: TidemillConfig, there: float, least: int, most: int) -> GpuPlan:
         """Return the GPUs to ask a cluster for that has so many."""

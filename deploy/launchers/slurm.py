@@ -16,16 +16,18 @@ from pathlib import Path
 from string import Template
 
 from deploy.checks.preflight import check
-from deploy.launchers.factory import refuse_pools
+from deploy.launchers.factory import check_pools
 from deploy.launchers.gpus import Auto, ask, check_count
 from deploy.planning.cluster import engine_width
 from deploy.run.folder import settle_configuration
-from schemas.config import TidemillConfig
+from schemas.config import TidemillConfig, by_pool
 from schemas.errors import OK_EXIT, ConfigError
 from schemas.run_folder import CONFIG
 from schemas.run_record import check_record
 
-SCRIPTS = ("job.sh", "services.sbatch", "trainer.sbatch", "generators.sbatch", "submit.sh")
+SCRIPTS = ("job.sh", "services.sbatch", "trainer.sbatch", "submit.sh")
+GENERATORS = "generators.sbatch"
+"""The script of generators; of those of a pool, generators-POOL.sbatch."""
 PREPARE = "prepare.sbatch"
 GRACE_S = 60
 """Seconds for a checkpoint after Slurm's warning, which comes 180 s before a job's end."""
@@ -73,14 +75,16 @@ class Slurm:
             raise ConfigError(
                 f"--fresh does not work with Slurm: for a new run, `tidemill purge` and rm -r {config.folder}"
             )
-        refuse_pools(config, "Slurm")
+        check_pools(config, "Slurm", self.generators)
         check_record(config)
         self._check(config)
         dealt = self.deal(config)
+        gpus = {pool: self.deal(one).generator_gpus for pool, one in by_pool(config).items()}
         if dealt is not self:
-            text = f"GPUs: {dealt.trainer_gpus} for each trainer node, {dealt.generator_gpus} for each generator"
-            print(text if dealt.trainer_gpus or dealt.generator_gpus else NO_GPUS, file=sys.stderr)
-        return dealt.write(config)
+            each = [f"{count} for each generator{f' of {pool}' if pool else ''}" for pool, count in gpus.items()]
+            text = f"GPUs: {', '.join([f'{dealt.trainer_gpus} for each trainer node', *each])}"
+            print(text if dealt.trainer_gpus or any(gpus.values()) else NO_GPUS, file=sys.stderr)
+        return dealt.write(config, gpus)
 
     def _check(self, config: TidemillConfig) -> None:
         """The check of ``tidemill up``, without what only a job's node can tell; ConfigError for what cannot work."""
@@ -90,7 +94,8 @@ class Slurm:
             skip |= {"user code"}
         if self.container:
             skip |= {"model"}
-        check(config, here=not (self.setup or self.container), skip=skip)
+        elsewhere = self.setup or self.container or any(pool.python for pool in config.pools.values())
+        check(config, here=not elsewhere, skip=skip)
 
     def deal(self, config: TidemillConfig) -> Slurm:
         """Return the same with numbers for ``auto``; ConfigError for what can be none."""
@@ -108,12 +113,16 @@ class Slurm:
             generator_gpus=0 if generator == "auto" else generator,
         )
 
-    def write(self, config: TidemillConfig) -> list[Path]:
+    def write(self, config: TidemillConfig, gpus: Mapping[str, int | Auto] | None = None) -> list[Path]:
         """Write the configuration in effect and the scripts; returns the scripts, submit.sh last. Overwrites.
 
+        gpus: of a generator of each pool, instead of generator_gpus.
         ConfigError, and nothing is written, when the run in the folder began with other settings that it cannot change.
         """
-        generators = config.generator.replicas if self.generators is None else self.generators
+        arrays = {pool: one.generator.replicas for pool, one in by_pool(config).items()}
+        if self.generators is not None:
+            arrays = {"": self.generators}
+        generators = sum(arrays.values())
         if generators < 1 or self.trainer_nodes < 1:
             raise ConfigError(
                 f"Slurm needs 1 or more generators and trainer nodes, not {generators} and {self.trainer_nodes}"
@@ -123,17 +132,29 @@ class Slurm:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         config.folder.mkdir(parents=True, exist_ok=True)
         settle_configuration(config)
-        values = self._values(config, folder, generators)
-        written = []
+        values = self._values(config, folder)
+        queued = [_script(pool) for pool, size in arrays.items() if size]
+        values["queue_generators"] = "\n".join(f"sbatch $after {shlex.quote(str(folder / name))}" for name in queued)
+        values["generators"] = _script("POOL" if config.pools else "")
+        written = [
+            _write(folder / _script(pool), GENERATORS, values | self._array(config, pool, size, (gpus or {}).get(pool)))
+            for pool, size in arrays.items()
+        ]
         for name in ([PREPARE] if config.warm_start else []) + [*SCRIPTS]:
-            path = folder / name
-            text = (files("deploy.launchers") / "slurm_scripts" / name).read_text(encoding="utf-8")
-            path.write_text(Template(text).substitute(values), encoding="utf-8")
-            path.chmod(0o755 if name == "submit.sh" else 0o644)
-            written.append(path)
+            written.append(_write(folder / name, name, values))
         return written
 
-    def _values(self, config: TidemillConfig, folder: Path, generators: int) -> Mapping[str, str]:
+    def _array(self, config: TidemillConfig, pool: str, size: int, gpus: int | Auto | None) -> dict[str, str]:
+        """Return what the script of a pool's generators says of them; pool: empty without pools."""
+        return {
+            "last": str(max(size, 1) - 1),
+            "dash": f"-{pool}" if pool else "",
+            "pool": f"--pool {pool} " if pool else "",
+            "generator_gpus": _gpus(self.generator_gpus if gpus is None else gpus),
+            "sbatch": self._common(config.pools[pool].slurm if pool else {}),
+        }
+
+    def _values(self, config: TidemillConfig, folder: Path) -> dict[str, str]:
         commands = {
             f"run_{role}": self._command(role) for role in ("control", "feeder", "reward", "generator", "trainer")
         }
@@ -146,9 +167,7 @@ class Slurm:
             "setup": self.setup or _activate(),
             "sbatch": self._common(),
             "own_broker": "yes" if self.own_broker else "no",
-            "last": str(generators - 1),
             "rewards": str(config.reward.replicas),
-            "generator_gpus": _gpus(self.generator_gpus),
             "trainer_gpus": _gpus(self.trainer_gpus),
             "trainer_nodes": str(self.trainer_nodes),
             "start_trainer": self._trainer(shlex.quote(str(config.folder / CONFIG))),
@@ -158,10 +177,14 @@ class Slurm:
     def _command(self, role: str, program: str = "tidemill") -> str:
         return f"{self.container.replace('{role}', role)} {program}" if self.container else program
 
-    def _common(self) -> str:
-        asked = {"--time": self.time, "--partition": self.partition, "--account": self.account}
-        lines = [f"#SBATCH {name}={value}" for name, value in asked.items() if value]
-        return "\n".join([*lines, *(f"#SBATCH {option}" for option in self.sbatch)])
+    def _common(self, own: Mapping[str, str] | None = None) -> str:
+        """Return the lines of options for all jobs. own: options of one, which take the place of these."""
+        own = own or {}
+        asked = {"time": self.time, "partition": self.partition, "account": self.account}
+        lines = [f"--{name}={value}" for name, value in asked.items() if value and name not in own]
+        lines += [one for one in self.sbatch if one.lstrip("-").partition("=")[0] not in own]
+        lines += [f"--{name}={value}" if value else f"--{name}" for name, value in own.items()]
+        return "\n".join(f"#SBATCH {line}" for line in lines)
 
     def _trainer(self, config: str) -> str:
         """Return the trainer's command: a single process needs no srun; ranks meet at the job's first node."""
@@ -175,6 +198,17 @@ class Slurm:
             f"    supervisor.grace_s={GRACE_S} --ranks {ranks} --nodes {self.trainer_nodes} \\\n"
             '    --meet "$head:$((40000 + SLURM_JOB_ID % 20000))"'
         )
+
+
+def _script(pool: str) -> str:
+    return f"generators-{pool}.sbatch" if pool else GENERATORS
+
+
+def _write(path: Path, template: str, values: Mapping[str, str]) -> Path:
+    text = (files("deploy.launchers") / "slurm_scripts" / template).read_text(encoding="utf-8")
+    path.write_text(Template(text).substitute(values), encoding="utf-8")
+    path.chmod(0o755 if template == "submit.sh" else 0o644)
+    return path
 
 
 def _queue_prepare(folder: Path) -> str:

@@ -225,6 +225,25 @@ VariableName = Annotated[
         "the name of an environment variable that does not begin with TIDEMILL_",
     ),
 ]
+SbatchOption = Annotated[
+    str,
+    matching(
+        "(?!(?:array|job-name)$)[a-z][a-z-]*",
+        "pools.NAME.slurm",
+        "the name of a long option of sbatch, such as partition, but not array or job-name",
+    ),
+]
+SbatchValue = Annotated[str, matching(r"[^\n]*", "pools.NAME.slurm", "one line")]
+
+
+class KubernetesPoolConfig(Section):
+    """The pods of a pool's generators, where they differ from those of the run's other generators."""
+
+    node_selector: dict[str, str] = Field(default_factory=dict, description="Labels of the nodes that may run them.")
+    tolerations: list[dict[str, Any]] = Field(
+        default_factory=list, description="Tolerations in addition to those for GPUs and spot nodes."
+    )
+    image: str | None = Field(None, min_length=1, description="Their image, by default that of all generators.")
 
 
 class PoolConfig(Section):
@@ -257,6 +276,14 @@ class PoolConfig(Section):
         " environment variables of the generator that has it. Each generator has one, and no other generator of the"
         " machine has the same. By default, replicas is their number.",
     )
+    slurm: dict[SbatchOption, SbatchValue] = Field(
+        default_factory=dict,
+        description="Options of its job array for sbatch, such as partition: l40s, instead of those of all jobs.",
+    )
+    ray: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="Resources that Ray must have for one generator, such as l40s: 1."
+    )
+    kubernetes: KubernetesPoolConfig = Field(default_factory=KubernetesPoolConfig)
 
     @property
     def units_problem(self) -> str | None:

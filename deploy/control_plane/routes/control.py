@@ -191,10 +191,11 @@ def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
     """Give the order to Kubernetes or to the supervisor; Refusal without either."""
     scaling, kind = context.poller.latest.scaling, scaled_role(body.role, body.pool)
     by_whom, kinds = scaling.by, scaling.replicas
-    if kind not in kinds and (by_whom == "supervisor" or (body.pool and kinds)):
+    of_pools = body.pool or (body.role == "generator" and context.plan.pools)
+    if kind not in kinds and (by_whom == "supervisor" or (of_pools and kinds)):
         raise Refusal(409, f"{kind} cannot be scaled in this run, these can: {', '.join(kinds)}")
     if by_whom == "kubernetes" and context.deployments is not None:
-        return context.deployments.scale(body.role, body.replicas)
+        return context.deployments.scale(kind, body.replicas)
     if by_whom != "supervisor":
         raise Refusal(409, NO_SUPERVISOR + scale_command(context.plan.scale_hint, body.role, str(body.replicas)))
     return context.broker.run_control.scale(kind, body.replicas, by)

@@ -57,6 +57,70 @@ def broker_url(tmp_path: Path) -> Iterator[str]:
     server.stop()
 
 
+ENGINE = """
+import os
+from producers.engines.scripted import ScriptedEngine
+
+
+class Watched(ScriptedEngine):
+    async def start(self):
+        await super().start()
+        with open(os.environ["DIARY"] + str(os.getpid()), "w") as diary:
+            diary.write(os.environ["KIND"])
+"""
+
+
+def test_pools_run_where_ray_has_what_they_need_each_with_its_variables(
+    tmp_path: Path, cluster: Any, broker_url: str
+) -> None:
+    cluster.add_node(num_cpus=1, resources={"special": 2})
+    run, diary = tmp_path / "run", tmp_path / "diary-"
+    (tmp_path / "watched.py").write_text(ENGINE)
+    config = {
+        "run": {"name": "pools-on-ray", "folder": str(run)},
+        "model": {
+            "path": str(make_tiny_model(tmp_path / "model", max_length=64)),
+            "dtype": "float32",
+            "max_length": 64,
+        },
+        "train": {"name": "arithmetic"},
+        "sampling": {"n": 2, "max_tokens": 4},
+        "reward": {"terms": [{"name": "exact"}]},
+        "generator": {"engine": "watched.py:Watched", "probe_tolerance": 1e3},
+        "pools": {
+            "special": {
+                "generator": {"replicas": 2},
+                "ray": {"special": 1},
+                "env": {"KIND": "special", "DIARY": str(diary)},
+            },
+            "common": {"env": {"KIND": "common", "DIARY": str(diary)}},
+        },
+        "trainer": {
+            "steps": STEPS,
+            "batch_groups": 4,
+            "threads": 1,
+            "advantage": {"name": "raw"},
+            "mismatch": {"action": "report"},
+        },
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    ended = subprocess.run(
+        command("ray", str(file), "--address", cluster.address, "--generator-cpus", "0.1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"REDIS_URL": broker_url},
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    assert sorted(path.read_text() for path in tmp_path.glob("diary-*")) == ["common", "special", "special"]
+    assert json.loads((run / "summary.json").read_text())["trajectories_trained_twice"] == 0
+    tokens = {name for line in read_lines(run / "metrics.jsonl") for name in line if name.startswith("pool/")}
+    assert {"pool/special/tokens", "pool/common/tokens"} <= tokens
+
+
 def test_a_run_on_ray_goes_on_when_a_node_is_lost_with_all_generators(
     tmp_path: Path, cluster: Any, broker_url: str
 ) -> None:

@@ -13,10 +13,10 @@
 {{- $root := index . 0 }}{{ get $root.Values.secrets (index . 1) | default (include "tidemill.owned" .) -}}
 {{- end }}
 
-{{- /* Labels of an object, within braces: (list $ "role"); the role may be "". */ -}}
+{{- /* Labels of an object, within braces: (list $ "role"), or (list $ "generator" "pool"); both may be "". */ -}}
 {{- define "tidemill.labels" -}}
 {{- $root := index . 0 -}}
-app: tidemill{{ if not $root.Values.plain }}, app.kubernetes.io/instance: {{ $root.Release.Name }}{{ end }}{{ with index . 1 }}, role: {{ . }}{{ end -}}
+app: tidemill{{ if not $root.Values.plain }}, app.kubernetes.io/instance: {{ $root.Release.Name }}{{ end }}{{ with index . 1 }}, role: {{ . }}{{ end }}{{ with rest (rest .) }}{{ with first . }}, pool: {{ . }}{{ end }}{{ end -}}
 {{- end }}
 
 {{- /* Labels of a workload: those and its own, such as a queue's of Kueue. */ -}}
@@ -28,7 +28,7 @@ app: tidemill{{ if not $root.Values.plain }}, app.kubernetes.io/instance: {{ $ro
 {{- /* Image of a role; the trainer's and the generators' are others with GPUs. */ -}}
 {{- define "tidemill.image" -}}
 {{- $root := index . 0 -}}{{- $role := index . 1 -}}{{- $own := get $root.Values $role -}}
-{{- if $root.Values.plain }}tidemill-{{ $role }}{{ else if $own.image }}{{ $own.image }}{{ else -}}
+{{- if $own.image }}{{ $own.image }}{{ else if $root.Values.plain }}tidemill-{{ $role }}{{ else -}}
 {{ $root.Values.images.registry }}/tidemill-{{ $role }}:{{ $root.Values.images.tag }}{{ if $own.gpus }}-cuda{{ end }}{{ end -}}
 {{- end }}
 

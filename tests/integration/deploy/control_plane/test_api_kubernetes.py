@@ -11,8 +11,10 @@ import pytest
 
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
+from deploy.control_plane.server import deployment_names
 from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.web.refusal import Refusal
+from schemas.config import parse_config
 from schemas.errors import InfraError
 from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.fake_kubernetes import NAMESPACE, FakeKubernetes
@@ -122,6 +124,17 @@ def test_the_control_plane_scales_the_deployment_and_says_who_ordered_it(
     assert (status, "autoscaler" in problem["detail"]) == (409, True)
     status, problem = api.ask("POST", "/v1/stop")
     assert (status, "kubectl delete" in problem["detail"]) == (409, True)
+
+
+def test_each_pool_has_a_deployment_that_is_named_after_it(inside: Inside, cluster: FakeKubernetes) -> None:
+    base = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
+    assert deployment_names(parse_config(base)) == NAMES
+    names = deployment_names(parse_config({**base, "pools": {"l40s": {}, "cpu": {}}}))
+    assert names == {"generator.l40s": "generator-l40s", "generator.cpu": "generator-cpu", "reward": "reward"}
+    cluster.replicas["generator-l40s"] = 1
+    deployments = inside(**names)
+    assert deployments.scale("generator.l40s", 3)
+    assert (cluster.replicas["generator-l40s"], cluster.replicas["generator"]) == (3, 4)
 
 
 def test_a_supervisor_comes_first_and_a_lost_api_server_is_said(api: ControlPlane, cluster: FakeKubernetes) -> None:

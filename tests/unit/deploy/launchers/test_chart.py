@@ -15,7 +15,7 @@ from broker.connection import acl
 from deploy.launchers.kubernetes import Kubernetes
 from schemas.config import load_config
 from tests.support.runs.programs import skip_or_fail
-from tests.unit.deploy.launchers.test_kubernetes_launcher import Objects, file, pod
+from tests.unit.deploy.launchers.test_kubernetes_launcher import POOLS, WARM, Objects, file, pod
 from tests.unit.deploy.launchers.test_kubernetes_launcher import render as render_plain
 
 try:
@@ -218,6 +218,8 @@ def in_order(value: Any) -> Any:
         ([], {"trainer_nodes": 3, "storage": "1Ti", "registry": "ghcr.io/me", "tag": "1.2"}),
         ([], {"trainer_gpus": 0, "generator_gpus": 0, "broker": True, "keda": True}),
         ([], {"access_mode": "ReadWriteOnce", "storage_class": "fast"}),
+        ([f"pools={POOLS}"], {"access_mode": "ReadWriteOnce"}),
+        ([f"pools={POOLS}", "model.path=/tidemill/runs/cache/sums", f"warm_start={WARM}"], {"registry": "ghcr.io/me"}),
     ],
 )
 def test_helm_and_kubectl_get_the_same_objects(file: Path, overrides: list[str], options: dict[str, Any]) -> None:

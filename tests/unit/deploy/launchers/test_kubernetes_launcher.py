@@ -17,6 +17,12 @@ from schemas.config import load_config, parse_config
 from schemas.errors import ConfigError
 from tests.support.runs.programs import find_program
 
+POOLS = (
+    "{slow: {generator: {engine: transformers, args: {}}, kubernetes: {image: own.example/slow:1}},"
+    " l40s: {generator: {args: {tensor_parallel_size: 4}}, env: {A: b}, kubernetes:"
+    " {node_selector: {gpu: l40s}, tolerations: [{key: l40s, operator: Exists}]}}}"
+)
+WARM = "{model: 'rewards.py:build', dataset: {name: arithmetic}, eval: {name: arithmetic}}"
 Objects = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -108,6 +114,29 @@ def test_generators_wait_for_the_model_that_the_trainers_pod_makes(file: Path) -
     assert subprocess.run(["timeout", "1", "sh", "-c", script, made], timeout=60, check=False).returncode == 124
     made.touch()
     assert subprocess.run(["sh", "-c", script, made], timeout=60, check=False).returncode == 0
+
+
+def test_each_pool_is_a_deployment_with_its_own_gpus_nodes_and_image(file: Path) -> None:
+    objects = render(file, f"pools={POOLS}")
+    names = sorted(name for kind, name in objects if kind == "Deployment" and name.startswith("generator"))
+    assert names == ["generator-l40s", "generator-slow"]
+    found = {name: objects["Deployment", f"generator-{name}"] for name in ("l40s", "slow")}
+    for name, document in found.items():
+        labels = {"app": "tidemill", "role": "generator", "pool": name}
+        assert document["spec"]["selector"]["matchLabels"] == labels, "no Deployment takes the pods of another"
+        assert document["spec"]["template"]["metadata"]["labels"] == labels
+    l40s, slow = (pod(objects, "Deployment", f"generator-{name}") for name in ("l40s", "slow"))
+    (one,), (other,) = l40s["containers"], slow["containers"]
+    assert one["args"] == ["generator", "/etc/tidemill/config.yaml", "--stay", "--pool", "l40s"]
+    assert (one["image"], other["image"]) == ("registry.example/tidemill-generator:0.1.0-cuda", "own.example/slow:1")
+    assert one["resources"]["limits"]["nvidia.com/gpu"] == one["resources"]["requests"]["nvidia.com/gpu"] == "4"
+    assert other["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert (l40s["nodeSelector"], slow.get("nodeSelector")) == ({"gpu": "l40s"}, None)
+    assert [one for one in l40s["tolerations"] if one not in slow["tolerations"]] == [
+        {"key": "l40s", "operator": "Exists"}
+    ]
+    (rule,) = objects["Role", "control"]["rules"]
+    assert rule["resourceNames"] == names, "each can be scaled"
 
 
 def test_every_object_is_in_the_namespace_of_the_run(file: Path) -> None:

@@ -166,6 +166,44 @@ def test_generators_are_an_array_that_is_requeued(tmp_path: Path) -> None:
         assert f"#SBATCH {option}\n" in script
 
 
+POOLS = {
+    "l40s": {
+        "generator": {"engine": "vllm", "replicas": 3, "args": {"tensor_parallel_size": 2}},
+        "slurm": {"partition": "l40s", "constraint": "l40s", "exclusive": ""},
+    },
+    "cpu": {"generator": {"engine": "transformers"}},
+    "later": {"generator": {"replicas": 0}},
+}
+
+
+def test_each_pool_is_an_array_with_its_own_options_and_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deploy.launchers.slurm.ask", lambda command: "gpu:8")
+    monkeypatch.setattr(Slurm, "_check", lambda *_: None)
+    run = {"name": "big", "folder": str(tmp_path / "a run")}
+    slurm = Slurm(folder=tmp_path / "a folder", partition="all", sbatch=["--qos=low"])
+    paths = slurm.prepare(parse_config(SLURM_CONFIG | {"pools": POOLS, "run": run}))
+    scripts = {path.name: path.read_text() for path in paths}
+    assert capsys.readouterr().err == (
+        "GPUs: 1 for each trainer node, 2 for each generator of l40s, 1 for each generator of cpu,"
+        " 1 for each generator of later\n"
+    )
+    for name in scripts:
+        done = subprocess.run(["bash", "-n", str(tmp_path / "a folder" / name)], capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b""), name
+    own = [line for line in scripts["generators-l40s.sbatch"].splitlines() if line.startswith("#SBATCH")]
+    for option in ("array=0-2", "gpus-per-node=2", "partition=l40s", "constraint=l40s", "exclusive", "qos=low"):
+        assert f"#SBATCH --{option}" in own
+    assert "#SBATCH --partition=all" not in own
+    assert '--pool l40s --name "generator-l40s-$SLURM_ARRAY_TASK_ID"' in scripts["generators-l40s.sbatch"]
+    assert "#SBATCH --partition=all\n" in scripts["generators-cpu.sbatch"]
+    queued = [line.rpartition("/")[2].strip("'") for line in scripts["submit.sh"].splitlines() if "generators-" in line]
+    assert queued[1:] == ["generators-l40s.sbatch", "generators-cpu.sbatch"], "none of the pool that has no replicas"
+    assert "generators.sbatch" not in scripts
+    assert "generators-POOL.sbatch" in scripts["services.sbatch"], "where a user finds what adds generators"
+
+
 def test_one_trainer_process_needs_no_launcher_and_many_meet_at_the_first_node(tmp_path: Path) -> None:
     assert "srun" not in written(tmp_path)["trainer.sbatch"]
     script = written(tmp_path, trainer_nodes=4, trainer_gpus=8)["trainer.sbatch"]

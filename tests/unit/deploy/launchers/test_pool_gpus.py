@@ -82,11 +82,24 @@ def test_a_generator_sees_the_gpus_of_its_pool(monkeypatch: pytest.MonkeyPatch) 
     assert shared._gpus("generator", "generator-thin-1") == []
 
 
-@pytest.mark.parametrize("launcher", [Slurm(), Kubernetes(), Ray()])
-def test_launchers_of_one_kind_of_generators_say_so(launcher: Slurm | Kubernetes | Ray, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "pool", "message"),
+    [
+        (Slurm(), {"nodes": ["a"]}, "pools.own.nodes is for launcher.name local and `tidemill node`: remove it, Slurm"),
+        (Ray(), {"nodes": ["a"]}, "pools.own.nodes is for launcher.name local and `tidemill node`: remove it, Ray"),
+        (Kubernetes(), {"nodes": ["a"]}, "pools.own.nodes is for launcher.name local and `tidemill node`: remove it"),
+        (Slurm(generators=4), {}, "--generators 4 excludes pools: set pools.NAME.generator.replicas"),
+        (Ray(max_generators=4), {}, "--generators 4 excludes pools: set pools.NAME.generator.replicas"),
+        (Kubernetes(keda=True), {}, "--keda excludes pools, whose tasks wait together: `tidemill scale RUN generator."),
+        (Kubernetes(), {"units": [{"A": "1"}]}, "pools.own.units: pods don't see which units others have"),
+    ],
+)
+def test_what_a_launcher_cannot_do_with_pools_is_said_in_a_line(
+    launcher: Slurm | Kubernetes | Ray, pool: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as raised:
-        launcher.launch(config(run={"folder": str(tmp_path / "run")}))
-    assert str(raised.value).startswith(f"pools wide, thin: {type(launcher).__name__} starts one kind of generators")
+        launcher.launch(config(run={"folder": str(tmp_path / "run")}, pools={"own": pool}))
+    assert str(raised.value).startswith(message)
     assert not (tmp_path / "run").exists()
 
 

@@ -81,6 +81,10 @@ def test_a_pool_is_what_the_section_would_be_with_its_settings(own: dict[str, An
             {"units": [{"A": "1"}], "generator": {"replicas": 2}},
             "pools.a.generator.replicas 2 must be at most 1, one for each of pools.a.units",
         ),
+        ({"slurm": {"--qos": "low"}}, "pools.NAME.slurm: '--qos' is not allowed, must be the name of a long option"),
+        ({"slurm": {"array": "0-9"}}, "pools.NAME.slurm: 'array' is not allowed, must be the name of a long option"),
+        ({"slurm": {"qos": "a\n#SBATCH --exclusive"}}, "pools.NAME.slurm: 'a\\n#SBATCH --exclusive' is not allowed"),
+        ({"ray": {"l40s": 0}}, "pools.a.ray.l40s: 0 is not allowed, must be greater than 0"),
         ([], "pools.a: [] is not allowed, must be a section with keys such as generator, nodes, env, python"),
     ],
 )
