@@ -102,10 +102,11 @@ PLANTED = {
         "return overdue",
         "[self._locks[name].file.unlink() for name in overdue]\n    return set()",
     ),
+    # For as long as a process may be descheduled on a busy machine: those who ask keep the lock from the trainer.
     "a question takes the lock": Planted(
         f"{LOCKS}.is_free",
         "try:\n        found",
-        "asking = DeviceLock(self.file)\n    free = asking.try_hold(shared)\n    time.sleep(0.1)\n"
+        "asking = DeviceLock(self.file)\n    free = asking.try_hold(shared)\n    time.sleep(0.5)\n"
         "    asking.release()\n    return free\n    try:\n        found",
     ),
 }
