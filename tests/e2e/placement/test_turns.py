@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs import shared_devices
@@ -99,6 +103,30 @@ def test_a_thousand_steps_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     print(f"{woken} wakes, {summary}")
 
 
+@pytest.mark.matrix("the scripted engine in make test; 300 steps take some minutes")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.timeout(900)
+def test_three_hundred_steps_in_turns_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where vLLM's sleep frees nothing but has all of its states."""
+    steps = 300
+    config = configuration(tmp_path, "0", "0", steps)
+    model = make_tiny_model(tmp_path / "for-vllm", hidden=64)
+    config["model"] = {"path": str(model), "dtype": "float32", "max_length": 64}
+    config["generator"] |= {"engine": "vllm", "args": {"num_gpu_blocks_override": 72}}
+    config["trainer"]["checkpoint"]["every"] = 50
+    run = start(tmp_path, monkeypatch, config, 1)
+    summary = run.finish(800)
+    assert_all_trained_once(run, summary, steps)
+    notes = read_notes(tmp_path / "notes")
+    assert len(notes) >= steps
+    assert all(note["held"] for note in notes), "the trainer computed while an engine was awake"
+    log = (run.folder / "logs" / "generator-0.log").read_text()
+    woken = log.count("took the GPU back")
+    assert woken >= 50
+    assert woken <= log.count("gave the GPU to the trainer") <= woken + 1
+    print(f"{woken} wakes, {summary}")
+
+
 @pytest.mark.timeout(300)
 def test_with_one_gpu_for_both_each_may_be_killed_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(tmp_path, monkeypatch, configuration(tmp_path, "0", "0"), 1)
@@ -111,3 +139,31 @@ def test_with_one_gpu_for_both_each_may_be_killed_at_any_time(tmp_path: Path, mo
     summary = run.finish()
     assert_all_trained_once(run, summary)
     assert check_notes(read_notes(tmp_path / "notes"), ["generator-0"]) >= 6
+
+
+@pytest.mark.timeout(300)
+def test_auto_may_give_a_run_that_resumes_another_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint is of one rank, and what it measured is changed so that two are planned."""
+    steps = 8
+    config = configuration(tmp_path, "0", "0", steps)
+    config["placement"] = "auto"
+    run = start(tmp_path, monkeypatch, config, 3)
+    run.finish()
+    assert "1 GPU for the trainer, 2 generators; GPUs: 0 trainer" in run.output.read_text()
+    slow = {"time/total_s": 10.0, "time/forward_s": 9.9, "time/publish_s": 0.0, "perf/generated_tokens_per_s": 9000.0}
+    text = "".join(json.dumps(line | slow) + "\n" for line in run.lines("metrics.jsonl"))
+    (run.folder / "metrics.jsonl").write_text(text)
+    config["trainer"]["steps"] = 2 * steps
+    shutil.rmtree(tmp_path / "work")
+    run = start(tmp_path, monkeypatch, config, 3)
+    summary = run.finish()
+    assert "2 GPUs for the trainer, 1 generator; GPUs: 0,1 trainer" in run.output.read_text()
+    settings = [yaml.safe_load((run.folder / name).read_text()) for name in ("config.yaml.1", "config.yaml")]
+    assert [one["trainer"]["processes"] for one in settings] == [1, 2]
+    assert run.steps() == 2 * steps
+    samples = trained_samples(run)
+    assert len(samples) == len(set(samples))
+    assert {task_id for task_id, _ in samples} == set(range(2 * steps * GROUPS)), "a prompt was skipped"
+    assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
