@@ -149,6 +149,7 @@ def test_auto_may_give_a_run_that_resumes_another_number_of_ranks(
     steps = 8
     config = configuration(tmp_path, "0", "0", steps)
     config["placement"] = "auto"
+    config["trainer"]["advantage"] = {"name": "raw"}
     run = start(tmp_path, monkeypatch, config, 3)
     run.finish()
     assert "1 GPU for the trainer, 2 generators; GPUs: 0 trainer" in run.output.read_text()
