@@ -16,13 +16,14 @@ class PolicyShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     observations: numbers of an observation, or height, width and channels of a picture of bytes, which goes through
     ``filters`` first: convolutions of so many channels with this side and stride, and relu. actions: number of
-    actions; if ``continuous``, numbers of an action, which is drawn from a normal distribution. squashed: the
+    actions, or of each part of an action that has several (MultiDiscrete), drawn independently; if ``continuous``,
+    numbers of an action, which is drawn from a normal distribution. squashed: the
     deviations follow from the observation, and tanh maps actions to [-1, 1], which is scaled to the bounds of the
     space. hidden: sizes of the layers between, with ``activation``; those of the critic are the same.
     """
 
     observations: int | tuple[int, int, int]
-    actions: int
+    actions: int | tuple[int, ...]
     continuous: bool = False
     hidden: tuple[int, ...] = (64, 64)
     model_type: str = "mlp"
@@ -53,26 +54,44 @@ class PolicyShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return height * width * (self.filters[-1][0] if self.filters else channels)
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of actions of each part of an action; if continuous, the numbers of an action."""
+        return self.actions if isinstance(self.actions, tuple) else (self.actions,)
+
+    @property
     def outputs(self) -> int:
         """Numbers that the last layer gives: of a squashed policy means and logarithms of deviations."""
-        return self.actions * (2 if self.squashed else 1)
+        return sum(self.counts) * (2 if self.squashed else 1)
 
     def __post_init__(self) -> None:
         filters = [number for one in self.filters for number in one]
-        if min([self.size, self.actions, *self.hidden, *filters]) < 1 or self.model_type != "mlp":
+        if min([self.size, *(self.counts or (0,)), *self.hidden, *filters]) < 1 or self.model_type != "mlp":
             raise ValueError("sizes must be 1 or more, and model_type mlp")
         if not self.features:
             raise ValueError(f"pictures of {self.observations} are too small for filters {self.filters}")
         if self.picture is not None and self.squashed:
             raise ValueError("squashed is for SAC, whose replay buffer holds no pictures: leave it out")
+        if self.continuous and isinstance(self.actions, tuple):
+            raise ValueError(f"actions must be a number if continuous, not {list(self.actions)}")
         if self.squashed and not self.continuous:
             raise ValueError("squashed needs continuous")
 
     @classmethod
-    def read(cls, folder: str | Path) -> PolicyShape:
-        """Read config.json in ``folder``; ConfigError says what is wrong with it."""
+    def read(cls, folder: str | Path, sac: bool | None = None) -> PolicyShape:
+        """Read config.json in ``folder``; ConfigError says what is wrong with it.
+
+        sac: whether trainer.sac trains the policy, which it does if that is squashed, and only then.
+        """
         file = Path(folder).expanduser() / "config.json"
         try:
-            return msgspec.json.decode(file.read_bytes(), type=cls)
+            shape = msgspec.json.decode(file.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigError(f"model.path {folder}: {file.name} is not the shape of an mlp: {error}") from error
+        if sac and not shape.squashed:
+            raise ConfigError(
+                f"model.path {folder}: trainer.sac needs squashed: true in config.json, and continuous actions: those"
+                " of Discrete and MultiDiscrete spaces are trained by PPO or GRPO"
+            )
+        if sac is False and shape.squashed:
+            raise ConfigError(f"model.path {folder}: a squashed policy needs trainer.sac")
+        return shape

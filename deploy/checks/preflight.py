@@ -196,7 +196,7 @@ def check_models(config: TidemillConfig) -> str:
     """Check every named model, by its files or with one request to the Hub. Raises ConfigError."""
     trainer = config.trainer
     if config.model.kind == "mlp":
-        shape = PolicyShape.read(config.model.path)
+        shape = PolicyShape.read(config.model.path, sac=trainer.sac is not None)
         return f"{config.model.path}: {shape.observations} observations, {shape.actions} actions"
     found = "created by warm_start" if config.warm_start else _check_policy(config.model)
     if trainer.kl.coef and trainer.kl.model is not None:
@@ -222,7 +222,7 @@ def _check_policy(model: ModelConfig) -> str:
 def check_model(config: TidemillConfig) -> None:
     """Raise ConfigError if model.path is not a model and no warm_start creates one."""
     if config.model.kind == "mlp":
-        PolicyShape.read(config.model.path)
+        PolicyShape.read(config.model.path, sac=config.trainer.sac is not None)
     elif config.warm_start is None:
         _check_policy(config.model)
 

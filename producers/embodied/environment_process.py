@@ -98,7 +98,7 @@ class EnvironmentProcess:
     """N environments in one process.
 
     seen: numbers of an observation, or the shape of a picture; observations: its numbers or bytes. actions: size of the
-    space. bounds: of continuous actions, [2, A].
+    space, or of each of its parts. acted: shape of an action. bounds: of continuous actions, [2, A].
 
     ``reset`` or ``step`` begins, ``receive`` waits for the result; EnvironmentLost from it means that the process is of
     no more use.
@@ -123,10 +123,13 @@ class EnvironmentProcess:
         if "error" in found:
             self.close()
             raise EnvironmentLost(found["error"])
-        seen, bounds = found["observations"], found["bounds"]
+        seen, actions, bounds = found["observations"], found["actions"], found["bounds"]
         self.bounds = None if bounds is None else np.array(bounds, dtype=np.float32)
         self.picture = isinstance(seen, list)
-        self.seen, self.actions = tuple(seen) if isinstance(seen, list) else int(seen), int(found["actions"])
+        self.seen = tuple(seen) if isinstance(seen, list) else int(seen)
+        self.actions = tuple(actions) if isinstance(actions, list) else int(actions)
+        self.acted: tuple[int, ...] = (len(self.actions),) if isinstance(self.actions, tuple) else ()
+        self.acted = self.acted if bounds is None else (int(actions),)
         self.observations = math.prod(self.seen) if isinstance(self.seen, tuple) else self.seen
 
     def reset(self, seed: int, same: bool = False) -> None:
@@ -137,7 +140,7 @@ class EnvironmentProcess:
         self._send(b"R" + struct.pack("<qq", seed, not same), self._spec.reset_s)
 
     def step(self, actions: npt.NDArray[Any]) -> None:
-        """Begin a step. actions: int32 [N], or float32 [N, A] inside the bounds."""
+        """Begin a step. actions: int32 [N] or [N, A], or float32 [N, A] inside the bounds."""
         kind = "<i4" if self.bounds is None else "<f4"
         self._send(b"S" + np.ascontiguousarray(actions, dtype=kind).tobytes(), self._spec.step_s)
 

@@ -48,7 +48,8 @@ def _first_episode(parts: Sequence[Collected], env: int) -> Collected:
     truncated = joined["ends"][length - 1] == TRUNCATED
     versions = np.concatenate([np.repeat(span.version, span.end - span.start) for part in parts for span in part.spans])
     at, episodes = next((part.episodes.envs.index(env), part.episodes) for part in parts if env in part.episodes.envs)
-    kind = {name: "f4" for name in joined} | {"ends": "u1", "actions": "i4" if joined["actions"].ndim == 1 else "f4"}
+    acts = "i4" if joined["actions"].dtype == np.int32 else "f4"
+    kind = {name: "f4" for name in joined} | {"ends": "u1", "actions": acts}
     columns = {name: Array.of(values[:length].reshape(-1), kind[name]) for name, values in joined.items()}
     what = "u1" if seen.dtype == np.uint8 else "f4"
     fragment = Fragment(

@@ -97,11 +97,12 @@ class _Share:
 class _Columns:
     """The numbers of a fragment under way; versions: int64 [T], of the oldest policy that acted in a step."""
 
-    def __init__(self, steps: int, envs: int, size: int, actions: int | None, picture: bool) -> None:
-        """actions: numbers of a continuous action, None for a discrete one. picture: whether bytes are observed."""
-        self.observations = np.zeros((steps + 1, envs, size), np.uint8 if picture else np.float32)
-        shape, kind = ((steps, envs), np.int32) if actions is None else ((steps, envs, actions), np.float32)
-        self.actions: npt.NDArray[Any] = np.zeros(shape, kind)
+    def __init__(self, steps: int, envs: int, process: EnvironmentProcess) -> None:
+        """process: one of those that make them."""
+        seen = np.uint8 if process.picture else np.float32
+        self.observations: Seen = np.zeros((steps + 1, envs, process.observations), seen)
+        acts = np.int32 if process.bounds is None else np.float32
+        self.actions: npt.NDArray[Any] = np.zeros((steps, envs, *process.acted), acts)
         self.logprobs, self.rewards = np.zeros((steps, envs), np.float32), np.zeros((steps, envs), np.float32)
         self.ends = np.zeros((steps, envs), np.uint8)
         self.last: dict[tuple[int, int], Seen] = {}
@@ -113,7 +114,8 @@ class _Columns:
         last = [self.last[place] for place in sorted(self.last)]
         arrays["last"] = np.stack(last) if last else np.zeros(0, self.observations.dtype)
         seen = "u1" if self.observations.dtype == np.uint8 else "f4"
-        kinds = {"actions": "i4" if self.actions.ndim == 2 else "f4", "ends": "u1", "observations": seen, "last": seen}
+        acts = "i4" if self.actions.dtype == np.int32 else "f4"
+        kinds = {"actions": acts, "ends": "u1", "observations": seen, "last": seen}
         packed = {name: Array.of(found.reshape(-1), kinds.get(name, "f4")) for name, found in arrays.items()}
         return Fragment(envs=self.ends.shape[1], **packed)
 
@@ -158,9 +160,7 @@ class FragmentCollector:
 
     def collect(self, steps: int, actor: Actor) -> Collected | None:
         """Play ``steps`` steps of each environment; None if the actor ends. DataError if a number is not finite."""
-        process = self._shares[0].process
-        size = None if process.bounds is None else process.actions
-        columns = _Columns(steps, self.envs, process.observations, size, process.picture)
+        columns = _Columns(steps, self.envs, self._shares[0].process)
         self._episodes = Episodes()
         middle = (len(self._shares) + 1) // 2
         halves = [half for half in (self._shares[:middle], self._shares[middle:]) if half]

@@ -30,7 +30,7 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class Acted:
-    """Actions of N environments: int32 [N] or float32 [N, A]; their log-probabilities, float32 [N]; the version."""
+    """Actions of N environments: int32 [N] or [N, A], or float32 [N, A]; log-probabilities, float32 [N]; version."""
 
     actions: npt.NDArray[Any]
     logprobs: Floats
@@ -57,7 +57,7 @@ class Perceptron:
         """Take the weights of a published file; DataError if they are not of this shape."""
         sizes = [shape.features, *shape.hidden, shape.outputs]
         normal = shape.continuous and not shape.squashed
-        expected: dict[str, tuple[int, ...]] = {"log_std": (shape.actions,)} if normal else {}
+        expected: dict[str, tuple[int, ...]] = {"log_std": shape.counts} if normal else {}
         for k, (size, following) in enumerate(pairwise(sizes)):
             expected |= {f"layers.{2 * k}.weight": (following, size), f"layers.{2 * k}.bias": (following,)}
         filters = shape.filters if shape.picture is not None else ()
@@ -107,21 +107,26 @@ class Perceptron:
             noise = 0.0 if greedy else rng.standard_normal(means.shape, dtype=np.float32) * np.exp(log_std)
             drawn = np.asarray(means + noise, dtype=np.float32)
             return np.tanh(drawn) if self._shape.squashed else drawn
-        if greedy:
-            return np.asarray(outputs.argmax(-1), dtype=np.int32)
-        below = np.exp(_log_softmax(outputs)).cumsum(-1) < rng.random((len(outputs), 1))
-        return np.asarray(np.minimum(below.sum(-1), outputs.shape[1] - 1), dtype=np.int32)
+        chosen = [part.argmax(-1) if greedy else _draw(part, rng) for part in self._parts(outputs)]
+        found = np.stack(chosen, -1, dtype=np.int32)
+        return found if isinstance(self._shape.actions, tuple) else found[:, 0]
 
     def logprobs(self, outputs: Floats, actions: npt.NDArray[Any]) -> Floats:
         """Return the log-probability, or log-density, of each action, float32 [N]."""
         if not self._shape.continuous:
-            return np.asarray(_log_softmax(outputs)[np.arange(len(outputs)), actions], dtype=np.float32)
+            chosen, parts = actions.reshape(len(outputs), -1), self._parts(outputs)
+            each = [_log_softmax(part)[np.arange(len(part)), chosen[:, k]] for k, part in enumerate(parts)]
+            return np.asarray(np.sum(each, 0), dtype=np.float32)
         means, log_std = self._normal(outputs)
         drawn = np.arctanh(np.clip(actions, -CLOSE_TO_1, CLOSE_TO_1)) if self._shape.squashed else actions
         found = -0.5 * ((drawn - means) / np.exp(log_std)) ** 2 - log_std - 0.5 * np.log(2 * np.pi)
         if self._shape.squashed:
             found = found - 2 * (np.log(2) - drawn - np.logaddexp(0, -2 * drawn))
         return np.asarray(found.sum(-1), dtype=np.float32)
+
+    def _parts(self, outputs: Floats) -> list[Floats]:
+        """Return the logits of each part of an action of a discrete space."""
+        return np.split(outputs, np.cumsum(self._shape.counts)[:-1], -1)
 
     def _normal(self, outputs: Floats) -> tuple[Floats, Floats]:
         """Return means and logarithms of deviations, float32 [N, A] or [A], before tanh."""
@@ -133,10 +138,9 @@ class Perceptron:
     def probe(self, tokens: Sequence[int]) -> Floats:
         """Return the log-probabilities of a probe; see ``probe_observations``."""
         outputs = self.outputs(probe_observations(tokens, self._shape.size, self._shape.picture is not None))
-        count = self._shape.actions
-        discrete = not self._shape.continuous
-        actions = np.asarray(tokens[1:]) % count if discrete else np.zeros((len(outputs), count), np.float32)
-        return self.logprobs(outputs, actions)
+        if self._shape.continuous:
+            return self.logprobs(outputs, np.zeros((len(outputs), *self._shape.counts), np.float32))
+        return self.logprobs(outputs, np.asarray(tokens[1:])[:, None] % self._shape.counts)
 
 
 class MlpEngine:
@@ -258,6 +262,11 @@ class MlpEngine:
 
 def _relu(values: Floats) -> Floats:
     return np.maximum(values, np.float32(0))
+
+
+def _draw(logits: Floats, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    below = np.exp(_log_softmax(logits)).cumsum(-1) < rng.random((len(logits), 1))
+    return np.asarray(np.minimum(below.sum(-1), logits.shape[1] - 1))
 
 
 def _log_softmax(values: Floats) -> Floats:

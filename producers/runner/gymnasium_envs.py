@@ -2,8 +2,8 @@
 
 stdin is a socket. The first line is ``{"id", "args", "modules", "envs"}`` as JSON, answered by the spaces or an error.
 Then each request is a byte and a body of a known size: ``R``, the first seed and the step to the next (i8) resets all
-environments, ``S`` and their actions (i4 [N] or f4 [N, A]) steps them, ``V`` draws the first. The answer is ``=`` and
-what ``Environments.answer`` returns; before it ``.`` if an episode has ended, whose environment is reset now. ``!`` is
+environments, ``S`` and their actions (i4 or f4 [N, A]) steps them, ``V`` draws the first. The answer is ``=`` and what
+``Environments.answer`` returns; before it ``.`` if an episode has ended, whose environment is reset now. ``!`` is
 an error, with its length (u4) and its text. All is little-endian.
 """
 
@@ -68,9 +68,14 @@ class Environments:
             )
         self._flatten = spaces.flatten
         self._seen = seen
-        self._discrete = isinstance(acts, spaces.Discrete) and acts.start == 0
-        if not self._discrete and not (isinstance(acts, spaces.Box) and len(acts.shape) == 1):
-            raise ValueError(f"actions {acts} are not supported, must be Discrete or Box of one axis")
+        self._single, self._continuous = isinstance(acts, spaces.Discrete), isinstance(acts, spaces.Box)
+        counted = self._single or isinstance(acts, spaces.MultiDiscrete)
+        flat = self._single or len(acts.shape or ()) == 1
+        if not (self._continuous or counted) or not flat or (counted and self._np.any(acts.start)):
+            raise ValueError(
+                f"actions {acts} are not supported, must be Box or MultiDiscrete of one axis, or Discrete, from 0 on"
+            )
+        self._width = 1 if self._single else int(acts.shape[0])
         self._observed, self._acts = int(spaces.flatdim(seen)), acts
         shape, kind = (envs, self._observed), "u1" if self._picture else "<f4"
         self._observations, self._last = self._np.zeros(shape, kind), self._np.zeros(shape, kind)
@@ -78,17 +83,19 @@ class Environments:
 
     def spaces(self) -> dict[str, Any]:
         """Return the sizes of the spaces, and the bounds of actions (JSON has infinity, as Python writes it)."""
-        acts, observed = self._acts, list(self._seen.shape) if self._picture else self._observed
-        if self._discrete:
-            return {"observations": observed, "actions": int(acts.n), "bounds": None}
-        bounds = [acts.low.tolist(), acts.high.tolist()]
-        return {"observations": observed, "actions": int(acts.shape[0]), "bounds": bounds}
+        acts, bounds = self._acts, None
+        if self._continuous:
+            actions, bounds = self._width, [acts.low.tolist(), acts.high.tolist()]
+        else:
+            actions = int(acts.n) if self._single else acts.nvec.tolist()
+        observed = list(self._seen.shape) if self._picture else self._observed
+        return {"observations": observed, "actions": actions, "bounds": bounds}
 
     def size_of(self, order: bytes) -> int:
         """Return the bytes of an order's body."""
         if order == b"V":
             return 0
-        return 16 if order == b"R" else 4 * len(self._envs) * (1 if self._discrete else self._acts.shape[0])
+        return 16 if order == b"R" else 4 * len(self._envs) * self._width
 
     def answer(self, order: bytes, body: bytes, channel: socket.socket) -> bytes:
         """Reset, step or draw.
@@ -116,9 +123,9 @@ class Environments:
         return struct.pack("<2I", *frame.shape[:2]) + bytes(frame.tobytes())
 
     def _step(self, body: bytes, channel: socket.socket) -> None:
-        actions = self._np.frombuffer(body, "<i4" if self._discrete else "<f4").reshape(len(self._envs), -1)
+        actions = self._np.frombuffer(body, "<f4" if self._continuous else "<i4").reshape(len(self._envs), -1)
         for i, env in enumerate(self._envs):
-            action = int(actions[i, 0]) if self._discrete else actions[i].astype(self._acts.dtype)
+            action = int(actions[i, 0]) if self._single else actions[i].astype(self._acts.dtype)
             seen, self._rewards[i], terminated, truncated, info = env.step(action)
             self._observations[i] = self._flatten(self._seen, seen)
             self._ends[i] = TERMINATED if terminated else TRUNCATED if truncated else 0

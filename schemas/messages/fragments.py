@@ -23,7 +23,8 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
     """T steps of N environments.
 
     observations: f4 [T + 1, N, O], or u1 of pictures of O bytes, the last to estimate from; after an episode's end,
-    the first of the next episode. actions: i4 [T, N] of a discrete space, f4 [T, N, A] of a continuous one.
+    the first of the next episode. actions: i4 [T, N] of a discrete space, or [T, N, A] of one with A
+    parts, f4 [T, N, A] of a continuous one.
     logprobs: f4 [T, N], natural log of the probability, or of the density, with which the action was sampled.
     rewards: f4 [T, N]. ends: u1 [T, N], 0, TERMINATED or TRUNCATED. last: [K, O], the last observation of each of
     the K truncated episodes, in the order of ``ends``.
@@ -58,11 +59,10 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
         size, rest = divmod(len(self.observations), played + self.envs)
         if rest or not size:
             raise ValueError(f"fragment.observations has {len(self.observations)} entries for {played} steps")
-        if self.actions.dtype == "i4":
-            if len(self.actions) != played or self.actions.numpy().min() < 0:
-                raise ValueError(f"fragment.actions must be {played} numbers of 0 or more")
-        elif len(self.actions) < played or len(self.actions) % played:
+        if len(self.actions) < played or len(self.actions) % played:
             raise ValueError(f"fragment.actions has {len(self.actions)} entries for {played} steps")
+        if self.actions.dtype == "i4" and (least := self.actions.numpy().min()) < 0:
+            raise ValueError(f"fragment.actions must be 0 or more, the least is {least}")
         for name in ("logprobs", "ends"):
             if (found := len(getattr(self, name))) != played:
                 raise ValueError(f"fragment.{name} has {found} entries for {played} steps")
@@ -83,11 +83,11 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
     def numpy(self) -> dict[str, npt.NDArray[Any]]:
         """Return read-only views of the arrays in their shapes, by name."""
         steps, envs = self.steps, self.envs
-        discrete = self.actions.dtype == "i4"
+        single = self.actions.dtype == "i4" and len(self.actions) == len(self.rewards)
         size = len(self.observations) // ((steps + 1) * envs)
         return {
             "observations": self.observations.numpy().reshape(steps + 1, envs, size),
-            "actions": self.actions.numpy().reshape((steps, envs) if discrete else (steps, envs, -1)),
+            "actions": self.actions.numpy().reshape((steps, envs) if single else (steps, envs, -1)),
             **{name: getattr(self, name).numpy().reshape(steps, envs) for name in ("logprobs", "rewards", "ends")},
             "last": self.last.numpy().reshape(-1, size),
         }
@@ -103,7 +103,7 @@ def probe_observations(tokens: npt.ArrayLike, size: int, picture: bool = False) 
     """Return the observations of a probe's tokens but the last, float32 [T - 1, size], 0 to 255 if ``picture``.
 
     The probe scores at each of them the action that the next token stands for: the token modulo the number of actions,
-    or in a continuous space 0.
+    in each part of an action, or in a continuous space 0.
     """
     numbers = np.asarray(tokens, dtype=np.float64)[:-1, None] + 1
     found = np.sin(numbers * np.arange(1, size + 1) * math.e).astype(np.float32)

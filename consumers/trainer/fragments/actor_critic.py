@@ -63,7 +63,7 @@ class Pixels(nn.Sequential):
 
 
 class Actor(nn.Module):
-    """A policy: a categorical distribution of actions, a normal one, or a normal one that tanh squashes.
+    """A policy: a categorical distribution of each part of an action, a normal one, or one that tanh squashes.
 
     The deviations of the second do not depend on what is seen.
 
@@ -78,7 +78,7 @@ class Actor(nn.Module):
         self.pixels = Pixels(shape)
         self.layers = _perceptron(shape, shape.features, shape.outputs, 0.01)
         if shape.continuous and not shape.squashed:
-            self.log_std = nn.Parameter(torch.zeros(shape.actions))
+            self.log_std = nn.Parameter(torch.zeros(shape.counts))
 
     @property
     def device(self) -> torch.device:
@@ -88,7 +88,7 @@ class Actor(nn.Module):
     def forward(self, observations: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probability (or density) of each action and entropy, float32 [M] both.
 
-        observations: float32 [M, O], or bytes of pictures. actions: int64 [M], or float32 [M, A].
+        observations: float32 [M, O], or bytes of pictures. actions: int64 [M] or [M, A], or float32 [M, A].
         """
         if self._shape.squashed:
             means, deviations = self._normal(observations)
@@ -101,9 +101,10 @@ class Actor(nn.Module):
             logprobs = (-0.5 * scaled.square() - self.log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
             entropy = (self.log_std + 0.5 + 0.5 * math.log(2 * math.pi)).sum()
             return logprobs, entropy.expand(len(outputs))
-        distribution = torch.log_softmax(outputs, -1)
-        logprobs = distribution.gather(-1, actions[:, None])[:, 0]
-        return logprobs, -(distribution.exp() * distribution).sum(-1)
+        parts = [torch.log_softmax(part, -1) for part in outputs.split(self._shape.counts, -1)]
+        chosen = actions.reshape(len(outputs), -1, 1).unbind(1)
+        logprobs = sum(part.gather(-1, one)[:, 0] for part, one in zip(parts, chosen, strict=True))
+        return cast(Tensor, logprobs), cast(Tensor, sum(-(part.exp() * part).sum(-1) for part in parts))
 
     def sample(self, observations: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return actions of a squashed policy, float32 [M, A] in [-1, 1], and their log-densities, float32 [M].
@@ -124,9 +125,9 @@ class Actor(nn.Module):
         """Return the log-probabilities of a probe's tokens, float32 [T - 1]; see ``probe_observations``."""
         observations = torch.from_numpy(probe_observations(tokens, self._shape.size, self._shape.picture is not None))
         observations = observations.to(self.device)
-        count = self._shape.actions
-        following = torch.tensor(tokens[1:], device=self.device) % count
-        actions = torch.zeros(len(following), count) if self._shape.continuous else following
+        counts = torch.tensor(self._shape.counts, device=self.device)
+        following = torch.tensor(tokens[1:], device=self.device)[:, None] % counts
+        actions = torch.zeros(len(following), *self._shape.counts) if self._shape.continuous else following
         found: Tensor = self(observations, actions.to(self.device))[0]
         return found
 
@@ -146,7 +147,7 @@ class TwinCritic(nn.Module):
 
     def __init__(self, shape: PolicyShape, count: int = 2, norm: Norm = "none") -> None:
         super().__init__()
-        size = shape.size + shape.actions
+        size = shape.size + sum(shape.counts)
         self.q = nn.ModuleList(_perceptron(shape, size, 1, 1.0, norm) for _ in range(count))
         self.target = nn.ModuleList() if norm == "batch" else copy.deepcopy(self.q).requires_grad_(False)
         self.eval()

@@ -148,16 +148,14 @@ class PpoStep(Learner):
 
 def build_fragment_step(config: TidemillConfig, ranks: Ranks) -> Learner:
     """Build the step of model.kind mlp, with new networks; ConfigError for more than one rank."""
-    trainer, shape = config.trainer, PolicyShape.read(config.model.path)
+    trainer = config.trainer
     if ranks.world > 1:
         raise ConfigError(f"model.kind mlp trains on one rank, not on {ranks.world}")
     if trainer.sac is not None:
         return build_sac_step(config, ranks, trainer.sac)
-    grouped = config.compares_episodes
+    shape, grouped = PolicyShape.read(config.model.path, sac=False), config.compares_episodes
     if trainer.critic is None and not grouped:
         raise ConfigError("model.kind mlp needs a trainer.critic or a trainer.sac section with the advantage gae")
-    if shape.squashed:
-        raise ConfigError(f"model.path {config.model.path}: a squashed policy needs trainer.sac")
     actor = Actor(shape)
     critic = None
     if trainer.critic is not None:

@@ -27,7 +27,6 @@ from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Sum
 from consumers.trainer.step.learner import Learner, StepResult
 from consumers.trainer.step.optimizers import build_optimizer
 from schemas.config import SacConfig, TidemillConfig
-from schemas.errors import ConfigError
 from schemas.policy_shape import PolicyShape
 
 METRICS = ("alpha", "entropy", "critic_loss", "q_mean", "loss", "grad_norm", "critic_grad_norm", "skipped")
@@ -173,9 +172,7 @@ def _fixed(module: nn.Module) -> Iterator[None]:
 
 def build_sac_step(config: TidemillConfig, ranks: Ranks, settings: SacConfig) -> SacStep:
     """Build the step of SAC with new networks and an empty buffer; ConfigError for a policy that is not squashed."""
-    trainer, shape = config.trainer, PolicyShape.read(config.model.path)
-    if not shape.squashed:
-        raise ConfigError(f"model.path {config.model.path}: trainer.sac needs squashed: true in config.json")
+    trainer, shape = config.trainer, PolicyShape.read(config.model.path, sac=True)
 
     def part(module: nn.Module) -> GradientUpdate:
         optimizer = build_optimizer(module, trainer.optimizer)
@@ -194,7 +191,7 @@ def build_sac_step(config: TidemillConfig, ranks: Ranks, settings: SacConfig) ->
             config.folder,
             settings.buffer,
             shape.size,
-            shape.actions,
+            sum(shape.counts),
             None if settings.demonstrations is None else Path(settings.demonstrations),
         ),
         settings,

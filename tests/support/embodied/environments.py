@@ -14,7 +14,8 @@ class Counting(gymnasium.Env[np.ndarray, Any]):
     """Observes how many steps the episode has; ends after ``length``, by truncation or termination.
 
     fault: crash, hang, raise or nan, at every step whose number since the process began is a multiple of ``at``.
-    slow_s: seconds that a step sleeps. scale: finite bounds of a continuous action, whose value is the reward.
+    slow_s: seconds that a step sleeps. scale: finite bounds of a continuous action, whose value is the reward. counts:
+    of a MultiDiscrete action, which pays 1 if each part is its largest. start: first number of Discrete actions.
     """
 
     steps = 0
@@ -27,11 +28,17 @@ class Counting(gymnasium.Env[np.ndarray, Any]):
         at: int = 1,
         slow_s: float = 0.0,
         scale: float = 0.0,
+        counts: Any = None,
+        start: int = 0,
         render_mode: str | None = None,
     ) -> None:
         self.render_mode = render_mode
         self.observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
-        self.action_space = gymnasium.spaces.Box(0, scale, (1,), np.float32) if scale else gymnasium.spaces.Discrete(2)
+        spaces = gymnasium.spaces
+        self.action_space: Any = spaces.Box(0, scale, (1,), np.float32) if scale else spaces.Discrete(2, start=start)
+        if counts:
+            self.action_space = spaces.MultiDiscrete(counts, start=np.full(np.shape(counts), start))
+        self._counts = counts
         self._length, self._truncates, self._fault, self._at = length, truncates, fault, at
         self._slow_s, self._scale, self._count = slow_s, scale, 0
 
@@ -60,6 +67,8 @@ class Counting(gymnasium.Env[np.ndarray, Any]):
             raise RuntimeError("the arm is stuck")
         over = self._count == self._length
         reward = float("nan") if fault == "nan" else float(action[0]) if self._scale else 1.0
+        if self._counts:
+            reward = float((action == np.array(self._counts) - 1).all())
         found = self._see()
         return found, reward, over and not self._truncates, over and self._truncates, {"is_success": self._count == 2}
 

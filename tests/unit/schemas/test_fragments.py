@@ -66,13 +66,18 @@ def test_a_log_density_may_be_positive() -> None:
     assert made.numpy()["actions"].shape == (3, 2, 2)
 
 
+def test_a_discrete_action_may_have_parts() -> None:
+    made = Fragment(**columns(actions=Array.of(np.arange(12), "i4")))
+    assert made.numpy()["actions"][1].tolist() == [[4, 5], [6, 7]]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"rewards": Array.of([1, 1, np.nan, 1, 1, 1], "f4")}, "fragment.rewards holds NaN"),
         ({"rewards": Array.of([1.0] * 5, "f4")}, "fragment.rewards has 5 entries for 2 environments"),
         ({"observations": Array.of([1.0] * 31, "f4")}, "fragment.observations has 31 entries"),
-        ({"actions": Array.of([0, 1, 1, 0, 1, -1], "i4")}, "fragment.actions must be 6 numbers of 0 or more"),
+        ({"actions": Array.of([0, 1, 1, 0, 1, -1], "i4")}, "fragment.actions must be 0 or more, the least is -1"),
         ({"actions": Array.of([0.5] * 7, "f4")}, "fragment.actions has 7 entries"),
         ({"actions": Array.of([0] * 6, "u1")}, "fragment.actions must be i4 or f4, is u1"),
         ({"logprobs": Array.of([-1.0] * 3, "f4")}, "fragment.logprobs has 3 entries for 6 steps"),

@@ -132,6 +132,35 @@ def test_what_is_not_supported_is_refused_by_name(id: str, reason: str) -> None:
         EnvironmentSpec(id).shape()
 
 
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ({"counts": [[2, 2], [2, 2]]}, r"MultiDiscrete\("),
+        ({"counts": [2, 3], "start": 1}, r"MultiDiscrete\("),
+        ({"start": 1}, r"Discrete\(2, start=1\)"),
+    ],
+)
+def test_actions_that_are_not_supported_are_refused_by_name(args: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Counting-v0: ValueError: actions {named}"):
+        EnvironmentSpec("Counting-v0", args, [MODULE]).shape()
+
+
+def test_an_action_may_have_several_parts() -> None:
+    spec = EnvironmentSpec("Counting-v0", {"counts": [3, 2], "length": 100}, [MODULE])
+    assert (spec.shape().actions, spec.shape().continuous) == ((3, 2), False)
+    made = FragmentCollector(spec, 3, 0, 2)
+    actions = iter([[[2, 1]], [[2, 0], [1, 1]]] * 2)
+
+    def chosen(observations: Floats, rng: np.random.Generator) -> Acted:
+        return Acted(np.array(next(actions), np.int32), np.zeros(len(observations), np.float32), 0)
+
+    found = made.collect(2, chosen)
+    made.close()
+    assert found is not None
+    assert found.fragment.numpy()["actions"].tolist() == [[[2, 1], [2, 0], [1, 1]]] * 2
+    assert found.fragment.numpy()["rewards"].tolist() == [[1, 0, 0]] * 2, "the environment sees what was chosen"
+
+
 def test_an_interpreter_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="environment CartPole-v1: its process ended"):
         EnvironmentSpec("CartPole-v1", python="/no/python").shape()

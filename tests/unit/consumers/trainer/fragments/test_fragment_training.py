@@ -19,8 +19,10 @@ from consumers.trainer.data.groups import Group
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.fragments.actor_critic import Actor
 from consumers.trainer.fragments.transitions import Transitions, estimate_advantages
+from consumers.trainer.model.hf_weights import named_weights
 from consumers.trainer.step.build import build_learner
 from producers.embodied.environment_process import EnvironmentSpec
+from producers.embodied.episode_groups import play_group
 from producers.embodied.fragment_collector import FragmentCollector
 from producers.embodied.mlp_engine import Acted, Perceptron
 from schemas.codec import Array
@@ -96,6 +98,7 @@ def test_advantages_are_those_of_the_definition(seed: int, steps: int, envs: int
     "shape",
     [
         PolicyShape(4, 3, hidden=(8, 8)),
+        PolicyShape(4, (3, 2, 5), hidden=(8, 8)),
         PolicyShape(3, 2, continuous=True, hidden=(5,)),
         PolicyShape(3, 2, continuous=True, hidden=(5, 4), squashed=True, activation="relu"),
         PolicyShape((13, 17, 3), 4, hidden=(8,), filters=((5, 4, 3), (6, 3, 1))),
@@ -183,46 +186,66 @@ def test_a_picture_too_small_for_the_filters_is_refused() -> None:
         PolicyShape((84, 84, 3), 2, continuous=True, squashed=True)
 
 
-def test_a_policy_learns_from_pictures(tmp_path: Path) -> None:
-    """PPO over the fragments of an environment whose brighter half is to be named, without a broker."""
-    shape = {"observations": [8, 10, 3], "actions": 2, "hidden": [16], "filters": [[8, 4, 2]], "model_type": "mlp"}
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    optimizer = {"lr": 0.01}
+def learn(
+    folder: Path, shape: dict[str, Any], spec: EnvironmentSpec, trainer: dict[str, Any], rounds: int
+) -> list[float]:
+    """Train without a broker on the fragments of 8 environments, or on groups of 8 episodes; returns mean rewards."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "mlp", **shape}))
+    grouped = "critic" not in trainer
     config = parse_config(
         {
-            "run": {"folder": str(tmp_path / "run")},
-            "model": {"kind": "mlp", "path": str(tmp_path), "dtype": "float32"},
-            "train": {"name": "gymnasium", "args": {"id": "Seen-v0", "modules": [MODULE]}},
+            "run": {"folder": str(folder / "run")},
+            "model": {"kind": "mlp", "path": str(folder), "dtype": "float32"},
+            "train": {"name": "gymnasium", "args": {"id": spec.id, "modules": [MODULE], "args": spec.args}},
+            "sampling": {"n": 8 if grouped else 1},
             "reward": {"terms": [{"name": "episode"}]},
             "generator": {"engine": "mlp", "workflow": {"name": "fragments"}},
-            "trainer": {
-                "advantage": {"name": "gae", "args": {"gamma": 0.0}},
-                "critic": {"optimizer": optimizer},
-                "optimizer": optimizer,
-                "epochs": 4,
-                "minibatches": 2,
-            },
+            "trainer": {"optimizer": {"lr": 0.01}, "epochs": 4, **trainer},
         }
     )
     torch.manual_seed(0)
     step = build_learner(config, Ranks())
-    collector = FragmentCollector(EnvironmentSpec("Seen-v0", {}, [MODULE]), 8, 0)
+    collector = FragmentCollector(spec, 8, 0)
     earned = []
-    for number in range(12):
-        tensors = {name: value.detach().numpy() for name, value in step.policy.state_dict().items()}
-        policy = Perceptron.of(tensors, PolicyShape.read(tmp_path))
+    for number in range(rounds):
+        tensors = {name: value.numpy() for name, value in named_weights(step.policy)}
+        policy = Perceptron.of(tensors, PolicyShape.read(folder))
 
         def act(seen: Any, rng: Any, policy: Perceptron = policy) -> Acted:
             outputs = policy.outputs(seen)
             actions = policy.sample(outputs, rng, greedy=False)
             return Acted(actions, policy.logprobs(outputs, actions), 0)
 
-        found = collector.collect(16, act)
-        assert found is not None
-        assert found.fragment.observations.dtype == "u1"
-        earned.append(float(found.fragment.rewards.numpy().mean()))
-        own: Any = SimpleNamespace(fragment=found.fragment, versions=partial(np.zeros, 16), spans=found.spans)
-        step.run(step.planner.plan([Group(number, [(own, 0.0)])]).batch(0), number)
+        found = play_group(collector, number, 8, act) if grouped else [collector.collect(16, act)]
+        samples: list[Any] = []
+        for one in found or []:
+            assert one is not None
+            own = SimpleNamespace(
+                fragment=one.fragment, versions=partial(np.zeros, one.fragment.steps), spans=one.spans
+            )
+            samples.append((own, float(one.fragment.rewards.numpy().sum())))
+        earned.append(float(np.mean([each.fragment.rewards.numpy().mean() for each, _ in samples])))
+        if len({reward for _, reward in samples}) > 1 or not grouped:
+            step.run(step.planner.plan([Group(number, samples)]).batch(0), number)
     collector.close()
+    return earned
+
+
+PPO = {"advantage": {"name": "gae", "args": {"gamma": 0.0}}, "critic": {"optimizer": {"lr": 0.01}}}
+
+
+def test_a_policy_learns_from_pictures(tmp_path: Path) -> None:
+    """The brighter half is to be named."""
+    shape = {"observations": [8, 10, 3], "actions": 2, "hidden": [16], "filters": [[8, 4, 2]]}
+    earned = learn(tmp_path, shape, EnvironmentSpec("Seen-v0", {}, [MODULE]), {**PPO, "minibatches": 2}, 12)
     assert earned[0] < 0.7
+    assert np.mean(earned[-2:]) > 0.9
+
+
+@pytest.mark.parametrize("trainer", [PPO, {"advantage": {"name": "grpo"}}], ids=["ppo", "grpo"])
+def test_a_policy_learns_actions_of_several_parts(tmp_path: Path, trainer: dict[str, Any]) -> None:
+    """One of six combinations pays."""
+    spec = EnvironmentSpec("Counting-v0", {"counts": [3, 2], "length": 4}, [MODULE])
+    earned = learn(tmp_path, {"observations": 1, "actions": [3, 2], "hidden": [8]}, spec, trainer, 40)
+    assert earned[0] < 0.4
     assert np.mean(earned[-2:]) > 0.9

@@ -17,6 +17,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.fragments.replay_buffer import FOLDER, ReplayBuffer
 from consumers.trainer.step.build import build_learner
 from consumers.trainer.step.sac_step import SacStep
+from deploy.checks.preflight import check_model
 from schemas.codec import Array
 from schemas.config import CriticConfig, TidemillConfig, parse_config
 from schemas.errors import ConfigError, DiskError, InfraError
@@ -282,6 +283,19 @@ def test_ppo_takes_no_squashed_policy(tmp_path: Path) -> None:
     ppo = config.trainer.model_copy(update={"sac": None, "critic": CriticConfig()})
     with pytest.raises(ConfigError, match=r"a squashed policy needs trainer\.sac"):
         build_learner(config.model_copy(update={"trainer": ppo}), Ranks())
+
+
+def test_sac_is_not_for_actions_of_several_parts(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    file = tmp_path / "policy" / "config.json"
+    file.write_text(json.dumps({"observations": 3, "actions": [3, 2]}))
+    with pytest.raises(ConfigError, match=r"trainer\.sac needs .* MultiDiscrete spaces are trained by PPO or GRPO"):
+        check_model(config)
+    with pytest.raises(ConfigError, match="MultiDiscrete spaces are trained by PPO or GRPO"):
+        build_learner(config, Ranks())
+    file.write_text(json.dumps({"observations": 3, "actions": [3, 2], "continuous": True, "squashed": True}))
+    with pytest.raises(ConfigError, match=r"actions must be a number if continuous, not \[3, 2\]"):
+        check_model(config)
 
 
 def test_a_policy_that_is_not_squashed_is_refused(tmp_path: Path) -> None:
