@@ -19,7 +19,8 @@ class PolicyShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     actions, or of each part of an action that has several (MultiDiscrete), drawn independently; if ``continuous``,
     numbers of an action, which is drawn from a normal distribution. squashed: the
     deviations follow from the observation, and tanh maps actions to [-1, 1], which is scaled to the bounds of the
-    space. hidden: sizes of the layers between, with ``activation``; those of the critic are the same.
+    space. hidden: sizes of the layers between, with ``activation``; those of the critic are the same. normalise:
+    whether observed numbers are shifted and scaled by the running mean and variance of all that were trained.
     """
 
     observations: int | tuple[int, int, int]
@@ -30,6 +31,7 @@ class PolicyShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     squashed: bool = False
     activation: Literal["tanh", "relu"] = "tanh"
     filters: tuple[tuple[int, int, int], ...] = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
+    normalise: bool = False
 
     @property
     def picture(self) -> tuple[int, int, int] | None:
@@ -69,6 +71,8 @@ class PolicyShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("sizes must be 1 or more, and model_type mlp")
         if not self.features:
             raise ValueError(f"pictures of {self.observations} are too small for filters {self.filters}")
+        if self.picture is not None and self.normalise:
+            raise ValueError("normalise is for numbers, and pictures are divided by 255: leave it out")
         if self.picture is not None and self.squashed:
             raise ValueError("squashed is for SAC, whose replay buffer holds no pictures: leave it out")
         if self.continuous and isinstance(self.actions, tuple):

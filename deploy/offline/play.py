@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from consumers.trainer.checkpoint.convert import load_actor
 from consumers.trainer.checkpoint.store import CheckpointStore, WantedStep
+from consumers.trainer.model.hf_weights import named_weights
 from producers.embodied.environment_process import EnvironmentLost, EnvironmentProcess, scale_actions, spec_of
 from producers.embodied.mlp_engine import Perceptron
 from schemas.config import TidemillConfig
@@ -34,7 +35,7 @@ def play(config: TidemillConfig, step: WantedStep, seed: int | None, steps: int,
     if config.model.kind != "mlp":
         raise ConfigError(f"tidemill play is for model.kind mlp, not {config.model.kind}")
     path, shape = CheckpointStore(config.folder / "checkpoints").at(step), PolicyShape.read(config.model.path)
-    weights = {name: value.numpy() for name, value in load_actor(config, path).state_dict().items()}
+    weights = {name: value.numpy() for name, value in named_weights(load_actor(config, path))}
     policy, rng = Perceptron.of(weights, shape), np.random.default_rng(0)
     args = (config.eval.dataset if config.eval is not None else config.train)[0].args
     seed = args.get("first_seed", 0) if seed is None else seed

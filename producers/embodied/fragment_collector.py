@@ -22,6 +22,7 @@ from producers.embodied.environment_process import (
     EnvironmentLost,
     EnvironmentProcess,
     EnvironmentSpec,
+    Floats,
     Seen,
     Stepped,
     scale_actions,
@@ -106,6 +107,7 @@ class _Columns:
         self.logprobs, self.rewards = np.zeros((steps, envs), np.float32), np.zeros((steps, envs), np.float32)
         self.ends = np.zeros((steps, envs), np.uint8)
         self.last: dict[tuple[int, int], Seen] = {}
+        self.carried: Floats | None = None
         self.versions = np.full(steps, np.iinfo(np.int64).max)
 
     def fragment(self) -> Fragment:
@@ -117,18 +119,29 @@ class _Columns:
         acts = "i4" if self.actions.dtype == np.int32 else "f4"
         kinds = {"actions": acts, "ends": "u1", "observations": seen, "last": seen}
         packed = {name: Array.of(found.reshape(-1), kinds.get(name, "f4")) for name, found in arrays.items()}
-        return Fragment(envs=self.ends.shape[1], **packed)
+        carried = None if self.carried is None else Array.of(self.carried, "f4")
+        return Fragment(envs=self.ends.shape[1], **packed, carried=carried)
 
 
 class FragmentCollector:
     """N environments that live on from one fragment to the next; after an error it can only be closed."""
 
-    def __init__(self, spec: EnvironmentSpec, envs: int, seed: int, processes: int = 1, squashed: bool = False) -> None:
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        envs: int,
+        seed: int,
+        processes: int = 1,
+        squashed: bool = False,
+        discount: float | None = None,
+    ) -> None:
         """Start and reset all of them. seed: of the first environment; the others have the numbers after it.
 
-        squashed: whether actions lie between -1 and 1, and are scaled to the bounds of the space.
+        squashed: whether actions lie between -1 and 1, and are scaled to the bounds of the space. discount: of the
+        returns that a fragment carries on; None for none.
         """
-        self._spec, self.envs, self._squashed = spec, envs, squashed
+        self._spec, self.envs, self._squashed, self._discount = spec, envs, squashed, discount
+        self._carried = np.zeros(envs, np.float32)
         self._rng = np.random.default_rng(seed)
         self._shares: list[_Share] = []
         self._returns, self._lengths = np.zeros(envs), np.zeros(envs, dtype=np.int64)
@@ -161,6 +174,7 @@ class FragmentCollector:
     def collect(self, steps: int, actor: Actor) -> Collected | None:
         """Play ``steps`` steps of each environment; None if the actor ends. DataError if a number is not finite."""
         columns = _Columns(steps, self.envs, self._shares[0].process)
+        columns.carried = None if self._discount is None else self._carried.copy()
         self._episodes = Episodes()
         middle = (len(self._shares) + 1) // 2
         halves = [half for half in (self._shares[:middle], self._shares[middle:]) if half]
@@ -231,6 +245,7 @@ class FragmentCollector:
         share.observations = self._checked(share.process.receive().observations)
         share.step = None
         self._returns[share.part], self._lengths[share.part], self._succeeded[share.part] = 0, 0, False
+        self._carried[share.part] = 0
 
     def _note(self, share: _Share, t: int, stepped: Stepped, columns: _Columns) -> None:
         """Note the results of step t."""
@@ -241,6 +256,8 @@ class FragmentCollector:
         share.lived += 1
         columns.rewards[t, part], columns.ends[t, part] = stepped.rewards, stepped.ends
         self._returns[part] += stepped.rewards
+        total = np.float32(self._discount or 0.0) * self._carried[part] + stepped.rewards
+        self._carried[part] = np.where(stepped.ends, np.float32(0), total)
         self._lengths[part] += 1
         self._succeeded[part] |= stepped.success == 1
         for k in np.flatnonzero(stepped.ends):

@@ -33,12 +33,14 @@ class Fragments:
         """Of evaluations, which play beside each other."""
         self._turn = threading.Lock()
         self._squashed = self._whole = False
+        self._discount: float | None = None
 
     async def start(self, services: WorkflowServices) -> None:
         """Check that the policy has the sizes of every environment; ConfigError otherwise."""
         config = services.config
         shape = PolicyShape.read(config.model.path)
         self._squashed, self._whole = shape.squashed, config.compares_episodes
+        self._discount = config.reward_discount
         for dataset in [*config.train, *(config.eval.dataset if config.eval else [])]:
             spec = spec_of(dataset.args)
             if max(spec.step_s, spec.reset_s) >= config.generator.stall_s:
@@ -89,7 +91,7 @@ class Fragments:
             collector = self._collectors.get(key)
             if collector is None:
                 collector = self._collectors[key] = FragmentCollector(
-                    spec, data["envs"], data["seed"], data["processes"], self._squashed
+                    spec, data["envs"], data["seed"], data["processes"], self._squashed, self._discount
                 )
             try:
                 with engine.playing() as begun:

@@ -20,10 +20,17 @@ from numpy.lib.stride_tricks import sliding_window_view
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import Sampling, WeightSource
-from schemas.messages.fragments import CLOSE_TO_1, LOG_STD_BOUNDS, probe_observations
+from schemas.messages.fragments import (
+    CLOSE_TO_1,
+    LOG_STD_BOUNDS,
+    NORMALISED_BOUND,
+    NORMALISED_EPS,
+    probe_observations,
+)
 from schemas.policy_shape import PolicyShape
 
 Floats = npt.NDArray[np.float32]
+_MOMENTS = ("moments.mean", "moments.variance")
 _LOOK_S = 1.0
 """Seconds after which an action that waits for the end of a pause looks whether the engine was closed."""
 
@@ -40,7 +47,8 @@ class Acted:
 class Perceptron:
     """The weights of one version. layers: of weight [out, in] and bias. log_std: float32 [A] of a normal policy.
 
-    filters: weight [out, in, side, side] and bias of the convolutions that a picture goes through.
+    filters: weight [out, in, side, side] and bias of the convolutions that a picture goes through. moments: mean and
+    variance of what was observed, float32 [O] both, by which observations are normalised.
     """
 
     def __init__(
@@ -49,8 +57,10 @@ class Perceptron:
         layers: Sequence[tuple[Floats, Floats]],
         log_std: Floats | None = None,
         filters: Sequence[tuple[Floats, Floats]] = (),
+        moments: tuple[Floats, Floats] | None = None,
     ) -> None:
         self._shape, self._layers, self._log_std, self._filters = shape, layers, log_std, filters
+        self._moments = moments and (moments[0], np.sqrt(moments[1] + np.float32(NORMALISED_EPS)))
 
     @classmethod
     def of(cls, tensors: Mapping[str, Floats], shape: PolicyShape) -> Perceptron:
@@ -58,6 +68,8 @@ class Perceptron:
         sizes = [shape.features, *shape.hidden, shape.outputs]
         normal = shape.continuous and not shape.squashed
         expected: dict[str, tuple[int, ...]] = {"log_std": shape.counts} if normal else {}
+        if shape.normalise:
+            expected |= dict.fromkeys(_MOMENTS, (shape.size,))
         for k, (size, following) in enumerate(pairwise(sizes)):
             expected |= {f"layers.{2 * k}.weight": (following, size), f"layers.{2 * k}.bias": (following,)}
         filters = shape.filters if shape.picture is not None else ()
@@ -76,7 +88,8 @@ class Perceptron:
             [(tensors[f"{name}.{2 * k}.weight"], tensors[f"{name}.{2 * k}.bias"]) for k in range(count)]
             for name, count in parts.items()
         )
-        return cls(shape, layers, tensors.get("log_std"), pixels)
+        moments = (tensors[_MOMENTS[0]], tensors[_MOMENTS[1]]) if shape.normalise else None
+        return cls(shape, layers, tensors.get("log_std"), pixels, moments)
 
     def outputs(self, observations: Floats) -> Floats:
         """Return logits or means, float32 [N, A], of observations [N, O]; if squashed also log-deviations, [N, 2 A].
@@ -90,6 +103,10 @@ class Perceptron:
 
     def _look(self, observations: npt.NDArray[Any]) -> Floats:
         """Return what the linear layers read, float32 [N, features]: what the convolutions make of a picture."""
+        if self._moments is not None:
+            mean, deviation = self._moments
+            normalised = np.clip((observations - mean) / deviation, -NORMALISED_BOUND, NORMALISED_BOUND)
+            return np.asarray(normalised, dtype=np.float32)
         if self._shape.picture is None:
             return observations
         values = np.asarray(observations, dtype=np.float32).reshape(-1, *self._shape.picture) / np.float32(255)

@@ -183,6 +183,10 @@ def _check_minibatches(config: Sections) -> None:
 
 def _check_mlp(config: Sections) -> None:
     trainer, generator = config.trainer, config.generator
+    if trainer.scale_rewards and (config.model.kind != "mlp" or config.compares_episodes):
+        raise ValueError(
+            "trainer.scale_rewards true needs model.kind mlp, and trainer.critic or trainer.sac: leave it out"
+        )
     parts = {
         "model.kind": (config.model.kind, "mlp"),
         "generator.engine": (generator.engine, "mlp"),

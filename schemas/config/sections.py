@@ -118,6 +118,13 @@ class Sections(Section):
         return self.model.kind == "mlp" and self.trainer.sac is None and self.trainer.advantage.name != "gae"
 
     @property
+    def reward_discount(self) -> float | None:
+        """Return the discount of the returns by whose deviation rewards are divided; None if they are not."""
+        trainer = self.trainer
+        discount = trainer.advantage.args.get("gamma", 1.0) if trainer.sac is None else trainer.sac.gamma
+        return float(discount) if trainer.scale_rewards else None
+
+    @property
     def teacher_weights(self) -> dict[str, float]:
         """Return the sum of the weights of the teachers of each training dataset that has one, by label."""
         terms = [term for term in self.reward.terms if term.is_teacher]

@@ -213,6 +213,11 @@ class TrainerConfig(Section):
 
     steps: int = Field(1000, ge=1, description="Steps; each trains one batch and makes one weight version.")
     batch_groups: int = Field(32, ge=1, description="Prompt groups in one step.")
+    scale_rewards: bool = Field(
+        False,
+        description="Divide the rewards of environments with numbers by the running standard deviation of the"
+        " discounted return, as Stable-Baselines3's VecNormalize; with a critic or sac (docs/embodied.md).",
+    )
     epochs: int = Field(
         1, ge=1, description="How often a step trains its batch. Advantages are those before the first update."
     )

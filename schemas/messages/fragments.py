@@ -27,7 +27,8 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
     parts, f4 [T, N, A] of a continuous one.
     logprobs: f4 [T, N], natural log of the probability, or of the density, with which the action was sampled.
     rewards: f4 [T, N]. ends: u1 [T, N], 0, TERMINATED or TRUNCATED. last: [K, O], the last observation of each of
-    the K truncated episodes, in the order of ``ends``.
+    the K truncated episodes, in the order of ``ends``. carried: f4 [N], the discounted sum of rewards that each
+    episode under way had before the first step; None unless rewards are scaled.
     """
 
     envs: int
@@ -37,6 +38,7 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
     rewards: Array
     ends: Array
     last: Array
+    carried: Array | None = None
 
     def __post_init__(self) -> None:
         types = {
@@ -46,7 +48,7 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
             "rewards": "f4",
             "ends": "u1",
             "last": "f4 u1",
-        }
+        } | ({} if self.carried is None else {"carried": "f4"})
         for name, allowed in types.items():
             array = getattr(self, name)
             if array.dtype not in allowed.split():
@@ -56,6 +58,8 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
         played = len(self.rewards)
         if self.envs < 1 or not played or played % self.envs:
             raise ValueError(f"fragment.rewards has {played} entries for {self.envs} environments")
+        if self.carried is not None and len(self.carried) != self.envs:
+            raise ValueError(f"fragment.carried has {len(self.carried)} entries for {self.envs} environments")
         size, rest = divmod(len(self.observations), played + self.envs)
         if rest or not size:
             raise ValueError(f"fragment.observations has {len(self.observations)} entries for {played} steps")
@@ -93,6 +97,8 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
         }
 
 
+NORMALISED_BOUND, NORMALISED_EPS = 10.0, 1e-8
+"""Largest size of a normalised number, and what is added to its variance, as in Stable-Baselines3's VecNormalize."""
 LOG_STD_BOUNDS = (-20.0, 2.0)
 """Between them is the logarithm of a squashed policy's deviations, as in SAC's implementations."""
 CLOSE_TO_1 = 1 - 1e-6

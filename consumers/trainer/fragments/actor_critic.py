@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from consumers.trainer.fragments.moments import Moments
 from schemas.messages.fragments import CLOSE_TO_1, LOG_STD_BOUNDS, probe_observations
 from schemas.policy_shape import PolicyShape
 
@@ -35,6 +36,10 @@ def _perceptron(shape: PolicyShape, first: int, last: int, last_gain: float, nor
             layers += [nn.LayerNorm(following)] if norm == "layer" else []
             layers.append(nn.ReLU() if shape.activation == "relu" else nn.Tanh())
     return nn.Sequential(*layers)
+
+
+def _moments(shape: PolicyShape) -> Moments:
+    return Moments(shape.size if shape.normalise else 0)
 
 
 class Pixels(nn.Sequential):
@@ -75,7 +80,7 @@ class Actor(nn.Module):
     def __init__(self, shape: PolicyShape) -> None:
         super().__init__()
         self._shape = shape
-        self.pixels = Pixels(shape)
+        self.pixels, self.moments = Pixels(shape), _moments(shape)
         self.layers = _perceptron(shape, shape.features, shape.outputs, 0.01)
         if shape.continuous and not shape.squashed:
             self.log_std = nn.Parameter(torch.zeros(shape.counts))
@@ -94,7 +99,7 @@ class Actor(nn.Module):
             means, deviations = self._normal(observations)
             drawn = torch.atanh(actions.clamp(-CLOSE_TO_1, CLOSE_TO_1))
             return _squashed_logprobs(drawn, means, deviations), deviations.log().sum(-1)
-        outputs = self.layers(self.pixels(observations))
+        outputs = self.layers(self.moments(self.pixels(observations)))
         if actions.is_floating_point():
             deviations = self.log_std.exp()
             scaled = (actions - outputs) / deviations
@@ -117,7 +122,7 @@ class Actor(nn.Module):
 
     def _normal(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and deviations before tanh, float32 [M, A] both."""
-        means, log_std = self.layers(observations).chunk(2, -1)
+        means, log_std = self.layers(self.moments(observations)).chunk(2, -1)
         return means, log_std.clamp(LEAST_LOG_STD, MOST_LOG_STD).exp()
 
     @torch.no_grad()
@@ -143,10 +148,13 @@ class TwinCritic(nn.Module):
 
     With the norm ``batch`` there are no targets: one pass over the transitions of both steps has the same statistics
     for both, and values of the next step have no gradient (CrossQ, arXiv:1902.05605). Elsewhere running means are used.
+
+    returns: moments of discounted returns, by which rewards are scaled.
     """
 
-    def __init__(self, shape: PolicyShape, count: int = 2, norm: Norm = "none") -> None:
+    def __init__(self, shape: PolicyShape, count: int = 2, norm: Norm = "none", scale_rewards: bool = False) -> None:
         super().__init__()
+        self.moments, self.returns = _moments(shape), Moments(int(scale_rewards))
         size = shape.size + sum(shape.counts)
         self.q = nn.ModuleList(_perceptron(shape, size, 1, 1.0, norm) for _ in range(count))
         self.target = nn.ModuleList() if norm == "batch" else copy.deepcopy(self.q).requires_grad_(False)
@@ -154,7 +162,7 @@ class TwinCritic(nn.Module):
 
     def forward(self, observations: Tensor, actions: Tensor, target: bool = False) -> Tensor:
         """Return the values of all networks, float32 [Q, M], of observations [M, O] and actions [M, A]."""
-        joined = torch.cat([observations, actions], -1)
+        joined = torch.cat([self.moments(observations), actions], -1)
         return torch.stack([network(joined)[:, 0] for network in (self.target if target else self.q)])
 
     def of_both_steps(self, now: tuple[Tensor, Tensor], following: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -182,14 +190,17 @@ class TwinCritic(nn.Module):
 
 
 class ValueNetwork(nn.Module):
-    """A critic: the value of a state, by a perceptron of its own."""
+    """A critic: the value of a state, by a perceptron of its own.
 
-    def __init__(self, shape: PolicyShape) -> None:
+    returns: moments of discounted returns, by which rewards are scaled.
+    """
+
+    def __init__(self, shape: PolicyShape, scale_rewards: bool = False) -> None:
         super().__init__()
-        self.pixels = Pixels(shape)
+        self.pixels, self.moments, self.returns = Pixels(shape), _moments(shape), Moments(int(scale_rewards))
         self.layers = _perceptron(shape, shape.features, 1, 1.0)
 
     def forward(self, observations: Tensor) -> Tensor:
         """Return values, float32 [...], of observations, [..., O]."""
-        found: Tensor = self.layers(self.pixels(observations))[..., 0]
+        found: Tensor = self.layers(self.moments(self.pixels(observations)))[..., 0]
         return found

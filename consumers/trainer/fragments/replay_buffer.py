@@ -20,8 +20,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
+from consumers.trainer.fragments.transitions import fragments_of
 from schemas.digests import digest
-from schemas.errors import ConfigError, DataError, DiskError, InfraError
+from schemas.errors import ConfigError, DiskError, InfraError
 from schemas.messages import Trajectory
 from schemas.messages.fragments import TERMINATED, TRUNCATED
 from schemas.system.files import atomic_write
@@ -58,10 +59,8 @@ class ReplayBuffer:
     def add(self, samples: Sequence[Trajectory]) -> int:
         """Add the transitions of fragments, in order; returns their number. DataError for one of other sizes."""
         before = self.count
-        for sample in samples:
-            if sample.fragment is None:
-                raise DataError(f"sample {sample.task_id}:{sample.sample} has no fragment to train on")
-            found = sample.fragment.numpy()
+        for fragment in fragments_of(samples):
+            found = fragment.numpy()
             following, ends = found["observations"][1:].copy(), found["ends"]
             following[ends == TRUNCATED] = found["last"]
             new = {

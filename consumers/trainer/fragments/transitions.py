@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from consumers.trainer.fragments.actor_critic import ValueNetwork
 from schemas.errors import DataError
 from schemas.messages import Trajectory
 from schemas.messages.fragments import TERMINATED, TRUNCATED, Fragment
@@ -18,17 +19,48 @@ from schemas.messages.fragments import TERMINATED, TRUNCATED, Fragment
 Floats = npt.NDArray[np.float32]
 
 
+def fragments_of(samples: Sequence[Trajectory]) -> list[Fragment]:
+    """Return the fragments of samples; DataError for a sample that has none."""
+    for sample in samples:
+        if sample.fragment is None:
+            raise DataError(f"sample {sample.task_id}:{sample.sample} has no fragment to train on")
+    return [sample.fragment for sample in samples if sample.fragment is not None]
+
+
+def observed(fragments: Sequence[Fragment]) -> Tensor:
+    """Return the observations that were acted on, float32 [M, O], or uint8 of pictures."""
+    parts = [fragment.numpy()["observations"][:-1] for fragment in fragments]
+    return torch.from_numpy(np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts]))
+
+
+def discounted_returns(fragments: Sequence[Fragment], gamma: float) -> Tensor:
+    """Return at each step the discounted sum of the episode's rewards so far, float32 [M, 1]."""
+    found = []
+    for fragment in fragments:
+        columns = fragment.numpy()
+        total = np.zeros(fragment.envs, np.float32) if fragment.carried is None else fragment.carried.numpy()
+        for rewards, ends in zip(columns["rewards"], columns["ends"], strict=True):
+            found.append(total := np.float32(gamma) * total + rewards)
+            total = np.where(ends, np.float32(0), total)
+    return torch.from_numpy(np.concatenate(found)[:, None])
+
+
 def estimate_advantages(
-    fragment: Fragment, values: Floats, last_values: Floats, gamma: float, lam: float
+    fragment: Fragment,
+    values: Floats,
+    last_values: Floats,
+    gamma: float,
+    lam: float,
+    scale: Callable[[Tensor], Tensor] = lambda rewards: rewards,
 ) -> tuple[Floats, Floats]:
     """Return generalized advantages and returns, float32 [T, N] both (arXiv:1506.02438).
 
     values: float32 [T + 1, N], of all observations. last_values: float32 [K], of the last observations of truncated
     episodes. No sum reaches from one episode into the next. After a termination the value is 0; after a truncation it
-    is that of the episode's own last observation.
+    is that of the episode's own last observation. scale: makes of rewards, float32 [T, N], those that count.
     """
     found = fragment.numpy()
-    rewards, ends = found["rewards"], found["ends"]
+    rewards, ends = scale(torch.from_numpy(found["rewards"].copy())).numpy(), found["ends"]
     following = values[1:].copy()
     following[ends == TERMINATED] = 0.0
     following[ends == TRUNCATED] = last_values
@@ -65,17 +97,15 @@ class Transitions:
         return Transitions(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
     @classmethod
-    def of(
-        cls, samples: Sequence[Trajectory], critic: Callable[[Tensor], Tensor], gamma: float, lam: float
-    ) -> Transitions:
-        """Join the fragments of samples; DataError for a sample that has none, or other sizes than the critic."""
+    def of(cls, samples: Sequence[Trajectory], critic: ValueNetwork, gamma: float, lam: float) -> Transitions:
+        """Join the fragments of samples; DataError for a sample that has none."""
 
         def estimate(fragment: Fragment) -> tuple[Floats, Floats, Floats]:
             found = fragment.numpy()
             with torch.no_grad():
                 values = critic(torch.from_numpy(found["observations"].copy())).numpy()
                 last_values = critic(torch.from_numpy(found["last"].copy())).numpy()
-            return (*estimate_advantages(fragment, values, last_values, gamma, lam), values[:-1])
+            return (*estimate_advantages(fragment, values, last_values, gamma, lam, critic.returns.scale), values[:-1])
 
         return cls._join([_transitions(sample, estimate) for sample in samples])
 
@@ -99,9 +129,7 @@ def _transitions(
     sample: Trajectory, estimate: Callable[[Fragment], tuple[Floats, Floats, Floats]]
 ) -> tuple[Tensor, ...]:
     """Return the columns of a sample's fragment. estimate: gives advantages, returns and values, float32 [T, N]."""
-    fragment = sample.fragment
-    if fragment is None:
-        raise DataError(f"sample {sample.task_id}:{sample.sample} has no fragment to train on")
+    (fragment,) = fragments_of([sample])
     found = fragment.numpy()
     advantages, returns, values = estimate(fragment)
     actions = found["actions"]

@@ -20,7 +20,7 @@ from consumers.trainer.data.plan import StepPlanner
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.fragments.actor_critic import Actor, ValueNetwork
 from consumers.trainer.fragments.plan import FragmentPlan
-from consumers.trainer.fragments.transitions import Transitions
+from consumers.trainer.fragments.transitions import Transitions, discounted_returns, fragments_of
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.critic import CriticStep, value_loss
@@ -99,6 +99,10 @@ class PpoStep(Learner):
                 sums = [total + value for total, value in zip(sums, values, strict=True)]
                 norms, skipped, updates = norms + update.norm, skipped + update.skipped, updates + 1
         self.schedule.done += 1
+        if skipped < updates:
+            # Not before: the first update compares with a policy that normalised as this version does.
+            for module, _ in self.parts().values():
+                cast(Any, module).moments.add(data.observations)
         names = ("loss", "entropy", "clip_fraction", "kl", "critic_loss", "critic_grad_norm")
         metrics = {name: total / updates for name, total in zip(names, sums, strict=True)}
         metrics |= {"tokens": float(len(data)), "lr": lr, "grad_norm": norms / updates, "skipped": skipped / updates}
@@ -112,7 +116,10 @@ class PpoStep(Learner):
         samples = [sample for sample, _ in batch.samples]
         if self.critic is not None and isinstance(self.advantage, Gae):
             self.critic.steps = self.schedule.steps
-            return Transitions.of(samples, self.critic.critic, self.advantage.gamma, self.advantage.lam)
+            network = cast(ValueNetwork, self.critic.critic)
+            if network.returns.size:
+                network.returns.add(discounted_returns(fragments_of(samples), self.advantage.gamma))
+            return Transitions.of(samples, network, self.advantage.gamma, self.advantage.lam)
         rewards = np.array([reward for _, reward in batch.samples], dtype=np.float64)
         found = cast(Advantage, self.advantage)(rewards, np.array(batch.groups, dtype=np.int64))
         return Transitions.of_episodes(samples, found)
@@ -159,7 +166,7 @@ def build_fragment_step(config: TidemillConfig, ranks: Ranks) -> Learner:
     actor = Actor(shape)
     critic = None
     if trainer.critic is not None:
-        critic = FragmentCritic(ValueNetwork(shape), trainer.critic, trainer.steps, ranks)
+        critic = FragmentCritic(ValueNetwork(shape, trainer.scale_rewards), trainer.critic, trainer.steps, ranks)
     function = ADVANTAGES.get(trainer.advantage.name, config.base) if grouped else Gae
     optimizer = build_optimizer(actor, trainer.optimizer)
     return PpoStep(

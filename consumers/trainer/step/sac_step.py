@@ -6,7 +6,7 @@ that of Stable-Baselines3. Everything random follows from run.seed and the step'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,14 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.fragments.actor_critic import Actor, TwinCritic
 from consumers.trainer.fragments.plan import FragmentPlan
 from consumers.trainer.fragments.replay_buffer import ReplayBuffer
+from consumers.trainer.fragments.transitions import discounted_returns, fragments_of, observed
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Sums
 from consumers.trainer.step.learner import Learner, StepResult
 from consumers.trainer.step.optimizers import build_optimizer
 from schemas.config import SacConfig, TidemillConfig
+from schemas.messages import Trajectory
 from schemas.policy_shape import PolicyShape
 
 METRICS = ("alpha", "entropy", "critic_loss", "q_mean", "loss", "grad_norm", "critic_grad_norm", "skipped")
@@ -67,7 +69,7 @@ class SacStep(Learner):
         timer, done, settings = StepTimer(), self.schedule.done, self.settings
         before = self.buffer.count
         with timer.phase("prepare"):
-            new = self.buffer.add([sample for sample, _ in batch.samples])
+            new = self._take_in([sample for sample, _ in batch.samples])
         ratio = settings.updates_per_transition
         # Whole updates, whose number over all steps is exact.
         first, end = int(before * ratio), int(self.buffer.count * ratio)
@@ -92,6 +94,16 @@ class SacStep(Learner):
         skipped = bool(updates) and metrics["skipped"] == 1.0
         return StepResult(metrics, batch.ages(version), skipped, timer.lap())
 
+    def _take_in(self, samples: Sequence[Trajectory]) -> int:
+        """Add the transitions of fragments to the buffer and to the moments; returns their number."""
+        fragments, critic = fragments_of(samples), self.critic[0]
+        for moments in (cast(Actor, self.policy).moments, critic.moments):
+            if moments.size:
+                moments.add(observed(fragments))
+        if critic.returns.size:
+            critic.returns.add(discounted_returns(fragments, self.settings.gamma))
+        return self.buffer.add(samples)
+
     def update_once(
         self, data: dict[str, Tensor], noise: torch.Generator, lr: float, improve: bool = True
     ) -> dict[str, float]:
@@ -114,7 +126,7 @@ class SacStep(Learner):
         def critic_loss() -> tuple[Tensor, Tensor]:
             found, values = critic.of_both_steps((seen, data["actions"]), (data["next_observations"], following))
             value = values[pair].amin(0) - alpha * following_logprobs
-            wanted = data["rewards"] + gamma * (1 - data["terminated"]) * value
+            wanted = critic.returns.scale(data["rewards"]) + gamma * (1 - data["terminated"]) * value
             return 0.5 * (found - wanted).square().mean(-1).sum(), found.mean()
 
         def policy_loss() -> Tensor:
@@ -178,7 +190,8 @@ def build_sac_step(config: TidemillConfig, ranks: Ranks, settings: SacConfig) ->
         optimizer = build_optimizer(module, trainer.optimizer)
         return GradientUpdate(module, optimizer, ranks, trainer.optimizer.max_grad_norm, torch.float32)
 
-    actor, critic, temperature = Actor(shape), TwinCritic(shape, settings.critics, settings.norm), Temperature()
+    actor, temperature = Actor(shape), Temperature()
+    critic = TwinCritic(shape, settings.critics, settings.norm, trainer.scale_rewards)
     return SacStep(
         cast(Policy, actor),
         cast(StepPlanner, FragmentPlan()),

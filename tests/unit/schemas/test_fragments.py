@@ -82,6 +82,8 @@ def test_a_discrete_action_may_have_parts() -> None:
         ({"actions": Array.of([0] * 6, "u1")}, "fragment.actions must be i4 or f4, is u1"),
         ({"logprobs": Array.of([-1.0] * 3, "f4")}, "fragment.logprobs has 3 entries for 6 steps"),
         ({"ends": Array.of([0, 0, 0, 3, 1, 0], "u1")}, "largest is 3"),
+        ({"carried": Array.of([0.0] * 3, "f4")}, "fragment.carried has 3 entries for 2 environments"),
+        ({"carried": Array.of([0.0, np.inf], "f4")}, "fragment.carried holds NaN or infinity"),
         ({"last": Array.of([9.0] * 8, "f4")}, "fragment.last has 8 entries, must be 4"),
     ],
 )

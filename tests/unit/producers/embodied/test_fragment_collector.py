@@ -57,6 +57,19 @@ def test_a_fragment_ends_when_the_engine_aborts_and_the_next_one_begins_in_step(
         assert found.fragment.numpy()["observations"][0, :, 0].tolist() == [2, 1, 1]
 
 
+def test_a_fragment_carries_what_the_episodes_under_way_have_earned() -> None:
+    """Rewards of 1 in episodes of 3 steps, at a discount of 0.5."""
+    made = FragmentCollector(EnvironmentSpec("Counting-v0", {}, [MODULE]), 2, 0, 2, discount=0.5)
+    fragments = [found.fragment for _ in range(3) if (found := made.collect(2, act)) is not None]
+    made.close()
+    carried = [fragment.carried.numpy().tolist() for fragment in fragments if fragment.carried is not None]
+    assert carried == [[0, 0], [1.5, 1.5], [1, 1]]
+    with collector(1) as plain:
+        found = plain.collect(1, act)
+        assert found is not None
+        assert found.fragment.carried is None
+
+
 @pytest.mark.parametrize("fault", ["crash", "hang", "raise"])
 def test_a_lost_process_is_replaced_and_its_episode_is_cut_at_what_was_last_seen(fault: str) -> None:
     """One process of two environments is lost at every 40th of its steps, which is the 20th of each environment."""

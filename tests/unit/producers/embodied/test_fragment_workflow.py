@@ -33,6 +33,7 @@ def start(tmp_path: Path, args: dict[str, Any], stall_s: float = 300.0, **shape:
         eval=None,
         generator=SimpleNamespace(stall_s=stall_s),
         compares_episodes=False,
+        reward_discount=None,
     )
     services: Any = SimpleNamespace(config=config)
     asyncio.run(Fragments().start(services))

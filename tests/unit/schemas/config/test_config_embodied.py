@@ -75,6 +75,18 @@ def test_sac_takes_no_settings_of_ppo(changes: dict[str, Any]) -> None:
         parse("pendulum", trainer=changes)
 
 
+def test_rewards_are_scaled_for_a_critic_or_sac_alone() -> None:
+    assert parse(trainer={"scale_rewards": True}).reward_discount == 0.98
+    assert parse("pendulum", trainer={"scale_rewards": True}).reward_discount == 0.99
+    assert parse().reward_discount is None
+    reason = r"trainer\.scale_rewards true needs model\.kind mlp, and trainer\.critic or trainer\.sac"
+    changes = {"advantage": {"name": "grpo"}, "critic": None, "scale_rewards": True}
+    with pytest.raises(ConfigError, match=reason):
+        parse(trainer=changes, sampling={"n": 8})
+    with pytest.raises(ConfigError, match=reason):
+        parse("reach", trainer={"scale_rewards": True})
+
+
 def test_sac_is_not_for_language_models() -> None:
     with pytest.raises(ConfigError, match=r"model\.kind must be mlp .* is 'text'"):
         parse("pendulum", model={"kind": "text"}, generator={"engine": "vllm", "workflow": {"name": "environment"}})

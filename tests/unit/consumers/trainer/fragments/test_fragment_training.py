@@ -99,6 +99,8 @@ def test_advantages_are_those_of_the_definition(seed: int, steps: int, envs: int
     [
         PolicyShape(4, 3, hidden=(8, 8)),
         PolicyShape(4, (3, 2, 5), hidden=(8, 8)),
+        PolicyShape(4, 3, hidden=(8, 8), normalise=True),
+        PolicyShape(3, 2, continuous=True, hidden=(5, 4), squashed=True, normalise=True),
         PolicyShape(3, 2, continuous=True, hidden=(5,)),
         PolicyShape(3, 2, continuous=True, hidden=(5, 4), squashed=True, activation="relu"),
         PolicyShape((13, 17, 3), 4, hidden=(8,), filters=((5, 4, 3), (6, 3, 1))),
@@ -111,7 +113,8 @@ def test_a_generator_computes_the_log_probabilities_of_the_trainer(shape: Policy
     with torch.no_grad():
         for parameter in actor.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    tensors = {name: value.detach().numpy() for name, value in actor.state_dict().items()}
+    actor.moments.add(torch.randn(7, shape.size) * 3 + 5)
+    tensors = {name: value.numpy() for name, value in named_weights(actor)}
     policy = Perceptron.of(tensors, shape)
     tokens = list(range(40))
     np.testing.assert_allclose(policy.probe(tokens), actor.probe(tokens).numpy(), atol=1e-5)
@@ -182,6 +185,8 @@ def test_without_a_critic_a_step_makes_better_episodes_more_likely(tmp_path: Pat
 def test_a_picture_too_small_for_the_filters_is_refused() -> None:
     with pytest.raises(ValueError, match=r"pictures of \(8, 8, 3\) are too small for filters"):
         PolicyShape((8, 8, 3), 2)
+    with pytest.raises(ValueError, match="normalise is for numbers"):
+        PolicyShape((84, 84, 3), 2, normalise=True)
     with pytest.raises(ValueError, match="squashed is for SAC"):
         PolicyShape((84, 84, 3), 2, continuous=True, squashed=True)
 

@@ -27,11 +27,12 @@ ORACLE = Path(__file__).with_name("sac_update.json")
 OPTIMIZER = {"lr": 1e-3, "betas": [0.9, 0.999], "max_grad_norm": 1e9}
 
 
-def make_config(folder: Path, squashed: bool = True, **sac: Any) -> TidemillConfig:
+def make_config(folder: Path, squashed: bool = True, normalise: bool = False, **sac: Any) -> TidemillConfig:
+    """A run; normalise: observations and rewards."""
     policy = folder / "policy"
     policy.mkdir(exist_ok=True)
     shape = {"observations": 3, "actions": 1, "continuous": True, "hidden": [8, 8], "activation": "relu"}
-    (policy / "config.json").write_text(json.dumps({**shape, "squashed": squashed}))
+    (policy / "config.json").write_text(json.dumps({**shape, "squashed": squashed, "normalise": normalise}))
     return parse_config(
         {
             "run": {"folder": str(folder / "run")},
@@ -40,7 +41,12 @@ def make_config(folder: Path, squashed: bool = True, **sac: Any) -> TidemillConf
             "sampling": {"n": 1, "max_tokens": 1},
             "reward": {"terms": [{"name": "episode"}]},
             "generator": {"engine": "mlp", "workflow": {"name": "fragments"}},
-            "trainer": {"steps": 40, "optimizer": OPTIMIZER, "sac": {"batch": 16, "start": 1, **sac}},
+            "trainer": {
+                "steps": 40,
+                "optimizer": OPTIMIZER,
+                "sac": {"batch": 16, "start": 1, **sac},
+                "scale_rewards": normalise,
+            },
         }
     )
 
@@ -127,7 +133,7 @@ def test_an_update_is_that_of_stable_baselines3(tmp_path: Path, monkeypatch: pyt
         assert name.startswith("target") or not torch.equal(value.flatten(), before[name]), f"{name} did not move"
 
 
-@pytest.mark.parametrize("option", [{}, {"norm": "batch", "policy_every": 3, "critics": 3}])
+@pytest.mark.parametrize("option", [{}, {"norm": "batch", "policy_every": 3, "critics": 3}, {"normalise": True}])
 def test_a_trainer_that_is_built_again_at_any_step_ends_with_the_same_bits(
     tmp_path: Path, option: dict[str, Any]
 ) -> None:
