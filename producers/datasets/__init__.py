@@ -10,6 +10,7 @@ DATASETS = Registry(
         "gymnasium": "producers.embodied.gymnasium_tasks:GymnasiumTasks",
         "hf": "producers.datasets.hf:HuggingFace",
         "jsonl": "producers.datasets.jsonl:Jsonl",
+        "lerobot": "producers.embodied.lerobot:LeRobot",
         "live": "producers.agents.places:LivePlaces",
         "reasoning_gym": "producers.datasets.reasoning_gym:ReasoningGym",
         "verifiers": "producers.episodes.environments.verifiers.dataset:VerifiersTasks",

@@ -16,7 +16,7 @@ class DatasetConfig(Section):
     """A dataset, by the name of its reader or maker."""
 
     name: str = Field(
-        description="jsonl, hf, gsm8k, reasoning_gym, arithmetic, verifiers, live, gymnasium, or your own as"
+        description="jsonl, hf, gsm8k, reasoning_gym, arithmetic, verifiers, live, gymnasium, lerobot, or your own as"
         " module:name or file.py:name."
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset.")
