@@ -49,9 +49,12 @@ class Moments(nn.Module):
         """
         if not self.size or not len(rows):
             return
-        rows, before, variance = rows.double(), self.mean.double(), self.variance.double()
+        before, variance = self.mean.double(), self.variance.double()
         old, new = int(self.count), len(rows)
-        gap = rows.mean(0) - before
-        squares = variance * old + rows.var(0, correction=0) * new + gap.square() * (old * new / (old + new))
+        # PyTorch's sums of many rows depend on the number of threads.
+        found = rows.double().cpu().numpy()
+        mean, spread = (torch.from_numpy(each).to(before) for each in (found.mean(0), found.var(0)))
+        gap = mean - before
+        squares = variance * old + spread * new + gap.square() * (old * new / (old + new))
         self.mean = (before + gap * (new / (old + new))).float()
         self.variance, self.count = (squares / (old + new)).float(), self.count + new

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from consumers.trainer.checkpoint.compare import compare
+from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.data.groups import Group
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.fragments.moments import Moments
@@ -101,7 +103,7 @@ def vec_normalize(rewards: Any, ends: Any, discount: float) -> tuple[Any, float]
 
 
 def test_rewards_are_divided_by_the_deviation_of_returns_across_fragments(tmp_path: Path) -> None:
-    """Fragments of 16 steps, episodes of 200: a return goes on where the fragment before it ended."""
+    """Fragments of 16 steps, episodes of 200: a return continues where the fragment before it ended."""
     step = make_step(tmp_path)
     collector = FragmentCollector(SPEC, 3, 0, discount=DISCOUNT)
     fragments = []
@@ -166,3 +168,25 @@ def test_weights_without_moments_are_refused(tmp_path: Path) -> None:
     tensors = {name: value.numpy() for name, value in named_weights(step.policy) if "moments" not in name}
     with pytest.raises(DataError, match="are not those of model"):
         Perceptron.of(tensors, PolicyShape.read(tmp_path))
+
+
+def test_a_trainer_that_is_built_again_continues_with_the_same_bits(tmp_path: Path) -> None:
+    """Fragments are stale from the second on: all are of version 0."""
+    step = make_step(tmp_path)
+    collector = FragmentCollector(SPEC, 2, 0, discount=DISCOUNT)
+    fragments = [play(collector, step, tmp_path) for _ in range(4)]
+    collector.close()
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for number, played in enumerate(fragments):
+        if number == 2:
+            store.save(step, step=2, version=2, leader_term=1, extra={})
+        train(step, number, played)
+    again = make_step(tmp_path)
+    assert store.load(store.at(), again).step == 2
+    for number in (2, 3):
+        train(again, number, fragments[number])
+    store.save(again, step=4, version=4, leader_term=1, extra={})
+    found = compare(step, store.at())
+    assert found.equal, found.differs
+    assert step.critic is not None
+    assert int(cast(Any, step.critic.critic).returns.count) == 4 * 32
