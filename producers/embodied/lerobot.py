@@ -52,10 +52,10 @@ class LeRobot:
         features = _read_features(self._folder, picture)
         self._table = _read_table(self._folder, picture)
         whole = str(features["action"]["dtype"]).startswith(("int", "uint"))
-        actions = np.array(self._table["action"], dtype=np.float64).reshape(len(self._table), -1)
+        actions = self._column("action").astype(np.float64).reshape(len(self._table), -1)
         self._tokens = self._whole(actions) if whole else self._parts(actions, low, high)
         self._tasks = _read_tasks(self._folder)
-        episodes, frames = (np.array(self._table[name]) for name in ("episode_index", "frame_index"))
+        episodes, frames = (self._column(name) for name in ("episode_index", "frame_index"))
         order = np.lexsort((frames, episodes))
         last = len(order) - chunk
         self._starts = [
@@ -86,6 +86,9 @@ class LeRobot:
             images=[load_image(row[self._picture], where, self._folder)],
             data={"answer": answer},
         )
+
+    def _column(self, name: str) -> npt.NDArray[Any]:
+        return np.asarray(self._table.select_columns([name]).with_format("numpy")[:][name])
 
     def _whole(self, actions: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
         if actions.min() < 0 or actions.max() >= self._bins:
