@@ -111,7 +111,6 @@ def _check_vision(config: Sections) -> None:
     refused = {
         f"generator.engine {config.generator.engine}": config.generator.engine in ("transformers", "http"),
         "trainer.lora": trainer.lora is not None,
-        "trainer.critic": trainer.critic is not None,
         "trainer.router_replay": trainer.router_replay,
         f"trainer.parallel.tensor {parallel.tensor}": parallel.tensor > 1,
         f"trainer.parallel.context {parallel.context}": parallel.context > 1,

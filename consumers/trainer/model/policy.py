@@ -181,13 +181,7 @@ class Policy(ParallelModule):
 
     def _hidden(self, arguments: dict[str, Any], images: ImageBatch | None, rows: Tensor | None = None) -> Tensor:
         """Compute the last hidden states. arguments: of the model's base. rows: where packed tokens stand."""
-        base: Any = self.causal_lm.base_model
-        if self.vision is not None:
-            ids = arguments.pop("input_ids")
-            arguments |= self.vision.arguments(self.causal_lm, ids, rows, images)
-            base = base.language_model
-        hidden: Tensor = base(**arguments, use_cache=False).last_hidden_state
-        return hidden
+        return VisionTower.hidden(self.vision, self.causal_lm, arguments, images, rows)
 
     def _score(
         self, features: Tensor, targets: Tensor, temperature: float | Tensor, entropy_gradient: bool

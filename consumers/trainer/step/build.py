@@ -17,6 +17,7 @@ from consumers.trainer.model.compile import compile_layers
 from consumers.trainer.model.lora import load_policy, make_policy
 from consumers.trainer.model.packing import try_kernel
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
+from consumers.trainer.model.vision import VisionTower, image_settings_of
 from consumers.trainer.step.critic import Critic, CriticStep
 from consumers.trainer.step.fragment_step import build_fragment_step
 from consumers.trainer.step.gradient_update import GradientUpdate, Schedule
@@ -65,6 +66,7 @@ def build_train_step(
     critic = critic or build_critic(config, empty=not ranks.is_main)
     critic_step = None
     if critic is not None and trainer.critic is not None:
+        _run_tower(critic, ranks)
         _before_sharding(critic, config, ranks)
         critic_step = CriticStep(critic, trainer.critic, trainer.steps, ranks, dtype)
     # Each model of the step computes the same micro-batches: one that pads needs them cut for padding.
@@ -103,9 +105,7 @@ def build_train_step(
 
 def _shard_policy(policy: Policy, config: TidemillConfig, ranks: Ranks) -> Policy:
     """Prepare the policy as configured, and share it out over the ranks."""
-    if policy.vision is not None:
-        # A tower that is trained moves on by its momentum in a step of text alone, on however many ranks.
-        policy.vision.always = ranks.world > 1 or not policy.vision.frozen
+    _run_tower(policy, ranks)
     if config.trainer.router_replay:
         policy.replay_routers()
     _before_sharding(policy, config, ranks)
@@ -141,6 +141,13 @@ def _build_planner(
     )
 
 
+def _run_tower(model: Policy | Critic, ranks: Ranks) -> None:
+    """Have a vision tower run also where there are no images, if it must."""
+    if model.vision is not None:
+        # A tower that is trained moves on by its momentum in a step of text alone, on however many ranks.
+        model.vision.always = ranks.world > 1 or not model.vision.frozen
+
+
 def _before_sharding(model: Policy | Critic, config: TidemillConfig, ranks: Ranks) -> None:
     """Have a model share prefixes, keep fewer activations and be compiled, as configured."""
     trainer = config.trainer
@@ -168,8 +175,12 @@ def build_critic(config: TidemillConfig, empty: bool = False) -> Critic | None:
     if settings is None:
         return None
     path, max_length = settings.model or model.path, model.max_length
-    causal_lm = load_model(path, "float32", model.trust_remote_code, empty=empty, max_length=max_length)
-    return Critic(causal_lm, max_length)
+    vision = model.kind == "vision"
+    causal_lm = load_model(path, "float32", model.trust_remote_code, vision, empty, max_length)
+    if not vision:
+        return Critic(causal_lm, max_length)
+    named = model.model_copy(update={"path": path})
+    return Critic(causal_lm, max_length, VisionTower(causal_lm, image_settings_of(named), model.freeze_vision))
 
 
 def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:

@@ -12,19 +12,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from consumers.trainer.data.collate import MicroBatch
+from consumers.trainer.data.patches import ImageBatch
 from consumers.trainer.distributed.parts import ParallelModule
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.packing import pack, switch_to_packing, use_packing
+from consumers.trainer.model.vision import VisionTower
 from consumers.trainer.step.gradient_update import GradientUpdate, Sums, lr_factor
 from consumers.trainer.step.optimizers import build_optimizer
 from schemas.config import CriticConfig
 
 
 class Critic(ParallelModule):
-    """The body of a causal language model and a value for the state before each token; at first it says 0."""
+    """The body of a causal language model and a value for the state before each token; at first it says 0.
 
-    def __init__(self, causal_lm: PreTrainedModel, max_length: int | None = None) -> None:
+    vision: the tower of a model that reads images.
+    """
+
+    def __init__(
+        self, causal_lm: PreTrainedModel, max_length: int | None = None, vision: VisionTower | None = None
+    ) -> None:
         super().__init__()
+        self.vision = vision
         hidden = causal_lm.config.get_text_config().hidden_size
         head = nn.Linear(hidden, 1, bias=False, dtype=causal_lm.dtype)
         nn.init.zeros_(head.weight)
@@ -38,19 +46,20 @@ class Critic(ParallelModule):
         if self.packed:
             use_packing(self.causal_lm)
 
-    def forward(self, tokens: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, mask: Tensor, lengths: Tensor, images: ImageBatch | None = None) -> Tensor:
         """Compute the values of states: float32 [R, T-1], 0 where the mask is not set.
 
-        tokens: int64 [R, T], padded. mask: bool [R, T-1]. lengths: int64 [R], see MicroBatch.
+        tokens: int64 [R, T], padded. mask: bool [R, T-1]. lengths: int64 [R], see MicroBatch. images: see Policy.
         """
         head = self.causal_lm.get_output_embeddings()
         if self.packed:
-            packed = pack(tokens[:, :-1], lengths, self.context, self.share_prefixes)
-            hidden = self.causal_lm.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
+            share = self.share_prefixes and self.vision is None
+            packed = pack(tokens[:, :-1], lengths, self.context, share)
+            hidden = VisionTower.hidden(self.vision, self.causal_lm, packed.arguments(), images, packed.rows)[0]
             own = packed.part_of(mask)
             values = packed.whole(head(packed.states_of(hidden, own)).squeeze(-1).float(), own, mask)
         else:
-            hidden = self.causal_lm.base_model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state[mask]
+            hidden = VisionTower.hidden(self.vision, self.causal_lm, {"input_ids": tokens[:, :-1]}, images)[mask]
             values = head(hidden).squeeze(-1).float()
         return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values)
 
@@ -86,7 +95,7 @@ class CriticStep:
     @torch.no_grad()
     def values(self, micro: MicroBatch) -> Tensor:
         """Return the values of the states before each token, by the weights before the step: float32 [R, T-1]."""
-        found: Tensor = self.critic(micro.tokens, micro.mask, micro.lengths)
+        found: Tensor = self.critic(micro.tokens, micro.mask, micro.lengths, micro.images)
         return found
 
     def run(self, batch: Sequence[MicroBatch], tokens: float, done: int) -> dict[str, float]:
@@ -118,7 +127,7 @@ class CriticStep:
             old_values, returns = micro.values, micro.returns
             if old_values is None or returns is None:
                 continue
-            values = self.critic(micro.tokens, micro.mask, micro.lengths)
+            values = self.critic(micro.tokens, micro.mask, micro.lengths, micro.images)
             loss = value_loss(values, old_values, returns, self.settings.clip)
             total = torch.where(micro.mask, loss, 0.0).sum() / max(tokens, 1.0)
             self.update.backward(total)

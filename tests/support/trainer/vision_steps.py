@@ -21,7 +21,8 @@ from schemas.messages import PlacedImage, Span, Trajectory
 PROBE = [3, 6, 6, 6, 6, 4, 20, 21, 22]
 
 
-def make_config(model: Path, folder: Path, freeze: bool = True) -> TidemillConfig:
+def make_config(model: Path, folder: Path, freeze: bool = True, critic: bool = False) -> TidemillConfig:
+    valued = {"advantage": {"name": "gae"}, "critic": {"optimizer": {"lr": 1e-2}}}
     return parse_config(
         {
             "run": {"folder": str(folder)},
@@ -30,7 +31,7 @@ def make_config(model: Path, folder: Path, freeze: bool = True) -> TidemillConfi
             "reward": {"terms": [{"name": "exact"}]},
             "sampling": {"max_tokens": 8},
             # A row is a micro-batch, so that some have images and some have not.
-            "trainer": {"steps": 9, "micro_batch_tokens": 8, "optimizer": {"lr": 1e-3}},
+            "trainer": {"steps": 9, "micro_batch_tokens": 8, "optimizer": {"lr": 1e-3}, **(valued if critic else {})},
         }
     )
 
@@ -71,9 +72,9 @@ def make_group(task_id: int, sizes: Sequence[tuple[int, int]], settings: ImageSe
     return Group(task_id, found, files)
 
 
-def run_vision_steps(model: Path, folder: Path, freeze: bool) -> None:
+def run_vision_steps(model: Path, folder: Path, freeze: bool, critic: bool) -> None:
     """Train a step with images in some groups, and one without any; write the weights to a file in ``folder``."""
-    config = make_config(model, folder, freeze)
+    config = make_config(model, folder, freeze, critic)
     ranks = Ranks(timeout_s=60.0)
     settings = read_image_settings(model)
     with ranks.watchdog():

@@ -238,12 +238,15 @@ def test_a_router_that_transformers_keeps_in_float32_computes_so_in_a_sharded_mo
             assert tensor.grad is not None
 
 
-@pytest.mark.parametrize(("family", "freeze"), [("qwen2_5_vl", True), ("qwen3_vl", False)])
-def test_two_ranks_train_images_and_text_as_one_process_does(tmp_path: Path, family: Family, freeze: bool) -> None:
+@pytest.mark.parametrize(("family", "freeze", "critic"), [("qwen2_5_vl", True, False), ("qwen3_vl", False, True)])
+def test_two_ranks_train_images_and_text_as_one_process_does(
+    tmp_path: Path, family: Family, freeze: bool, critic: bool
+) -> None:
     model = tmp_path / "model"
     write_tiny_vision_model(model, family)
     for world in (1, 2):
-        run_in_ranks(world, run_vision_steps, model, tmp_path / str(world), freeze, output=tmp_path / f"output-{world}")
+        output = tmp_path / f"output-{world}"
+        run_in_ranks(world, run_vision_steps, model, tmp_path / str(world), freeze, critic, output=output)
     one, two = (load_file(tmp_path / str(world) / "weights") for world in (1, 2))
     assert one.keys() == two.keys()
     assert any(name.startswith("model.visual.") for name in one) != freeze
