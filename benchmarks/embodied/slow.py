@@ -34,8 +34,8 @@ STEPS, SECONDS = 32, 5.0
 TRAINED, SKIPPED = 40, 5
 
 
-def collect_ours(envs: int, processes: int, ms: float) -> float:
-    """Return the environment steps a second of one collector."""
+def collect_ours(envs: int, processes: int, id: str, args: dict[str, Any]) -> float:
+    """Return the environment steps a second of one collector, in an environment with four numbers and two actions."""
     shape, rng = PolicyShape(4, 2), np.random.default_rng(0)
     sizes = [4, 64, 64, 2]
     tensors: dict[str, Floats] = {}
@@ -49,7 +49,7 @@ def collect_ours(envs: int, processes: int, ms: float) -> float:
         actions = policy.sample(outputs, rng, greedy=False)
         return Acted(actions, policy.logprobs(outputs, actions), 0)
 
-    collector = FragmentCollector(EnvironmentSpec("Slow-v0", {"ms": ms}, [MODULE]), envs, 0, processes)
+    collector = FragmentCollector(EnvironmentSpec(id, args, [MODULE]), envs, 0, processes)
     rate = measured(lambda: collector.collect(STEPS, act), envs)
     collector.close()
     return rate
@@ -85,34 +85,36 @@ def measured(collect: Callable[[], object], envs: int) -> float:
     return count / (time.perf_counter() - started)
 
 
-def train_ours(envs: int, ms: float) -> float:
-    """Return the environment steps a second of a run, without its first steps."""
+def train_ours(
+    envs: int, processes: int, id: str, args: dict[str, Any], epochs: int = 10, minibatches: int = 8, steps: int = STEPS
+) -> float:
+    """Return the environment steps a second of a run with PPO and one generator, without its first steps."""
     with tempfile.TemporaryDirectory() as folder:
-        args = {
-            "id": "Slow-v0",
-            "args": {"ms": ms},
+        played = {
+            "id": id,
+            "args": args,
             "modules": [MODULE],
             "envs": envs,
-            "processes": envs,
-            "steps": STEPS,
+            "processes": processes,
+            "steps": steps,
         }
         settings = {
             "run.folder": f"{folder}/run",
             "run.name": "slow",
             "control.port": 0,
             "eval": None,
-            "train": {"name": "gymnasium", "args": args},
+            "train": {"name": "gymnasium", "args": played},
             "generator.replicas": 1,
             "trainer.steps": TRAINED,
-            "trainer.epochs": 10,
-            "trainer.minibatches": 8,
+            "trainer.epochs": epochs,
+            "trainer.minibatches": minibatches,
         }
         changes = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
         command = [sys.executable, "-m", "tidemill", "up", "examples/cartpole/config.yaml", *changes]
         subprocess.run(command, check=True, capture_output=True, timeout=600)
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     first, last = lines[SKIPPED], lines[-1]
-    return float((last["step"] - first["step"]) * STEPS * envs / (last["wall_s"] - first["wall_s"]))
+    return float((last["step"] - first["step"]) * steps * envs / (last["wall_s"] - first["wall_s"]))
 
 
 def train_theirs(envs: int, ms: float) -> float:
@@ -134,9 +136,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     envs, ms = given.envs, given.ms
-    runs: dict[str, Callable[[], float]] = {"ours": partial(train_ours, envs, ms)}
+    runs: dict[str, Callable[[], float]] = {"ours": partial(train_ours, envs, envs, "Slow-v0", {"ms": ms})}
     if given.what == "collect":
-        runs = {f"ours, {count} processes": partial(collect_ours, envs, count, ms) for count in (1, envs)}
+        runs = {
+            f"ours, {count} processes": partial(collect_ours, envs, count, "Slow-v0", {"ms": ms}) for count in (1, envs)
+        }
     if importlib.util.find_spec("stable_baselines3"):
         runs["SubprocVecEnv"] = partial(train_theirs if given.what == "train" else collect_theirs, envs, ms)
     rates: dict[str, list[float]] = {name: [] for name in runs}

@@ -1,4 +1,4 @@
-"""CartPole whose steps take ``ms`` milliseconds, as the environment Slow-v0 of gymnasium."""
+"""Environments of gymnasium for benchmarks: CartPole whose steps take ``ms`` milliseconds, one that stands still."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium.envs.classic_control import CartPoleEnv
 
 
@@ -22,4 +23,21 @@ class Slow(CartPoleEnv):
         return super().step(action)  # type: ignore[no-untyped-call]
 
 
+class Still(gymnasium.Env[Any, Any]):
+    """Four zeros are observed, and each step pays 1."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    _seen = np.zeros(4, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Begin an episode."""
+        return self._seen, {}
+
+    def step(self, action: Any) -> Any:
+        """Do nothing."""
+        return self._seen, 1.0, False, False, {}
+
+
+gymnasium.register("Still-v0", entry_point=f"{__name__}:Still", max_episode_steps=500)
 gymnasium.register("Slow-v0", entry_point=f"{__name__}:Slow", max_episode_steps=500)

@@ -66,7 +66,8 @@ class Environments:
                 f"observations {seen} are not supported, must be Box of one axis, a Dict of such, or pictures: a Box of"
                 " bytes [height, width, channels]"
             )
-        self._flatten = spaces.flatten
+        # A quarter of a simple environment's time: gymnasium finds out the kind of space again for each observation.
+        self._flatten = spaces.flatten if isinstance(seen, spaces.Dict) else lambda _, found: self._np.ravel(found)
         self._seen = seen
         self._single, self._continuous = isinstance(acts, spaces.Discrete), isinstance(acts, spaces.Box)
         counted = self._single or isinstance(acts, spaces.MultiDiscrete)
