@@ -1,4 +1,4 @@
-"""examples/pendulum with a small policy, while its trainer, its generator and its environments are killed."""
+"""examples/pendulum with running normalisation, while its trainer, generator and environments are killed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import signal
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
 from deploy.services.main import command
-from tests.support.runs.up_runs import UpRun, trained_samples
+from tests.support.runs.up_runs import UpRun, environment_of, trained_samples
 
 pytestmark = [
     pytest.mark.matrix("an example trained with kills; its parts have unit tests"),
@@ -24,15 +23,16 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "pendulum"
 STEPS = 60
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_replay_of_all_that_was_trained_has_the_bits_of_a_run_that_was_killed_again_and_again(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLE / "policy", tmp_path / "policy")
     shape = json.loads((EXAMPLE / "policy" / "config.json").read_text())
-    (tmp_path / "policy" / "config.json").write_text(json.dumps({**shape, "hidden": [32, 32]}))
+    (tmp_path / "policy" / "config.json").write_text(json.dumps({**shape, "hidden": [32, 32], "normalise": True}))
     config = yaml.safe_load((EXAMPLE / "config.yaml").read_text())
     config["model"]["path"] = str(tmp_path / "policy")
     del config["eval"]
     config["trainer"] |= {"steps": STEPS, "record": True, "checkpoint": {"every": 10, "keep": 20}}
+    config["trainer"]["scale_rewards"] = True
     config["trainer"]["sac"] |= {"batch": 32, "buffer": 1000}
     run = UpRun(tmp_path, config)
     for name, step in (("trainer", 15), ("generator-0", 25), ("environment", 35), ("trainer", 45)):
@@ -46,16 +46,7 @@ def test_a_replay_of_all_that_was_trained_has_the_bits_of_a_run_that_was_killed_
     samples = trained_samples(run)
     assert len(samples) == len(set(samples)) == STEPS, "a fragment a step"
     found = subprocess.run(
-        command("replay", str(run.folder), "--from", "0"), capture_output=True, text=True, timeout=120, cwd=tmp_path
+        command("replay", str(run.folder), "--from", "0"), capture_output=True, text=True, timeout=240, cwd=tmp_path
     )
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.startswith("equal: ")
-
-
-def environment_of(run: UpRun) -> psutil.Process | None:
-    """A process of environments of the generator."""
-    service = run.service("generator-0")
-    below = service.children(recursive=True) if service is not None else []
-    return next(
-        (each for each in below if each.cmdline()[-1:] == ["gymnasium_envs"] and "-I" not in each.cmdline()), None
-    )

@@ -102,3 +102,12 @@ def trained_samples(run: UpRun) -> list[tuple[int, int]]:
     """Samples of the surviving weights."""
     lines = list(surviving_lines(run.lines("trained.jsonl")))
     return [(task_id, sample) for line in lines for task_id, sample in line["samples"]]
+
+
+def environment_of(run: UpRun) -> psutil.Process | None:
+    """A process of environments of the generator."""
+    service = run.service("generator-0")
+    below = service.children(recursive=True) if service is not None else []
+    return next(
+        (each for each in below if each.cmdline()[-1:] == ["gymnasium_envs"] and "-I" not in each.cmdline()), None
+    )
