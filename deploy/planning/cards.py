@@ -19,29 +19,33 @@ ARITHMETIC, BANDWIDTH, TRANSFER = 0.6, 0.8, 0.7
 """Assumed shares of the data sheets' peaks that matrix products, memory and links reach."""
 MACHINE = 8
 """Assumed GPUs of a machine."""
+MAIN_MEMORY = "main memory"
+"""The dimension of traffic between a card and its host, counted in one direction: the other is as much."""
 
 
 @dataclass(frozen=True)
 class Card:
     """A GPU. memory: bytes that its driver reports. tflops: dense, in 16-bit types. tbps: terabytes a second of memory.
 
-    nvlink: gigabytes a second that it sends to other GPUs of its machine; None if it has no NVLink.
+    nvlink: gigabytes a second that it sends to other GPUs of its machine; None if it has no NVLink. host: that it
+    exchanges with main memory, each way.
     """
 
     memory: int
     tflops: float
     tbps: float
     nvlink: float | None
+    host: float
 
 
 CARDS = {
-    "a100-40": Card(40960 << 20, 312, 1.555, 300),
-    "a100-80": Card(81920 << 20, 312, 2.039, 300),
-    "b200": Card(183359 << 20, 2250, 8.0, 900),
-    "h100": Card(81559 << 20, 989, 3.35, 450),
-    "h200": Card(143771 << 20, 989, 4.8, 450),
-    "l4": Card(23034 << 20, 121, 0.3, None),
-    "l40s": Card(46068 << 20, 362, 0.864, None),
+    "a100-40": Card(40960 << 20, 312, 1.555, 300, 32),
+    "a100-80": Card(81920 << 20, 312, 2.039, 300, 32),
+    "b200": Card(183359 << 20, 2250, 8.0, 900, 64),
+    "h100": Card(81559 << 20, 989, 3.35, 450, 64),
+    "h200": Card(143771 << 20, 989, 4.8, 450, 64),
+    "l4": Card(23034 << 20, 121, 0.3, None, 32),
+    "l40s": Card(46068 << 20, 362, 0.864, None, 32),
 }
 LINKS = {
     "pcie3": 16.0,
@@ -111,5 +115,8 @@ def step_time(size: Mapping[str, Any], card: Card, links: Links) -> StepTime:
     seconds = {True: 0.0, False: 0.0}
     for traffic in size["traffic"]:
         rate = links.inside if traffic["span"] <= MACHINE else links.between
+        if traffic["dimension"] == MAIN_MEMORY:
+            # There and back, one after the other.
+            rate = card.host / 2
         seconds[traffic["overlaps"]] += traffic["sent"] / (rate * 1e9 * TRANSFER)
     return StepTime(arithmetic, seconds[True], seconds[False])

@@ -72,6 +72,10 @@ def changes(config: TidemillConfig, ranks: int, shared: bool) -> list[PlanChange
         found.append(PlanChange("trainer.parallel.reshard=true", ranks, {"parallel": parallel}))
     if trainer.lora is None and trainer.parallel.tensor == 1:
         found.append(PlanChange("trainer.lora.rank=16", ranks, {"lora": {"rank": 16}}))
+    optimizer = trainer.optimizer
+    if trainer.lora is None and optimizer.name != "adamw_8bit" and not optimizer.offload:
+        values = {**optimizer.model_dump(exclude_unset=True), "offload": True}
+        found.append(PlanChange("trainer.optimizer.offload=true", ranks, {"optimizer": values}))
     return [change for change in found if not (shared and change.ranks > ranks)]
 
 

@@ -93,6 +93,8 @@ def fit(
         if traffic["sent"] >= GIB / 20:
             beside = "beside the arithmetic" if traffic["overlaps"] else "waited for"
             typer.echo(f"{traffic['dimension']}: {traffic['kind']}, {traffic['sent'] / GIB:.1f} GiB sent, {beside}")
+    if size["main_memory"]:
+        typer.echo(f"main memory: {size['main_memory'] / GIB:.1f} GiB of a rank's optimizer state")
     typer.echo(f"in each micro-batch the host waits for the GPU in: {', '.join(size['waits']) or 'nothing'}")
     typer.echo(
         f"times assume the longest samples, {ARITHMETIC:.0%} of {card.tflops:g} TFLOPS, {BANDWIDTH:.0%} of"

@@ -32,6 +32,7 @@ from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.critic import Critic
 from consumers.trainer.step.gradient_update import GradientUpdate
 from consumers.trainer.step.train_step import TrainStep
+from deploy.planning.cards import MAIN_MEMORY
 from deploy.planning.shapes import MemoryLedger, SavedAway, ShapesOnly
 from deploy.planning.step_size import StepSize, Traffic, cut_to, extrapolate, find_depths
 from deploy.planning.work import WorkLedger
@@ -78,12 +79,12 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
         others = config.trainer.kl.model or (critic and critic.model)
         depths = None if others else find_depths(model)
         if depths is None:
-            return _rehearse_whole(config, joined, tried)
+            return _rehearse_whole(config, joined, tried, on_gpu)
         checkpointed = sum(p.numel() for p in model.parameters()) >= CHECKPOINTED_FROM
         found = []
         for layers in depths[:2]:
             with cut_to(config, layers, checkpointed) as cut:
-                found.append(_rehearse_whole(cut, joined, tried))
+                found.append(_rehearse_whole(cut, joined, tried, on_gpu))
         return extrapolate(found[0], found[1], (depths[2] - depths[0]) / (depths[1] - depths[0]))
     except (DataDependentOutputException, DynamicOutputShapeException, NotImplementedError) as error:
         raise ConfigError(
@@ -92,7 +93,7 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
         ) from error
 
 
-def _rehearse_whole(config: TidemillConfig, joined: Ranks, tried: dict[str, bool]) -> StepSize:
+def _rehearse_whole(config: TidemillConfig, joined: Ranks, tried: dict[str, bool], on_gpu: bool) -> StepSize:
     fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), MemoryLedger()
     shapes = ShapesOnly(fake, ledger)
     policy = _empty_policy(config, tried, fake)
@@ -105,7 +106,7 @@ def _rehearse_whole(config: TidemillConfig, joined: Ranks, tried: dict[str, bool
         if reference is not None:
             reference = joined.prepare(reference, DTYPES[config.model.dtype])
         step = build_train_step(config, joined, policy=policy, reference=reference, critic=critic)
-    return _measure(config, step, reference, shapes, ledger, number)
+    return _measure(config, step, reference, shapes, ledger, number, on_gpu)
 
 
 def refuse(config: TidemillConfig) -> None:
@@ -245,12 +246,14 @@ def _measure(
     shapes: ShapesOnly,
     ledger: MemoryLedger,
     number: int,
+    on_gpu: bool,
 ) -> StepSize:
     updates = [update for _, update in step.parts().values()]
     models = [*(model for model, _ in step.parts().values()), *([] if reference is None else [reference])]
     weights = [local_part(p) for model in models for p in model.parameters()]
     buffers = [buffer for model in models for buffer in model.buffers()]
-    states = [local_part(v) for each in updates for state in each.optimizer.state.values() for v in state.values()]
+    states, away = _states(updates, on_gpu)
+    ledger.leave_out(away)
     parameters, optimizer = (_bytes(tensors) for tensors in ([*weights, *buffers], states))
     batch = make_batch(config, step.ranks.layout)
     if (replay := step.policy.router_replay) is not None:
@@ -281,6 +284,9 @@ def _measure(
         traffic[replace(each, sent=0)] += each.sent * count // len(batch)
     for each in _traffic(changed, step.ranks):
         traffic[replace(each, sent=0)] += each.sent * config.trainer.minibatches
+    if away:
+        each_way = _bytes(away) * config.trainer.minibatches * config.trainer.epochs
+        traffic[Traffic(MAIN_MEMORY, "optimizer state", 1, 1, False, 0)] += each_way
     return StepSize(
         model_parameters=number,
         parameters=parameters,
@@ -295,7 +301,19 @@ def _measure(
         traffic=[replace(key, sent=sent) for key, sent in traffic.items()],
         waits=sorted(watch.waits),
         step_waits=sorted(shapes.waits),
+        main_memory=_bytes(away),
     )
+
+
+def _states(updates: list[GradientUpdate], on_gpu: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Return this rank's parts of the optimizers' state on its device, and those that a GPU's host keeps."""
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for update in updates:
+        offloaded = on_gpu and getattr(update.optimizer, "offloaded", False)
+        for state in update.optimizer.state.values():
+            for name, value in state.items():
+                found[offloaded and name != "step"].append(local_part(value))
+    return found
 
 
 class _Watch:

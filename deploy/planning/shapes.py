@@ -53,6 +53,11 @@ class MemoryLedger:
                     weakref.finalize(storage, self._forget, key)
                     self._resize(key, storage.nbytes())
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of tensors as nothing: they are in main memory."""
+        for tensor in tensors:
+            self._sizes[tensor.untyped_storage()._cdata] = 0
+
     def _resize(self, key: int, size: int) -> None:
         self.live += size - self._sizes[key]
         self._sizes[key] = size

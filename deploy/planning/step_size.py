@@ -43,7 +43,8 @@ class StepSize:
     model_parameters: of the whole model, a number. activations: kept for backward. temporary: gathered weights and
     whatever else is in memory at the peak. tokens: of a micro-batch, of which a step has ``micro_batches``. flops: of
     one rank. operators: FLOPs, bytes read and written, and how often operators with these are called. waits: functions
-    in which the host waits for the device in each micro-batch; step_waits: once a step.
+    in which the host waits for the device in each micro-batch; step_waits: once a step. main_memory: bytes of the
+    optimizer's state that are there, and not on the card.
     """
 
     model_parameters: int
@@ -59,6 +60,7 @@ class StepSize:
     traffic: list[Traffic]
     waits: list[str]
     step_waits: list[str]
+    main_memory: int = 0
 
     @property
     def total(self) -> int:

@@ -26,6 +26,11 @@ class OptimizerConfig(Section):
         " torchao. muon: Muon for the matrices of layers, with steps as large as AdamW's, and AdamW for embeddings,"
         " output layer, norms and biases.",
     )
+    offload: bool = Field(
+        False,
+        description="Keep the optimizer's state in main memory, pinned for a GPU. Each update brings it to the device"
+        " in parts and takes it back, so that weights are the same to the bit. Not with adamw_8bit.",
+    )
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Moment decay rates, each from 0 to below 1.")
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
@@ -39,6 +44,15 @@ class OptimizerConfig(Section):
     )
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Fraction of lr at which linear and cosine schedules end.")
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises from 0 to lr.")
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> OptimizerConfig:
+        if self.offload and self.name == "adamw_8bit":
+            raise ValueError(
+                "trainer.optimizer.offload true with name adamw_8bit: its packed state stays on the device; set name"
+                " adamw or muon, or offload false"
+            )
+        return self
 
 
 class LoraConfig(Section):

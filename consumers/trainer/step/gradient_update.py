@@ -12,12 +12,14 @@ sampling the step's data again would be expensive. bfloat16 and float32 reach do
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
@@ -30,6 +32,8 @@ INTERVAL = 200
 """Steps without an overflow after which the scale is doubled."""
 LOWERED = 4.0
 """Divisor of the scale after an overflow."""
+BUCKET = 1 << 26
+"""Elements whose moments are on the device at a time if an optimizer's state is in main memory: 512 MiB of AdamW's."""
 
 
 class Summed(Protocol):
@@ -204,14 +208,47 @@ class LocalAdamW(AdamW):
     """AdamW that updates this rank's parts of sharded parameters as the plain tensors that they are.
 
     Nothing of it concerns two ranks, while PyTorch's fused kernel refuses parameters that are cut over different ranks.
+    offloaded: the moments are in main memory, and on the parameters' device only during their part of an update.
     """
+
+    offloaded = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient; there is no closure."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
-            self._update(trained, group)
+            for bucket in _buckets(trained) if self.offloaded else [trained]:
+                with self._on_device(bucket) if self.offloaded else nullcontext():
+                    self._update(bucket, group)
+        if self.offloaded and torch.cuda.is_available():
+            # The host may read the moments from here on.
+            torch.cuda.current_stream().synchronize()
+
+    @contextmanager
+    def _on_device(self, bucket: list[nn.Parameter]) -> Iterator[None]:
+        """Bring the moments of some parameters to their device, and back with what they are then."""
+        kept = {p: self.state[p] for p in bucket}
+        for p, state in kept.items():
+            device = local_part(p).device
+            self.state[p] = {
+                name: value if name == "step" else local_part(value).to(device, non_blocking=True, copy=True)
+                for name, value in state.items()
+            }
+        yield
+        for p, state in kept.items():
+            for name, value in state.items():
+                if name != "step":
+                    local_part(value).copy_(self.state[p][name], non_blocking=True)
+            self.state[p] = state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state of the same parameters into the tensors that are there, which stay where they are."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, key in zip(group["params"], saved["params"], strict=True):
+                for name, value in state_dict["state"][key].items():
+                    local_part(self.state[parameter][name]).copy_(local_part(value))
+            group.update({name: value for name, value in saved.items() if name != "params"})
 
     def _update(self, trained: list[nn.Parameter], group: dict[str, Any]) -> None:
         states = [self.state[p] for p in trained]
@@ -232,3 +269,17 @@ class LocalAdamW(AdamW):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Cut a list into runs of about BUCKET elements on a rank, at the same places on all ranks."""
+    run: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+        run, size = [*run, parameter], size + parameter.numel() // ranks
+        if size >= BUCKET:
+            yield run
+            run, size = [], 0
+    if run:
+        yield run

@@ -105,14 +105,26 @@ def build_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
     if settings.name == "adamw_8bit":
         return _build_8bit(groups, values)
     optimizer = (LocalMuon if settings.name == "muon" else LocalAdamW)(groups, **values, fused=True)
+    optimizer.offloaded = settings.offload
     # AdamW makes its state at the first step, and saving before that would count as one: so make it now.
     for name, parameter in trained.items():
         moments = ("momentum_buffer",) if name in muon else ("exp_avg", "exp_avg_sq")
-        state = {each: torch.zeros_like(parameter, memory_format=torch.preserve_format) for each in moments}
+        state = {each: _zeros_like(parameter, settings.offload) for each in moments}
         # AdamW looks for a step in every state that it loads.
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         optimizer.state[parameter] = state
     return optimizer
+
+
+def _zeros_like(parameter: nn.Parameter, offload: bool) -> Tensor:
+    """Make a moment of a parameter, sharded like it. offload: in main memory, pinned for a GPU."""
+    zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    if not offload:
+        return zeros
+    part = local_part(zeros)
+    held = torch.zeros_like(part, device="cpu", pin_memory=part.device.type == "cuda")
+    # DTensor.from_local would move it to the device of the mesh.
+    return DTensor(held, zeros._spec, requires_grad=False) if isinstance(zeros, DTensor) else held
 
 
 def _matrices_of_layers(model: nn.Module) -> Iterator[str]:

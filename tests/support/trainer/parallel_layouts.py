@@ -178,10 +178,13 @@ def publish_without_room(policy: Policy, ranks: Ranks, path: Path) -> bool:
 
 
 def step_by_muon(policy: Policy, case: Case, ranks: Ranks) -> bool:
-    """Take two steps with known gradients; True if the weights are those of one process to the bit."""
+    """Take steps with known gradients; True if the weights are those of one process to the bit.
+
+    In the second half the state of the sharded optimizer is in main memory.
+    """
     alone = make_policy(case)
-    for model in (policy, alone):
-        optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=0.01, weight_decay=0.1))
+    for model, offload in ((policy, False), (policy, True), (alone, False), (alone, False)):
+        optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=0.01, weight_decay=0.1, offload=offload))
         for number in range(2):
             for name, parameter in model.named_parameters():
                 torch.manual_seed(len(name) + number)

@@ -11,9 +11,9 @@ import torch
 import typer
 
 from deploy.planning.cards import ARITHMETIC, BANDWIDTH, CARDS, TRANSFER, find_links, step_time
-from deploy.planning.changes import layouts, rehearse_apart
+from deploy.planning.changes import changes, layouts, rehearse_apart
 from deploy.planning.engine_size import size_engine, vllm_share
-from deploy.planning.fit import fit, trainer_ranks
+from deploy.planning.fit import PARTS, fit, trainer_ranks
 from schemas.errors import ConfigError
 from tests.support.models.tiny_mixture import build_mixture
 from tests.support.models.tiny_model import make_tiny_model
@@ -39,6 +39,7 @@ QWEN_7B = {
         {"activation_checkpointing": True},
         {"lora": {"rank": 4}},
         {"optimizer": {"name": "muon"}},
+        {"optimizer": {"offload": True}},
         {"critic": {}, "advantage": {"name": "gae"}},
     ],
 )
@@ -64,6 +65,35 @@ def test_activations_in_main_memory_take_none_of_the_card(tmp_path: Path) -> Non
     # Of 12 layers the inputs of 1,020 tokens, and what the last norm saves.
     states = 1020 * 128 * 4
     assert 12 * states <= kept["activations"] - away["activations"] <= 15 * states
+
+
+def test_an_optimizer_in_main_memory_takes_none_of_the_card_and_time_to_come(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, hidden=128, layers=12)
+    kept, away = (
+        rehearse_apart(configuration(model, optimizer={"offload": offload}, minibatches=2), 2)
+        for offload in (False, True)
+    )
+    assert kept["main_memory"] == 0
+    # Each parameter's step stays on the card.
+    assert away["main_memory"] == pytest.approx(kept["optimizer"], rel=1e-3)
+    assert 0 < away["optimizer"] < 4096
+    assert away["flops"] == kept["flops"]
+    total = [sum(each[part] for part in PARTS) for each in (kept, away)]
+    assert total[1] == pytest.approx(total[0] - away["main_memory"], rel=0.02)
+    assert [each["sent"] for each in away["traffic"] if each["kind"] == "optimizer state"] == [2 * away["main_memory"]]
+    card = CARDS["h100"]
+    times = [step_time(each, card, find_links(None, "h100")) for each in (kept, away)]
+    waited = times[1].exchanges - times[0].exchanges
+    assert waited == pytest.approx(2 * 2 * away["main_memory"] / (card.host * 1e9 * TRANSFER))
+
+
+def test_main_memory_for_the_optimizer_is_tried_if_a_training_does_not_fit(tmp_path: Path) -> None:
+    def texts(**trainer: Any) -> list[str]:
+        return [each.text for each in changes(configuration(make_tiny_model(tmp_path), **trainer), 1, True)]
+
+    assert "trainer.optimizer.offload=true" in texts()
+    assert "trainer.optimizer.offload=true" not in texts(optimizer={"offload": True})
+    assert "trainer.optimizer.offload=true" not in texts(optimizer={"name": "adamw_8bit"})
 
 
 def test_the_host_waits_for_a_device_where_it_is_known_and_nowhere_else(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ BESIDE: dict[str, tuple[dict[str, Any], str, str]] = {
     "adapter": ({"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1e-2}}, "shard 4", "replicate 2, context 2"),
 }
 """What a checkpoint may hold beside a policy or in its place: settings, the layout that writes it, one that resumes."""
+OFFLOADED = {"optimizer": {"lr": 1e-3, "offload": True}}
 EVENLY_CUT = [
     name
     for name, case in CASES.items()
@@ -56,6 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Job("another", 2, 3, LAYOUTS["context 2, tensor 2"], source="shard 2, tensor 2"),
         Job("published", 2, 2, LAYOUTS["context 2, tensor 2"], source="alone"),
         Job("away", 0, 2, LAYOUTS["shard 2, tensor 2"], trainer={"away": True}),
+        Job("offloaded", 0, 2, LAYOUTS["shard 2, tensor 2"], trainer=OFFLOADED),
+        Job("another offloaded", 2, 3, LAYOUTS["context 2, tensor 2"], source="shard 2, tensor 2", trainer=OFFLOADED),
     ]
     for name, (settings, first, then) in BESIDE.items():
         written = Job(f"{name} in parts", 0, 2, LAYOUTS[first], trainer=settings)
@@ -88,11 +91,22 @@ def test_two_steps_are_those_of_one_rank(folder: Path, name: str) -> None:
 
 
 def test_two_steps_are_the_same_to_the_bit_if_the_state_was_in_main_memory_between_them(folder: Path) -> None:
-    away, stayed = folder / "away", folder / "shard 2, tensor 2"
-    assert (away / "weights").read_bytes() == (stayed / "weights").read_bytes()
-    files = [file.relative_to(stayed) for file in stayed.rglob("*.distcp")]
-    assert len(files) == 4
-    assert all((away / file).read_bytes() == (stayed / file).read_bytes() for file in files)
+    assert_same_files(folder / "away", folder / "shard 2, tensor 2")
+
+
+def test_two_steps_and_their_checkpoint_are_the_same_to_the_bit_with_the_optimizer_in_main_memory(folder: Path) -> None:
+    assert_same_files(folder / "offloaded", folder / "shard 2, tensor 2")
+
+
+def test_an_optimizer_in_main_memory_resumes_the_checkpoint_of_one_that_is_not(folder: Path) -> None:
+    assert_same_files(folder / "another offloaded", folder / "another")
+
+
+def assert_same_files(found: Path, wanted: Path) -> None:
+    assert (found / "weights").read_bytes() == (wanted / "weights").read_bytes()
+    files = [file.relative_to(wanted) for file in wanted.rglob("*.distcp")]
+    assert len(files) in (4, 8), "of four ranks, and of the run that was resumed"
+    assert all((found / file).read_bytes() == (wanted / file).read_bytes() for file in files)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

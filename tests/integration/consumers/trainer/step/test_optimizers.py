@@ -14,7 +14,9 @@ from torch import nn
 
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step import gradient_update
 from consumers.trainer.step.build import build_critic, build_train_step
+from consumers.trainer.step.gradient_update import LocalAdamW
 from consumers.trainer.step.optimizers import build_optimizer
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import OptimizerConfig
@@ -117,6 +119,83 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_its_name(model: Path, t
     store.save(learner(model, tmp_path, "adamw"), step=2, version=2, leader_term=1, extra={})
     with pytest.raises(ConfigError, match=r"the state of LocalAdamW, and trainer\.optimizer\.name makes LocalMuon"):
         store.load(store.at(), learner(model, tmp_path, "muon"))
+
+
+OFFLOADED: list[dict[str, Any]] = [
+    {"optimizer": {"name": "adamw"}},
+    {"optimizer": {"name": "muon"}},
+    {"optimizer": {"name": "adamw"}, "lora": {"rank": 4, "alpha": 8.0}},
+]
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+
+
+@pytest.mark.parametrize("trainer", OFFLOADED)
+@pytest.mark.parametrize("bucket", [1, 3000, 1 << 26])
+def test_weights_and_checkpoints_are_the_same_to_the_bit_with_the_state_in_main_memory(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: dict[str, Any], bucket: int
+) -> None:
+    monkeypatch.setattr(gradient_update, "BUCKET", bucket)
+    steps = {}
+    for offload in (False, True):
+        settings = {**trainer, "optimizer": {**trainer["optimizer"], "lr": 1e-3, "offload": offload}}
+        config = minimal_config(
+            run={"folder": str(tmp_path)},
+            model={"path": str(model), "dtype": "float32", "max_length": 64},
+            sampling={"max_tokens": 8},
+            trainer={"steps": 9, **settings},
+        )
+        steps[offload] = build_train_step(config), build_train_step(config)
+
+    def train(step: TrainStep, versions: range) -> list[torch.Tensor]:
+        for version in versions:
+            step.run(step.planner.plan(make_groups([4, 3], seed=version)).batch(), version)
+        return [each.detach().clone() for each in (*step.policy.parameters(), *moments(step.update.optimizer))]
+
+    first = {offload: train(step, range(2)) for offload, (step, _) in steps.items()}
+    assert all(map(torch.equal, first[False], first[True]))
+    wanted = None
+    for offload, (step, _) in steps.items():
+        other = steps[not offload][1]
+        held = [each.data_ptr() for each in moments(other.update.optimizer)]
+        store = CheckpointStore(tmp_path / str(offload))
+        store.save(step, step=2, version=2, leader_term=1, extra={})
+        store.load(store.at(), other)
+        found = train(other, range(2, 4))
+        wanted = wanted or train(step, range(2, 4))
+        assert all(map(torch.equal, found, wanted))
+        assert offload or [each.data_ptr() for each in moments(other.update.optimizer)] == held, "it stays there"
+
+
+def test_of_a_state_in_main_memory_a_bucket_is_on_the_device_at_a_time(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_update, "BUCKET", 3000)
+    policy = Policy(load_model(model, "float32"))
+    optimizer = build_optimizer(policy, OptimizerConfig(offload=True))
+    held = {each.data_ptr() for each in moments(optimizer)}
+    brought: list[int] = []
+    update = LocalAdamW._update
+
+    def watched(self: LocalAdamW, trained: list[nn.Parameter], group: dict[str, Any]) -> None:
+        brought.append(sum(each.numel() for each in moments(self) if each.data_ptr() not in held))
+        update(self, trained, group)
+
+    monkeypatch.setattr(LocalAdamW, "_update", watched)
+    give_gradients(policy, 0)
+    optimizer.step()
+    largest = max(p.numel() for p in policy.parameters())
+    assert len(brought) > 3
+    assert max(brought) <= 2 * (3000 + largest)
+    assert sum(brought) == 2 * sum(p.numel() for p in policy.parameters())
+    assert {each.data_ptr() for each in moments(optimizer)} == held
+
+
+def test_8_bit_moments_stay_on_the_device() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.optimizer.*offload true with name adamw_8bit.*set name adamw"):
+        minimal_config(trainer={"optimizer": {"name": "adamw_8bit", "offload": True}})
 
 
 def test_an_adapter_is_not_trained_by_muon() -> None:
