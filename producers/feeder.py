@@ -26,6 +26,8 @@ from schemas.system.lifecycle import StopFlag
 
 AT_ONCE = 16
 """Most groups admitted in one round trip."""
+END_S = 1.5
+"""Most seconds from a signal to the end."""
 LOOK_AHEAD = 256
 """Most positions that a curriculum decides on in one round trip."""
 
@@ -35,12 +37,14 @@ log = structlog.get_logger()
 def run_feeder(config: TidemillConfig, name: str) -> None:
     """Feed the run until the process is asked to end."""
     stop = StopFlag().install()
-    broker = Broker.connect(config)
-    train = build_mixture(config.train, config.base, config.run.seed)
-    held_out = [build_dataset(one, config.base) for one in config.eval.dataset] if config.eval else []
-    feeder = Feeder(config, broker, train, held_out)
-    with HeartbeatThread(broker, name, "feeder", feeder.describe, probes=config.probes):
-        feeder.run(stop)
+    # It has no state: nothing is lost where it ends.
+    with stop.ending_within(END_S):
+        broker = Broker.connect(config)
+        train = build_mixture(config.train, config.base, config.run.seed)
+        held_out = [build_dataset(one, config.base) for one in config.eval.dataset] if config.eval else []
+        feeder = Feeder(config, broker, train, held_out)
+        with HeartbeatThread(broker, name, "feeder", feeder.describe, probes=config.probes):
+            feeder.run(stop)
 
 
 class Feeder:

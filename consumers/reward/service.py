@@ -46,10 +46,11 @@ log = structlog.get_logger()
 def run_reward(config: TidemillConfig, name: str) -> None:
     """Score until the process is asked to end."""
     stop = StopFlag().install()
-    broker = Broker.connect(config)
-    check_name(broker, name)
-    scorer = _scorer(config, config.reward.terms)
-    held_out = _eval_scorers(config)
+    with stop.ending_within(0.0):
+        broker = Broker.connect(config)
+        check_name(broker, name)
+        scorer = _scorer(config, config.reward.terms)
+        held_out = _eval_scorers(config)
     joined = JoinedRun(config.folder)
     service = RewardService(
         broker.score_queue(name),

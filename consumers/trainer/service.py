@@ -34,12 +34,13 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
         turns = DeviceTurns(shared, ranks.is_main) if shared is not None else None
         if turns is not None:
             turns.hold()
-        step = build_learner(config, ranks)
-        if not ranks.is_main:
+        with stop.ending_within(0.0):
+            step = build_learner(config, ranks)
+            broker = Broker.connect(config) if ranks.is_main else None
+        if broker is None:
             # If asked to end, it continues until rank 0 has saved, which needs all ranks.
             RankGroup(config, step, turns).follow()
             return
-        broker = Broker.connect(config)
         trainer = Trainer(config, name, broker, step, turns)
         heartbeat = HeartbeatThread(
             broker,

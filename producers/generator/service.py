@@ -51,8 +51,9 @@ def run_generator(config: TidemillConfig, name: str) -> None:
     prepare_engine(config.generator.engine, config.model.kind == "vision")
     stop = StopFlag().install()
     check_sampling(make_sampling(config.sampling), config.generator.allow_truncated, config.generator.args)
-    broker = Broker.connect(config)
-    check_name(broker, name)
+    with stop.ending_within(0.0):
+        broker = Broker.connect(config)
+        check_name(broker, name)
     engine = make_engine(config.generator.engine, engine_settings(config, name), config.base)
     check_abilities(engine, needed_abilities(config))
     asyncio.run(_run_or_leave(Generator(config, name, broker, engine), stop))

@@ -6,13 +6,16 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Literal, TypeVar
+
+from schemas.errors import OK_EXIT
 
 PauseReason = Literal["starting", "ordered", "broker silent", "device in use"]
 """Reasons of a pause: a service has not read the run's orders yet, was ordered, can't read them, or lent its GPU."""
@@ -87,6 +90,28 @@ class StopFlag:
             yield
         finally:
             self._wakes.remove(wake)
+
+    @contextmanager
+    def ending_within(self, seconds: float) -> Iterator[None]:
+        """End the process with exit code 0 if ``seconds`` after the flag is set it is still in this block.
+
+        For what may wait long and leaves nothing half-done: a service that starts, or has no state.
+        """
+        done = threading.Event()
+
+        def watch() -> None:
+            self._event.wait()
+            if not done.wait(seconds):
+                for stream in (sys.stdout, sys.stderr):
+                    with suppress(OSError, ValueError):
+                        stream.flush()
+                os._exit(OK_EXIT)
+
+        threading.Thread(target=watch, name="ending", daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
 
     def __bool__(self) -> bool:
         return self._event.is_set()
