@@ -12,34 +12,36 @@ import os
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from consumers.trainer.data.collate import MicroBatch
+from consumers.trainer.data.patches import ImageBatch
 from consumers.trainer.data.plan import StepBatch
 from consumers.trainer.distributed.layout import Layout, check_model
 from consumers.trainer.distributed.ranks import Ranks, local_part
 from consumers.trainer.model import head, packing
 from consumers.trainer.model.lora import adapt
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
+from consumers.trainer.model.vision import VisionTower, image_settings_of
+from consumers.trainer.step import optimizers
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.critic import Critic
-from consumers.trainer.step.gradient_update import GradientUpdate
+from consumers.trainer.step.gradient_update import GradientUpdate, LocalAdamW
 from consumers.trainer.step.train_step import TrainStep
 from deploy.planning.cards import MAIN_MEMORY
 from deploy.planning.shapes import MemoryLedger, SavedAway, ShapesOnly
-from deploy.planning.step_size import StepSize, Traffic, cut_to, extrapolate, find_depths
+from deploy.planning.step_size import StepSize, Traffic, cut_to, extrapolate, find_depths, try_small
 from deploy.planning.work import WorkLedger
 from schemas.config import TidemillConfig, parse_config
 from schemas.config.trainer import CHECKPOINTED_FROM, CriticConfig
 from schemas.errors import ConfigError
-from schemas.model_folder import resolve_folder
 
 
 class _Alone:
@@ -68,13 +70,15 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
     # A mesh asks tensors for values: make all that the step uses before there are none.
     _ = joined.mesh, joined._sharding_mesh, joined._data_group
     check_model(config.model.path, joined.layout, config.model.trust_remote_code, config.model.max_length)
-    tried = _try_small(config)
+    tried = try_small(config)
     if on_gpu:
         packing.KERNELS["each"] = packing.KERNELS["varlen"]
         head.CPU_LOGITS = head.CHUNK_LOGITS
         torch.autograd.graph.save_on_cpu = SavedAway  # type: ignore[assignment, misc]
+    optimizers._build_8bit = _Sized8bit
     try:
-        model = load_model(config.model.path, "float32", config.model.trust_remote_code, empty=True)
+        vision = config.model.kind == "vision"
+        model = load_model(config.model.path, "float32", config.model.trust_remote_code, vision, empty=True)
         critic = config.trainer.critic
         others = config.trainer.kl.model or (critic and critic.model)
         depths = None if others else find_depths(model)
@@ -113,8 +117,7 @@ def refuse(config: TidemillConfig) -> None:
     """Refuse, by its name, a setting whose step cannot be sized."""
     trainer = config.trainer
     refused = {
-        "model.kind vision": config.model.kind == "vision",
-        "trainer.optimizer.name adamw_8bit": trainer.optimizer.name == "adamw_8bit",
+        "trainer.critic with model.kind vision": config.model.kind == "vision" and trainer.critic is not None,
         "trainer.kl.device cpu": trainer.has_second_model and trainer.kl.device == "cpu",
     }
     for name, applies in refused.items():
@@ -130,10 +133,12 @@ def _empty_policy(
     model = config.model
     dtype = model.dtype if reference or settings is not None else "float32"
     path = (config.trainer.kl.model if reference else None) or model.path
-    causal_lm = load_model(path, dtype, model.trust_remote_code, empty=True)
+    vision = model.kind == "vision"
+    causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty=True)
+    tower = VisionTower(causal_lm, image_settings_of(model), model.freeze_vision) if vision else None
     adapter = None if settings is None else adapt(causal_lm, settings, "", config.run.seed)
     # It tries nothing on a model without weights.
-    policy = Policy(causal_lm, adapter, max_length=model.max_length)
+    policy = Policy(causal_lm, adapter, tower, max_length=model.max_length)
     policy.adopt(tried)
     trained = {name: p.requires_grad for name, p in causal_lm.named_parameters()}
     _empty(causal_lm, fake)
@@ -161,49 +166,11 @@ def _empty(model: PreTrainedModel, fake: FakeTensorMode) -> None:
     model.tie_weights()
 
 
-def _try_small(config: TidemillConfig) -> dict[str, bool]:
-    """Find out what a policy does with such a model, packed or padded, on a small real one of the same kind."""
-    folder = resolve_folder(config.model.path, weights=False)
-    settings = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
-    try:
-        model = AutoModelForCausalLM.from_config(shrink(settings), dtype=torch.float32)
-        return Policy(model.eval(), max_length=config.model.max_length).tried
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-        raise ConfigError(
-            f"model.path {config.model.path!r} ({settings.model_type}) cannot be sized: a small model of this kind"
-            f" cannot be made ({str(error).splitlines()[0]})"
-        ) from error
-
-
-def shrink(settings: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a model of the same kind, with two layers and small sizes."""
-    values = settings.to_dict()
-    small = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts": 4,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    }
-    values |= {name: size for name, size in small.items() if isinstance(values.get(name), int)}
-    if isinstance(kinds := values.get("layer_types"), list):
-        values["layer_types"] = kinds[:2]
-    # A model of one layer names the kind of one.
-    values["num_hidden_layers"] = min(small["num_hidden_layers"], settings.num_hidden_layers)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        values[name] = None
-    return type(settings).from_dict(values)
-
-
 def make_batch(config: TidemillConfig, layout: Layout) -> list[MicroBatch]:
-    """Make full micro-batches of the longest samples, without a shared prefix: the most that a step can meet."""
+    """Make full micro-batches of the longest samples, without a shared prefix: the most that a step can meet.
+
+    Each sample of a vision model has one image, a square of as many pixels as the model takes and the prompt has room.
+    """
     budget, longest = config.trainer.micro_batch_tokens * layout.context, config.model.max_length
     rows = [longest] * max(1, budget // longest)
     rest = budget - sum(rows)
@@ -229,8 +196,28 @@ def make_batch(config: TidemillConfig, layout: Layout) -> list[MicroBatch]:
         group=index // config.sampling.n,
         lengths=lengths - 1,
         temperatures=[config.sampling.temperature],
+        images=_images(config, lengths, width) if config.model.kind == "vision" else None,
     )
     return [micro] * min(2, micro_batches(config, int(lengths.sum()), layout.dp_size))
+
+
+def _images(config: TidemillConfig, lengths: Tensor, width: int) -> ImageBatch | None:
+    """Make an image for each row that has room for one in its prompt. lengths: of the rows. width: of the longest."""
+    settings = image_settings_of(config.model)
+    sides = [
+        math.isqrt(max(0, min(settings.most // settings.unit**2, length - config.sampling.max_tokens - 1)))
+        for length in lengths.tolist()
+    ]
+    marks = torch.zeros(len(sides), width, dtype=torch.bool)
+    for row, side in enumerate(sides):
+        marks[row, 1 : 1 + side * side] = True
+    grids = [settings.grid(side * settings.unit, side * settings.unit) for side in sides if side]
+    if not grids:
+        return None
+    # A system gives memory for zeros once it is written.
+    patches = torch.zeros(sum(math.prod(grid) for grid in grids), 3 * settings.temporal * settings.patch**2)
+    positions = torch.arange(width).expand(3, len(sides), width).contiguous()
+    return ImageBatch(patches, torch.tensor(grids), marks, positions)
 
 
 def micro_batches(config: TidemillConfig, tokens: int, parts: int) -> int:
@@ -262,7 +249,8 @@ def _measure(
         batch = [replace(batch[0], routed_experts=experts)] * len(batch)
     ledger.add([*weights, *buffers, *states])
     base = ledger.live
-    ledger.add(value for value in vars(batch[0]).values() if isinstance(value, Tensor))
+    images = [] if batch[0].images is None else list(vars(batch[0].images).values())
+    ledger.add([*vars(batch[0]).values(), *images])
     ledger.restart()
     shapes.work = WorkLedger()
     watch = _Watch(step, shapes, ledger, base)
@@ -273,6 +261,9 @@ def _measure(
     temporary = max(0, ledger.peak - base - watch.gradients - watch.kept)
     tokens = int((batch[0].lengths + 1).sum())
     count = micro_batches(config, tokens, step.ranks.dp_size)
+    if on_gpu:
+        # A step begins by moving all of its micro-batches.
+        temporary += (count - 1) * _bytes(images)
     # Of a step's many micro-batches few were computed, and of its updates one an epoch.
     once = Counter({key: calls * config.trainer.minibatches for key, calls in changed.operators.items()})
     operators = Counter(
@@ -314,6 +305,31 @@ def _states(updates: list[GradientUpdate], on_gpu: bool) -> tuple[list[Tensor], 
             for name, value in state.items():
                 found[offloaded and name != "step"].append(local_part(value))
     return found
+
+
+class _Sized8bit(LocalAdamW):
+    """Stands for torchao's AdamW8bit, whose compiled update needs values: it has a state of the same bytes.
+
+    A moment whose elements are a multiple of 256, and 4,096 or more, has a byte for each, a scale for 256 of them, and
+    a table of 256 numbers. Others are in float32.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], values: dict[str, Any]) -> None:
+        super().__init__(groups, **values, fused=True)
+        for group in groups:
+            for parameter in group["params"]:
+                part = local_part(parameter)
+                packed = part.numel() >= 4096 and part.numel() % 256 == 0
+                size = part.numel() + part.numel() // 64 + 1024 if packed else 4 * part.numel()
+                moments = {name: part.new_empty(size, dtype=torch.uint8) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[parameter] = {"step": torch.tensor(0.0), **moments}
+
+    def _update(self, trained: list[nn.Parameter], group: dict[str, Any]) -> None:
+        for parameter in trained:
+            # Reads and writes them as its one kernel does.
+            local_part(parameter).add_(local_part(cast(Tensor, parameter.grad)))
+            for moment in ("exp_avg", "exp_avg_sq"):
+                self.state[parameter][moment].add_(1)
 
 
 class _Watch:

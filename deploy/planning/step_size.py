@@ -9,15 +9,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
+from consumers.trainer.model.policy import Policy
 from schemas.config import TidemillConfig, dump_config, parse_config
+from schemas.errors import ConfigError
 from schemas.model_folder import resolve_folder
 
 LEAST_LAYERS, MORE_LAYERS = 3, 2
 """Layers of the smaller model that is computed in place of a large one, and how many the larger has more."""
+
+SMALL_TOWER = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [1],
+}
+"""Sizes of a small tower for a small model of text."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +111,55 @@ def find_depths(empty: PreTrainedModel) -> tuple[int, int, int] | None:
     return None
 
 
+def try_small(config: TidemillConfig) -> dict[str, bool]:
+    """Find out what a policy does with such a model, packed or padded, on a small real one of the same kind."""
+    folder = resolve_folder(config.model.path, weights=False)
+    settings = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    try:
+        kind: Any = AutoModelForImageTextToText if config.model.kind == "vision" else AutoModelForCausalLM
+        model = kind.from_config(shrink(settings), dtype=torch.float32)
+        return Policy(model.eval(), max_length=config.model.max_length).tried
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise ConfigError(
+            f"model.path {config.model.path!r} ({settings.model_type}) cannot be sized: a small model of this kind"
+            f" cannot be made ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def shrink(settings: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a model of the same kind, with two layers and small sizes."""
+    values = settings.to_dict()
+    small = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    values |= {name: size for name, size in small.items() if isinstance(values.get(name), int)}
+    if isinstance(kinds := values.get("layer_types"), list):
+        values["layer_types"] = kinds[:2]
+    if "num_hidden_layers" in values:
+        # A model of one layer names the kind of one.
+        values["num_hidden_layers"] = min(small["num_hidden_layers"], settings.num_hidden_layers)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        values[name] = None
+    if "text_config" in values:
+        values["text_config"] = shrink(settings.get_text_config()).to_dict()
+    if isinstance(rope := values.get("rope_parameters"), dict) and "mrope_section" in rope:
+        rope["mrope_section"] = [2, 3, 3]
+    if isinstance(tower := values.get("vision_config"), dict):
+        values["vision_config"] = {name: SMALL_TOWER.get(name, value) for name, value in tower.items()}
+    return type(settings).from_dict(values)
+
+
 @contextmanager
 def cut_to(config: TidemillConfig, layers: int, checkpointed: bool) -> Iterator[TidemillConfig]:
     """Give a configuration whose model is the same with its first ``layers`` alone.
@@ -99,7 +169,7 @@ def cut_to(config: TidemillConfig, layers: int, checkpointed: bool) -> Iterator[
     folder = resolve_folder(config.model.path, weights=False)
     with tempfile.TemporaryDirectory() as cut:
         for file in Path(folder).iterdir():
-            if file.suffix == ".py":
+            if file.suffix == ".py" or file.name in ("preprocessor_config.json", "processor_config.json"):
                 Path(cut, file.name).symlink_to(file.resolve())
         values = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
         for part in (values, values.get("text_config")):

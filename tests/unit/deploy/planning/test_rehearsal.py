@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,23 @@ import pytest
 import torch
 import typer
 
+from consumers.trainer.distributed.layout import Layout
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.optimizers import build_optimizer
+from deploy.offline.tiny_vision_model import Family, write_tiny_vision_model
 from deploy.planning.cards import ARITHMETIC, BANDWIDTH, CARDS, TRANSFER, find_links, step_time
 from deploy.planning.changes import changes, layouts, rehearse_apart
 from deploy.planning.engine_size import size_engine, vllm_share
 from deploy.planning.fit import PARTS, fit, trainer_ranks
+from deploy.planning.rehearsal import make_batch
+from schemas.config import OptimizerConfig
 from schemas.errors import ConfigError
 from tests.support.models.tiny_mixture import build_mixture
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.sized_steps import configuration, measure_step
 
 PEAK_TOLERANCE = 0.1
+ADAMW_8BIT = OptimizerConfig(name="adamw_8bit")
 QWEN_7B = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -54,6 +62,50 @@ def test_a_rehearsed_step_has_the_bytes_of_a_real_one(tmp_path: Path, trainer: d
     assert 0 <= rehearsed["parameters"] - real["parameters"] < 1024
     peak = sum(rehearsed[name] for name in ("gradients", "activations", "temporary"))
     assert peak == pytest.approx(real["peak"], rel=PEAK_TOLERANCE)
+
+
+@pytest.mark.parametrize(("family", "frozen"), [("qwen2_5_vl", True), ("qwen3_vl", False)])
+def test_a_vision_model_has_the_bytes_of_its_tower_and_images(tmp_path: Path, family: Family, frozen: bool) -> None:
+    write_tiny_vision_model(tmp_path, family)
+    base = configuration(tmp_path)
+    config = base.model_copy(
+        update={"model": base.model.model_copy(update={"kind": "vision", "freeze_vision": frozen})}
+    )
+    torch.manual_seed(0)
+    rehearsed, real = rehearse_apart(config, 1, on_gpu=False), measure_step(config)
+    assert rehearsed["optimizer"] == real["optimizer"]
+    assert rehearsed["gradients"] == real["gradients"]
+    assert rehearsed["flops"] == real["flops"]
+    images = make_batch(config, Layout.of(1, config.trainer.parallel))[0].images
+    assert images is not None
+    assert len(images.grids) == 4
+    # Real ones were there before the step was measured.
+    held = sum(each.nbytes for each in vars(images).values())
+    peak = sum(rehearsed[name] for name in ("gradients", "activations", "temporary"))
+    assert peak == pytest.approx(real["peak"] + held, rel=PEAK_TOLERANCE)
+
+
+def test_moments_in_8_bits_take_a_byte_and_a_scale_for_256_of_them(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, hidden=128, layers=2)
+    policy = Policy(load_model(model, "float32"))
+    packed = [p.numel() for p in policy.parameters() if p.numel() >= 4096 and p.numel() % 256 == 0]
+    others = [p.numel() for p in policy.parameters() if p.numel() < 4096 or p.numel() % 256]
+    found = rehearse_apart(configuration(model, optimizer={"name": "adamw_8bit"}), 1)
+    wanted = 2 * sum(size + size // 256 * 4 + 256 * 4 for size in packed) + 2 * 4 * sum(others)
+    assert found["optimizer"] == wanted + 4 * len([*packed, *others])
+    if find_spec("torchao") is not None:
+        assert wanted == sum(bytes_in(each) for each in moments(build_optimizer(policy, ADAMW_8BIT)))
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+
+
+def bytes_in(tensor: Any) -> int:
+    """Of a tensor, or of those that torchao makes one of."""
+    if type(tensor) is torch.Tensor:
+        return tensor.nbytes
+    return sum(getattr(tensor, name).nbytes for name in tensor.__tensor_flatten__()[0])
 
 
 def test_activations_in_main_memory_take_none_of_the_card(tmp_path: Path) -> None:
