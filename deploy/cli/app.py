@@ -120,6 +120,10 @@ def doctor(
     ranks: Annotated[
         bool, typer.Option("--ranks", help="Start the trainer's ranks and check devices and connections instead.")
     ] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option("--gpu", help="Compute with the configured model on this machine's GPU, trainer and engine."),
+    ] = False,
     nodes: Nodes = 1,
     node_rank: NodeRank = 0,
     meet: Meet = None,
@@ -127,7 +131,13 @@ def doctor(
     """Check this machine and, if given, a configuration; exit code 2 if a check fails."""
     from deploy.doctor.doctor import diagnose, print_findings
 
-    if ranks:
+    if gpu:
+        if config is None or ranks:
+            raise ConfigError("--gpu needs a configuration, and goes without --ranks")
+        from deploy.doctor.gpu import check_gpu
+
+        findings = check_gpu(load(config, overrides))
+    elif ranks:
         findings = _check_ranks(config, overrides or [], as_json, machines_of(nodes, node_rank, meet))
     else:
         findings = diagnose(config, overrides or [], step_s)

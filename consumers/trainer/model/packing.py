@@ -410,14 +410,14 @@ def _grouped(query: Tensor, key: Tensor) -> bool:
     return key.shape[1] != query.shape[1]
 
 
-def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> None:
+def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Try the kernel that training uses here, forward and backward, and replace it by ``each`` if it fails.
 
-    config: of a text model in transformers, for the number and the sizes of its heads.
+    Returns why it fails, or nothing. config: of a text model in transformers, for the number and sizes of its heads.
     """
     name = choose_kernel(device, dtype)
     if name == "each":
-        return
+        return ""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     latent = getattr(config, "qk_rope_head_dim", None)
@@ -439,6 +439,7 @@ def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> None:
     if problem:
         log.warning("an attention kernel does not work here; each sequence is computed alone", kernel=name, why=problem)
         KERNELS[name] = _each
+    return problem
 
 
 KERNELS: dict[KernelName, Kernel] = {"flash_attn": _flash_attn, "varlen": _varlen, "each": _each}

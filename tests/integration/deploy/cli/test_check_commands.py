@@ -184,3 +184,25 @@ def test_doctor_meets_the_ranks_of_two_machines_and_names_one_that_sees_another_
     assert set(levels.values()) == {"ok"}
     assert "sum over ranks" in levels
     assert not list((tmp_path / "shared").glob(".ranks-*"))
+
+
+def test_doctor_computes_with_the_model_on_the_device(tmp_path: Path) -> None:
+    config = {
+        "run": {"name": "device", "folder": str(tmp_path / "run")},
+        "model": {"path": str(make_tiny_model(tmp_path / "model")), "max_length": 512, "dtype": "float32"},
+        "train": {"name": "arithmetic"},
+        "reward": {"terms": [{"name": "exact"}]},
+        "generator": {"engine": "transformers"},
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    found = {each["name"]: each for each in json.loads(run_tidemill("doctor", str(file), "--gpu", "--json").stdout)}
+    assert list(found)[:5] == ["attention", "engine", "probe", "sleep", "probe after sleep"]
+    assert {each["level"] for each in found.values()} == {"ok"}
+    # Float32 on both sides: the same model, to rounding.
+    assert float(found["probe"]["text"].split()[2]) < 1e-4
+    refused = run_tidemill("doctor", "--gpu")
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        "tidemill: --gpu needs a configuration, and goes without --ranks\n",
+    )

@@ -1,0 +1,203 @@
+"""``tidemill doctor --gpu``: whether this machine's device computes the configured model right, and can be shared.
+
+In turns: the trainer's attention kernel beside PyTorch's own attention, the policy's log-probabilities of the probe,
+and the engine, which is started, probed, put to sleep, woken and closed. After each, memory must be free again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoConfig
+
+from consumers.trainer.model.lora import load_policy
+from consumers.trainer.model.packing import choose_kernel, try_kernel
+from consumers.trainer.model.policy import DTYPES
+from consumers.trainer.model.probe import probe_tokens, reference_logprobs
+from deploy.checks.finding import Finding, one_line
+from producers.engines.base import Engine, PromptImage, SleepingEngine
+from producers.engines.factory import engine_name, make_engine, prepare_engine
+from producers.generator.service import engine_settings
+from producers.generator.weight_probe import ProbeJudge
+from producers.images.settings import image_settings
+from schemas.config import TidemillConfig
+from schemas.errors import ConfigError, TidemillError
+from schemas.images import probe_image
+from schemas.model_folder import resolve_folder
+
+START_S, CALL_S = 150.0, 60.0
+"""Seconds in which an engine must have started, and in which any other call must have returned."""
+FREE_S = 20.0
+"""Seconds in which memory that was given back must be free: a driver may report it only after a moment."""
+KEPT = 0.02
+"""Share of a device's memory that may still be taken afterwards, by contexts and libraries."""
+ASLEEP = 0.5
+"""Share of what an engine takes that its sleep must give back, at least."""
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device's memory. free: bytes that are free now; None for main memory. total: bytes of it."""
+
+    free: Callable[[], int | None]
+    total: int = 0
+
+    @classmethod
+    def of(cls, device: torch.device) -> Device:
+        """Return the memory of a GPU, or of none."""
+        if device.type != "cuda":
+            return cls(lambda: None)
+        return cls(lambda: torch.cuda.mem_get_info(device)[0], torch.cuda.mem_get_info(device)[1])
+
+    async def wait_free(self, wanted: int | None) -> int | None:
+        """Wait until ``wanted`` bytes are free, at most FREE_S; return how many are."""
+        end = time.monotonic() + FREE_S
+        while True:
+            found = self.free()
+            if found is None or wanted is None or found >= wanted or time.monotonic() > end:
+                return found
+            await asyncio.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class ProbeReference:
+    """What the trainer says to the probe. logprobs: float32 [T-1] of its tokens after the first."""
+
+    tokens: list[int]
+    images: Sequence[PromptImage]
+    logprobs: npt.NDArray[np.float32]
+
+
+def check_gpu(config: TidemillConfig) -> list[Finding]:
+    """Make all checks on the first GPU, or on the CPU if there is none. ConfigError for a model without tokens."""
+    if config.model.kind == "mlp":
+        raise ConfigError("--gpu checks language models, and model.kind is mlp")
+    prepare_engine(config.generator.engine, config.model.kind == "vision")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    findings = [check_attention(config, device)]
+    memory = Device.of(device)
+    reference = score_probe(config, device)
+    settings = replace(engine_settings(config, "generator-0"), sleeps=True)
+    engine = make_engine(config.generator.engine, settings, config.base)
+    judge = ProbeJudge(config.model.dtype, config.generator.probe_tolerance)
+    name = engine_name(config.generator.engine)
+    return [*findings, *asyncio.run(check_engine(name, engine, reference, judge, memory))]
+
+
+def check_attention(config: TidemillConfig, device: torch.device) -> Finding:
+    """Compare the kernel that training uses here with PyTorch's attention, at the sizes of the model's heads."""
+    model = config.model
+    folder = resolve_folder(model.path, weights=False)
+    settings = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code).get_text_config()
+    kernel = choose_kernel(device, DTYPES[model.dtype])
+    if kernel == "each":
+        return Finding("attention", "ok", f"PyTorch's sdpa, each sequence alone, on {device.type} in {model.dtype}")
+    problem = try_kernel(settings, device, DTYPES[model.dtype])
+    if not problem:
+        return Finding("attention", "ok", f"{kernel} agrees with sdpa, forward and backward, in {model.dtype}")
+    advice = "training falls back to sdpa for each sequence, which is slower: update flash_attn, or remove it"
+    return Finding("attention", "warn", f"{kernel}: {problem}", advice)
+
+
+def score_probe(config: TidemillConfig, device: torch.device) -> ProbeReference:
+    """Score the probe with the policy's model on the device, and free it."""
+    policy = load_policy(config, config.model.path, config.model.dtype).to(device)
+    tokens, place = probe_tokens(config, policy)
+    logprobs = reference_logprobs(policy, tokens)
+    del policy
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    images = image_settings(config)
+    shown = [] if images is None or place is None else [PromptImage("probe", *place, probe_image(images))]
+    return ProbeReference(tokens, shown, logprobs)
+
+
+async def check_engine(
+    name: str, engine: Engine, reference: ProbeReference, judge: ProbeJudge, memory: Device
+) -> list[Finding]:
+    """Start the engine, probe it, have it sleep and wake, and close it; what comes after a failure is left out."""
+    findings: list[Finding] = []
+    before = memory.free()
+    with _noting(findings, "engine"):
+        await _start(name, engine, before, memory, findings)
+        await _probe("probe", engine, reference, judge, findings)
+        await _sleep(engine, before, memory, findings)
+        await _probe("probe after sleep", engine, reference, judge, findings)
+    with _noting(findings, "engine's end"):
+        await _within(CALL_S, engine.close(), "close")
+        if before is not None:
+            left = before - (await memory.wait_free(before - int(KEPT * memory.total)) or 0)
+            good = left <= KEPT * memory.total
+            text = f"{max(0, left) / GB:.1f} GB of {memory.total / GB:.0f} are still taken after the engine's end"
+            advice = "a restarted generator would not find its memory: end the processes that nvidia-smi lists"
+            findings.append(_finding("memory given back", good, text, advice))
+    return findings
+
+
+@contextmanager
+def _noting(findings: list[Finding], what: str) -> Iterator[None]:
+    """Make a finding of the error that ends this block."""
+    try:
+        yield
+    except (TidemillError, RuntimeError, ValueError, OSError) as error:
+        advice = "generators fail in the same way: check generator.engine and generator.args"
+        findings.append(Finding(what, "fail", one_line(f"{type(error).__name__}: {error}"), advice))
+
+
+async def _within(seconds: float, call: Awaitable[object], what: str) -> float:
+    """Await a call of the engine; return its seconds. RuntimeError if it takes longer than allowed."""
+    began = time.monotonic()
+    try:
+        await asyncio.wait_for(call, seconds)
+    except TimeoutError:
+        raise RuntimeError(f"{what} has not returned within {seconds:.0f} s") from None
+    return time.monotonic() - began
+
+
+async def _start(name: str, engine: Engine, before: int | None, memory: Device, findings: list[Finding]) -> None:
+    seconds = await _within(START_S, engine.start(), "start")
+    taken = "" if before is None else f", takes {(before - (memory.free() or 0)) / GB:.1f} GB of the device"
+    findings.append(Finding("engine", "ok", f"{name} started in {seconds:.0f} s{taken}"))
+
+
+async def _probe(
+    what: str, engine: Engine, reference: ProbeReference, judge: ProbeJudge, findings: list[Finding]
+) -> None:
+    if what != "probe" and not isinstance(engine, SleepingEngine):
+        return
+    images = {"images": reference.images} if reference.images else {}
+    found = await asyncio.wait_for(engine.logprobs(reference.tokens, **images), CALL_S)
+    difference = np.abs(found - reference.logprobs)
+    problem = judge.problem(difference) if np.isfinite(difference).all() else "log-probabilities are not finite"
+    text = f"differs by {difference.mean():.2g} nats from the trainer on average, at most {judge.limit:.2g} is allowed"
+    advice = "every weight version would be refused: try model.dtype float32, then check generator.args"
+    findings.append(_finding(what, problem is None, problem or text, advice))
+
+
+async def _sleep(engine: Engine, before: int | None, memory: Device, findings: list[Finding]) -> None:
+    if not isinstance(engine, SleepingEngine):
+        findings.append(Finding("sleep", "ok", "this engine has no sleep, so it cannot take turns on shared GPUs"))
+        return
+    awake = memory.free()
+    await engine.pause()
+    seconds = await _within(CALL_S, engine.sleep(), "sleep")
+    text, good = f"asleep after {seconds:.1f} s", True
+    if before is not None and awake is not None:
+        wanted = awake + int(ASLEEP * (before - awake))
+        given = (await memory.wait_free(wanted) or 0) - awake
+        good, text = awake + given >= wanted, f"{text}, gives {given / GB:.1f} of {(before - awake) / GB:.1f} GB back"
+    seconds = await _within(CALL_S, engine.wake(), "wake")
+    advice = "the trainer would have no room in its turns: give generators GPUs of their own in placement"
+    findings.append(_finding("sleep", good, f"{text}; awake after {seconds:.1f} s", advice))
+
+
+def _finding(name: str, good: bool, text: str, advice: str) -> Finding:
+    return Finding(name, "ok" if good else "fail", text, "" if good else advice)
