@@ -1,4 +1,4 @@
-"""Commands on the runs of a broker or a folder: runs, ui, purge; and acl, which creates a broker's users."""
+"""Commands on the runs of a broker or a folder: runs, team, ui, purge; and acl, which creates a broker's users."""
 
 from __future__ import annotations
 
@@ -21,6 +21,23 @@ def runs(url: Url = None, as_json: Json = False) -> None:
     from deploy.client import find
 
     find.show_runs(url, as_json)
+
+
+@app.command(rich_help_panel=AFTER)
+def team(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML list of control planes and brokers.")],
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve a page on this port of 127.0.0.1; 0: any free port.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the runs of several control planes and brokers: state, owner, devices and what waiting costs."""
+    from deploy.client.team import serve, show
+
+    if port is None:
+        show(file, as_json)
+    else:
+        serve(file, port)
 
 
 @app.command(rich_help_panel=AFTER)

@@ -5,13 +5,15 @@ Nothing here does I/O; seconds are those of the real system.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.config import TidemillConfig
+from schemas.config import TidemillConfig, by_pool
+from schemas.control_api.orders import scaled_role
 from schemas.errors import ConfigError
 
 SHARED = 0.4
@@ -28,6 +30,45 @@ def engine_width(config: TidemillConfig) -> int:
             raise ConfigError(f"generator.args.{name} is {size!r}: it must be a whole number, 1 or more")
         width *= size
     return width
+
+
+@dataclass(frozen=True)
+class DeviceQuota:
+    """The devices that a run holds, and how many it may. most: supervisor.max_devices. trainer: devices of it.
+
+    widths: devices of one generator, by the name that orders have for its kind; other roles hold none.
+    """
+
+    most: int | None = None
+    trainer: int = 0
+    widths: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: TidemillConfig) -> DeviceQuota:
+        """Take the sizes from the configuration."""
+        widths = {scaled_role("generator", pool): engine_width(one) for pool, one in by_pool(config).items()}
+        return cls(config.supervisor.max_devices, config.trainer.processes, widths)
+
+    def held(self, replicas: Mapping[str, int]) -> int:
+        """Return the devices of the trainer and of so many replicas by kind."""
+        return self.trainer + sum(self.widths.get(kind, 0) * count for kind, count in replicas.items())
+
+    def problem(self, replicas: Mapping[str, int]) -> str:
+        """Return why a run may not have so many replicas; empty if it may."""
+        if self.most is None or (held := self.held(replicas)) <= self.most:
+            return ""
+        generators = ", ".join(f"{count} {kind}" for kind, count in replicas.items() if kind in self.widths)
+        return (
+            f"{generators} and the trainer's {self.trainer} would hold {held} devices, and supervisor.max_devices is"
+            f" {self.most}"
+        )
+
+
+def check_quota(config: TidemillConfig) -> None:
+    """Raise ConfigError if a run would start with more devices than supervisor.max_devices."""
+    replicas = {scaled_role("generator", pool): one.generator.replicas for pool, one in by_pool(config).items()}
+    if problem := DeviceQuota.of(config).problem(replicas):
+        raise ConfigError(f"{problem}: set fewer generator.replicas or trainer.processes")
 
 
 @dataclass(frozen=True)

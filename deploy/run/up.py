@@ -24,6 +24,7 @@ from broker.heartbeat import HeartbeatThread
 from deploy.checks.preflight import check
 from deploy.logs import configure_logging, lossy
 from deploy.offline.warm_start import is_current
+from deploy.planning.cluster import DeviceQuota, check_quota
 from deploy.run.ending import Ending, finish, note_failed_start
 from deploy.run.folder import claim_name, forget_run, is_finished, refuse_foreign, settle_configuration, sole_user
 from deploy.run.observer import RunObserver
@@ -63,6 +64,7 @@ def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False) -> int
     folder = config.folder
     refuse_foreign(config, fresh)
     check(config, here=isinstance(starter, Processes))
+    check_quota(config)
     with ExitStack() as stack:
         stack.enter_context(sole_user(folder))
         if fresh:
@@ -112,7 +114,7 @@ class SupervisedRun:
         if early is not None:
             return self.report(early, None)
         broker = self.take_name()
-        commands = CommandFollower(supervisor, broker)
+        commands = CommandFollower(supervisor, broker, DeviceQuota.of(self.config).problem)
         commands.begin({scaled_role(role, pool): count for (role, pool), count in self._replicas().items()})
         with (
             self.observer.timeline.to(broker),

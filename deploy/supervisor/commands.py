@@ -5,7 +5,7 @@ At the start the numbers of the configuration are written into the broker, and e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import redis
 import structlog
@@ -23,12 +23,16 @@ log = structlog.get_logger()
 class CommandFollower:
     """Carries out orders: ``follow`` is called at every tick, ``describe`` for the heartbeat.
 
-    ``ordered``: whether an order has ended the run. Set ``stopping`` when services are being stopped.
+    refuse: why a run may not have so many replicas by role, or nothing. ``ordered``: whether an order has ended the
+    run. Set ``stopping`` when services are being stopped.
     """
 
-    def __init__(self, supervisor: Supervisor, broker: Broker) -> None:
+    def __init__(
+        self, supervisor: Supervisor, broker: Broker, refuse: Callable[[Mapping[str, int]], str] = lambda _: ""
+    ) -> None:
         self._supervisor = supervisor
         self._broker = broker
+        self._refuse = refuse
         self._stop_seen = 0
         self._done: dict[str, int] = {}
         self.stopping = False
@@ -59,6 +63,8 @@ class CommandFollower:
             if self._done.get(role) == number:
                 continue
             try:
+                if replicas > self._supervisor.replicas(role) and (problem := self._refuse(orders.replicas)):
+                    raise ConfigError(problem)
                 self._supervisor.scale(role, replicas)
             except ConfigError as error:
                 log.warning("cannot scale", role=role, replicas=replicas, error=str(error))

@@ -119,6 +119,12 @@ class SupervisorConfig(Section):
     grace_s: Seconds = Field(
         20.0, description="How long a service may take to end after it is asked to; then it is killed."
     )
+    max_devices: int | None = Field(
+        None,
+        ge=1,
+        description="Most devices of the run: those of trainer.processes and of all generators. A start that needs more"
+        " is rejected, as is an order that would scale beyond. null: no bound.",
+    )
     spot_notices: Literal["aws", "gcp", "azure"] | None = Field(
         None,
         description="Cloud of a spot machine: aws, gcp or azure. When it announces that it takes the machine back,"

@@ -18,6 +18,7 @@ class ServiceStatus(Answer):
     pool: str = Field("", description="Pool of a generator; empty in a run without pools.")
     host: str
     pid: int
+    devices: int = Field(0, description="Devices that the process computes on.")
     state: str = Field(
         description="Reported by the service: loading, running, paused, stopping and others; lost: no recent heartbeat."
     )
@@ -165,6 +166,9 @@ class Scaling(Answer):
         description="The component that starts and stops replicas."
     )
     replicas: dict[str, int] = Field(description="Configured number of replicas by role; empty if not possible.")
+    max_devices: int | None = Field(
+        None, description="Most devices that the run may hold (supervisor.max_devices); null without a bound."
+    )
     refusal: str = Field(description="Why scaling is not possible, and what to do instead; empty if it is.")
 
 

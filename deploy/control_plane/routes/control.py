@@ -194,6 +194,8 @@ def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
     of_pools = body.pool or (body.role == "generator" and context.plan.pools)
     if kind not in kinds and (by_whom == "supervisor" or (of_pools and kinds)):
         raise Refusal(409, f"{kind} cannot be scaled in this run, these can: {', '.join(kinds)}")
+    if body.replicas > kinds.get(kind, 0) and (problem := context.plan.quota.problem({**kinds, kind: body.replicas})):
+        raise Refusal(409, problem)
     if by_whom == "kubernetes" and context.deployments is not None:
         return context.deployments.scale(kind, body.replicas)
     if by_whom != "supervisor":

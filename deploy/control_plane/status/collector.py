@@ -22,6 +22,7 @@ from deploy.control_plane.status.pools import pool_statuses
 from deploy.control_plane.status.run_state import LOADING, is_live, pause_status, run_state
 from deploy.control_plane.status.scaling import scaling
 from deploy.control_plane.status.series import HISTOGRAM, STEPS_KEPT, MetricsSeries, Rates
+from deploy.planning.cluster import DeviceQuota
 from schemas.config import TidemillConfig
 from schemas.config.agents import LiveConfig
 from schemas.control_api import (
@@ -61,7 +62,7 @@ class PlannedRun:
 
     folder: of the run. held_out: whether it has held-out prompts. has_accuracy: whether evaluations have an accuracy
     and not only a reward. playground: whether users may ask the policy. chat: whether its model has a chat template.
-    live: conversations of users. on_nodes: pools that `tidemill node` starts.
+    live: conversations of users. quota: of devices.
     """
 
     run: str
@@ -80,6 +81,7 @@ class PlannedRun:
     playground: bool = False
     chat: bool = False
     live: LiveConfig = field(default_factory=LiveConfig)
+    quota: DeviceQuota = field(default_factory=DeviceQuota)
 
     @classmethod
     def of(cls, config: TidemillConfig) -> PlannedRun:
@@ -99,6 +101,7 @@ class PlannedRun:
             held_out=config.eval is not None,
             has_accuracy=config.has_accuracy,
             live=config.generator.agents.live,
+            quota=DeviceQuota.of(config),
             playground=is_loopback(config.control.host)
             if config.control.playground is None
             else config.control.playground,
@@ -227,7 +230,9 @@ class Collector:
                     "changed": sorted(ledger.settings),
                 }
             ),
-            scaling=scaling(orders, beats, now, self._plan.scale_hint, pools, self._plan.on_nodes),
+            scaling=scaling(orders, beats, now, self._plan.scale_hint, pools).model_copy(
+                update={"max_devices": self._plan.quota.most}
+            ),
             dead_letters=ledger.dead_letters,
             counters=dict(ledger.counters),
             memory_bytes=self._memory,
@@ -243,6 +248,7 @@ class Collector:
             pool=beat.pool,
             host=beat.host,
             pid=beat.pid,
+            devices=beat.devices,
             state=beat.state if is_live(beat, now) else LOST,
             version=beat.version if beat.version >= 0 else None,
             silent_s=round(max(0.0, now - beat.time), 2),

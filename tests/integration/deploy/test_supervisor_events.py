@@ -14,6 +14,7 @@ from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from deploy.control_plane.status.poller import StatusPoller
+from deploy.planning.cluster import DeviceQuota
 from deploy.run.folder import settle_configuration
 from deploy.run.observer import RunObserver, latest
 from deploy.run.up import SupervisedRun
@@ -195,3 +196,18 @@ def test_a_replica_that_failed_for_good_is_started_anew_when_the_same_number_is_
         broker.run_control.scale("generator", 2, "ann")
         commands.follow(broker.run_control.read())
         assert states() == [State.RUNNING, State.RUNNING]
+
+
+def test_an_order_beyond_the_quota_is_not_followed(broker: Broker, tmp_path: Path) -> None:
+    """Also one that was given past the control plane, straight to the broker."""
+    argv = [sys.executable, "-c", "import time; time.sleep(600)"]
+    quota = DeviceQuota(most=3, trainer=1, widths={"generator": 1})
+    with Supervisor(SupervisorConfig(), tmp_path / "logs") as supervisor:
+        commands = CommandFollower(supervisor, broker, quota.problem)
+        commands.begin({"generator": 1, "reward": 1})
+        for role in ("generator", "reward"):
+            supervisor.add_role(role, lambda i, role=role: ServiceSpec(f"{role}-{i}", argv, role=role), 1)
+        for ordered, running in ((3, 1), (2, 2), (9, 2), (1, 1)):
+            broker.run_control.scale("generator", ordered, "ann")
+            commands.follow(broker.run_control.read())
+            assert supervisor.replicas("generator") == running

@@ -43,6 +43,7 @@ class ControlPlane:
         held_out: bool = False,
         live: dict[str, Any] | None = None,
         pools: dict[str, Any] | None = None,
+        quota: int | None = None,
         **control: str,
     ) -> None:
         held = {"eval": {"dataset": {"name": "arithmetic"}, "every": 50}} if held_out else {}
@@ -55,6 +56,7 @@ class ControlPlane:
                 "reward": {"terms": [{"name": "exact"}]},
                 "generator": {"agents": {"live": live or {}}},
                 "pools": pools or {},
+                "supervisor": {"max_devices": quota},
                 "control": control,
             }
         )

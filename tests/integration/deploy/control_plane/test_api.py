@@ -140,6 +140,22 @@ def test_a_pool_is_scaled_by_its_name(broker: Broker) -> None:
     assert orders.replicas == {"generator.old": 2}
 
 
+def test_a_run_is_not_scaled_beyond_its_quota(broker: Broker) -> None:
+    with (
+        ControlPlane(broker, "quota", quota=4) as api,
+        HeartbeatThread(broker, "up", "supervisor", lambda: ("running", -1, {})),
+    ):
+        api.wait("the supervisor", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["possible"])
+        assert api.ask("GET", "/v1/status")[1]["scaling"]["max_devices"] == 4
+        status, problem = api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 4})
+        assert (status, problem["detail"]) == (
+            409,
+            "4 generator and the trainer's 1 would hold 5 devices, and supervisor.max_devices is 4",
+        )
+        assert api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 3})[1]["changed"]
+        assert api.ask("POST", "/v1/scale", {"role": "reward", "replicas": 9})[1]["changed"]
+
+
 def test_a_refusal_names_the_command_that_scales_here(broker: Broker) -> None:
     with ControlPlane(broker, "hint", scale_hint="docker-compose up -d --scale {role}={replicas}") as api:
         problem = api.ask("POST", "/v1/scale", {"role": "reward", "replicas": 3})[1]

@@ -1,0 +1,216 @@
+"""``tidemill team``: the runs of a team, on several control planes and brokers, as a table or a page.
+
+All places are asked at once, each with a deadline: one that does not answer is shown as unreachable and delays none.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import redis
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from deploy.client.client import IN_PROCESS, Client
+from deploy.client.transport import Transport, over_http
+from schemas.errors import ConfigError, TidemillError
+from schemas.urls import hide_password
+
+DEADLINE_S = 5.0
+"""Seconds in which a place must have answered."""
+EVERY_S = 10
+"""Seconds after which the page is loaded again."""
+COLUMNS = ("owner", "run", "state", "step", "machine", "devices", "of", "device hours", "waited")
+HOSTS = ("localhost", "127.0.0.1")
+STYLE = "body{font:15px system-ui;margin:2em}td,th{text-align:left;padding:.3em 1em}.unreachable,.failed{color:#b00}"
+
+
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where runs are: a control plane, or a broker with all its runs. owner: whose they are.
+
+    token_file: with the control plane's token or read token, relative to the team's file.
+    """
+
+    owner: str
+    control: str | None = None
+    broker: str | None = None
+    token_file: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The address without its password."""
+        return hide_password(self.control or self.broker or "")
+
+
+def read_places(file: Path) -> list[Place]:
+    """Read a team's file, a list of places in YAML. ConfigError names the place and the field that is wrong."""
+    try:
+        found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the team's file {file} cannot be read: {' '.join(str(error).split())}") from error
+    try:
+        places = msgspec.convert(found, list[Place])
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"the team's file {file} must be a list of places with owner, control or broker, token_file: {error}"
+        ) from error
+    for number, place in enumerate(places):
+        if (place.control is None) == (place.broker is None):
+            raise ConfigError(f"the team's file {file}: place {number} ({place.owner}) needs either control or broker")
+    return places
+
+
+def look(places: list[Place], folder: Path, deadline_s: float = DEADLINE_S) -> list[dict[str, Any]]:
+    """Return a row for each run, and one for each place that did not answer. folder: of token files."""
+    answers: list[list[dict[str, Any]] | None] = [None] * len(places)
+
+    def ask(number: int, place: Place) -> None:
+        try:
+            answers[number] = list(_rows(place, folder, deadline_s))
+        except (TidemillError, redis.RedisError, OSError, ValueError, LookupError, TypeError) as error:
+            answers[number] = [_unreachable(place, " ".join(str(error).split()))]
+
+    # Threads that the end of this process does not wait for.
+    threads = [threading.Thread(target=ask, args=each, daemon=True) for each in enumerate(places)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + deadline_s
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    late = f"no answer within {deadline_s:g} s"
+    return [row for at, place in enumerate(places) for row in answers[at] or [_unreachable(place, late)]]
+
+
+def _rows(place: Place, folder: Path, deadline_s: float) -> Iterator[dict[str, Any]]:
+    """Yield a row for each run at a place, from its status as the control plane answers it."""
+    if place.control is not None:
+        token = (folder / place.token_file).read_text(encoding="utf-8").strip() if place.token_file else None
+        yield _row(place, Client(place.control, token, _within(deadline_s)).get("/v1/status"))
+        return
+    from broker.connection.connection import check_server_now, open_client
+    from broker.connection.runs import list_runs
+    from deploy.client.find import find
+    from deploy.client.in_process import in_process
+    from deploy.control_plane.status.collector import PlannedRun
+
+    url = str(place.broker)
+    check_server_now(url)
+    for run in sorted(list_runs(open_client(url)), key=lambda run: run.name):
+        try:
+            transport = in_process(find(run.name, url, run.prefix), PlannedRun(run.name))
+            yield _row(place, Client(IN_PROCESS, None, transport).get("/v1/status"))
+        except TidemillError as error:
+            # That of another version of Tidemill, for example; the others are shown.
+            yield {**_unreachable(place, str(error)), "run": run.name}
+
+
+def _within(deadline_s: float) -> Transport:
+    return lambda method, url, headers, data, timeout_s: over_http(
+        method, url, headers, data, min(timeout_s, deadline_s)
+    )
+
+
+def _row(place: Place, status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is shown of a run. device_hours: held so far. waited: the share of them in which devices waited."""
+    live = [service for service in status["services"] if service["live"]]
+    held = sum(uses.get("held", 0.0) for uses in status["ledger"]["devices"].values())
+    waited = sum(uses.get("wait", 0.0) for uses in status["ledger"]["devices"].values())
+    machines = {service["role"]: service["host"] for service in reversed(live)}
+    return {
+        "owner": place.owner,
+        "run": status["run"],
+        "state": status["state"],
+        "step": status["step"],
+        "steps": status["steps"],
+        "machine": machines.get("supervisor") or machines.get("trainer") or next(iter(machines.values()), ""),
+        "devices": sum(service["devices"] for service in live),
+        "max_devices": status["scaling"]["max_devices"],
+        "device_hours": round(held / 3600, 2),
+        "waited_device_hours": round(waited / 3600, 2),
+        "place": place.shown,
+        "problem": status["cause"],
+    }
+
+
+def _unreachable(place: Place, why: str) -> dict[str, Any]:
+    nothing = dict.fromkeys(("run", "step", "steps", "machine", "devices", "max_devices", "device_hours"))
+    shown = {"owner": place.owner, "state": "unreachable", "place": place.shown, "problem": why}
+    return {**nothing, **shown, "waited_device_hours": None}
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """Return a row as texts, one for each of COLUMNS."""
+    if row["state"] == "unreachable":
+        return [row["owner"], row["run"] or row["place"], row["state"], row["problem"], *[""] * (len(COLUMNS) - 4)]
+    held, waited = row["device_hours"], row["waited_device_hours"]
+    share = f"{waited:.2f} h, {waited / held:.0%}" if held else "-"
+    quota = "-" if row["max_devices"] is None else str(row["max_devices"])
+    step = f"{row['step']} of {row['steps']}"
+    return [row["owner"], row["run"], row["state"], step, row["machine"], str(row["devices"]), quota, f"{held}", share]
+
+
+def show(file: Path, as_json: bool) -> None:
+    """Print the runs of a team."""
+    rows = look(read_places(file), file.parent)
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table(*COLUMNS, box=None)
+    for row in rows:
+        table.add_row(*cells(row))
+    Console().print(table if rows else "no runs")
+
+
+def _html_cells(row: Mapping[str, Any]) -> str:
+    return "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(row))
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """Return the page of a team's runs."""
+    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
+    body = "".join(f'<tr class="{html.escape(row["state"])}">{_html_cells(row)}</tr>' for row in rows)
+    total = sum(row["devices"] or 0 for row in rows)
+    return (
+        f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="{EVERY_S}"><title>Runs</title>'
+        f"<style>{STYLE}</style><h1>{len(rows)} runs, {total} devices</h1><table><tr>{head}</tr>{body}</table>"
+    )
+
+
+def make_server(file: Path, port: int) -> ThreadingHTTPServer:
+    """Return a server of the page, on this machine alone; who should see it from elsewhere comes through a proxy."""
+    places = read_places(file)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # A page of another site must not read this one under a name of its own.
+            known = self.headers.get("Host", "").rpartition(":")[0] in HOSTS and self.path == "/"
+            body = page(look(places, file.parent)).encode() if known else b"not found"
+            self.send_response(200 if known else 404)
+            self.send_header("Content-Type", "text/html; charset=utf-8" if known else "text/plain")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing of requests."""
+
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
+def serve(file: Path, port: int) -> None:
+    """Serve the page until Ctrl-C."""
+    with make_server(file, port) as server:
+        print(f"the runs are at http://127.0.0.1:{server.server_port}/, until Ctrl-C", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
