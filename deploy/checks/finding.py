@@ -21,6 +21,11 @@ class Finding:
     advice: str = ""
 
 
+def judged(name: str, good: bool, text: str, advice: str, bad: Level = "fail") -> Finding:
+    """Return a finding that is ``ok``, or else ``bad`` with advice."""
+    return Finding(name, "ok" if good else bad, text, "" if good else advice)
+
+
 def run_check(name: str, check: Callable[[], Finding | str | None]) -> Finding:
     """Return the finding of ``check``, which returns a finding or a text, or raises an error.
 

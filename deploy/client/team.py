@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.client.client import IN_PROCESS, Client
-from deploy.client.transport import Transport, over_http
+from deploy.client.transport import over_http
 from schemas.errors import ConfigError, TidemillError
 from schemas.urls import hide_password
 
 DEADLINE_S = 5.0
 """Seconds in which a place must have answered."""
-EVERY_S = 10
-"""Seconds after which the page is loaded again."""
 COLUMNS = ("owner", "run", "state", "step", "machine", "devices", "of", "device hours", "waited")
 HOSTS = ("localhost", "127.0.0.1")
 STYLE = "body{font:15px system-ui;margin:2em}td,th{text-align:left;padding:.3em 1em}.unreachable,.failed{color:#b00}"
@@ -44,11 +43,6 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     control: str | None = None
     broker: str | None = None
     token_file: str | None = None
-
-    @property
-    def shown(self) -> str:
-        """The address without its password."""
-        return hide_password(self.control or self.broker or "")
 
 
 def read_places(file: Path) -> list[Place]:
@@ -94,7 +88,8 @@ def _rows(place: Place, folder: Path, deadline_s: float) -> Iterator[dict[str, A
     """Yield a row for each run at a place, from its status as the control plane answers it."""
     if place.control is not None:
         token = (folder / place.token_file).read_text(encoding="utf-8").strip() if place.token_file else None
-        yield _row(place, Client(place.control, token, _within(deadline_s)).get("/v1/status"))
+        client = Client(place.control, token, lambda m, url, head, data, _: over_http(m, url, head, data, deadline_s))
+        yield _row(place, client.get("/v1/status"))
         return
     from broker.connection.connection import check_server_now, open_client
     from broker.connection.runs import list_runs
@@ -111,12 +106,6 @@ def _rows(place: Place, folder: Path, deadline_s: float) -> Iterator[dict[str, A
         except TidemillError as error:
             # That of another version of Tidemill, for example; the others are shown.
             yield {**_unreachable(place, str(error)), "run": run.name}
-
-
-def _within(deadline_s: float) -> Transport:
-    return lambda method, url, headers, data, timeout_s: over_http(
-        method, url, headers, data, min(timeout_s, deadline_s)
-    )
 
 
 def _row(place: Place, status: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,14 +125,15 @@ def _row(place: Place, status: Mapping[str, Any]) -> dict[str, Any]:
         "max_devices": status["scaling"]["max_devices"],
         "device_hours": round(held / 3600, 2),
         "waited_device_hours": round(waited / 3600, 2),
-        "place": place.shown,
+        "place": hide_password(place.control or place.broker or ""),
         "problem": status["cause"],
     }
 
 
 def _unreachable(place: Place, why: str) -> dict[str, Any]:
     nothing = dict.fromkeys(("run", "step", "steps", "machine", "devices", "max_devices", "device_hours"))
-    shown = {"owner": place.owner, "state": "unreachable", "place": place.shown, "problem": why}
+    where = hide_password(place.control or place.broker or "")
+    shown = {"owner": place.owner, "state": "unreachable", "place": where, "problem": why}
     return {**nothing, **shown, "waited_device_hours": None}
 
 
@@ -167,21 +157,18 @@ def show(file: Path, as_json: bool) -> None:
     table = Table(*COLUMNS, box=None)
     for row in rows:
         table.add_row(*cells(row))
-    Console().print(table if rows else "no runs")
-
-
-def _html_cells(row: Mapping[str, Any]) -> str:
-    return "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(row))
+    Console().print(table)
 
 
 def page(rows: list[dict[str, Any]]) -> str:
     """Return the page of a team's runs."""
-    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
-    body = "".join(f'<tr class="{html.escape(row["state"])}">{_html_cells(row)}</tr>' for row in rows)
+    head = "".join(f"<th>{name}" for name in COLUMNS)
+    lines = [(row["state"], "".join(f"<td>{html.escape(cell)}" for cell in cells(row))) for row in rows]
+    body = "".join(f'<tr class="{html.escape(state)}">{line}' for state, line in lines)
     total = sum(row["devices"] or 0 for row in rows)
     return (
-        f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="{EVERY_S}"><title>Runs</title>'
-        f"<style>{STYLE}</style><h1>{len(rows)} runs, {total} devices</h1><table><tr>{head}</tr>{body}</table>"
+        f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="10"><title>Runs</title>'
+        f"<style>{STYLE}</style><h1>{len(rows)} runs, {total} devices</h1><table><tr>{head}{body}</table>"
     )
 
 
@@ -208,9 +195,6 @@ def make_server(file: Path, port: int) -> ThreadingHTTPServer:
 
 def serve(file: Path, port: int) -> None:
     """Serve the page until Ctrl-C."""
-    with make_server(file, port) as server:
+    with make_server(file, port) as server, suppress(KeyboardInterrupt):
         print(f"the runs are at http://127.0.0.1:{server.server_port}/, until Ctrl-C", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return
+        server.serve_forever()

@@ -21,7 +21,7 @@ from consumers.trainer.model.lora import load_policy
 from consumers.trainer.model.packing import choose_kernel, try_kernel
 from consumers.trainer.model.policy import DTYPES
 from consumers.trainer.model.probe import probe_tokens, reference_logprobs
-from deploy.checks.finding import Finding, one_line
+from deploy.checks.finding import Finding, judged, one_line
 from producers.engines.base import Engine, PromptImage, SleepingEngine
 from producers.engines.factory import engine_name, make_engine, prepare_engine
 from producers.generator.service import engine_settings
@@ -50,13 +50,6 @@ class Device:
     free: Callable[[], int | None]
     total: int = 0
 
-    @classmethod
-    def of(cls, device: torch.device) -> Device:
-        """Return the memory of a GPU, or of none."""
-        if device.type != "cuda":
-            return cls(lambda: None)
-        return cls(lambda: torch.cuda.mem_get_info(device)[0], torch.cuda.mem_get_info(device)[1])
-
     async def wait_free(self, wanted: int | None) -> int | None:
         """Wait until ``wanted`` bytes are free, at most FREE_S; return how many are."""
         end = time.monotonic() + FREE_S
@@ -82,14 +75,14 @@ def check_gpu(config: TidemillConfig) -> list[Finding]:
         raise ConfigError("--gpu checks language models, and model.kind is mlp")
     prepare_engine(config.generator.engine, config.model.kind == "vision")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    findings = [check_attention(config, device)]
-    memory = Device.of(device)
-    reference = score_probe(config, device)
-    settings = replace(engine_settings(config, "generator-0"), sleeps=True)
-    engine = make_engine(config.generator.engine, settings, config.base)
+    memory = Device(lambda: None)
+    if device.type == "cuda":
+        memory = Device(lambda: torch.cuda.mem_get_info(device)[0], torch.cuda.mem_get_info(device)[1])
+    attention, reference = check_attention(config, device), score_probe(config, device)
+    engine_class, settings = config.generator.engine, replace(engine_settings(config, "generator-0"), sleeps=True)
+    engine = make_engine(engine_class, settings, config.base)
     judge = ProbeJudge(config.model.dtype, config.generator.probe_tolerance)
-    name = engine_name(config.generator.engine)
-    return [*findings, *asyncio.run(check_engine(name, engine, reference, judge, memory))]
+    return [attention, *asyncio.run(check_engine(engine_name(engine_class), engine, reference, judge, memory))]
 
 
 def check_attention(config: TidemillConfig, device: torch.device) -> Finding:
@@ -127,7 +120,9 @@ async def check_engine(
     findings: list[Finding] = []
     before = memory.free()
     with _noting(findings, "engine"):
-        await _start(name, engine, before, memory, findings)
+        seconds = await _within(START_S, engine.start(), "start")
+        taken = "" if before is None else f", takes {(before - (memory.free() or 0)) / GB:.1f} GB of the device"
+        findings.append(Finding("engine", "ok", f"{name} started in {seconds:.0f} s{taken}"))
         await _probe("probe", engine, reference, judge, findings)
         await _sleep(engine, before, memory, findings)
         await _probe("probe after sleep", engine, reference, judge, findings)
@@ -138,7 +133,7 @@ async def check_engine(
             good = left <= KEPT * memory.total
             text = f"{max(0, left) / GB:.1f} GB of {memory.total / GB:.0f} are still taken after the engine's end"
             advice = "a restarted generator would not find its memory: end the processes that nvidia-smi lists"
-            findings.append(_finding("memory given back", good, text, advice))
+            findings.append(judged("memory given back", good, text, advice))
     return findings
 
 
@@ -162,12 +157,6 @@ async def _within(seconds: float, call: Awaitable[object], what: str) -> float:
     return time.monotonic() - began
 
 
-async def _start(name: str, engine: Engine, before: int | None, memory: Device, findings: list[Finding]) -> None:
-    seconds = await _within(START_S, engine.start(), "start")
-    taken = "" if before is None else f", takes {(before - (memory.free() or 0)) / GB:.1f} GB of the device"
-    findings.append(Finding("engine", "ok", f"{name} started in {seconds:.0f} s{taken}"))
-
-
 async def _probe(
     what: str, engine: Engine, reference: ProbeReference, judge: ProbeJudge, findings: list[Finding]
 ) -> None:
@@ -179,7 +168,7 @@ async def _probe(
     problem = judge.problem(difference) if np.isfinite(difference).all() else "log-probabilities are not finite"
     text = f"differs by {difference.mean():.2g} nats from the trainer on average, at most {judge.limit:.2g} is allowed"
     advice = "every weight version would be refused: try model.dtype float32, then check generator.args"
-    findings.append(_finding(what, problem is None, problem or text, advice))
+    findings.append(judged(what, problem is None, problem or text, advice))
 
 
 async def _sleep(engine: Engine, before: int | None, memory: Device, findings: list[Finding]) -> None:
@@ -196,8 +185,4 @@ async def _sleep(engine: Engine, before: int | None, memory: Device, findings: l
         good, text = awake + given >= wanted, f"{text}, gives {given / GB:.1f} of {(before - awake) / GB:.1f} GB back"
     seconds = await _within(CALL_S, engine.wake(), "wake")
     advice = "the trainer would have no room in its turns: give generators GPUs of their own in placement"
-    findings.append(_finding("sleep", good, f"{text}; awake after {seconds:.1f} s", advice))
-
-
-def _finding(name: str, good: bool, text: str, advice: str) -> Finding:
-    return Finding(name, "ok" if good else "fail", text, "" if good else advice)
+    findings.append(judged("sleep", good, f"{text}; awake after {seconds:.1f} s", advice))

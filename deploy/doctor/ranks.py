@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from consumers.trainer.distributed.ranks import Ranks, reason
-from deploy.checks.finding import Finding
+from deploy.checks.finding import Finding, judged
 from schemas.config import TidemillConfig
 from schemas.errors import InfraError
 
@@ -100,25 +100,25 @@ def compare(reports: Sequence[RankReport], collective: Collective | None, folder
     if len(hosts) > 1:
         text = f"{ahead.name} is {ahead.clock_s:+.2f} s from rank 0, the most of all"
         good = abs(ahead.clock_s) <= CLOCK_S
-        findings.append(_finding("clocks", good, text, "set them by NTP: logs and traces are compared by time", "warn"))
+        findings.append(judged("clocks", good, text, "set them by NTP: logs and traces are compared by time", "warn"))
     blind = [report.name for report in reports if not report.sees_folder]
     text = f"{', '.join(blind)}: no file that rank 0 writes into {folder}" if blind else f"all ranks share {folder}"
     findings.append(
-        _finding("run.folder", not blind, text, "all ranks write checkpoints into it: put it on a shared file system")
+        judged("run.folder", not blind, text, "all ranks write checkpoints into it: put it on a shared file system")
     )
     wrong = [f"{one.name} is off by {one.product_error:.2g}" for one in reports if not one.product_error <= WRONG]
     findings.append(
-        _finding("products", not wrong, "; ".join(wrong) or "right on all ranks", "this device computes wrong")
+        judged("products", not wrong, "; ".join(wrong) or "right on all ranks", "this device computes wrong")
     )
     findings.append(_speeds(reports))
     taken = [f"{one.name}: {one.taken:.0%} of {one.device} in use" for one in reports if one.taken > TAKEN]
     findings.append(
-        _finding("device memory", not taken, "; ".join(taken) or "free", "end the other processes on that GPU", "warn")
+        judged("device memory", not taken, "; ".join(taken) or "free", "end the other processes on that GPU", "warn")
     )
     if collective is not None:
         text = f"{collective.gb_per_s:.2f} GB/s of each rank over {collective.backend}"
         findings.append(
-            _finding(
+            judged(
                 "sum over ranks",
                 collective.correct,
                 text if collective.correct else f"wrong result over {collective.backend}",
@@ -126,10 +126,6 @@ def compare(reports: Sequence[RankReport], collective: Collective | None, folder
             )
         )
     return findings
-
-
-def _finding(name: str, good: bool, text: str, advice: str, bad: str = "fail") -> Finding:
-    return Finding(name, "ok" if good else "warn" if bad == "warn" else "fail", text, "" if good else advice)
 
 
 def _devices(reports: Sequence[RankReport]) -> Finding:
@@ -162,7 +158,7 @@ def _speeds(reports: Sequence[RankReport]) -> Finding:
         if report.device != "CPU" and report.product_s > SLOW * usual:
             slow.append(f"{report.name} takes {report.product_s / usual:.1f} times the usual time")
     advice = "every step waits for the slowest rank: look at the temperature, power and clock of that GPU"
-    return _finding("speed", not slow, "; ".join(slow) or "alike", advice, "warn")
+    return judged("speed", not slow, "; ".join(slow) or "alike", advice, "warn")
 
 
 def _measure(ranks: Ranks, folder: Path) -> RankReport:

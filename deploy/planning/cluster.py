@@ -49,6 +49,13 @@ class DeviceQuota:
         widths = {scaled_role("generator", pool): engine_width(one) for pool, one in by_pool(config).items()}
         return cls(config.supervisor.max_devices, config.trainer.processes, widths)
 
+    @classmethod
+    def check(cls, config: TidemillConfig) -> None:
+        """Raise ConfigError if a run would start with more devices."""
+        replicas = {scaled_role("generator", pool): one.generator.replicas for pool, one in by_pool(config).items()}
+        if problem := cls.of(config).problem(replicas):
+            raise ConfigError(f"{problem}: set fewer generator.replicas or trainer.processes")
+
     def held(self, replicas: Mapping[str, int]) -> int:
         """Return the devices of the trainer and of so many replicas by kind."""
         return self.trainer + sum(self.widths.get(kind, 0) * count for kind, count in replicas.items())
@@ -62,13 +69,6 @@ class DeviceQuota:
             f"{generators} and the trainer's {self.trainer} would hold {held} devices, and supervisor.max_devices is"
             f" {self.most}"
         )
-
-
-def check_quota(config: TidemillConfig) -> None:
-    """Raise ConfigError if a run would start with more devices than supervisor.max_devices."""
-    replicas = {scaled_role("generator", pool): one.generator.replicas for pool, one in by_pool(config).items()}
-    if problem := DeviceQuota.of(config).problem(replicas):
-        raise ConfigError(f"{problem}: set fewer generator.replicas or trainer.processes")
 
 
 @dataclass(frozen=True)

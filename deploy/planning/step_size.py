@@ -29,15 +29,8 @@ from schemas.model_folder import resolve_folder
 LEAST_LAYERS, MORE_LAYERS = 3, 2
 """Layers of the smaller model that is computed in place of a large one, and how many the larger has more."""
 
-SMALL_TOWER = {
-    "depth": 2,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_heads": 4,
-    "out_hidden_size": 64,
-    "deepstack_visual_indexes": [0],
-    "fullatt_block_indexes": [1],
-}
+SMALL_TOWER: dict[str, Any] = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4}
+SMALL_TOWER |= {"out_hidden_size": 64, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]}
 """Sizes of a small tower for a small model of text."""
 
 
@@ -156,7 +149,7 @@ def shrink(settings: PretrainedConfig) -> PretrainedConfig:
     if isinstance(rope := values.get("rope_parameters"), dict) and "mrope_section" in rope:
         rope["mrope_section"] = [2, 3, 3]
     if isinstance(tower := values.get("vision_config"), dict):
-        values["vision_config"] = {name: SMALL_TOWER.get(name, value) for name, value in tower.items()}
+        tower |= {name: size for name, size in SMALL_TOWER.items() if name in tower}
     return type(settings).from_dict(values)
 
 

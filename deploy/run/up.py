@@ -24,7 +24,7 @@ from broker.heartbeat import HeartbeatThread
 from deploy.checks.preflight import check
 from deploy.logs import configure_logging, lossy
 from deploy.offline.warm_start import is_current
-from deploy.planning.cluster import DeviceQuota, check_quota
+from deploy.planning.cluster import DeviceQuota
 from deploy.run.ending import Ending, finish, note_failed_start
 from deploy.run.folder import claim_name, forget_run, is_finished, refuse_foreign, settle_configuration, sole_user
 from deploy.run.observer import RunObserver
@@ -64,7 +64,7 @@ def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False) -> int
     folder = config.folder
     refuse_foreign(config, fresh)
     check(config, here=isinstance(starter, Processes))
-    check_quota(config)
+    DeviceQuota.check(config)
     with ExitStack() as stack:
         stack.enter_context(sole_user(folder))
         if fresh:

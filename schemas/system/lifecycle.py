@@ -6,10 +6,9 @@ import asyncio
 import gc
 import os
 import signal
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -93,18 +92,12 @@ class StopFlag:
 
     @contextmanager
     def ending_within(self, seconds: float) -> Iterator[None]:
-        """End the process with exit code 0 if ``seconds`` after the flag is set it is still in this block.
-
-        For what may wait long and leaves nothing half-done: a service that starts, or has no state.
-        """
+        """End the process with code 0 if it is still here so long after the flag is set: nothing is half-done here."""
         done = threading.Event()
 
         def watch() -> None:
             self._event.wait()
             if not done.wait(seconds):
-                for stream in (sys.stdout, sys.stderr):
-                    with suppress(OSError, ValueError):
-                        stream.flush()
                 os._exit(OK_EXIT)
 
         threading.Thread(target=watch, name="ending", daemon=True).start()

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -271,15 +272,9 @@ class LocalAdamW(AdamW):
         )
 
 
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Cut a list into runs of about BUCKET elements on a rank, at the same places on all ranks."""
-    run: list[nn.Parameter] = []
-    size = 0
-    for parameter in parameters:
-        ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
-        run, size = [*run, parameter], size + parameter.numel() // ranks
-        if size >= BUCKET:
-            yield run
-            run, size = [], 0
-    if run:
-        yield run
+    ranks = [p.device_mesh.size() if isinstance(p, DTensor) else 1 for p in parameters]
+    ends = accumulate(p.numel() // of for p, of in zip(parameters, ranks, strict=True))
+    numbered = zip((end // BUCKET for end in ends), parameters, strict=True)
+    return [[p for _, p in run] for _, run in groupby(numbered, lambda each: each[0])]

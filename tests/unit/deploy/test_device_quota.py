@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.planning.cluster import DeviceQuota, check_quota
+from deploy.planning.cluster import DeviceQuota
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 from tests.support.configurations import minimal_config
@@ -20,13 +20,13 @@ def config(most: int | None, **more: Any) -> TidemillConfig:
 
 @pytest.mark.parametrize("most", [None, 8, 20])
 def test_a_run_within_its_quota_starts(most: int | None) -> None:
-    check_quota(config(most))
+    DeviceQuota.check(config(most))
 
 
 def test_a_run_beyond_its_quota_is_refused_in_one_line() -> None:
     text = r"^3 generator and the trainer's 2 would hold 8 devices, and supervisor\.max_devices is 7: set fewer .*"
     with pytest.raises(ConfigError, match=text):
-        check_quota(config(7))
+        DeviceQuota.check(config(7))
 
 
 def test_pools_count_with_the_devices_of_their_own_engines() -> None:
