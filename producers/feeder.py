@@ -61,6 +61,7 @@ class Feeder:
         self._curricula = [Curriculum(part.curriculum, config.run.seed, config.sampling.n) for part in train.parts]
         self._chooses = any(curriculum.chooses for curriculum in self._curricula)
         self._sampling = config.sampling
+        self._supervised = frozenset(config.supervised_weights)
         self._cursor = self._skipped = self._step = 0
         self._again = False
         self._evaluated = -1
@@ -164,8 +165,10 @@ class Feeder:
     def _task(self, position: int, prompt: PromptRef, images: dict[str, bytes]) -> Task | UnusableTask:
         part, limits = self._train.parts[prompt.part], self._limits(images)
         dataset, level = self._train.dataset(prompt), prompt.level if len(part.levels) > 1 else -1
-        seed = self._seed(position)
-        return task_of(dataset, part.label, prompt.index, position, "train", self._sampling, limits, level, seed)
+        seed, sampling = self._seed(position), self._sampling
+        if part.label in self._supervised:
+            sampling = sampling.model_copy(update={"n": 1})
+        return task_of(dataset, part.label, prompt.index, position, "train", sampling, limits, level, seed)
 
     def _seed(self, task_id: int) -> int | None:
         """Return the seed of a task in exact mode."""

@@ -70,6 +70,8 @@ METRICS: dict[str, str] = {
     "train/reference_kl": "Divergence from the reference policy, by the estimator of trainer.kl. If teachers are the"
     " reference: over the tokens that have one.",
     "train/taught_fraction": "Share of tokens that have a teacher.",
+    "train/supervised_loss": "Mean cross-entropy of the tokens of given answers, in nats.",
+    "train/supervised_tokens": "Tokens of given answers; they count in no other metric of tokens.",
     "train/ratio_mean": "Mean probability ratio of policy and rollout policy; 1 when they agree.",
     "train/ratio_std": "Its standard deviation.",
     "train/ratio_min": "The smallest ratio of a token.",

@@ -100,7 +100,7 @@ class Scorer:
             term = self._terms[i]
             if term.datasets is not None and trajectory.dataset not in term.datasets:
                 continue
-            if term.teacher and trajectory.kind == "eval":
+            if term.trains_only and trajectory.kind == "eval":
                 continue
             if term.inline:
                 results[i] = await term.call_async(sample())
@@ -217,6 +217,8 @@ def reward_input(trajectory: Trajectory) -> RewardInput:
         max((span.version for span in trajectory.spans), default=0),
         trajectory.segments if len(trajectory.segments) > 1 else [],
         trajectory.temperature,
+        trajectory.teacher_logprobs,
+        trajectory.teacher_problem,
     )
 
 

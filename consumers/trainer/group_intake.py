@@ -51,6 +51,7 @@ class GroupIntake:
         self._images = context.broker.images
         self._image_settings = context.rank_group.step.planner.images
         self._taught = frozenset(context.config.teacher_weights)
+        self._supervised = frozenset(context.config.supervised_weights)
         self._router_replay = context.rank_group.step.policy.router_replay
         self._output_tokens = context.rank_group.step.policy.output_tokens
         self._buffer = GroupBuffer(context.config.flow.window)
@@ -215,7 +216,8 @@ class GroupIntake:
         lost = [outcome for outcome in firsts if not outcome.trajectory_id]
         failed = [outcome.score.failure or "workflow" for outcome in lost if not outcome.excluded]
         self.meter.lose(failed, len(lost) - len(failed))
-        if rewards:
+        given = outcomes[0].score.dataset in self._supervised
+        if rewards and not given:
             self._count_dataset(scored, rewards)
             self.meter.add(rewards, has_signal(compared, settings.least_std), compared)
         if 2 * len(versions) > outcomes[0].group_size:
@@ -242,10 +244,11 @@ class GroupIntake:
     def _drop_without_signal(self, task_id: int, outcomes: list[ScoredSample], rewards: list[float]) -> None:
         """End a group whose rewards, or whose filtering term, carry no signal; keep any other."""
         settings = self._advantage
-        taught = any(outcome.score.teacher_logprobs is not None for outcome in outcomes)
-        if not taught and settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
+        scores = [outcome.score for outcome in outcomes]
+        compared = not any(one.teacher_logprobs is not None or one.dataset in self._supervised for one in scores)
+        if compared and settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
             why = "zero_variance"
-        elif not taught and not within(rewards, settings.mean_between):
+        elif compared and not within(rewards, settings.mean_between):
             why = "mean_reward"
         else:
             self.meter.keep()

@@ -24,6 +24,8 @@ def check_teachers(config: TidemillConfig) -> Finding | str:
         return "the tokenizers are compared when samples come"
     problems = list[str]()
     for term in terms:
+        if term.name == "teacher_self":
+            continue
         if term.name == "teacher_server":
             problems += filter(None, [_ask_server(term, own, config)])
             continue
@@ -32,7 +34,7 @@ def check_teachers(config: TidemillConfig) -> Finding | str:
             raise _refusal(term.args["model"], config)
     if problems:
         return Finding("teachers", "warn", problems[0], "samples are excluded while a teacher does not answer")
-    return ", ".join(str(term.args["model"]) for term in terms)
+    return ", ".join(str(term.args.get("model", "the policy itself")) for term in terms)
 
 
 def _refusal(teacher: Any, config: TidemillConfig) -> ConfigError:

@@ -163,7 +163,7 @@ def score_example(config: TidemillConfig, first: Sequence[Example], thorough: bo
     the workflow are skipped, slow terms are left to the run, and a failure is a warning: a function that rejects a
     bare answer may accept what the policy writes.
     """
-    terms = [term for term in config.reward.terms if not term.is_teacher] if thorough else _local_terms(config)
+    terms = [term for term in config.reward.terms if term.is_reward] if thorough else _local_terms(config)
     if not terms:
         return "skipped: it needs a server, a model or the workflow"
     if not first:
@@ -218,9 +218,7 @@ def _local_terms(config: TidemillConfig) -> list[RewardTerm]:
     if name not in WORKFLOWS.names or name in REWARDING_WORKFLOWS:
         return []
     resolved = zip(terms, resolve(terms, config.base), strict=True)
-    return [
-        setting for setting, term in resolved if term.is_local and (term.datasets is None or label in term.datasets)
-    ]
+    return [setting for setting, term in resolved if setting.is_reward and term.is_local and setting.applies_to(label)]
 
 
 def check_generator(config: TidemillConfig) -> str:

@@ -118,8 +118,11 @@ class RolloutReplay(AbstractContextManager["RolloutReplay"]):
         for step in range(self._plan.first, self._plan.last):
             for group in files.read(step).groups:
                 seed = task_seed(self._config.run.seed, group.task_id)
-                self.samples += len(group.samples)
-                for piece in (piece for sample in group.samples for piece in pieces_of(sample, seed, sampling)):
+                generated = [
+                    sample for sample in group.samples if sample.dataset not in self._config.supervised_weights
+                ]
+                self.samples += len(generated)
+                for piece in (piece for sample in generated for piece in pieces_of(sample, seed, sampling)):
                     found.setdefault(piece.version, []).append(piece)
         return found
 

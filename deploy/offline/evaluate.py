@@ -113,7 +113,7 @@ def open_datasets(config: TidemillConfig, evaluation: EvalConfig) -> list[HeldOu
             for i, example in enumerate(examples)
         ]
         terms = evaluation.terms_of(one)
-        terms = [term for term in config.reward.terms if not term.is_teacher] if terms is None else terms
+        terms = [term for term in config.reward.terms if term.is_reward] if terms is None else terms
         found.append(HeldOut(one.label, terms, one.passes(sampling.n), tasks, limits.images))
     return found
 

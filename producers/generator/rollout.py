@@ -6,7 +6,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +17,8 @@ import structlog
 from broker.queues.consumer_group import Delivery
 from producers.generator.context import GeneratorContext
 from producers.workflows.base import FailedSample, RolloutContext, is_service_error
+from producers.workflows.given_answer import give_answer
+from producers.workflows.self_teacher import ask_self
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.errors import DataError, describe_error, printable
@@ -123,7 +125,7 @@ class Rollout:
     async def _run_workflow(self, rollout: RolloutContext, leaving: asyncio.TaskGroup) -> str:
         """Deliver each sample that the workflow yields; return, at its end, why there are no more."""
         try:
-            async for sample in self._context.workflow.run(rollout):
+            async for sample in self._samples(rollout):
                 if type(sample.index) is not int or sample.index not in rollout.indices:
                     asked = ", ".join(map(str, rollout.indices))
                     raise DataError(f"yielded sample {sample.index!r}, but the samples asked for are {asked}")
@@ -131,7 +133,7 @@ class Rollout:
                 if isinstance(sample, FailedSample):
                     leaving.create_task(self._fail_one(sample))
                 else:
-                    leaving.create_task(self._deliver(sample, time.monotonic() - self._begun))
+                    leaving.create_task(self._deliver(sample, time.monotonic() - self._begun, rollout))
         except asyncio.CancelledError as error:
             this = asyncio.current_task()
             if this is None or this.cancelling():
@@ -143,6 +145,14 @@ class Rollout:
             return self._describe(error)
         return self._describe(DataError("ended without this sample"))
 
+    def _samples(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion | FailedSample]:
+        """Return the samples of the task: the dataset's own answer, or what the workflow makes."""
+        context, task = self._context, rollout.task
+        field = context.config.answer_field(task.dataset) if task.kind == "train" else None
+        if field is None:
+            return context.workflow.run(rollout)
+        return give_answer(rollout, context.tokenizer, field, context.config.model.max_length)
+
     def _describe(self, error: BaseException) -> str:
         """Return why samples failed; log errors other than DataError with their traceback."""
         if not isinstance(error, DataError):
@@ -150,10 +160,11 @@ class Rollout:
         text = printable(str(error)) if isinstance(error, DataError) else describe_error(error)
         return f"workflow {self._context.config.generator.workflow.name}: {text}"
 
-    async def _deliver(self, sample: SampledCompletion, seconds: float) -> None:
+    async def _deliver(self, sample: SampledCompletion, seconds: float, rollout: RolloutContext) -> None:
         """Publish a sample, or keep its trusted tokens for another generator; fail it alone if it can't be sent."""
         context = self._context
         try:
+            given, problem = await self._ask_self(sample, rollout)
             trajectory = await self._prepare(sample, seconds)
         except NotFinite as error:
             await context.updates.report_not_finite(error.version)
@@ -162,8 +173,17 @@ class Rollout:
             await self._fail([sample.index], self._describe(error))
         else:
             if trajectory is not None:
+                trajectory.teacher_logprobs, trajectory.teacher_problem = given, problem
                 await self._publish(trajectory, sample.files)
                 await self._published(trajectory)
+
+    async def _ask_self(self, sample: SampledCompletion, rollout: RolloutContext) -> tuple[Array | None, str]:
+        """Return what the policy says of its sample after another prompt, or why nothing, if the run asks for it."""
+        context, task = self._context, rollout.task
+        term = context.config.self_teacher(task.dataset) if task.kind == "train" else None
+        if term is None or sample.finish == "abort":
+            return None, ""
+        return await ask_self(context.engine, context.tokenizer, task, rollout.prompt_ids, sample, term.args)
 
     async def _publish(self, trajectory: Trajectory, files: Mapping[str, bytes]) -> None:
         """Publish a sample with the images of its episode; store these again if the broker has lost them."""

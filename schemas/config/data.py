@@ -112,8 +112,12 @@ RIGHT_OR_WRONG = frozenset({"exact", "gsm8k", "math", "geometry3k", "clevr", "se
 """Built-in reward functions that return 1 for a correct answer and 0 otherwise; code only without ``partial``."""
 
 
-TEACHERS = frozenset({"teacher", "teacher_server"})
+SELF = "teacher_self"
+"""Built-in term: the policy itself, after another prompt."""
+TEACHERS = frozenset({"teacher", "teacher_server", SELF})
 """Built-in terms that give log-probabilities of tokens."""
+SUPERVISED = "supervised"
+"""Built-in term of datasets whose samples are their own answers."""
 
 
 class RewardTerm(Section):
@@ -122,13 +126,16 @@ class RewardTerm(Section):
     name: str = Field(
         description="A rule: exact, gsm8k, math, geometry3k, clevr, vqa, searchr1, reasoning_gym, code, format,"
         " length. A model: judge, reward_model, reward_model_server. remote: your own server. episode: the reward that"
-        " the workflow gives. teacher, teacher_server: no reward, but log-probabilities for distillation. Or your own"
-        " function as module:name or file.py:name."
+        " the workflow gives. teacher, teacher_server, teacher_self: no reward, but log-probabilities for distillation,"
+        " by a model, a server, or the policy itself after another prompt. supervised:"
+        " no reward; the answers of the dataset are trained by cross-entropy. Or your own function as module:name or"
+        " file.py:name."
     )
     weight: float = Field(
         1.0,
         description="Weight in the sum. Of a teacher: weight in trainer.kl of the samples that it gives"
-        " log-probabilities; several teachers of a dataset are mixed by their weights.",
+        " log-probabilities; several teachers of a dataset are mixed by their weights. Of supervised: weight of its"
+        " datasets in the cross-entropy.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function.")
     datasets: list[str] | None = Field(
@@ -171,6 +178,16 @@ class RewardTerm(Section):
     def is_teacher(self) -> bool:
         """Whether it gives log-probabilities, and adds nothing to the reward."""
         return self.name in TEACHERS
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether its samples are answers of the dataset, which are trained by cross-entropy."""
+        return self.name == SUPERVISED
+
+    @property
+    def is_reward(self) -> bool:
+        """Whether it adds to the reward, of training or of an evaluation."""
+        return not (self.is_teacher or self.is_supervised)
 
     @property
     def right_or_wrong(self) -> bool:

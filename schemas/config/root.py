@@ -7,9 +7,9 @@ from collections.abc import Sequence, Set
 from pydantic import model_validator
 
 from schemas.config.base import Section
-from schemas.config.data import RewardTerm, check_labels
+from schemas.config.data import SELF, RewardTerm, check_labels
 from schemas.config.deploy import PlacementConfig, count_gpus, parse_ranges
-from schemas.config.generator import LIVE, find_exact_problem
+from schemas.config.generator import ENDPOINT_WORKFLOWS, LIVE, find_exact_problem
 from schemas.config.run import slots_problem
 from schemas.config.sections import Sections
 
@@ -92,7 +92,7 @@ def _check_datasets(config: Sections) -> None:
     held_out = [] if config.eval is None else config.eval.dataset
     evaluated = {one.label for one in held_out if not (config.eval and config.eval.terms_of(one))}
     _check_terms("reward.terms", config.reward.terms, {*train}, evaluated)
-    rewards = [term for term in config.reward.terms if not term.is_teacher]
+    rewards = [term for term in config.reward.terms if term.is_reward]
     _check_terms("reward.terms", rewards, evaluated, {*train})
     for one in held_out:
         if config.eval is not None and (terms := config.eval.terms_of(one)):
@@ -143,8 +143,8 @@ def _check_exact(config: Sections) -> None:
 
 def _check_teachers(config: Sections) -> None:
     terms, trainer = [term for term in config.reward.terms if term.is_teacher], config.trainer
-    if any(term.is_teacher for term in config.eval_terms):
-        raise ValueError("eval terms name a teacher, which gives no reward: remove it")
+    if useless := [term.name for term in config.eval_terms if not term.is_reward]:
+        raise ValueError(f"eval terms name {useless[0]}, which gives no reward: remove it")
     if not terms and trainer.kl.reference != "teacher":
         return
     wrong = {
@@ -154,12 +154,45 @@ def _check_teachers(config: Sections) -> None:
         "trainer.kl.place must be loss with a teacher": trainer.kl.place != "loss",
         "model.kind must be text with a teacher": config.model.kind != "text",
         "reward.terms: the weight of a teacher must be above 0": any(term.weight <= 0 for term in terms),
-        f"sampling.temperature must be 1 with teacher_server, is {config.sampling.temperature:g}: servers report"
-        " log-probabilities at temperature 1": config.sampling.temperature != 1
-        and any(term.name == "teacher_server" for term in terms),
+        f"sampling.temperature must be 1 with teacher_server and teacher_self, is {config.sampling.temperature:g}: they"
+        " give log-probabilities at temperature 1": config.sampling.temperature != 1
+        and any(term.name in ("teacher_server", SELF) for term in terms),
+        f"generator.workflow {config.generator.workflow.name} is not supported with teacher_self, which needs samples"
+        " of one row": config.generator.workflow.name in ENDPOINT_WORKFLOWS
+        and any(term.name == SELF for term in terms),
+        "reward.terms: a dataset can have one teacher_self": any(
+            sum(term.name == SELF and term.applies_to(one.label) for term in terms) > 1 for one in config.train
+        ),
     }
     if problems := [text for text, there in wrong.items() if there]:
         raise ValueError(problems[0])
+
+
+def _check_supervised(config: Sections) -> None:
+    terms = [term for term in config.reward.terms if term.is_supervised]
+    if not terms:
+        return
+    if config.model.kind == "mlp":
+        raise ValueError("model.kind must be text or vision with the term supervised, is 'mlp'")
+    if config.model.output_tokens is not None:
+        raise ValueError("model.output_tokens is not supported with the term supervised: remove it")
+    if any(term.weight <= 0 for term in terms):
+        raise ValueError("reward.terms: the weight of supervised must be above 0")
+    for one in config.train:
+        applied = [term for term in config.reward.terms if term.applies_to(one.label)]
+        if not any(term.is_supervised for term in applied):
+            continue
+        if len(applied) > 1:
+            other = next((term.name for term in applied if not term.is_supervised), "another supervised")
+            raise ValueError(
+                f"reward.terms: supervised and {other} both apply to the dataset {one.label!r}, whose samples are its"
+                " answers: set datasets of one of them"
+            )
+        if one.curriculum.name != "uniform":
+            raise ValueError(
+                f"train.curriculum.name of {one.label!r} must be uniform, is {one.curriculum.name!r}: given answers are"
+                " neither solved nor failed"
+            )
 
 
 def _check_live(config: Sections) -> None:
@@ -307,6 +340,7 @@ class TidemillConfig(Sections):
             _check_output_tokens,
             _check_exact,
             _check_teachers,
+            _check_supervised,
             _check_minibatches,
             _check_mlp,
         ):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from schemas.config.base import Section, matching
-from schemas.config.data import EvalConfig, RewardConfig, RewardTerm, TrainDatasets, inherit_sampling
+from schemas.config.data import SELF, EvalConfig, RewardConfig, RewardTerm, TrainDatasets, inherit_sampling
 from schemas.config.deploy import (
     ControlConfig,
     LauncherConfig,
@@ -127,15 +128,32 @@ class Sections(Section):
     @property
     def teacher_weights(self) -> dict[str, float]:
         """Return the sum of the weights of the teachers of each training dataset that has one, by label."""
-        terms = [term for term in self.reward.terms if term.is_teacher]
+        return self._weights([term for term in self.reward.terms if term.is_teacher])
+
+    @property
+    def supervised_weights(self) -> dict[str, float]:
+        """Return the weight of each training dataset whose samples are its own answers, by label."""
+        return self._weights([term for term in self.reward.terms if term.is_supervised])
+
+    def self_teacher(self, dataset: str) -> RewardTerm | None:
+        """Return the term by which the policy teaches itself on samples of a training dataset; None without one."""
+        return next((term for term in self.reward.terms if term.name == SELF and term.applies_to(dataset)), None)
+
+    def answer_field(self, dataset: str) -> str | None:
+        """Return which field of a training dataset is trained as the answer; None if its samples are generated."""
+        terms = [term for term in self.reward.terms if term.is_supervised and term.applies_to(dataset)]
+        return str(terms[0].args.get("field", "answer")) if terms else None
+
+    def _weights(self, terms: Sequence[RewardTerm]) -> dict[str, float]:
         found = {one.label: sum(term.weight for term in terms if term.applies_to(one.label)) for one in self.train}
         return {label: weight for label, weight in found.items() if weight}
 
     @property
     def unrewarded(self) -> frozenset[str]:
-        """Return the labels of training datasets whose samples have a teacher and no reward."""
-        terms = [term for term in self.reward.terms if not term.is_teacher]
-        return frozenset(label for label in self.teacher_weights if not any(term.applies_to(label) for term in terms))
+        """Return the labels of training datasets whose samples have no reward, but a teacher, or are given answers."""
+        terms = [term for term in self.reward.terms if term.is_reward]
+        labels = {*self.teacher_weights, *self.supervised_weights}
+        return frozenset(label for label in labels if not any(term.applies_to(label) for term in terms))
 
     @property
     def has_accuracy(self) -> bool:
@@ -150,7 +168,7 @@ class Sections(Section):
             return True
         for dataset in self.eval.dataset:
             terms = self.eval.terms_of(dataset) or self.reward.terms
-            applied = [term for term in terms if not term.is_teacher and term.applies_to(dataset.label)]
+            applied = [term for term in terms if term.is_reward and term.applies_to(dataset.label)]
             if len(applied) != 1 or not applied[0].right_or_wrong:
                 return False
         return True

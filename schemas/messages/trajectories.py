@@ -142,7 +142,8 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     temperature: with which its tokens were sampled, that of the task; 0 is greedy.
     routed_experts: of each token, with trainer.router_replay; None if they were not recorded.
     fragment: what was played, with a token for each step; None for text, and for an episode of an evaluation.
-    teacher_logprobs: float32 [T], as in Score, from which the trainer takes them; None on the way to it.
+    teacher_logprobs: float32 [T], as in Score, from which the trainer takes them; on the way to it those of the policy
+    itself after another prompt, None without them. teacher_problem: why there are none, if there should be.
     trace: moments of the sample so far (schemas/messages/moments.py), b"" without traces.
     """
 
@@ -172,6 +173,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     routed_experts: RoutedExperts | None = None
     fragment: Fragment | None = None
     teacher_logprobs: Array | None = None
+    teacher_problem: str = ""
     trace: bytes = b""
 
     def __post_init__(self) -> None:

@@ -29,6 +29,22 @@ def episode(
     return reward
 
 
+def _check_supervised(field: str = "answer") -> None:
+    if not isinstance(field, str) or not field:
+        raise ValueError(f"field {field!r} must be the name of a field of the dataset, such as answer")
+
+
+@reward(inline=True, check=_check_supervised, settings=("field",), trains_only=True)
+def supervised(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, field: str = "answer"
+) -> float:
+    """Return 0: the sample is an answer of the dataset, which the trainer learns by cross-entropy.
+
+    field: of the row; its text is the answer, from which the generator has made the sample.
+    """
+    return 0.0
+
+
 _CODE_SETTINGS = ("sandbox", "timeout_s", "memory_mb", "processes", "partial", "python", "command")
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from schemas.codec import Array
 from schemas.messages import FinishReason, Segment, Turn
 
 Form = Literal["sample", "positional", "areal", "lists", "verl"]
@@ -32,6 +33,7 @@ OWN: dict[Form, tuple[str, ...]] = {
 """Parameters of each form that hold the sample itself; all others are fields of the data, or settings."""
 FIELDS = frozenset(
     {"reward", "metrics", "turns", "calls", "finish", "row_ids", "trajectory_id", "segments", "sampling_temperature"}
+    | {"self_logprobs", "self_problem"}
 )
 """Fields of a sample that a function gets if it names them, unless the task's data has one of this name."""
 
@@ -41,7 +43,8 @@ class RewardInput(msgspec.Struct, frozen=True):
 
     row_ids: the row with the last answer, None where the sample is one row and both ids are it. trajectory_id: the same
     whenever this very sample is scored. version: the newest weight version that sampled a part of it. segments: of the
-    sample if it has several rows. sampling_temperature: with which its tokens were sampled.
+    sample if it has several rows. sampling_temperature: with which its tokens were sampled. self_logprobs,
+    self_problem: what the generator gives for the term teacher_self, or why it gives none.
     """
 
     prompt: str
@@ -59,6 +62,8 @@ class RewardInput(msgspec.Struct, frozen=True):
     version: int = 0
     segments: list[Segment] = []
     sampling_temperature: float = 1.0
+    self_logprobs: Array | None = None
+    self_problem: str = ""
 
     def field(self, name: str) -> Any:
         """Return one of FIELDS as functions get it."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from consumers.reward.rewards.http import check_url, key_headers, post_json
 from consumers.reward.rewards.reward_model import batches, same_tokenizer
 from consumers.reward.rewards.terms import reward
+from schemas.codec import Array
 from schemas.messages import Segment, rows_of
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -104,6 +105,32 @@ def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
 
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
+
+
+def _check_self(system: str | None = None, template: str | None = None) -> None:
+    if not system and not template:
+        raise ValueError("it needs system or template: without them the policy would be its own teacher unchanged")
+
+
+@reward(inline=True, check=_check_self, settings=("system", "template"), teacher=True)
+def teacher_self(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    self_logprobs: Array | None,
+    self_problem: str,
+    system: str | None = None,
+    template: str | None = None,
+) -> npt.NDArray[np.float32]:
+    """Return log-probabilities by the policy itself, at the sample's newest version, after another prompt.
+
+    The generator has computed them when the sample ended (producers/workflows/self_teacher.py says from what).
+    """
+    if self_logprobs is None:
+        raise ValueError(self_problem or "the generator gave no log-probabilities after the other prompt")
+    return self_logprobs.numpy()
 
 
 def _secrets(**args: Any) -> list[str]:

@@ -63,6 +63,7 @@ def reward(
     secrets: Callable[..., list[str]] | None = None,
     prepare: Callable[..., None] | None = None,
     teacher: bool = False,
+    trains_only: bool = False,
 ) -> Callable[[F], F]:
     """Declare what a reward function is like.
 
@@ -74,7 +75,8 @@ def reward(
     concurrency: calls of an async function in flight at once, in a worker of its own.
     secrets: names of environment variables that its worker is shown, of the arguments of the configuration.
     prepare: called with the arguments of the configuration when a worker starts, so that no call is charged for it.
-    teacher: it returns the log-probability of each token of the sample, and no reward.
+    teacher: it returns the log-probability of each token of the sample, and no reward. trains_only: evaluations do not
+    call it; nor do they call a teacher.
     """
 
     def declare(function: F) -> F:
@@ -85,6 +87,7 @@ def reward(
         function.secrets = secrets  # type: ignore[attr-defined]
         function.prepare = prepare  # type: ignore[attr-defined]
         function.teacher = teacher  # type: ignore[attr-defined]
+        function.trains_only = trains_only  # type: ignore[attr-defined]
         if concurrency is not None:
             function.concurrency = concurrency  # type: ignore[attr-defined]
         return function
@@ -118,7 +121,7 @@ class Term:
     a function of lists, 0 for others; wait_s: how long a call waits for more. chat: such a function gets messages.
     None: where the data is conversational. own: parameters that it names of those that hold the sample.
     secrets: environment variables that only its worker sees. datasets: whose samples get it, None: all. teacher: it
-    gives log-probabilities, and no reward.
+    gives log-probabilities, and no reward. trains_only: evaluations do not call it.
     """
 
     label: str
@@ -138,6 +141,7 @@ class Term:
     secrets: tuple[str, ...] = ()
     datasets: frozenset[str] | None = None
     teacher: bool = False
+    trains_only: bool = False
 
     @property
     def capacity(self) -> int:
@@ -301,6 +305,7 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
         secrets=tuple(secrets(**term.args)) if secrets is not None else (),
         datasets=None if term.datasets is None else frozenset(term.datasets),
         teacher=getattr(function, "teacher", False) is True,
+        trains_only=any(getattr(function, name, False) is True for name in ("teacher", "trains_only")),
     )
 
 

@@ -37,7 +37,8 @@ class MicroBatch:
     was sent to at rollout in L layers, -1 where the engine did not report it; None if of no row.
 
     teacher_weights: float32 [R, T-1], of each token in the teacher's part of the step's loss; None if no row has a
-    teacher. With it, ``reference_logprobs`` came with the rows.
+    teacher. With it, ``reference_logprobs`` came with the rows. supervised_weights: the same of the supervised part,
+    above 0 for each token of a given answer and nowhere else; None if no row is one.
 
     Known before the gradient if the configuration asks for it (step/prepare.py), [R, T-1]: proximal_logprobs,
     reference_logprobs, values, returns, and kept, the tokens that the loss chose.
@@ -58,6 +59,7 @@ class MicroBatch:
     temperatures: Sequence[float] = (1.0,)
     routed_experts: Tensor | None = None
     teacher_weights: Tensor | None = None
+    supervised_weights: Tensor | None = None
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     kept: Tensor | None = None
@@ -69,13 +71,18 @@ class MicroBatch:
         """Id of the sequence at each token, int64 [R, T-1]."""
         return self.sequence[:, None].expand(self.mask.shape)
 
+    @property
+    def sampled(self) -> Tensor:
+        """Loss tokens that the policy sampled, bool [R, T-1]: all but those of given answers."""
+        return self.mask if self.supervised_weights is None else self.mask & (self.supervised_weights == 0)
+
     def loss_inputs(self, logprobs: Tensor) -> LossInputs:
         """Return the inputs of the loss, given the log-probabilities [R, T-1] that have a gradient."""
         return LossInputs(
             logprobs=logprobs,
             rollout_logprobs=self.rollout_logprobs,
             advantages=self.advantages,
-            mask=self.mask,
+            mask=self.sampled,
             versions=self.versions,
             proximal_logprobs=self.proximal_logprobs,
             reference_logprobs=self.reference_logprobs,
@@ -119,6 +126,7 @@ def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> Micro
     tokens = filled(lambda row: row.cut.tokens.numpy(), 0, np.int64)
     mask = filled(lambda row: row.cut.loss_mask.numpy(), 0, np.bool_)[:, 1:].contiguous()
     taught = any(row.cut.teacher_logprobs is not None for row in rows)
+    supervised = [row.supervised_weight for row in rows]
     return MicroBatch(
         tokens=tokens,
         targets=tokens[:, 1:].contiguous(),
@@ -136,6 +144,7 @@ def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> Micro
         temperatures=[row.temperature for row in rows] or [1.0],
         routed_experts=_routed_experts(rows, shape),
         teacher_weights=spread([row.teacher_weight for row in rows]) if taught else None,
+        supervised_weights=spread(supervised) if any(supervised) else None,
         reference_logprobs=filled(
             lambda row: 0.0 if row.cut.teacher_logprobs is None else row.cut.teacher_logprobs.numpy(), 0, np.float32
         )[:, 1:].contiguous()

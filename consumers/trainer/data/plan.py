@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from consumers.trainer.algorithms.advantages import one_each
 from consumers.trainer.algorithms.aggregation import Aggregation, Totals
@@ -26,7 +27,7 @@ from consumers.trainer.data.load_balancing import (
     work,
 )
 from consumers.trainer.data.patches import ImageFiles
-from consumers.trainer.data.rows import Floats, Ints, Samples, TrainRow, cut
+from consumers.trainer.data.rows import Floats, Ints, Samples, TrainRow, choose, cut
 from schemas.images import ImageSettings
 
 
@@ -36,6 +37,20 @@ def credit(samples: Samples, advantage: AnyAdvantage, by_name: bool = False) -> 
         return give_finer_credit(advantage, samples, by_name)
     found = one_each("advantages", advantage(samples.rewards, samples.groups), len(samples.rewards))
     return Credit([float(found[row.sample]) for row in samples.rows], found)
+
+
+def credit_of(
+    samples: Samples, rewarded: npt.NDArray[np.bool_], advantage: AnyAdvantage, by_name: bool = False
+) -> Credit:
+    """Compare the rewards of some samples, bool [S]; the others have the advantage 0, and change nobody's."""
+    if rewarded.all():
+        return credit(samples, advantage, by_name)
+    if not rewarded.any():
+        return Credit([0.0] * len(samples.rows), np.zeros(len(rewarded)))
+    found = credit(choose(samples, rewarded), advantage, by_name)
+    all_samples, of_rows = np.zeros(len(rewarded)), iter(found.rows)
+    all_samples[rewarded] = found.samples
+    return Credit([next(of_rows) if rewarded[row.sample] else 0.0 for row in samples.rows], all_samples)
 
 
 def split(samples: Samples, minibatches: int) -> Ints:
@@ -143,7 +158,8 @@ def deal_minibatches(samples: Samples, minibatch: Ints, deal_part: Callable[[Sam
 class StepPlan:
     """The results of all stages, and the rows that they make.
 
-    images: their files, and how they are cut; None for a model of text.
+    images: their files, and how they are cut; None for a model of text. given: bool [S], the samples that are given
+    answers, which have no reward; None if there are none.
     """
 
     samples: Samples
@@ -152,6 +168,7 @@ class StepPlan:
     deal: Deal
     rows: list[TrainRow]
     images: ImageFiles | None = None
+    given: npt.NDArray[np.bool_] | None = None
 
     def share(self, dp_rank: int) -> list[list[TrainRow]]:
         """Return the rows of each micro-batch of a rank."""
@@ -194,8 +211,9 @@ class StepPlanner:
     and count in no mean of the loss; their rewards are still compared with the others'. share_prefixes: whether the
     policy computes once what rows of a micro-batch begin with. images: how the model wants images, None for a model of
     text. minibatches: into how many parts of whole groups a step is cut, each for an update of its own; advantages are
-    compared over the whole step. teacher_weights: of the datasets with a teacher, by label. unrewarded: datasets that
-    have a teacher and no reward. Each part of the loss, of rewards and of teachers, is a mean over its own samples.
+    compared over the whole step. teacher_weights, supervised_weights: of the datasets with a teacher, and of those
+    whose samples are given answers, by label. unrewarded: datasets without a reward, which no advantage compares.
+    Each part of the loss, of rewards, of teachers and of given answers, is a mean over its own samples.
     """
 
     advantage: AnyAdvantage
@@ -211,6 +229,7 @@ class StepPlanner:
     images: ImageSettings | None = None
     minibatches: int = 1
     teacher_weights: Mapping[str, float] = field(default_factory=dict)
+    supervised_weights: Mapping[str, float] = field(default_factory=dict)
     unrewarded: frozenset[str] = frozenset()
 
     def files(self, bodies: Mapping[str, bytes]) -> ImageFiles | None:
@@ -223,16 +242,21 @@ class StepPlanner:
         DataError if the advantage or the aggregation is not one finite number for each sample.
         """
         samples = cut(groups)
-        given = credit(samples, self.advantage, self.by_name)
         datasets = [trajectory.dataset for trajectory in samples.trajectories]
-        rewarded = np.array([float(dataset not in self.unrewarded) for dataset in datasets])
+        rewarded = np.array([dataset not in self.unrewarded for dataset in datasets], dtype=np.bool_)
+        credited = credit_of(samples, rewarded, self.advantage, self.by_name)
         taught = np.array([self.teacher_weights.get(dataset, 0.0) for dataset in datasets])
-        weights, teacher, dealt = self._weigh(samples, rewarded), self._weigh(samples, taught), None
+        supervised = np.array([self.supervised_weights.get(dataset, 0.0) for dataset in datasets])
+        shares, dealt = (rewarded.astype(np.float64), taught, supervised), None
+        parts = [self._weigh(samples, share) for share in shares]
         if self.minibatches > 1 and samples.rows:
             minibatch = split(samples, self.minibatches)
-            weights = weigh_minibatches(weights, samples, minibatch, rewarded, self._weigh)
-            teacher = weigh_minibatches(teacher, samples, minibatch, taught, self._weigh)
+            parts = [
+                weigh_minibatches(part, samples, minibatch, share, self._weigh)
+                for part, share in zip(parts, shares, strict=True)
+            ]
             dealt = deal_minibatches(samples, minibatch, self._deal)
+        weights, teacher, given = parts
         dealt = dealt or self._deal(samples)
         rows = [
             TrainRow(
@@ -241,13 +265,15 @@ class StepPlanner:
                 weight=float(weights.samples[row.sample]),
                 sequence=number,
                 group=int(samples.groups[row.sample]),
-                temperature=samples.trajectories[row.sample].temperature,
+                temperature=1.0 if supervised[row.sample] else samples.trajectories[row.sample].temperature,
                 teacher_weight=float(teacher.samples[row.sample]),
+                supervised_weight=float(given.samples[row.sample]),
             )
-            for number, (row, advantage) in enumerate(zip(samples.rows, given.rows, strict=True))
+            for number, (row, advantage) in enumerate(zip(samples.rows, credited.rows, strict=True))
         ]
         images = self.files({digest: body for group in groups for digest, body in group.images.items()})
-        return StepPlan(samples, given, weights, dealt, rows, images)
+        answers = supervised > 0 if supervised.any() else None
+        return StepPlan(samples, credited, weights, dealt, rows, images, answers)
 
     def _weigh(self, samples: Samples, shares: Floats) -> SampleWeights:
         return weigh(samples, shares, self.aggregation, self.max_tokens, self.mask_truncated)

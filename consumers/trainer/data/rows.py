@@ -62,7 +62,8 @@ class TrainRow(msgspec.Struct, frozen=True, gc=False):
 
     advantage: of each of its loss tokens, or float32 [L] if they differ; see MicroBatch. weight: of each of its loss
     tokens in the step's loss. sequence, group: its index, and that of its group, in the step. temperature: with which
-    its tokens were sampled. teacher_weight: of each of its loss tokens in the teacher's part of the step's loss.
+    its tokens were sampled, 1 for a given answer. teacher_weight, supervised_weight: of each of its loss tokens in the
+    teacher's and in the supervised part of the step's loss.
     """
 
     cut: CutRow
@@ -72,6 +73,7 @@ class TrainRow(msgspec.Struct, frozen=True, gc=False):
     group: int
     temperature: float = 1.0
     teacher_weight: float = 0.0
+    supervised_weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,19 @@ def cut(groups: Sequence[Group]) -> Samples:
         rows,
         loss_tokens(rows, len(samples)),
         np.array([t.finish in TRUNCATED for t in trajectories], dtype=np.bool_),
+    )
+
+
+def choose(samples: Samples, chosen: npt.NDArray[np.bool_]) -> Samples:
+    """Return some of the samples, bool [S], with their rows, which count the samples that are left."""
+    place = np.cumsum(chosen) - 1
+    return Samples(
+        [trajectory for trajectory, kept in zip(samples.trajectories, chosen, strict=True) if kept],
+        samples.rewards[chosen],
+        np.unique(samples.groups[chosen], return_inverse=True)[1].astype(np.int64),
+        [msgspec.structs.replace(row, sample=int(place[row.sample])) for row in samples.rows if chosen[row.sample]],
+        samples.lengths[chosen],
+        samples.truncated[chosen],
     )
 
 

@@ -37,7 +37,7 @@ FRACTIONS = {
 """Metrics of a loss that get a name of their own; others are called ``loss_NAME``."""
 _BASE_SUMS = (
     *("loss", "tokens", "entropy", "entropy_square", "ratio", "ratio_square", "kl", "gap", "gap_tokens"),
-    *("advantage", "advantage_square", "advantage_positive", "advantage_zero"),
+    *("advantage", "advantage_square", "advantage_positive", "advantage_zero", "supervised", "supervised_tokens"),
 )
 QUANTILES = {"ratio_p01": 0.01, "ratio_p99": 0.99}
 _FINEST, _PER_UNIT = 1e-4, 20.0
@@ -69,9 +69,13 @@ class StepMeter:
     @torch.no_grad()
     def add(self, batch: MicroBatch, scores: TokenScores, output: LossOutput, loss: Tensor) -> None:
         """Count a micro-batch; ``loss`` is its part of the step's loss."""
-        mask = batch.mask
+        mask = batch.sampled
         sums = self.sums
         sums["loss"] += float(loss)
+        if batch.supervised_weights is not None:
+            given = scores.logprobs[batch.mask & ~mask].double()
+            sums["supervised"] -= float(given.sum())
+            sums["supervised_tokens"] += given.numel()
         for name in output.metrics:
             # Also without a token to count: ranks add up the same names.
             sums.setdefault("metric_" + name, 0.0)
@@ -114,7 +118,7 @@ class StepMeter:
 
     def _count_samples(self, batch: MicroBatch, gap: Tensor, kl: Tensor, current: Tensor) -> None:
         """Add what the loss tokens of each sample have: gap, kl float64 [N], current bool [N]."""
-        of = batch.sample[:, None].expand(batch.mask.shape)[batch.mask]
+        of = batch.sample[:, None].expand(batch.mask.shape)[batch.sampled]
         samples, places = of.unique(return_inverse=True)
         values = torch.stack([torch.ones_like(gap), gap, kl, current.to(gap.dtype)], dim=1)
         found = np.array(gap.new_zeros(len(samples), 4).index_add_(0, places, values).tolist())
@@ -210,6 +214,8 @@ class StepMeter:
             )
             figures["advantage_positive_fraction"] = s["advantage_positive"] / tokens
             figures["advantage_zero_fraction"] = s["advantage_zero"] / tokens
+        if given := s["supervised_tokens"]:
+            figures |= {"supervised_loss": s["supervised"] / given, "supervised_tokens": given}
         left_out = s.get("metric_masked", 0.0)
         if left_out:
             figures["kl_masked"] = s["masked_kl"] / left_out
@@ -252,15 +258,17 @@ def sample_metrics(plan: StepPlan) -> dict[str, float]:
     samples = plan.samples
     if not len(samples.rewards):
         return {}
+    own = samples.rewards if plan.given is None else samples.rewards[~plan.given]
+    rewards = own if len(own) else np.zeros(1)
     rows = np.bincount(np.array([row.sample for row in samples.rows], dtype=np.int64), minlength=len(samples.rewards))
     better, worse = _against_their_group(samples)
     parts = {"length_better_mean": better, "length_worse_mean": worse, "length_terminated_mean": ~samples.truncated}
     by_kind = {name: float(samples.lengths[which].mean()) for name, which in parts.items() if which.any()}
     return by_kind | {
-        "reward_mean": float(samples.rewards.mean()),
-        "reward_std": float(samples.rewards.std()),
-        "reward_min": float(samples.rewards.min()),
-        "reward_max": float(samples.rewards.max()),
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "reward_min": float(rewards.min()),
+        "reward_max": float(rewards.max()),
         "advantage_abs_mean": float(abs(plan.credit.samples).mean()),
         "samples": float(len(samples.rewards)),
         "length_mean": float(samples.lengths.mean()),

@@ -137,6 +137,7 @@ def _build_planner(
         images=None if policy.vision is None else policy.vision.settings,
         minibatches=trainer.minibatches,
         teacher_weights=config.teacher_weights,
+        supervised_weights=config.supervised_weights,
         unrewarded=config.unrewarded,
     )
 

@@ -129,9 +129,9 @@ class CriticStep:
                 continue
             values = self.critic(micro.tokens, micro.mask, micro.lengths, micro.images)
             loss = value_loss(values, old_values, returns, self.settings.clip)
-            total = torch.where(micro.mask, loss, 0.0).sum() / max(tokens, 1.0)
+            total = torch.where(micro.sampled, loss, 0.0).sum() / max(tokens, 1.0)
             self.update.backward(total)
-            errors, found = (returns - old_values)[micro.mask].double(), returns[micro.mask].double()
+            errors, found = (returns - old_values)[micro.sampled].double(), returns[micro.sampled].double()
             sums.add(
                 float(total.detach()),
                 float(errors.square().sum()),

@@ -142,6 +142,8 @@ class TrainStep(Learner):
         loss = output.loss * micro.weights
         if output.teacher is not None:
             loss = loss + output.teacher
+        if micro.supervised_weights is not None:
+            loss = loss - micro.supervised_weights * scores.logprobs
         return scores, output, torch.where(micro.mask, loss, 0.0).sum()
 
     def _train_critic(self, batch: Sequence[MicroBatch], tokens: float) -> dict[str, float]:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +30,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "kl off the reward": {"kl": {"coef": 0.5, "place": "reward"}},
     "reference in main memory": {"kl": {"coef": 0.5, "device": "cpu"}},
 }
+GIVEN = {
+    "train": [{"name": "arithmetic", "label": label} for label in "ab"],
+    "reward": {"terms": [{"name": "exact", "datasets": ["a"]}, {"name": "supervised", "datasets": ["b"]}]},
+}
+"""Sections of a run that also trains answers of a dataset."""
 PAIRS = [Preference(f"{a}>", "xyz"[a % 3] * 2, "abc"[a % 3] * (1 + a % 4)) for a in range(21)]
 EXAMPLES = [(f"{a}>", "xyz"[a % 3] * (1 + a % 2)) for a in range(13)]
 
@@ -41,6 +47,7 @@ def run_algorithms(model: Path, reference: Path, folder: Path) -> None:
     ranks = Ranks(timeout_s=100.0)
     with ranks.watchdog():
         report = {name: algorithm(ranks, str(model), str(reference), trainer) for name, trainer in ALGORITHMS.items()}
+        report["given answers"] = algorithm(ranks, str(model), "", {"advantage": {"name": "reinforce_pp"}}, **GIVEN)
         report |= without_generators(ranks, str(model), folder)
         if ranks.is_main:
             (folder / "report.json").write_text(json.dumps(report))
@@ -62,7 +69,9 @@ def run_algorithms_in_parts(model: Path, reference: Path, folder: Path) -> None:
             (folder / "report.json").write_text(json.dumps(report))
 
 
-def algorithm(ranks: Ranks, model: str, reference: str, trainer: dict[str, Any]) -> dict[str, Any]:
+def algorithm(
+    ranks: Ranks, model: str, reference: str, trainer: dict[str, Any], **sections: dict[str, Any]
+) -> dict[str, Any]:
     """Two steps; metrics of each, and how much of the weights this rank holds."""
     trainer = dict(trainer)
     if "kl" in trainer and reference:
@@ -71,9 +80,15 @@ def algorithm(ranks: Ranks, model: str, reference: str, trainer: dict[str, Any])
         model={"path": model, "dtype": "float32", "max_length": 64},
         sampling={"max_tokens": 8},
         trainer={"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **trainer},
+        **sections,
     )
     step = build_train_step(config, ranks)
     batches = [make_groups([4, 1, 5, 2, 3], seed=version) for version in range(2)]
+    for groups in batches:
+        for number, group in enumerate(groups):
+            group.samples[:] = [  # type: ignore[index]
+                (msgspec.structs.replace(sample, dataset="ab"[number % 2]), reward) for sample, reward in group.samples
+            ]
     metrics = [
         step.run(step.planner.plan(groups).batch(ranks.dp_rank), version).metrics
         for version, groups in enumerate(batches)

@@ -193,11 +193,12 @@ def test_every_built_in_is_there_and_only_bounded_ones_run_inline(base: Path):
         "reward_model": {"path": "m"},
         "reward_model_server": {"base_url": "http://127.0.0.1:9", "model": "m"},
         "teacher": {"model": "m"},
+        "teacher_self": {"system": "The answer is 7."},
         "teacher_server": {"base_url": "http://127.0.0.1:9/v1", "model": "m"},
     }
     resolved = resolve(terms(*({"name": n, "args": args.get(n, {})} for n in REWARDS.names)), base)
     assert {t.label for t in resolved if t.inline} == {
-        *("clevr", "episode", "exact", "format", "gsm8k", "length", "searchr1", "vqa")
+        *("clevr", "episode", "exact", "format", "gsm8k", "length", "searchr1", "supervised", "teacher_self", "vqa")
     }
     (backtracking,) = resolve(terms({"name": "format", "args": {"regex": "(a+)+$"}}), base)
     assert not backtracking.inline

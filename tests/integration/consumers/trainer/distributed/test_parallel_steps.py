@@ -205,7 +205,7 @@ def reports(folders: Path) -> dict[int, dict[str, Any]]:
     return {world: json.loads((folders / str(world) / "report.json").read_text()) for world in (1, 2)}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [*ALGORITHMS, "given answers"])
 def test_an_algorithm_on_two_ranks_is_that_of_one(reports: dict[int, dict[str, Any]], name: str) -> None:
     one, two = (reports[world][name] for world in (1, 2))
     whole = {"imbalance", "micro_batches", "forward_flops", "shared_tokens_fraction"}
@@ -222,6 +222,8 @@ def test_what_was_tested_there_did_something(reports: dict[int, dict[str, Any]])
     first = {name: reports[2][name]["metrics"][0] for name in ALGORITHMS}
     assert first["m2po"]["masked_fraction"] > 0
     assert first["gae"]["critic_grad_norm"] > 0
+    given = reports[2]["given answers"]["metrics"][0]
+    assert min(given["supervised_tokens"], given["tokens"]) > 0
     assert first["kl in the loss"]["grad_norm"] == pytest.approx(
         first["reference in main memory"]["grad_norm"], rel=1e-4
     )
