@@ -35,11 +35,17 @@ from broker.connection.keys import Keys  # noqa: E402
 from schemas.config import BrokerConfig  # noqa: E402
 
 _runs = itertools.count()
+KINDS = ("integration", "e2e")
+"""Folders whose tests have a marker of the same name, unless a test or a parameter names the other one."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Raise UsageError if a test of a matrix does not say why `make test` may leave it out."""
+    """Mark tests by their folder. UsageError if one of a matrix does not say why `make test` may leave it out."""
     for item in items:
+        kind = item.path.relative_to(Path(__file__).parent).parts[0]
+        if kind in KINDS and not any(item.get_closest_marker(name) for name in KINDS):
+            item.add_marker(kind)
         if any(not mark.args for mark in item.iter_markers("matrix")):
             raise pytest.UsageError(f"{item.nodeid}: pytest.mark.matrix needs a reason, what covers it in make test")
 

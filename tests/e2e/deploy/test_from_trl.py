@@ -18,10 +18,7 @@ from deploy.services.main import command
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.matrix("a page's commands on four machines; test_up runs the same services"),
-]
+pytestmark = pytest.mark.matrix("a page's commands on four machines; test_up runs the same services")
 
 PAGE = Path(__file__).parents[3] / "docs" / "migrate.md"
 STEPS, DEADLINE_S = 2, 240

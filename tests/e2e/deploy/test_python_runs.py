@@ -18,7 +18,6 @@ from nbclient import NotebookClient
 import tidemill
 from tests.support.models.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [{"question": f"{n}+1=", "digits": str(n)} for n in range(8)]
 SEVEN = "7"

@@ -21,10 +21,7 @@ from schemas.run_folder import read_lines, surviving_lines
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.up_runs import make_decoys
 
-pytestmark = [
-    pytest.mark.matrix("a launcher; make test runs the local one"),
-    pytest.mark.e2e,
-]
+pytestmark = pytest.mark.matrix("a launcher; make test runs the local one")
 pytest.importorskip("ray")
 STEPS = 12
 # A head with room for the trainer and the small services, and a node for the generators.

@@ -18,10 +18,7 @@ from schemas.run_folder import ADDRESS, read_lines, surviving_lines
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.slurm_cluster import list_jobs, run_slurm_cluster
 
-pytestmark = [
-    pytest.mark.matrix("a launcher; make test runs the local one"),
-    pytest.mark.e2e,
-]
+pytestmark = pytest.mark.matrix("a launcher; make test runs the local one")
 STEPS = 16
 
 

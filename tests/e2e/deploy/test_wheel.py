@@ -18,7 +18,6 @@ import yaml
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.up_runs import PACKAGES, make_decoys
 
-pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG: dict[str, Any] = {
     "run": {"name": "wheel"},

@@ -14,8 +14,6 @@ import pytest
 from deploy.control_plane.address import address_of, own_token
 from tests.support.runs.up_runs import UpRun, trained_samples
 
-pytestmark = pytest.mark.e2e
-
 STEPS = 150
 EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic" / "model.py"
 

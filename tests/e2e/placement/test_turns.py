@@ -18,8 +18,6 @@ from tests.support.runs import shared_devices
 from tests.support.runs.shared_devices import check_notes, imitate_gpus, read_notes
 from tests.support.runs.up_runs import UpRun, trained_samples
 
-pytestmark = pytest.mark.e2e
-
 STEPS, GROUPS = 20, 4
 PARITY = '''
 def parity(prompt, completion, prompt_ids, completion_ids, **data):

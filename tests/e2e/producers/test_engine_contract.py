@@ -38,16 +38,13 @@ SHARED = [3 + (7 * k) % 250 for k in range(300)]  # longer than two blocks of a 
 LONG = Sampling(max_tokens=450)
 SCRIPT = {"tokens": 250, "min_length": 300, "max_length": 420, "token_s": 0.001}
 
-slow = pytest.mark.e2e
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 KINDS = [
-    "scripted",
+    pytest.param("scripted", marks=pytest.mark.integration),
     pytest.param("transformers", marks=pytest.mark.integration),
-    pytest.param("vllm", marks=[slow, needs_vllm]),
-    pytest.param(
-        "http-vllm", marks=[slow, needs_vllm, pytest.mark.matrix("a server of vLLM's; its dialect is a unit test")]
-    ),
-    pytest.param("http-sglang", marks=slow),
+    pytest.param("vllm", marks=needs_vllm),
+    pytest.param("http-vllm", marks=[needs_vllm, pytest.mark.matrix("a server of vLLM's; its dialect is a unit test")]),
+    "http-sglang",
 ]
 
 

@@ -24,7 +24,7 @@ from schemas.plugins import load
 from tests.support.runs.programs import environment_python
 from tests.support.runs.up_runs import UpRun
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 START_S = 300.0

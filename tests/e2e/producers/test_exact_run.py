@@ -13,10 +13,7 @@ import yaml
 from tests.support.runs.command_line import run_tidemill
 from tests.support.runs.up_runs import UpRun
 
-pytestmark = [
-    pytest.mark.matrix("a whole run; test_replayed_rollouts.py replays three steps with a tool's answers"),
-    pytest.mark.e2e,
-]
+pytestmark = pytest.mark.matrix("a whole run; test_replayed_rollouts.py replays three steps with a tool's answers")
 EXAMPLE = Path(__file__).parents[3] / "examples" / "agents" / "calculator"
 PAIRS = ((75, 80), (37, 84), (12, 34), (90, 11))
 STEPS = 50

@@ -12,7 +12,7 @@ import pytest
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.up_runs import UpRun, trained_samples
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.timeout(500)
 
 SEVENS = '''
 def sevens(prompt, completion, prompt_ids, completion_ids, **data):

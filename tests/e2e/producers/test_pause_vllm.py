@@ -19,7 +19,6 @@ from tests.support.runs.pausable_system import PausableSystem
 
 pytestmark = [
     pytest.mark.matrix("a pause with real vLLM; the engine contract and test_pause hold it with other engines"),
-    pytest.mark.e2e,
     pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]

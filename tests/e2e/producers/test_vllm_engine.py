@@ -17,10 +17,7 @@ from producers.engines.vllm.boot import engine_arguments
 from schemas.errors import ConfigError
 from tests.support.producers.vllm_checks import find_engine_cores, is_alive
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 def test_engine_arguments_reach_vllm_as_they_are(folders: dict[int, Path]):

@@ -33,7 +33,6 @@ from tests.support.producers.vllm_checks import Run
 
 pytestmark = [
     pytest.mark.matrix("each way to join turns on real vLLM; the join's properties are unit tests"),
-    pytest.mark.e2e,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 

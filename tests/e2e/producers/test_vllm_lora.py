@@ -24,10 +24,7 @@ from tests.support.models.adapters import ALPHA, RANK, compute_logprobs, merge_a
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.up_runs import UpRun, trained_samples
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 PROMPT = [5, 90, 17, 200, 33, 8, 150, 61]
 SHARED = [3 + (7 * k) % 250 for k in range(300)]  # longer than two blocks of the prefix cache

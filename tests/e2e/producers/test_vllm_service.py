@@ -35,10 +35,7 @@ from tests.support.producers.generator_service import (
 )
 from tests.support.producers.vllm_checks import Run, find_engine_cores, is_alive, reference_logprobs
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 PROBE = [5, 90, 17, 200, 33, 8, 150, 61]
 LONG = 400  # tokens

@@ -12,10 +12,7 @@ import yaml
 
 from tests.support.runs.up_runs import UpRun
 
-pytestmark = [
-    pytest.mark.matrix("an example trained whole; its agent is a unit test"),
-    pytest.mark.e2e,
-]
+pytestmark = pytest.mark.matrix("an example trained whole; its agent is a unit test")
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "agents" / "calculator"
 

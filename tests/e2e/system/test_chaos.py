@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.matrix("three minutes of faults; the integration tests break each hop by itself"),
-    pytest.mark.e2e,
-]
+pytestmark = pytest.mark.matrix("three minutes of faults; the integration tests break each hop by itself")
 
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "3"))
 REST_S = 400

@@ -29,8 +29,6 @@ from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.changing_weights import ChangingWeights
 from tests.support.runs.light_service import start_service
 
-pytestmark = pytest.mark.e2e
-
 BATCH, SAMPLES, MAX_TOKENS = 3, 3, 400
 DEADLINE_S = 150.0
 ENGINE = """

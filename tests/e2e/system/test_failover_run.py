@@ -11,8 +11,6 @@ from tests.support.broker.sentinels import Sentinels
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.up_runs import UpRun, trained_samples
 
-pytestmark = pytest.mark.e2e
-
 STEPS = 60
 
 

@@ -26,7 +26,6 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.up_runs import UpRun, trained_samples
 
 pytestmark = [
-    pytest.mark.e2e,
     pytest.mark.timeout(500),
     pytest.mark.matrix("a whole run under kills, of minutes; test_live_episodes holds its promises"),
 ]

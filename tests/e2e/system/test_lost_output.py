@@ -16,8 +16,6 @@ from schemas.errors import INTERRUPTED_EXIT
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.up_runs import UpRun
 
-pytestmark = pytest.mark.e2e
-
 
 def configuration(folder: Path, steps: int) -> dict[str, Any]:
     model = make_tiny_model(folder / "model", hidden=32, layers=1)

@@ -13,8 +13,6 @@ from tests.support.user_code.example_scripts import EXAMPLES, load_script
 
 EXAMPLE = EXAMPLES / "minimal_loop.py"
 
-pytestmark = pytest.mark.e2e
-
 
 def test_the_reward_rises(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--steps", "20", "--folder", str(tmp_path)]

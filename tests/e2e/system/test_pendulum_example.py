@@ -14,10 +14,7 @@ import yaml
 from deploy.services.main import command
 from tests.support.runs.up_runs import UpRun, environment_of, trained_samples
 
-pytestmark = [
-    pytest.mark.matrix("an example trained with kills; its parts have unit tests"),
-    pytest.mark.e2e,
-]
+pytestmark = pytest.mark.matrix("an example trained with kills; its parts have unit tests")
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pendulum"
 STEPS = 60

@@ -11,10 +11,7 @@ import yaml
 from schemas.model_folder import find_tokens
 from tests.support.runs.up_runs import UpRun
 
-pytestmark = [
-    pytest.mark.matrix("an example of vLLM with pictures; its parts have unit tests"),
-    pytest.mark.e2e,
-]
+pytestmark = pytest.mark.matrix("an example of vLLM with pictures; its parts have unit tests")
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "reach"
 

@@ -15,8 +15,6 @@ import pytest
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.up_runs import UpRun, trained_samples
 
-pytestmark = pytest.mark.e2e
-
 STEPS, TIMEOUT_S = 30, 3.0
 ROOT = Path(__file__).parents[3]
 

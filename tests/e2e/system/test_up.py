@@ -17,8 +17,6 @@ from broker.weights.peers.registry import PeerRegistry
 from broker.weights.versions import count_deltas
 from tests.support.runs.up_runs import UpRun, trained_samples
 
-pytestmark = pytest.mark.e2e
-
 EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic" / "model.py"
 SEVENS = '''
 def sevens(prompt, completion, prompt_ids, completion_ids, **data):

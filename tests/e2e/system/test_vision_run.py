@@ -20,7 +20,6 @@ from tests.support.user_code.example_scripts import load_script
 
 pytestmark = [
     pytest.mark.matrix("kills in a run with images; test_up kills each service of a run with text"),
-    pytest.mark.e2e,
     pytest.mark.timeout(600),
 ]
 

@@ -29,10 +29,7 @@ from broker.connection.embedded import EmbeddedServer
 from deploy.planning.cluster import ClusterRates, LengthMix
 from schemas.errors import ConfigError, InfraError
 
-pytestmark = [
-    pytest.mark.matrix("benchmarks are tools of development"),
-    pytest.mark.integration,
-]
+pytestmark = pytest.mark.matrix("benchmarks are tools of development")
 
 SMALL = PipelineShape(samples=2, batch=2, commit_every=2)
 

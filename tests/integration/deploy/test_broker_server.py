@@ -20,7 +20,6 @@ from broker.connection.embedded import EmbeddedServer
 from deploy.client import find
 from tests.support.runs.programs import free_port
 
-pytestmark = pytest.mark.integration
 DEADLINE_S = 60.0
 CONFIG = "model: {path: m}\ntrain: {name: arithmetic}\nreward: {terms: [{name: exact}]}\n"
 

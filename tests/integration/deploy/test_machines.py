@@ -13,8 +13,6 @@ from schemas.errors import CONFIG_EXIT, OK_EXIT, ConfigError
 from tests.support.runs.command_line import run_tidemill
 from tests.support.runs.programs import free_port
 
-pytestmark = pytest.mark.integration
-
 MACHINE = """
 import sys
 from deploy.services.torchrun import Machines, launch

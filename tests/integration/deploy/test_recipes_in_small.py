@@ -35,7 +35,6 @@ from tests.support.servers.teacher_server import serve
 from tests.support.user_code.docs_code import ROOT, write_code
 from tests.support.user_code.sandboxes import sandbox
 
-pytestmark = [pytest.mark.integration, pytest.mark.anyio]
 SMALL = [
     *("model.dtype=float32", "model.max_length=1024", "sampling.n=2", "sampling.max_tokens=256"),
     *("generator.engine=scripted", "generator.args={}", "trainer.processes=1", "trainer.micro_batch_tokens=2048"),

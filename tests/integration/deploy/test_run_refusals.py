@@ -29,8 +29,6 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import Finished, run_tidemill
 from tests.support.runs.up_runs import make_decoys
 
-pytestmark = pytest.mark.integration
-
 GRACE_S = 300
 LAUNCHER = """
 import sys

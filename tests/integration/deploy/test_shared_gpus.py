@@ -20,8 +20,6 @@ from deploy.supervisor.supervisor import Supervisor
 from schemas.config import SupervisorConfig
 from schemas.system.device_lock import LockToucher, SharedGpus, generator_lock, trainer_lock
 
-pytestmark = pytest.mark.integration
-
 HOLDER = """
 import sys, time
 from schemas.system import device_lock

@@ -22,10 +22,7 @@ from deploy.supervisor.supervisor import RunOutcome, Supervisor
 from schemas.config import SupervisorConfig
 from schemas.errors import CONFIG_EXIT, ConfigError
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
-]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 DEADLINE_S = 30.0
 

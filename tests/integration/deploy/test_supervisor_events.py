@@ -32,7 +32,6 @@ from schemas.messages import Event
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.configurations import minimal_config
 
-pytestmark = pytest.mark.integration
 DEADLINE_S = 20.0
 
 

@@ -11,10 +11,7 @@ import pytest
 
 from schemas.system.guarded_process import GuardedProcess
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
-]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 MANY = 1100
 
 

@@ -14,8 +14,6 @@ from tests.support.user_code.sandboxes import sandbox
 from tools.hostile.programs import KINDS
 from tools.hostile.run import TRIES, run_programs, targeted_mounts
 
-pytestmark = pytest.mark.integration
-
 
 def test_hostile_programs_reach_nothing_and_leave_nothing() -> None:
     report = run_programs(sandbox(), range(len(KINDS)), workers=4)

@@ -13,8 +13,6 @@ from broker.telemetry.trajectories import StoredTrajectory
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.pausable_system import PausableSystem, small_config
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

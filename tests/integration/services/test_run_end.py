@@ -20,8 +20,6 @@ from tests.support.producers.generator_service import make_config, publish_versi
 from tests.support.runs.light_service import SETTLED, start_service
 from tests.support.runs.pausable_system import PausableSystem, small_config
 
-pytestmark = pytest.mark.integration
-
 SAMPLES = 400
 ROLES = ("feeder", "generator", "reward", "control")
 STEPS = 100

@@ -10,8 +10,6 @@ from tests.support.trainer import forked_ranks
 from tools.turns.planted import PLANTED
 from tools.turns.walk import LAYOUTS, Walk
 
-pytestmark = pytest.mark.integration
-
 assert forked_ranks.PRELOAD, "its processes are forked from the same server"
 
 

@@ -10,8 +10,6 @@ import structlog
 from tools import walks
 from tools.walks import Entered
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Entered]]:

@@ -15,7 +15,6 @@ from tests.support.user_code.user_rewards import score
 
 pytestmark = [
     pytest.mark.matrix("a second way to serve a reward model; test_service scores in the worker"),
-    pytest.mark.e2e,
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]

@@ -20,7 +20,6 @@ from tests.support.user_code.user_rewards import score
 
 pytestmark = [
     pytest.mark.matrix("a second way to serve a teacher; test_teachers asks a server of its own"),
-    pytest.mark.e2e,
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]

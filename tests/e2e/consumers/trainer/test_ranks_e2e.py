@@ -15,8 +15,6 @@ from deploy.control_plane.address import address_of, own_token
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.up_runs import UpRun, trained_samples
 
-pytestmark = pytest.mark.e2e
-
 GROUPS, STEPS = 4, 24
 DEADLINE_S = 12.0
 """How long ranks wait for each other in a collective."""

@@ -20,8 +20,6 @@ from tests.support.trainer.deterministic_run import EVERY, STEPS, Pipeline, make
 from tests.support.trainer.killed_trainers import replay_in_ranks, run_trainer_to_its_end
 from tests.support.trainer.parallel_steps import make_divisible_model
 
-pytestmark = pytest.mark.e2e
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

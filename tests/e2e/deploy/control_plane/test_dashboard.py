@@ -14,7 +14,7 @@ from deploy.control_plane.address import page_link
 from tests.support.runs.browser import PATIENCE_MS, PHONE, WatchedPage
 from tests.support.runs.dashboard_run import START_S, System
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
+pytestmark = pytest.mark.timeout(480)
 
 TOKEN = "a-token-of-the-tests-1234"
 

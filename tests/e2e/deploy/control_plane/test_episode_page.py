@@ -21,8 +21,6 @@ from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.browser import PHONE, WatchedPage
 
-pytestmark = pytest.mark.e2e
-
 MESSAGES = [
     {"role": "system", "content": "Answer with a number. Use the calculator for what you can't do in your head."},
     {"role": "user", "content": "37*84="},

@@ -19,8 +19,6 @@ from playwright.sync_api import Browser, Route, expect
 from tests.support.runs.browser import PATIENCE_MS, PHONE, WatchedPage
 from tests.support.runs.run_folders import make_run
 
-pytestmark = pytest.mark.e2e
-
 TOKEN = "a-token-of-the-tests-1234"
 ROOT = Path(__file__).parents[4]
 VIEWS = ("metrics", "groups", "groups/7/71", "evaluations", "machine", "logs", "setup", "runs")

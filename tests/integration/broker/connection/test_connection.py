@@ -26,8 +26,6 @@ from tests.support.broker.prompt_groups import make_task
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.runs.programs import free_port
 
-pytestmark = pytest.mark.integration
-
 SLOTS = ((0, 5460), (5461, 10922), (10923, 16383))
 ROLES = ("feeder", "generator", "reward", "trainer", "observer")
 DEADLINE_S = 30.0

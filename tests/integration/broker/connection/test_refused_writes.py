@@ -16,8 +16,6 @@ from broker.connection.keys import Keys
 from schemas.config import BrokerConfig
 from tests.support.broker.one_group import move_one_group
 
-pytestmark = pytest.mark.integration
-
 ROLES = ("feeder", "generator", "reward", "trainer", "observer")
 
 

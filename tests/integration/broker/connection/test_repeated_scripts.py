@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +22,6 @@ from schemas.messages import Heartbeat, Partial, Piece, Question, QuestionAnswer
 from tests.support.broker.prompt_groups import make_batch_record, make_task, make_trajectory
 from tests.support.broker.repeats import RepeatingConnection
 from tests.support.broker.trainer_sessions import take_over
-
-pytestmark = pytest.mark.integration
 
 DIFFERING = {
     "admit_tasks": "the answer names the next task, from which the feeder continues",

@@ -37,8 +37,6 @@ from tests.support.broker.leadership import configuration_in, leadership_in
 from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task, make_trajectory
 from tests.support.broker.trainer_sessions import FIRST, change_request, take_over, take_over_as
 
-pytestmark = pytest.mark.integration
-
 OURS, OTHER = Owner("ours", "/runs/a", "here"), Owner("other", "/runs/b", "there")
 
 

@@ -36,8 +36,6 @@ from tests.support.broker.one_group import fetch_weights, move_one_group, publis
 from tests.support.broker.prompt_groups import claim_batch, make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
 
-pytestmark = pytest.mark.integration
-
 ROOT = Path(__file__).resolve().parents[4]
 KEYS, OTHER = Keys("tidemill", "mine"), Keys("tidemill", "mine-2")
 TRAINERS = ("leader_term", "journal")

@@ -20,8 +20,6 @@ from tests.support.broker.sentinels import DEADLINE_S, Sentinels
 from tests.support.broker.trainer_sessions import FIRST, change_request, take_over, take_over_as
 from tests.support.runs.programs import skip_or_fail
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(params=["tcp", "tls"])
 def sentinels(request: pytest.FixtureRequest, tmp_path: Path, certificates: Path) -> Iterator[Sentinels]:

@@ -26,8 +26,6 @@ from tests.support.broker.one_group import fetch_weights, move_one_group, publis
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.runs.programs import free_port, skip_or_fail
 
-pytestmark = pytest.mark.integration
-
 
 class TlsServer(EmbeddedServer):
     """A server with TLS on ``tls_port``, beside its unix socket."""

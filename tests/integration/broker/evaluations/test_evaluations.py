@@ -16,8 +16,6 @@ from schemas.messages import Score, Task
 from tests.support.broker.prompt_groups import count_entries, make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
 
-pytestmark = pytest.mark.integration
-
 MB = 1 << 20
 
 

@@ -13,8 +13,6 @@ from broker.telemetry.heartbeats import COUNTED
 from schemas.messages import Heartbeat
 from tests.support.broker.trainer_sessions import take_over
 
-pytestmark = pytest.mark.integration
-
 
 class Clocked:
     """The heartbeats of one name, at times that the test gives."""

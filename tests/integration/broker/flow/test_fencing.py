@@ -19,8 +19,6 @@ from tests.support.broker.leadership import leadership_in
 from tests.support.broker.one_group import fetch_weights, publish_weights
 from tests.support.broker.trainer_sessions import take_over
 
-pytestmark = pytest.mark.integration
-
 
 def test_a_replaced_trainer_publishes_no_weights_and_takes_no_number(broker: Broker, tmp_path: Path) -> None:
     old = take_over(broker)

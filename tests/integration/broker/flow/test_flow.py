@@ -24,8 +24,6 @@ from tests.support.broker.prompt_groups import (
 from tests.support.broker.trainer_sessions import take_over
 from tools.soak import length_bounds
 
-pytestmark = pytest.mark.integration
-
 BATCH, STALENESS, UNCOMMITTED, SAMPLES = 2, 1, 3, 2
 
 

@@ -22,8 +22,6 @@ from schemas.messages import Heartbeat
 from schemas.system.processes import find_place
 from tests.support.runs.command_line import run_tidemill
 
-pytestmark = pytest.mark.integration
-
 
 def test_leases_are_renewed_while_no_sign_of_life_can_be_sent(broker: Broker) -> None:
     broker.connection.client.set(broker.connection.keys.services, "hello")

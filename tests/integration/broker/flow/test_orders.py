@@ -21,8 +21,6 @@ from tests.support.broker.trainer_sessions import FIRST, change_request, take_ov
 from tests.support.configurations import minimal_config
 from tests.support.runs.command_line import run_tidemill
 
-pytestmark = pytest.mark.integration
-
 WINDOWED = TakeoverRequest(batch=4, staleness=4, window=4, steps=100, max_uncommitted=10)
 """17 slots; staleness * batch may not be below 3."""
 TOO_FEW = r"flow\.window 4 leaves 1 slots for a batch of 4 at staleness 0"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from broker.client import Broker
 from schemas.messages import Score
 from tests.support.broker.prompt_groups import generate_and_score, make_batch_record, make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
-
-pytestmark = pytest.mark.integration
 
 
 def in_pipeline(broker: Broker) -> int:

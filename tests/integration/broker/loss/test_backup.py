@@ -18,8 +18,6 @@ from tests.support.broker.broker_loss import checkpoint, train_one
 from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task
 from tests.support.broker.trainer_sessions import take_over, take_over_as
 
-pytestmark = pytest.mark.integration
-
 Start = Callable[[str], Broker]
 
 

@@ -19,8 +19,6 @@ from tests.support.broker.broker_loss import checkpoint, train_one, training_lif
 from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task
 from tests.support.broker.trainer_sessions import change_request, take_over, take_over_as
 
-pytestmark = pytest.mark.integration
-
 
 def test_a_wiped_broker_admits_what_was_unfinished_first_and_then_goes_on(broker: Broker) -> None:
     training = take_over(broker)

@@ -29,8 +29,6 @@ from tests.support.broker.prompt_groups import (
 )
 from tests.support.broker.trainer_sessions import change_request, take_over, take_over_as
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:

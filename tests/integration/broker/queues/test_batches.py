@@ -20,8 +20,6 @@ from schemas.messages import Score, Trajectory
 from tests.support.broker.prompt_groups import count_entries, make_batch_record, make_task, make_trajectory
 from tests.support.broker.trainer_sessions import FIRST, change_request, take_over, take_over_as
 
-pytestmark = pytest.mark.integration
-
 POOL = TrajectoryPool(16)
 GROUPS, SAMPLES = 20, 8
 GOOD, BAD = Score(reward=1.0), Score(status="error", reason="no")

@@ -25,8 +25,6 @@ from tests.support.broker.prompt_groups import (
 )
 from tests.support.broker.trainer_sessions import take_over
 
-pytestmark = pytest.mark.integration
-
 
 def count_bodies(broker: Broker) -> int:
     count: Any = broker.connection.client.hlen(broker.connection.keys.bodies)

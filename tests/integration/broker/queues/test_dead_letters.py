@@ -21,8 +21,6 @@ from schemas.messages import DeadLetter, Partial, Score, Span, Task
 from tests.support.broker.prompt_groups import count_entries, make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
 
-pytestmark = pytest.mark.integration
-
 KEYS = Keys("tidemill", "letters")
 MB = 1024 * 1024
 LIMIT = 1024

@@ -18,8 +18,6 @@ from schemas.messages import Heartbeat, Score
 from tests.support.broker.prompt_groups import claim_batch, make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
 
-pytestmark = pytest.mark.integration
-
 
 def cut_while_reading(broker: Broker, read: Callable[[], object]) -> None:
     """The connection of a worker is killed while it waits for entries."""

@@ -11,8 +11,6 @@ from broker.queues import live_episodes
 from tests.support.broker.prompt_groups import make_task
 from tests.support.broker.trainer_sessions import take_over
 
-pytestmark = pytest.mark.integration
-
 
 def admit_tasks(broker: Broker) -> TrainerSession:
     training = take_over(broker)

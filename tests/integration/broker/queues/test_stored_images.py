@@ -19,7 +19,6 @@ from tests.support.broker.broker_loss import wipe
 from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_batch_record, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
 
-pytestmark = pytest.mark.integration
 MB = 1 << 20
 
 

@@ -28,8 +28,6 @@ from schemas.errors import ConfigError, InfraError
 from tests.support.broker.broadcasts import BOUND_S, Point, Service, open_broker
 from tests.support.broker.trainer_sessions import take_over
 
-pytestmark = pytest.mark.integration
-
 RUN = "broadcasts"
 SETTINGS = PublishConfig(transport="nccl", nccl=NcclConfig(backend="gloo", roll_s=0.05))
 

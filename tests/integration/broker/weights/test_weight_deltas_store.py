@@ -22,7 +22,7 @@ from schemas.messages import Manifest, Payload, TensorSpec
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.changing_weights import ChangingWeights
 
-pytestmark = [pytest.mark.integration, pytest.mark.parametrize("kind", ["file", "redis", "peer"])]
+pytestmark = pytest.mark.parametrize("kind", ["file", "redis", "peer"])
 
 
 @pytest.fixture

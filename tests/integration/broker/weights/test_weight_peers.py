@@ -28,8 +28,6 @@ from schemas.messages import Manifest
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.changing_weights import ChangingWeights
 
-pytestmark = pytest.mark.integration
-
 CHUNKS = 12
 T = TypeVar("T", PeerOrigin, PeerReader)
 

@@ -17,8 +17,6 @@ from broker.weights.collective.roll import Membership, RollCall
 from schemas.errors import FencedError
 from tests.support.broker.trainer_sessions import take_over
 
-pytestmark = pytest.mark.integration
-
 OPEN_S = 30.0
 """Longer than any test here waits: who closes such a roll does it by an answer."""
 FOREVER = threading.Event().is_set

@@ -29,8 +29,6 @@ from schemas.messages import ChatMessage, Sampling, Segment, Span, Task, Traject
 from tests.support.models.tiny_model import BOS, add_bos, make_tiny_model
 from tests.support.user_code.user_rewards import score
 
-pytestmark = pytest.mark.integration
-
 PROMPTS: dict[str, list[Prompt]] = {
     "text": ["12+34=", "5>"],
     "chat": [[ChatMessage("user", "12+34=")], [ChatMessage("system", "Add."), ChatMessage("user", "5")]],

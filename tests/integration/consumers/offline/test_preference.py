@@ -22,8 +22,6 @@ from schemas.config import DpoConfig, ModelConfig, RewardModelConfig
 from schemas.errors import ConfigError, DataError
 from tests.support.models.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.integration
-
 PAIRS = [Preference(f"{a}>", "xyz"[a % 3] * 2, "abc"[a % 3] * (1 + a % 4)) for a in range(24)]
 
 

@@ -33,8 +33,6 @@ from schemas.messages import ChatMessage, ContentPart
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
 
-pytestmark = pytest.mark.integration
-
 COMMON = {"load_tokenizer": HfTokenizer, "max_length": 64}
 PAIRS = [(f"{a}>", "xyz"[a % 3] * (1 + a % 2)) for a in range(12)]
 ROWS: list[Encoded] = [([1, *range(10, 12 + a)], list(range(20, 22 + a % 5))) for a in range(12)]

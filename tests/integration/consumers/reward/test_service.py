@@ -25,8 +25,6 @@ from schemas.messages import Sampling, Span, Task, Trajectory
 from schemas.system.lifecycle import StopFlag
 from tests.support.broker.trainer_sessions import take_over
 
-pytestmark = pytest.mark.integration
-
 REWARDS = """
 import os, pathlib, time
 

@@ -19,8 +19,6 @@ from tests.support.broker.prompt_groups import generate_and_score, make_task, ma
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.runs.command_line import run_tidemill
 
-pytestmark = pytest.mark.integration
-
 RUN = "sources"
 
 

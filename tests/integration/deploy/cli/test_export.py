@@ -28,8 +28,6 @@ from tests.support.runs.command_line import run_tidemill
 from tests.support.servers.hub_server import TOKEN, Hub
 from tests.support.trainer.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
-
 
 def configuration(folder: Path, model: Path, **settings: Any) -> TidemillConfig:
     return minimal_config(

@@ -29,8 +29,6 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
 from tests.support.trainer.deterministic_run import EVERY, STEPS, Pipeline, make_config
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def finished(server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> TidemillConfig:

@@ -26,7 +26,6 @@ from schemas.messages import FileSource, Task, Trajectory
 from tests.support.configurations import minimal_config
 from tests.support.models.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.integration
 STEPS, GROUPS, SAMPLES, FIRST = 3, 2, 2, 7
 """FIRST: tokens that a sample has when new weights come."""
 

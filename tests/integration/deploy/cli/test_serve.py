@@ -25,7 +25,7 @@ from tests.support.runs.command_line import run_tidemill
 from tests.support.trainer.trajectories import make_groups
 
 openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.integration
+
 KEY = "key-of-the-test"
 
 

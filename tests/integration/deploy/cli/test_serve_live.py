@@ -20,7 +20,6 @@ from tests.support.broker.trainer_sessions import take_over
 from tests.support.configurations import minimal_config
 from tests.support.producers.generator_service import publish_version
 
-pytestmark = [pytest.mark.integration, pytest.mark.anyio]
 DEADLINE_S = 30
 
 

@@ -22,8 +22,6 @@ from tests.support.broker.prompt_groups import make_task
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.runs.command_line import run_tidemill
 
-pytestmark = pytest.mark.integration
-
 CONFIG = """
 run: {name: mine}
 model: {path: m}

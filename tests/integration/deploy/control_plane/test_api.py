@@ -25,8 +25,6 @@ from tests.support.broker.one_group import WEIGHTS, publish_weights
 from tests.support.broker.prompt_groups import make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def api(broker: Broker) -> Iterator[ControlPlane]:

@@ -19,7 +19,6 @@ from schemas.errors import InfraError
 from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.fake_kubernetes import NAMESPACE, FakeKubernetes
 
-pytestmark = pytest.mark.integration
 NAMES = {"generator": "generator", "reward": "reward"}
 
 

@@ -30,8 +30,6 @@ from tests.support.broker.prompt_groups import generate_and_score, make_task, ma
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.runs.run_folders import make_run
 
-pytestmark = pytest.mark.integration
-
 LISTS = {
     "/v1/timeline": "events",
     "/v1/dead-letters": "letters",

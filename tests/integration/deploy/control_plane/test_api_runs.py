@@ -29,8 +29,6 @@ from tests.support.runs.run_folders import make_run
 from tests.support.trainer.trainer_loop import until
 from tests.support.user_code.datasets import Numbers
 
-pytestmark = pytest.mark.integration
-
 ROOT = Path(__file__).parents[4]
 TOKEN, READER = "the-token-of-orders-123", "the-token-of-readers-45"
 

@@ -15,7 +15,6 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.forked_ranks import run_in_ranks
 from tests.support.trainer.sized_steps import configuration, measure_in_ranks
 
-pytestmark = pytest.mark.integration
 PEAK_TOLERANCE = 0.1
 
 

@@ -28,8 +28,6 @@ from tests.support.producers.generator_service import (
     wait_until,
 )
 
-pytestmark = pytest.mark.integration
-
 AGENT = """
 import json, os, time, urllib.request
 

@@ -23,8 +23,6 @@ from tests.support.configurations import minimal_config
 from tests.support.models.pictures import PAD, picture
 from tests.support.producers.generator_service import Engine, begin_run, make_engine, read_published, running_generator
 
-pytestmark = pytest.mark.integration
-
 AGENT = '''
 import base64, json, urllib.error, urllib.request
 

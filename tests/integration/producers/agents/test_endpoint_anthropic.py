@@ -13,7 +13,6 @@ from producers.conversation.parsing.answers import ParsedAnswer, ToolCall
 from tests.support.producers.agent_sessions import TOKEN, ScriptedSession, says, serving
 
 anthropic = pytest.importorskip("anthropic")
-pytestmark = pytest.mark.integration
 
 ASKED: Any = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "1+2?"}]}
 TOOLS: Any = [{"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}]

@@ -15,7 +15,7 @@ from producers.agents.endpoint.protocols import MAX_VALUES, read_json
 from producers.conversation.parsing.answers import ParsedAnswer
 from tests.support.producers.agent_sessions import TOKEN, ScriptedSession, says, serving
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "?"}]}
 PATH = f"/s/{TOKEN}/v1/chat/completions"

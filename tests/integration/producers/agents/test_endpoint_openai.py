@@ -14,7 +14,6 @@ from producers.conversation.parsing.answers import ParsedAnswer, ToolCall
 from tests.support.producers.agent_sessions import TOKEN, ScriptedSession, says, serving
 
 openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.integration
 
 TOOLS: Any = [
     {

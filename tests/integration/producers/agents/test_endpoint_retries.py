@@ -21,7 +21,7 @@ from schemas.config.agents import AgentsConfig
 from schemas.errors import ConfigError, InfraError
 from tests.support.producers.agent_sessions import TOKEN, ScriptedSession, ScriptedSessions, says, serving
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(30)]
+pytestmark = pytest.mark.timeout(30)
 
 ANSWER = says(ParsedAnswer("hi"))
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "?"}]}

@@ -31,8 +31,6 @@ from tests.support.producers.generator_service import (
     wait_until,
 )
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

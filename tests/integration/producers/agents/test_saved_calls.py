@@ -26,7 +26,7 @@ from tests.support.producers.generator_service import (
 )
 from tests.support.producers.killed_agents import play
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 EPISODES = """
 import msgspec

@@ -32,8 +32,6 @@ from tests.support.configurations import minimal_config
 from tests.support.producers.generator_service import read_published, run_generator_while, running_generator, wait_until
 from tests.support.trainer.vision_steps import make_group
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -23,8 +23,6 @@ from tests.support.broker.trainer_sessions import change_request, take_over, tak
 from tests.support.configurations import minimal_config
 from tests.support.user_code.datasets import Numbers
 
-pytestmark = pytest.mark.integration
-
 PROMPTS, LEARNABLE = 40, 4
 SETTINGS = CurriculumConfig(name="learnable")
 

@@ -31,8 +31,6 @@ from tests.support.broker.trainer_sessions import change_request, take_over, tak
 from tests.support.configurations import minimal_config
 from tests.support.user_code.datasets import Numbers
 
-pytestmark = pytest.mark.integration
-
 TRAIN = [{"name": "a.py:A", "label": "sums", "weight": 3}, {"name": "b.py:B", "label": "code", "weight": 1}]
 EVAL = {
     "dataset": [

@@ -36,8 +36,6 @@ from tests.support.producers.generator_service import (
 )
 from tests.support.runs.light_service import start_service
 
-pytestmark = pytest.mark.integration
-
 LONG = 400  # tokens
 DEADLINE_S = 60.0
 

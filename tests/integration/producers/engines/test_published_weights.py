@@ -44,8 +44,6 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.models.weight_files import write_weights
 from tests.support.trainer.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
-
 PROMPT = [5, 90, 17, 200, 33, 8]
 LORA = LoraConfig(rank=RANK, alpha=ALPHA)
 PROBE = [5, 9, 40, 41, 80, 7]

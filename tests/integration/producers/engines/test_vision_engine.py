@@ -29,7 +29,7 @@ from tests.support.producers import vision_samples
 from tests.support.producers.vision_samples import Found, VisionSample
 from tests.support.trainer.train_steps import make_train_step
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 COUNT = 64
 
 

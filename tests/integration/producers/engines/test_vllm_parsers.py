@@ -17,10 +17,7 @@ from producers.tokenizer import HfTokenizer
 from schemas.errors import ConfigError
 from tests.support.models.parsers import make_tool_tokenizer, tool
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 TOOLS = [tool("add", a="integer", b="integer")]
 Ask = Callable[[AnswerParser, str], ParsedAnswer]
 

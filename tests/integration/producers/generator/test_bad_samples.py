@@ -33,8 +33,6 @@ from tests.support.producers.generator_service import (
     wait_until,
 )
 
-pytestmark = pytest.mark.integration
-
 BAD_TASK = 3
 WORKFLOW = f"{__name__}:Spoilt"
 SEEN = PlacedImage(digest(b"seen"), 0, 1)

@@ -38,8 +38,6 @@ from tests.support.producers.generator_service import (
 from tests.support.runs.light_service import METADATA, start_service
 from tests.support.servers.metadata_server import metadata_server
 
-pytestmark = pytest.mark.integration
-
 TASKS = 60
 
 

@@ -28,8 +28,6 @@ from tests.support.producers.generator_service import (
     wait_until,
 )
 
-pytestmark = pytest.mark.integration
-
 BLOCK_MS = 4000
 
 

@@ -26,8 +26,6 @@ from tests.support.producers.generator_service import (
     wait_until,
 )
 
-pytestmark = pytest.mark.integration
-
 NAME = "generator-0"
 
 

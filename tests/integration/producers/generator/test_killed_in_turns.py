@@ -27,8 +27,6 @@ from tests.support.producers.generator_service import (
 )
 from tests.support.runs.light_service import start_service
 
-pytestmark = pytest.mark.integration
-
 SLOW = """
 import asyncio, os
 from producers.engines.scripted import ScriptedEngine

@@ -7,7 +7,6 @@ import string
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
@@ -17,7 +16,6 @@ from tests.support.models.chat_templates import SOURCES
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers.played_episodes import chat_task, loop_config, play
 
-pytestmark = pytest.mark.integration
 ECHO = """
 class Echo:
     def reset(self, task):

@@ -26,8 +26,6 @@ from tests.support.producers.generator_service import (
     running_generator,
 )
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def base_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

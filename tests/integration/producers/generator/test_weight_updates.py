@@ -27,8 +27,6 @@ from tests.support.broker.trainer_sessions import take_over
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers.generator_service import wait_until
 
-pytestmark = pytest.mark.integration
-
 
 class Loads:
     """An engine that only notes which versions it was given."""

@@ -14,8 +14,6 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.forked_ranks import run_in_ranks
 from tests.support.trainer.initial_weights import LAYOUTS, run_sharing
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -12,8 +12,6 @@ import pytest
 from consumers.trainer.distributed import network
 from consumers.trainer.distributed.network import choose_interface, interface_to
 
-pytestmark = pytest.mark.integration
-
 RANK = """
 import datetime, os, sys
 import torch, torch.distributed as dist

@@ -15,10 +15,7 @@ from tests.support.trainer.forked_ranks import run_in_ranks
 from tests.support.trainer.parallel_steps import make_divisible_model
 from tests.support.trainer.sharded_algorithms import run_algorithms_in_parts
 
-pytestmark = [
-    pytest.mark.matrix("each algorithm under each layout; test_parallel_steps holds both by themselves"),
-    pytest.mark.integration,
-]
+pytestmark = pytest.mark.matrix("each algorithm under each layout; test_parallel_steps holds both by themselves")
 
 
 @pytest.fixture(scope="module")

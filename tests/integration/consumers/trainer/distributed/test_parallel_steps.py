@@ -17,8 +17,6 @@ from tests.support.trainer.parallel_layouts import CASES, run_layouts
 from tests.support.trainer.parallel_steps import Job, make_divisible_model, run_jobs
 from tests.support.trainer.sharded_algorithms import ALGORITHMS, run_algorithms
 
-pytestmark = pytest.mark.integration
-
 LAYOUTS = {
     "shard 2, tensor 2": {"tensor": 2},
     "context 2, tensor 2": {"context": 2, "tensor": 2},

@@ -27,8 +27,6 @@ from tests.support.trainer.forked_ranks import run_in_ranks
 from tests.support.trainer.sharded_steps import run_steps
 from tests.support.trainer.vision_steps import run_vision_steps
 
-pytestmark = pytest.mark.integration
-
 TOLERANCE = {"rel": 1e-4, "abs": 1e-5}
 """Gradients are summed in another order; AdamW's first steps make the most of it."""
 

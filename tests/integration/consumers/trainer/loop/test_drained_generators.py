@@ -34,8 +34,6 @@ from tests.support.producers.generator_service import make_config as make_genera
 from tests.support.trainer.deterministic_run import Pipeline
 from tests.support.trainer.trainer_loop import run
 
-pytestmark = pytest.mark.integration
-
 NAMES = ("a", "b", "c")
 STEPS = 16
 

@@ -29,8 +29,6 @@ from tests.support.trainer.deterministic_run import Generate, Pipeline, Reward, 
 from tests.support.trainer.trainer_loop import make_trainer
 from tests.support.trainer.trajectories import make_trajectory
 
-pytestmark = pytest.mark.integration
-
 
 def publish(tasks: TaskQueue, task_id: int, version: int, lengths: tuple[int, int] = (1, 1)) -> None:
     """Two samples of one token, or none, of the policy's own, of this version."""

@@ -27,8 +27,6 @@ from tests.support.trainer.deterministic_run import STEPS, Pipeline, make_config
 from tests.support.trainer.killed_trainers import POINTS, TURNS, run_trainer_to_its_end
 from tests.support.trainer.trainer_loop import SharingGenerator
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def undisturbed(server: EmbeddedServer, model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainStep:

@@ -41,8 +41,6 @@ from tests.support.trainer.trainer_loop import (
 from tests.support.trainer.trajectories import make_trajectory
 from tests.support.trainer.vision_steps import make_group
 
-pytestmark = pytest.mark.integration
-
 
 def every_other(task_id: int, sample: int) -> Score:
     """Every other prompt is always solved, so that its group has no spread of rewards."""

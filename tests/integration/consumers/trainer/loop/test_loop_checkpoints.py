@@ -28,7 +28,6 @@ from schemas.system.lifecycle import StopFlag
 from tests.support.trainer.deterministic_run import Pipeline
 from tests.support.trainer.trainer_loop import in_thread, publish_of_version, run, trained, until
 
-pytestmark = pytest.mark.integration
 SAMPLING = {"n": 1, "temperature": 0.0, "max_tokens": 16}
 
 

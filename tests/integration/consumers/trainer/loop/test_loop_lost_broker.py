@@ -35,8 +35,6 @@ from tests.support.trainer.trainer_loop import (
     until,
 )
 
-pytestmark = pytest.mark.integration
-
 
 def test_a_wiped_broker_is_mended_while_the_trainer_goes_on(
     trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path

@@ -32,8 +32,6 @@ from tests.support.broker.trainer_sessions import take_over
 from tests.support.configurations import minimal_config
 from tests.support.producers.generator_service import Engine, make_engine, make_task
 
-pytestmark = pytest.mark.integration
-
 
 class Overflowing(Engine):
     """An engine in which numbers get too large for its dtype."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -24,8 +23,6 @@ from tests.support.trainer.trainer_loop import (
     trained,
     until,
 )
-
-pytestmark = pytest.mark.integration
 
 
 def turns_on(folder: Path) -> DeviceTurns:

@@ -28,8 +28,6 @@ from tests.support.trainer.deterministic_run import STEPS, Pipeline, make_config
 from tests.support.trainer.trajectories import make_trajectory
 from tests.support.user_code.docs_code import SMALLEST
 
-pytestmark = pytest.mark.integration
-
 OWN = """
 import json
 import re

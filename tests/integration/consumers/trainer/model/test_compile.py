@@ -19,10 +19,7 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.train_steps import make_train_step
 from tests.support.trainer.trajectories import make_groups
 
-pytestmark = [
-    pytest.mark.matrix("compiling takes half a minute, and changes speed alone"),
-    pytest.mark.integration,
-]
+pytestmark = pytest.mark.matrix("compiling takes half a minute, and changes speed alone")
 
 
 @pytest.fixture(scope="module")

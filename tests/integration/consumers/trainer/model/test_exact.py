@@ -20,7 +20,6 @@ from schemas.messages import Sampling
 from tests.support.models.tiny_mixture import make_mixture
 from tests.support.models.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.integration
 LENGTH = 512
 TEMPERATURES = (1.0, 0.7, 1.3)
 

@@ -15,8 +15,6 @@ from consumers.trainer.model.router_replay import has_experts
 from tests.support.trainer.train_steps import make_train_step
 from tests.support.trainer.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
-
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 32,

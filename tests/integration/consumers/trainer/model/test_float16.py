@@ -17,8 +17,6 @@ from consumers.trainer.step.train_step import TrainStep
 from tests.support.configurations import minimal_config
 from tests.support.trainer.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
-
 HUGE = 1 << 16
 """Longest completion, by which the aggregation ``constant`` divides: gradients are as small as in a large step."""
 

@@ -33,8 +33,6 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.models.weight_files import write_weights
 from tests.support.trainer.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
-
 PROBE = [5, 9, 40, 41, 80, 7]
 LORA = {"rank": 4, "alpha": 8.0}
 

@@ -27,8 +27,6 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.models.weight_files import write_weights
 from tests.support.servers.hub_server import Hub
 
-pytestmark = pytest.mark.integration
-
 OLD, NEW = "a" * 40, "b" * 40
 
 LOAD = """

@@ -28,8 +28,6 @@ from schemas.images import read_image_settings
 from tests.support.models.tiny_model import make_tokenizer
 from tests.support.trainer.vision_steps import make_config, make_group
 
-pytestmark = pytest.mark.integration
-
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

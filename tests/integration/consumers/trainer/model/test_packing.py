@@ -30,8 +30,6 @@ from consumers.trainer.model.packing import ATTENTION, pack
 from consumers.trainer.model.policy import Policy, TokenScores, load_model
 from tests.support.models.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:

@@ -15,8 +15,6 @@ from consumers.trainer.model.parity import train_without_noise
 from consumers.trainer.model.policy import Policy, load_model
 from schemas.errors import ConfigError
 
-pytestmark = pytest.mark.integration
-
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

@@ -33,8 +33,6 @@ from schemas.messages import RoutedExperts, Trajectory
 from tests.support.trainer.train_steps import make_train_step
 from tests.support.trainer.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
-
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,

@@ -19,8 +19,6 @@ from schemas.errors import InfraError
 from tests.support.configurations import minimal_config
 from tests.support.trainer.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
-
 PROBE = [5, 6, 7]
 WAIT_S = 60.0
 Weights = dict[str, torch.Tensor]

@@ -26,8 +26,6 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.train_steps import make_train_step
 from tests.support.trainer.trajectories import make_groups, make_trajectory
 
-pytestmark = pytest.mark.integration
-
 MASKING = {"name": "m2po", "args": {"second_moment": 2.0}}
 PROMPT = [5, 9, 14]
 SAMPLES, LENGTH = 48, 3

@@ -29,8 +29,6 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.train_steps import make_train_step
 from tests.support.trainer.trajectories import make_groups, make_trajectory
 
-pytestmark = pytest.mark.integration
-
 GAE = {"advantage": {"name": "gae"}, "critic": {"optimizer": {"lr": 3e-3}}}
 
 

@@ -25,8 +25,6 @@ from tests.support.configurations import minimal_config
 from tests.support.models.tiny_mixture import build_mixture
 from tests.support.trainer.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
-
 MUON = OptimizerConfig(name="muon", lr=0.01, weight_decay=0.1)
 
 

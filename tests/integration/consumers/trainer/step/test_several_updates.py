@@ -18,8 +18,6 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.train_steps import make_train_step
 from tests.support.trainer.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:

@@ -27,8 +27,6 @@ from schemas.messages import Trajectory
 from tests.support.models.tiny_model import make_tiny_model, make_tokenizer
 from tests.support.trainer.trajectories import make_groups, make_trajectory, random_segments
 
-pytestmark = pytest.mark.integration
-
 EXACT = {"name": "exact", "weight": 0.0}
 DATASETS = [{"name": "arithmetic", "label": label} for label in ("a", "b", "c")]
 

@@ -30,8 +30,6 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.train_steps import make_train_step
 from tests.support.trainer.trajectories import make_groups, make_trajectory
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
