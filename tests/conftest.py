@@ -1,7 +1,5 @@
 """A real server for every test that asks for one, and brokers on it that never meet."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

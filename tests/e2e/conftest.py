@@ -1,7 +1,5 @@
 """One vLLM engine for all tests that can share it: it takes a quarter of a minute to start."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What integration tests of several packages have in common."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

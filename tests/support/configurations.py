@@ -1,7 +1,5 @@
 """The smallest configuration, for tests that are about a part of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The example "a TRL script on four machines" of docs/migrate.md, block by block, with a tiny model."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Runs that Python starts from its own objects: real services, watched and ordered through the handle."""
 
-from __future__ import annotations
-
 import asyncio
 import stat
 import tempfile

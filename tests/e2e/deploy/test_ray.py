@@ -1,7 +1,5 @@
 """``tidemill ray`` attached to a cluster by its address: a whole run, in which the node of the generators is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

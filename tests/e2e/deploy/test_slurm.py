@@ -1,7 +1,5 @@
 """The scripts of ``tidemill slurm`` on a real Slurm of one node: the whole run, with a preempted generator."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

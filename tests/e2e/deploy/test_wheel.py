@@ -1,7 +1,5 @@
 """The wheel, installed into an environment of its own, trains in a folder that has nothing of this repository."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 What an engine says it lacks is skipped in its words. Tests of one kind share one engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

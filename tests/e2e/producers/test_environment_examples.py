@@ -1,7 +1,5 @@
 """The examples verifiers, openenv and textarena with the packages themselves, in interpreters of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import socket

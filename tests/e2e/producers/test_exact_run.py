@@ -1,7 +1,5 @@
 """A whole run in exact mode, with a tool and two generators: generated and trained again, to the last bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

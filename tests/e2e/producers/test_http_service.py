@@ -1,7 +1,5 @@
 """A run whose generator asks an inference server over HTTP: vLLM's own, launched with it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models whose tensors differ in memory from their folder: a real engine computes what the trainer does."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

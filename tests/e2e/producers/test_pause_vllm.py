@@ -1,7 +1,5 @@
 """A freeze is exact with real vLLM: nothing is sampled in it or lost by it, and a generator may leave in it."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What is the vllm engine's own, with real vLLM; test_engine_contract.py has what all engines promise."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

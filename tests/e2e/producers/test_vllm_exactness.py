@@ -3,8 +3,6 @@
 Of small chat templates; ``python -m tests.support.producers.sampled_episodes`` does the same with those of real models.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import itertools

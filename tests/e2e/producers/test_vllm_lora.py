@@ -3,8 +3,6 @@
 One engine serves the whole file, because it takes a quarter of a minute to start.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 from collections.abc import Callable, Coroutine, Iterator

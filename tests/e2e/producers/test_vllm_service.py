@@ -1,7 +1,5 @@
 """The generator service with real vLLM: spoilt weights, pauses, a small cache, and a dying engine core."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

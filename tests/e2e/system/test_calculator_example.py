@@ -1,7 +1,5 @@
 """examples/agents/calculator as its user starts it, with a model that was shown two products only."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,5 @@
 """examples/cartpole as its user starts it, and by GRPO, while trainer, generators and environments are killed."""
 
-from __future__ import annotations
-
-import json
 import shutil
 import signal
 import subprocess

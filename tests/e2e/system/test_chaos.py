@@ -1,7 +1,5 @@
 """The chaos suite as CI runs it: three minutes, a fixed seed, no promise broken. CHAOS_MINUTES makes it longer."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ The generators are real processes with a scripted engine; the test itself feeds,
 broker, and publishes weights as deltas.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """A whole run behind Redis Sentinel: its primary dies, and it trains to its last step with the replica."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

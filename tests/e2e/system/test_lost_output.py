@@ -1,7 +1,5 @@
 """A run whose terminal or pipe is closed: it continues, or ends in order with a checkpoint and a summary."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

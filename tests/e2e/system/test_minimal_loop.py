@@ -1,7 +1,5 @@
 """examples/minimal_loop.py runs as it is and learns; nothing else of the tests is in its way."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """examples/pendulum with running normalisation, while its trainer, generator and environments are killed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

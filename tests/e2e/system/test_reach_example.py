@@ -1,7 +1,5 @@
 """examples/reach as its user starts it, with few steps: only actions are sampled, and generator and trainer agree."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A student with two teachers, each in a process of its own, which are killed: samples are excluded, none is lost."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

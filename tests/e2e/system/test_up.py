@@ -1,7 +1,5 @@
 """The whole system as its user starts it: it learns on real parts, and survives the death of any of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A run on images, with a generator that is killed on the way: what is trained, what stays stored, and its replay."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

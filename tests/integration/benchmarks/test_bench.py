@@ -1,7 +1,5 @@
 """The benchmarks in small: they end, lose nothing, and give the figures that scripts ask for. No timings."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """What generator services in this process have in common."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

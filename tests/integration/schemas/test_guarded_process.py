@@ -1,7 +1,5 @@
 """A guarded process: started and ended by a process with many open files."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

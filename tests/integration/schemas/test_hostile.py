@@ -1,7 +1,5 @@
 """Hostile programs of all kinds in the sandbox; ``python -m tools.hostile --count 10000`` runs more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

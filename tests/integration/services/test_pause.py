@@ -1,7 +1,5 @@
 """A pause is exact: real server, trainer and generators (with the scripted engine), as they are started for real."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The end of a run by its real services: its last evaluation ends, and services of a finished run exit."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Callable, Iterator

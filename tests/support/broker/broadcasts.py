@@ -4,8 +4,6 @@
 product's broadcasting process of one, which can be struck after the first piece.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A broker that forgets: one group trained before, what a checkpoint of that moment holds, and the loss itself."""
 
-from __future__ import annotations
-
 from broker.client import Broker
 from broker.flow.progress import TakeoverRequest
 from broker.flow.trainer_session import TrainerSession

@@ -1,7 +1,5 @@
 """A feeder in a thread, until something is so."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A trainer's leadership of a run, without the trainer's model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, cast

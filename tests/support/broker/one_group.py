@@ -1,7 +1,5 @@
 """One prompt group through every hop, each role on a broker of its own: users, connections and nodes may differ."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

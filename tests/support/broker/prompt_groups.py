@@ -1,7 +1,5 @@
 """Prompt groups on their way through the broker, without the services that handle them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from broker.client import Broker

@@ -1,7 +1,5 @@
 """A connection that runs every script twice, as after a lost answer, and compares answers and the run's data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

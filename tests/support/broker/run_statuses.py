@@ -1,7 +1,5 @@
 """A run's status as the control plane would make it of made-up counts."""
 
-from __future__ import annotations
-
 from broker.flow.ledger import LedgerState
 from broker.telemetry.stream_lag import StreamLag
 from deploy.control_plane.status.collector import Collector, PlannedRun

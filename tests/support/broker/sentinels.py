@@ -1,7 +1,5 @@
 """A primary and its replica behind Redis Sentinel, as real servers."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from pathlib import Path

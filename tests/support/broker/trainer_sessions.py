@@ -1,7 +1,5 @@
 """A trainer's take-over without a trainer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random adapters of the tiny models as files, and what they do to a model, written from LoRA's formula."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a trainer publishes, without a model: weights that change from version to version."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

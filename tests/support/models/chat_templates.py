@@ -1,7 +1,5 @@
 """Small chat templates, one for each way in which real ones make it hard to join turns, over one tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

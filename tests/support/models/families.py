@@ -1,7 +1,5 @@
 """Small random models of families whose tensors have another form or name in memory than in their folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

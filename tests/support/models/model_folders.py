@@ -1,7 +1,5 @@
 """The files of a model that a check looks at, without weights worth the name: made in a millisecond."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

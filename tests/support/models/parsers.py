@@ -1,7 +1,5 @@
 """A byte tokenizer with the special tokens of a chat model that thinks and calls tools, and tools for it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

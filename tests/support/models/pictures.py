@@ -1,7 +1,5 @@
 """Pictures in tests: small ones of one colour, how a tiny model wants them, and that model's tokenizer."""
 
-from __future__ import annotations
-
 import base64
 import io
 from pathlib import Path

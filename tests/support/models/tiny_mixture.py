@@ -1,7 +1,5 @@
 """A tiny mixture of experts with random weights, and what its experts are given in a plain forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A tiny random Qwen2 with a byte tokenizer, made in well under a second: a real model for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

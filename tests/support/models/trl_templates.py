@@ -1,7 +1,5 @@
 """The chat templates of real models, which an installed trl carries as files, over one tokenizer."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

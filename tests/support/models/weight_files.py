@@ -1,7 +1,5 @@
 """A policy's weights as a file, as a trainer publishes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from consumers.trainer.model.policy import Policy

@@ -1,7 +1,5 @@
 """Sessions without a model, for the endpoint's tests: answers come from a script, and everything asked is kept."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable

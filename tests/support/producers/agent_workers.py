@@ -1,7 +1,5 @@
 """Agents that misbehave in every way, and episodes of them in real worker processes."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable

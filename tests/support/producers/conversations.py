@@ -1,7 +1,5 @@
 """Played conversations: a policy that writes what a template shows, clients with habits, and what must hold."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

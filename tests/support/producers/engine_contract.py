@@ -1,7 +1,5 @@
 """An engine of each kind as the contract suite has it: started once, with models to load."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 As a program it takes vLLM's options, of which it uses only ``--port``, and samples a token every 10 ms.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

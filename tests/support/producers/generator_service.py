@@ -1,7 +1,5 @@
 """One generator service in this process, on a real server, while a scene is played to it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager

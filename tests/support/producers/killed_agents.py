@@ -5,8 +5,6 @@ engine is scripted; everything else is real: the broker, the generator processes
 Engine and agents write a line for each call: when it begins, when the engine has its answer, and when the agent has it.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Loops of our own in tests: a tokenizer with a chat template, an engine that says what a script says, and one play."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Episodes of clients of the real endpoint that show a vision model images, at any place of any turn."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

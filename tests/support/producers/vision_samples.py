@@ -3,8 +3,6 @@
 A process of its own, because what stands in for torchvision has to be there before transformers is imported.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import sys

@@ -1,7 +1,5 @@
 """What the answers of engines are held against, and what vLLM's processes are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine, Sequence
 from functools import lru_cache
 from pathlib import Path

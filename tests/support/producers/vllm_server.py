@@ -1,7 +1,5 @@
 """vLLM's own server on this machine, for one model."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A real headless Chromium, and pages that remember every console error and every request they made."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The ``tidemill`` command as a user calls it, in this process: another one takes longer to start than to run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """Files of other systems, converted as `tidemill convert` does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

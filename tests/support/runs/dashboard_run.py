@@ -1,7 +1,5 @@
 """A run for the dashboard to show: it trains on the scripted engine, and its reward makes a few dead letters."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from pathlib import Path

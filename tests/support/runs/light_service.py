@@ -3,8 +3,6 @@
 The product's own command; only the tokenizer is a byte tokenizer, since loading a real one imports PyTorch.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Services of a run in threads of this process, to be paused: a real server, trainer and generators."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Programs that tests drive and pip does not bring (`make system` installs them), and ports for them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Folders of runs as trainers leave them, made in a moment: figures, groups, evaluations, logs, configuration."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -3,8 +3,6 @@
 The clock of the notes is one for all processes of a machine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

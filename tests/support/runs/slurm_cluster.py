@@ -1,7 +1,5 @@
 """A real Slurm of one node in a temporary folder: controller, daemon, and no authentication."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Starts ``tidemill up`` as a user would, and looks at what it leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """An imitation of the Hugging Face hub's API: repositories are made, and files come in one commit; or are fetched."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The metadata server of a cloud, imitated: it announces the end of a machine when a test says so."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """How other programs reach an inference server that an engine has launched out of their reach."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

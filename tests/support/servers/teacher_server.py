@@ -3,8 +3,6 @@
 It answers OpenAI's completions for a prompt of token ids, with ``echo`` and ``logprobs``, and nothing else.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """Datasets for tests."""
 
-from __future__ import annotations
-
 from producers.datasets.base import Example
 
 

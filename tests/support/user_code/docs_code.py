@@ -1,7 +1,5 @@
 """The code and the settings in the pages of the documentation, as tests of them take them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

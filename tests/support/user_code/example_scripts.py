@@ -1,7 +1,5 @@
 """The scripts in examples/, imported from their files: no package holds them."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Trajectories for tests of rewards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from schemas.codec import Array

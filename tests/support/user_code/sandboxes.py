@@ -1,7 +1,5 @@
 """Sandboxes in tests: the one that this machine should have, and what is left of programs that ran in it."""
 
-from __future__ import annotations
-
 import secrets
 
 import psutil

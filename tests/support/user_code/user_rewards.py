@@ -1,7 +1,5 @@
 """Reward functions of a user that do whatever functions do, and scores by them."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

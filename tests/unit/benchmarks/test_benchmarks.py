@@ -1,7 +1,5 @@
 """The benchmarks in small: comparable work for every library, honest ratios, and the table of GPUs."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Commands to the server: packed as hiredis packs them, and reported if TLS was asked for and is not used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

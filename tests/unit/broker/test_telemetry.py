@@ -3,8 +3,6 @@
 The streams are written by hand here and need no script, so an imitation of the server is enough.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Placement: which GPUs each service has, where users name them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

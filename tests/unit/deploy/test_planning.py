@@ -1,7 +1,5 @@
 """The simulation of a run's flow keeps the ledger's rules, and the search finds what is plain without it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which services are found to be silent with GPUs that others wait for."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

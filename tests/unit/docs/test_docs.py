@@ -1,7 +1,5 @@
 """The documentation says what is so: what it names exists, its YAML is valid. The other files run its code."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """The code in the documentation runs, and does what the text around it says."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The workflows, tools, environments and agents in the documentation make episodes as the text around them says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

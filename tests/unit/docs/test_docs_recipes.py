@@ -1,7 +1,5 @@
 """The recipes of docs/recipes: each file is one that a run accepts, and the search agent searches and is rewarded."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

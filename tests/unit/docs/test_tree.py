@@ -1,7 +1,5 @@
 """The tree keeps its rules: no folder is too wide, and the contracts of `make lint` do find a circle."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

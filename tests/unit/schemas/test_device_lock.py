@@ -1,7 +1,5 @@
 """A device's lock: held alone or together, free when its process is gone."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Errors of user code and of broker URLs are one line, and show no password."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """Files, folders and lines appear whole or not at all; a run's folder refuses what the run cannot change."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

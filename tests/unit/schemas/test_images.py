@@ -1,7 +1,5 @@
 """Images as the model reads them: scaled once, and the same patches from the same bytes as transformers makes."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

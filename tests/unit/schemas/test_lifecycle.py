@@ -1,7 +1,5 @@
 """Waits that end when the process is asked to, and imports without the cycle collector."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """The wire format: every valid message survives, every invalid one is refused with its reason, segments included."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

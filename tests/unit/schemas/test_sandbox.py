@@ -1,7 +1,5 @@
 """The sandbox: what a program gets in it, what it is kept from, and that nothing of it is left."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

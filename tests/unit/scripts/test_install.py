@@ -1,7 +1,5 @@
 """The set-up's choices: which vLLM, and which of its requirements."""
 
-from __future__ import annotations
-
 import platform
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The count of what `tidemill convert` makes of examples finds what is lost, by means that are not the converter's."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the soak calls growth: memory beyond a few per cent, anything else beyond what it had before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

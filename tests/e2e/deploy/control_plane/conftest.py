@@ -1,7 +1,5 @@
 """The browser that shows pages to tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The dashboard in a real browser, against a running system: what users see and do there."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

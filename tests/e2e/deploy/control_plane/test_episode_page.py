@@ -1,7 +1,5 @@
 """An agent's episode in the reader of the dashboard, in a real browser: its messages, its rows and what they earned."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

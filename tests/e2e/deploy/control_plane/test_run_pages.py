@@ -1,7 +1,5 @@
 """The page over runs on disk in a real browser, without a broker: compare runs, read groups, evaluations and logs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

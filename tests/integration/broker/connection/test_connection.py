@@ -1,7 +1,5 @@
 """Connections to real servers: passing errors are retried, a failover and a cluster's moved slots are followed."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """A server that refuses writes while too few replicas follow it: each is made again, and nothing is lost or doubled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

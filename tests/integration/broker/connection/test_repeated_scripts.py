@@ -1,7 +1,5 @@
 """Every script gets the same call twice, as after a lost answer, in states that random histories reach."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Two runs of one name, or one that another version of Tidemill wrote: refused in one line, and harmless."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Each role has a user of its own that can do its work and nothing else, on its own run and on no other."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import subprocess

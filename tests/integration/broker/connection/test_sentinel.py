@@ -1,7 +1,5 @@
 """A broker behind Sentinel: services continue with the new primary after a failover; mistakes are reported at once."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """rediss:// with a private CA, to a server with TLS and to one behind a TLS front; mistakes are reported at once."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """Evaluations are opened whole or not at all and end whatever the broker loses; their samples wait to be written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

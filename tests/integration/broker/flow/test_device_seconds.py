@@ -1,7 +1,5 @@
 """The ledger of device seconds: each of one use, whatever dies in between, and as many as the broker's clock counts."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """A trainer that was stalled, replaced and woken: nothing that it still writes counts."""
 
-from __future__ import annotations
-
 import fcntl
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One group through every hop of a real server, every way a group can end, and the bound of what is live."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heartbeats never delay leases, and keep a service's name."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

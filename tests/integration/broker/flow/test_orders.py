@@ -1,7 +1,5 @@
 """Which service an order or a changed setting wakes; no combination of settings stops a run permanently."""
 
-from __future__ import annotations
-
 import json
 import threading
 from dataclasses import replace

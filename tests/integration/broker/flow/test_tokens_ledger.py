@@ -1,7 +1,5 @@
 """Each generated token ends as exactly one thing, whatever happens to its group and to the broker."""
 
-from __future__ import annotations
-
 from broker.client import Broker
 from schemas.messages import Score
 from tests.support.broker.prompt_groups import generate_and_score, make_batch_record, make_task, make_trajectory

@@ -1,7 +1,5 @@
 """A copy of the broker's data, taken during a run and restored later, beside an older or newer checkpoint."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A broker that forgot: what the next take-over restores, and which failed groups it requeues."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A broker that lost a part: its last writes, streams, leases, scripts or weights."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

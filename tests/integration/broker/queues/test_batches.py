@@ -1,7 +1,5 @@
 """Work in batches has the same effect as one by one: admission, publishing, scoring and fetching."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bodies of samples, finished or partial, are stored exactly as long as they are needed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dead letters: oversized work goes there with its reason, and they never take the memory that work needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

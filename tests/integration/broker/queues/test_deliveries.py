@@ -1,7 +1,5 @@
 """What counts as a delivery, which mended mishaps are counted, and what waits in the streams."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

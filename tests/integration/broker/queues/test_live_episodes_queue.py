@@ -1,7 +1,5 @@
 """The records of users' conversations: who holds each, and which reward counts."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Images in the broker: each is there once, from the admission of its task to the end of the last group that has it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Weights by one broadcast: whatever dies, hangs or is damaged, all others have every version in time."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import threading

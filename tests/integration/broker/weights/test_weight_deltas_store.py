@@ -1,7 +1,5 @@
 """Versions as deltas, from a trainer's file to a generator's: bit for bit, bounded, and whole again after any loss."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights from peers: complete and undamaged if peers die, lie or hang, with a bound on the trainer's traffic."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import sys

@@ -1,7 +1,5 @@
 """The roll of a version: who is on it, when it closes, and which communicator it uses."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """Commands that check: ``tidemill ready`` for containers, ``tidemill agent``, and ``tidemill doctor`` on an agent."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The commands that look at a run and help it by hand: on a real server, and the same over its control plane."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -1,7 +1,5 @@
 """``tidemill export``: what comes out is the checkpoint's model, and only whole checkpoints are exported."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``tidemill play``: an episode of a checkpoint as a GIF, and a policy exported from one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

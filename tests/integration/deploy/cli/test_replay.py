@@ -1,7 +1,5 @@
 """``tidemill replay``: the recorded steps of a real run come out equal to the bit, and anything else is noticed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``tidemill replay --rollouts``: recorded samples, with turns of tools and several versions, come out again."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``tidemill serve``: a checkpoint answers OpenAI's own client as its export does, sampled as the client asks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

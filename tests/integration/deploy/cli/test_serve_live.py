@@ -1,7 +1,5 @@
 """``tidemill serve --live``: each version that a run publishes is loaded under requests, and a bad one is not."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``tidemill acl --files``: what a server and the services of each role are given, so that each has its own user."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

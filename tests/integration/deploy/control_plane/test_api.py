@@ -1,7 +1,5 @@
 """The control plane's API on a real server: what it answers, refuses, streams and orders."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """On Kubernetes an order to scale sets the Deployment's replicas, over TLS, with what the pod has and no more."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Lists over REST are all read by one rule, and the OpenAPI document describes every answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

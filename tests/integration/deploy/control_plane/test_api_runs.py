@@ -1,7 +1,5 @@
 """Runs over HTTP as their folders show them, and orders, which are done once under one key."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The generator service with the workflow ``agent``: real endpoint, real agent processes, a scripted engine."""
 
-from __future__ import annotations
-
 import asyncio
 import textwrap
 from pathlib import Path

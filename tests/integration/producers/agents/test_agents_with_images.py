@@ -1,7 +1,5 @@
 """Agents that show the policy images: from the endpoint through generator and broker to a training step."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 from typing import Any

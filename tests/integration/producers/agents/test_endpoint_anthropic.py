@@ -1,7 +1,5 @@
 """Anthropic's own client library talks to the endpoint."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Bodies that would take a generator's memory or time: they are refused, and other agents are answered meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

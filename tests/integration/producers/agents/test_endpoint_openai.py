@@ -1,7 +1,5 @@
 """OpenAI's own client library talks to the endpoint."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Conversations of users with unmodified clients: each is one sample, rewarded later, whatever dies meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """Generators that are killed, or asked to end, during episodes of several calls, and what the next one resumes."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Images that are not what they were: bytes changed in the broker, and a generator whose vision tower is another."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The curriculum on a real server: what it skips, what is remembered, and what restarts and losses change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

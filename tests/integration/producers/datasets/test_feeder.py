@@ -1,7 +1,5 @@
 """The feeder on a real server: several datasets, bad examples among good ones, and reasoning-gym's own process."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 TIDEMILL_VERIFIERS names interpreters that have the real package, with ``:`` between them; they play the same then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

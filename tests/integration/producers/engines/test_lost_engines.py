@@ -1,7 +1,5 @@
 """A generator whose engine hangs, or whose inference server is lost, ends and hands its samples to another."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tokens that model.output_tokens rules out: no engine samples one, and engine and trainer agree on the others."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

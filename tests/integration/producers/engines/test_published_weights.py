@@ -1,7 +1,5 @@
 """Weights of a trainer's real steps, as adapters or deltas, are loaded by a real engine and pass each probe."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Images in prompts: what real vLLM samples, the trainer's policy gives the same log-probabilities."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """vLLM's parsers behind ours: three families, what they make of an answer, and what they must not do to a service."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

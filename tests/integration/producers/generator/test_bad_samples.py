@@ -1,7 +1,5 @@
 """One generator service with a workflow of a user that raises, or yields what can't be published, for some samples."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The generator service on a real server, with the scripted engine: weights, evaluations, kills, and a fair share."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

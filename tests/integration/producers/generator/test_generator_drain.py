@@ -1,7 +1,5 @@
 """Samples in flight: what new weights, pauses and a requested end do to them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

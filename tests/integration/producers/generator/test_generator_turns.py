@@ -1,7 +1,5 @@
 """One generator service on a GPU that a trainer takes and gives: no sample is lost, none is sampled unchecked."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

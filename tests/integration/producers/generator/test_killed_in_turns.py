@@ -3,8 +3,6 @@
 While it is stopped it has its memory, and the trainer waits, unless it had given its GPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Episodes of several turns, sampled by a real tiny model: what is trained is what was sampled, in one row."""
 
-from __future__ import annotations
-
 import json
 import string
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Users ask the current policy over HTTP, and a generator answers beside its work."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from pathlib import Path

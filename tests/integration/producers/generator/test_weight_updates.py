@@ -1,7 +1,5 @@
 """Weights that can't be fetched: the generator keeps what it has, says so, and tries again."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

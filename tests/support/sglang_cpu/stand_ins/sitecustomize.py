@@ -3,8 +3,6 @@
 SGLang imports it and uses its transforms at most. Declaring the two operators that the import asks for is enough.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """pass@k against its definition: the share of all choices of k samples that hold a correct one."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

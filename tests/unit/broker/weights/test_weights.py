@@ -1,7 +1,5 @@
 """Deltas of weights, the way to a version, and what a process serves to which reader."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

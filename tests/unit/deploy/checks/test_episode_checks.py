@@ -1,7 +1,5 @@
 """What ``tidemill doctor`` says of episodes: whether their turns are joined, and whether their times fit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What cannot work is reported before anything starts: one line, exit code 2, and nothing is loaded or left behind."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line: quick to answer, and one line for a wrong configuration or a built-in name out of place."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

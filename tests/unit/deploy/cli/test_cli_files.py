@@ -1,7 +1,5 @@
 """Commands on files that runs left, and --json: all of stdout, and an error is an object as well."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

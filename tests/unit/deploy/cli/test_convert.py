@@ -1,7 +1,5 @@
 """Configurations of TRL and verl become ones of Tidemill, and nothing of them is left out in silence."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

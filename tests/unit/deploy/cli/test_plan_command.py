@@ -1,7 +1,5 @@
 """``tidemill plan``: what it reads of a run, its options, and the settings that it names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Alerts of a run, what they leave in its folder, and the metrics that Grafana and Prometheus ask for."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """What limits a run, what state it is in, and how far a pause is: pure functions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Who may ask the control plane: the layer around the app, driven without a server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """What a page shows: any payload in bounded time, the minutes before it opened, and events until it closes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import MutableMapping, Sequence

@@ -1,7 +1,5 @@
 """Orders that are repeated with their key: how many answers are kept."""
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pools in the status: which generators are whose, what they give to training, and which orders scale them."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs read from their folders: running, ended, damaged, and without secrets."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Whatever settings a file of another system holds, it becomes a configuration and notes, or is refused in one line."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """AReaL's files become configurations: backends, references, losses, normalization, and overrides of a script."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The other's were computed by `python -m tools.foreign_losses` and are in foreign_losses.json, with where they come from.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """prime-rl's TOML becomes a configuration whose environments of verifiers are played as they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

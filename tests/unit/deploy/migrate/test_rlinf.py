@@ -1,7 +1,5 @@
 """RLinf's Hydra files become configurations, with the files that they include and the references among settings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

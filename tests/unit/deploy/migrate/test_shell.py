@@ -1,7 +1,5 @@
 """Command lines of a shell script come out as bash would pass them, and what only a run tells is marked."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """Scripts and command lines for TRL's trainers: what they read, whatever the idiom, is carried over or named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What decides the training in scripts of verl is carried over: tools, images, rewards, corrections and evaluation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two models on the same prompts: counts, the lead in Elo, and its interval."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

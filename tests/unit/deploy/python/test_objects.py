@@ -1,7 +1,5 @@
 """Python objects in a configuration: functions and data become names and files in the run's folder."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

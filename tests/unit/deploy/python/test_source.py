@@ -1,7 +1,5 @@
 """Functions of a notebook become files that other processes import, or a line says why not."""
 
-from __future__ import annotations
-
 import functools
 import linecache
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A pool's generator becomes a process of its interpreter, with its variables, once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A service's process: it keeps the memory that it frees, exits when its run is finished, and with its own code."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Notices of the clouds that a spot machine is taken back."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The views of a run in the terminal are pure functions of what REST answers."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from typing import Any

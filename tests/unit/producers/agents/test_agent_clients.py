@@ -1,7 +1,5 @@
 """The client that agents are given, against a server that answers as the policy's endpoint does."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Agents that are programs: what they find, what their end means, and that nothing of them is left."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.server

@@ -1,7 +1,5 @@
 """An agent's episode: what it is given and may say, what its end means, and which unfinished calls are kept."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Sequence

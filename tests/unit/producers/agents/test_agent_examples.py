@@ -1,7 +1,5 @@
 """The example agents: what their policy is shown, what they ask, their tools, and the warm start of frameworks."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

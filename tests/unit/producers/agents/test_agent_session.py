@@ -1,7 +1,5 @@
 """The session of one episode: what is sampled, recorded and kept of an agent's calls, whatever becomes of them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Worker processes of agents: what an agent does ends in time, with its own reason, and costs no neighbour anything."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What clients of each protocol ask for, as the session gets it, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Places in the engine: as many as there are, in order, and none lost by who gives up waiting."""
 
-from __future__ import annotations
-
 import asyncio
 
 from producers.agents.capacity import EngineCapacity

@@ -1,7 +1,5 @@
 """Requests of a user's client, stored with its calls and repeated in the next generator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

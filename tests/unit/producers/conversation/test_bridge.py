@@ -1,7 +1,5 @@
 """What a template writes after an answer is found, and special tokens in the text of tools and users stay text."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The calls of an episode become rows: a call that continues an answer is joined to it, each token trained once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

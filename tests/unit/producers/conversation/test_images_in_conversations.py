@@ -1,7 +1,5 @@
 """Images in an agent's messages become images of its episode: each token that stands for one has its place in a row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

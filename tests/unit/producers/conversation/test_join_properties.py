@@ -1,7 +1,5 @@
 """A joined conversation is the template's own text, and each sampled token is trained once, as it was sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

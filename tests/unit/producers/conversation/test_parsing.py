@@ -1,7 +1,5 @@
 """Our own parsers: reasoning and tool calls of an answer, and what is not one."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Turns are joined on the chat templates of real models, which an installed trl carries as files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

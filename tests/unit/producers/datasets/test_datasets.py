@@ -1,7 +1,5 @@
 """Datasets: the same index is always the same example; every mistake is one clear line before the run."""
 
-from __future__ import annotations
-
 import codecs
 import json
 from pathlib import Path

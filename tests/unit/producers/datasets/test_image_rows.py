@@ -1,7 +1,5 @@
 """Rows with images: what a column may hold, where images stand in the conversation, and the examples with images."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """A position decides its example: the order, the shares of a mixture, and what a curriculum skips."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

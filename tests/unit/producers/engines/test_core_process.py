@@ -1,7 +1,5 @@
 """The engine core comes from a waiting process: what was imported before is there, threads and files are not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

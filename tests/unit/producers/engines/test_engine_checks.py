@@ -1,7 +1,5 @@
 """What engines refuse before they start or before they touch their weights."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

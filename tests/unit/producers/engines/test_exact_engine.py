@@ -1,7 +1,5 @@
 """Exact mode of the transformers engine: a sample does not depend on what is in flight with it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

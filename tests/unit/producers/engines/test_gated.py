@@ -1,7 +1,5 @@
 """When a request gets through vLLM's gate."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from types import SimpleNamespace

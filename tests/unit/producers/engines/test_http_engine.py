@@ -1,7 +1,5 @@
 """The http engine with a server that fails: what it samples then is never used."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

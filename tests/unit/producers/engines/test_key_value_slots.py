@@ -1,7 +1,5 @@
 """Slots of keys and values against rows that are kept one by one, through joins, tokens and leaves."""
 
-from __future__ import annotations
-
 import random
 
 import torch

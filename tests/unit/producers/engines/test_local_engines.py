@@ -1,7 +1,5 @@
 """The scripted and the transformers engine by themselves; tests/e2e/producers/test_engine_contract.py covers both."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Files of weights: an adapter is checked before it loads, and tensors are read as safetensors reads them."""
 
-from __future__ import annotations
-
 import gc
 import json
 import tracemalloc

@@ -1,7 +1,5 @@
 """The environment ``actions``: tokens become actions of gymnasium, and all samples of a task begin alike."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The workflow ``environment``: episodes in anything with reset and step, played by the generator itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

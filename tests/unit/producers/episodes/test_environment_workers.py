@@ -1,7 +1,5 @@
 """Environments in processes of their own: another interpreter, packages, and what goes wrong there."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

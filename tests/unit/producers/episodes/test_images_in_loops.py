@@ -1,7 +1,5 @@
 """Images that tools and environments of a loop show the policy, in any form that such code has them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

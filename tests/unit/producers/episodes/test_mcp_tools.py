@@ -1,7 +1,5 @@
 """Tools of MCP servers: real ones, over stdio and over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The tool ``python``: an interpreter for each episode, in the sandbox, that keeps its variables."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

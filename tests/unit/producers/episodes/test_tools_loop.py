@@ -1,7 +1,5 @@
 """The workflow ``tools``: conversations with Python functions, played by the generator itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

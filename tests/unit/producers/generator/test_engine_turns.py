@@ -1,7 +1,5 @@
 """A generator's turns on a GPU of the trainer: who has it when, and in which order it is given and taken back."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

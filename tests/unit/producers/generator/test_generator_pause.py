@@ -1,7 +1,5 @@
 """What holds a generator back: its capacity, pauses with several reasons, and an engine that hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An event loop that is blocked is noticed from other threads, and its leases are not renewed."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Growing samples on their way to the broker."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Which version a generator loads next, and which of its weights are trusted."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

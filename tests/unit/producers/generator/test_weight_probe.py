@@ -1,7 +1,5 @@
 """The judgement of probes: correct engines pass in 16-bit types, a layer that is slightly wrong does not."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The folder that runs agents needs nothing but Python: any from 3.9, in an environment that Tidemill does not know."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Trajectories that are built turn by turn: positions, masks, spans, and parts that other generators resume."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Workflows: single-turn sampling, what a start leaves behind, and user code that can't be called."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import subprocess

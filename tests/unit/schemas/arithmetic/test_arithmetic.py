@@ -1,7 +1,5 @@
 """Products and attention of exact mode: right, and the same to the bit whatever is computed beside a token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The chaos suite's judge of agents: a trained token that was not sampled is seen, whatever is around it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

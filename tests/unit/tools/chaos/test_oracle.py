@@ -1,7 +1,5 @@
 """The chaos suite's judge: every promise can be seen to break, in logs made by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The chaos suite's network: what services see of each of its faults."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
