@@ -77,9 +77,7 @@ def system(tmp_path: Path, make_broker: Callable[..., Broker], monkeypatch: pyte
     assert not system.errors
 
 
-def test_nothing_is_sampled_in_a_freeze_and_a_generator_that_leaves_in_it_hands_everything_back(
-    system: System,
-) -> None:
+def test_nothing_is_sampled_in_a_freeze_and_a_generator_that_leaves_in_it_hands_everything_back(system: System) -> None:
     system.start_trainer()
     system.start_rest()
     system.start_generator("generator-0")

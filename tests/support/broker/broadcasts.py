@@ -203,12 +203,7 @@ def run_trainer(url: str, run: str, folder: str) -> None:
         (out / "part").write_bytes(np.random.default_rng(version).bytes(BYTES))
         started, sent = time.monotonic(), origin.node.sent_bytes
         broker.weight_publication(origin, keep=2).publish(
-            out / "part",
-            version=version,
-            step=version,
-            leader_term=term,
-            tensors=[],
-            probe=None,
+            out / "part", version=version, step=version, leader_term=term, tensors=[], probe=None
         )
         say(
             version=version,

@@ -21,10 +21,7 @@ from tests.support.configurations import minimal_config
 def configuration_in(folder: Path, window: int = 1) -> TidemillConfig:
     """Of a run in this folder."""
     return minimal_config(
-        run={"folder": str(folder)},
-        model={"path": "m"},
-        trainer={"steps": 9},
-        flow={"window": window},
+        run={"folder": str(folder)}, model={"path": "m"}, trainer={"steps": 9}, flow={"window": window}
     )
 
 

@@ -63,13 +63,7 @@ def publish_weights(
     file.write_bytes(content)
     transport = transport or make_transport(broker.connection, kind, folder)
     broker.weight_publication(transport, keep=keep).publish(
-        file,
-        version=version,
-        step=version,
-        leader_term=leader_term,
-        tensors=[],
-        probe=None,
-        adapter=adapter,
+        file, version=version, step=version, leader_term=leader_term, tensors=[], probe=None, adapter=adapter
     )
 
 

@@ -45,12 +45,7 @@ class ChangingWeights:
         file = self._folder / f"part-{version}-t{term_number(self._leader_term)}"
         file.write_bytes(save(self.tensors(), {"format": "pt"}))
         self._publication.publish(
-            file,
-            version=version,
-            step=version,
-            leader_term=self._leader_term,
-            tensors=SPECS,
-            probe=None,
+            file, version=version, step=version, leader_term=self._leader_term, tensors=SPECS, probe=None
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:

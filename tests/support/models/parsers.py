@@ -22,7 +22,4 @@ def make_tool_tokenizer(folder: Path) -> HfTokenizer:
 def tool(name: str, **parameters: str) -> dict[str, Any]:
     """A tool in the form of chat completions; parameters: the JSON type of each."""
     properties = {parameter: {"type": kind} for parameter, kind in parameters.items()}
-    return {
-        "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
-    }
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}

@@ -97,11 +97,7 @@ def test_settings_that_leave_no_room_for_a_batch_are_refused_with_the_configurat
     with pytest.raises(RefusedError, match=TOO_FEW) as refused:
         broker.ledger.change_settings({"staleness": 0})
     with pytest.raises(ConfigError, match=TOO_FEW) as refused_file:
-        minimal_config(
-            model={"path": "m"},
-            flow={"staleness": 0, "window": 4},
-            trainer={"batch_groups": 4},
-        )
+        minimal_config(model={"path": "m"}, flow={"staleness": 0, "window": 4}, trainer={"batch_groups": 4})
     assert str(refused.value) == str(refused_file.value)
     assert in_force(broker) == (4, 4, 17)
     assert broker.ledger.read_state().settings == {}
@@ -209,10 +205,7 @@ def test_settings_that_services_read_outlive_a_broker_that_lost_all(broker: Brok
     assert (state.settings, state.control.settings, state.steps) == (given, given, 70)
     broker.ledger.change_settings({"steps": None, "lr": None})
     state = broker.ledger.read_state()
-    assert (state.control.settings, state.steps) == (
-        {"temperature": 0.85, "eval_every": 5, "checkpoint_every": 3},
-        100,
-    )
+    assert (state.control.settings, state.steps) == ({"temperature": 0.85, "eval_every": 5, "checkpoint_every": 3}, 100)
 
 
 def test_a_run_is_given_more_steps_than_it_has_taken(broker: Broker) -> None:

@@ -191,12 +191,7 @@ class FaultyRun:
         (self._folder / "out" / "part").write_bytes(data)
         self.broker.weights.serve(self.origin)
         self.broker.weight_publication(self.origin, keep=2).publish(
-            self._folder / "out" / "part",
-            version=version,
-            step=version,
-            leader_term=self._term,
-            tensors=[],
-            probe=None,
+            self._folder / "out" / "part", version=version, step=version, leader_term=self._term, tensors=[], probe=None
         )
         return data
 

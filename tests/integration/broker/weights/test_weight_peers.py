@@ -44,12 +44,7 @@ class Run:
         file = folder / "out" / "part"
         file.write_bytes(self.data)
         self.broker.weight_publication(self.origin, keep=2).publish(
-            file,
-            version=1,
-            step=1,
-            leader_term=self.term,
-            tensors=[],
-            probe=None,
+            file, version=1, step=1, leader_term=self.term, tensors=[], probe=None
         )
 
     @property

@@ -39,10 +39,7 @@ async def test_a_message_has_thinking_text_and_tool_use_and_can_be_sent_back() -
     first, second = session.requests
     assert first.messages == [{"role": "system", "content": "be"}, {"role": "user", "content": "1+2?"}]
     assert (first.max_tokens, list(first.ignored)) == (9, ["temperature"])
-    assert (second.messages or [])[1:] == [
-        ANSWER.message(),
-        {"role": "tool", "tool_call_id": "call_1", "content": "3"},
-    ]
+    assert (second.messages or [])[1:] == [ANSWER.message(), {"role": "tool", "tool_call_id": "call_1", "content": "3"}]
 
 
 async def test_a_streamed_message_is_the_same() -> None:

@@ -66,12 +66,7 @@ async def test_a_streamed_chat_answer_is_the_same_with_counts_at_the_end() -> No
 async def test_several_choices_log_probabilities_and_token_ids() -> None:
     async with asking(ScriptedSession(says(ParsedAnswer("one"), ParsedAnswer("two")))) as (client, _):
         got = await client.chat.completions.create(
-            model="policy",
-            messages=QUESTION,
-            n=2,
-            logprobs=True,
-            top_logprobs=5,
-            extra_body={"return_token_ids": True},
+            model="policy", messages=QUESTION, n=2, logprobs=True, top_logprobs=5, extra_body={"return_token_ids": True}
         )
     assert [choice.message.content for choice in got.choices] == ["one", "two"]
     assert [choice.id for choice in got.choices] == ["chatcmpl-0000", "chatcmpl-0001"]

@@ -331,10 +331,7 @@ def test_built_in_algorithms_without_arguments_need_no_pytorch(folder: Path) -> 
             "print('hello')\nraise ValueError('no such split')\n",
             "dataset 'mine.py:Data' cannot be imported: ValueError",
         ),
-        (
-            "import sys\nprint('hello')\nsys.exit(0)\n",
-            "dataset 'mine.py:Data' cannot be imported: SystemExit: 0",
-        ),
+        ("import sys\nprint('hello')\nsys.exit(0)\n", "dataset 'mine.py:Data' cannot be imported: SystemExit: 0"),
         ("import os\nprint('hello', flush=True)\nos._exit(0)\n", "dataset: the check ended: hello"),
         ("import os\nos._exit(7)\n", "dataset: the check ended: exit code 7"),
     ],
@@ -425,16 +422,8 @@ def test_a_model_is_measured_without_its_weights(tmp_path: Path) -> None:
     [
         (["1+1="], "ok", "up to 4 tokens in the first 1; model.max_length is 16"),
         (["1+1=", "1+1+1+1+1+1="], "warn", "up to 12 tokens in the first 2; model.max_length is 16; 1 leave less than"),
-        (
-            ["1+1=", "1+" * 8],
-            "warn",
-            "1 of the first 2 prompts cannot be used with model.max_length 16: example 1",
-        ),
-        (
-            ["", "1+" * 8],
-            "fail",
-            "2 of the first 2 prompts cannot be used with model.max_length 16: task 0 has an",
-        ),
+        (["1+1=", "1+" * 8], "warn", "1 of the first 2 prompts cannot be used with model.max_length 16: example 1"),
+        (["", "1+" * 8], "fail", "2 of the first 2 prompts cannot be used with model.max_length 16: task 0 has an"),
     ],
 )
 def test_doctor_counts_the_tokens_of_prompts(folder: Path, prompts: list[str], level: str, text: str) -> None:

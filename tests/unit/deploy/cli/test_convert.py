@@ -142,11 +142,7 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
     trainer = config["trainer"]
     assert config["run"]["name"] == "qwen3-8b"
     assert (config["model"]["max_length"], config["sampling"]["max_tokens"], config["sampling"]["n"]) == (1536, 1024, 5)
-    assert config["train"]["args"] == {
-        "path": "~/data/gsm8k",
-        "split": "train",
-        "answer": "reward_model.ground_truth",
-    }
+    assert config["train"]["args"] == {"path": "~/data/gsm8k", "split": "train", "answer": "reward_model.ground_truth"}
     assert (config["eval"]["every"], config["eval"]["dataset"]["args"]["split"]) == (5, "test")
     assert trainer["optimizer"] == {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999]}
     assert trainer["kl"] == {"coef": 0.001, "estimator": "k3", "place": "loss", "bias_correction": False}

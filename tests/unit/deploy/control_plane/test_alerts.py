@@ -62,11 +62,7 @@ def status(**changes: Any) -> RunStatus:
 
 
 def config(folder: Path, **notify: Any) -> TidemillConfig:
-    return minimal_config(
-        run={"name": "watched", "folder": str(folder)},
-        model={"path": "nowhere"},
-        notify=notify,
-    )
+    return minimal_config(run={"name": "watched", "folder": str(folder)}, model={"path": "nowhere"}, notify=notify)
 
 
 def test_a_run_without_a_step_is_stuck_once_and_then_goes_on() -> None:

@@ -10,14 +10,7 @@ import pytest
 
 from deploy.client.client import connect
 from deploy.client.transport import NoControlPlane
-from deploy.control_plane.address import (
-    address_of,
-    announce,
-    listen,
-    make_token,
-    own_token,
-    read_token,
-)
+from deploy.control_plane.address import address_of, announce, listen, make_token, own_token, read_token
 from deploy.control_plane.app import LOOPBACK_NAMES, is_public
 from deploy.control_plane.server import server_settings
 from deploy.control_plane.web import security

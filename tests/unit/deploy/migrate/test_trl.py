@@ -94,12 +94,7 @@ def test_tools_and_environments(tmp_path: Path) -> None:
 def test_arguments_of_the_trainer_are_named(tmp_path: Path) -> None:
     given = "model='m', callbacks=[Watch()], processing_class=tokenizer, optimizers=(a, b), eval_dataset=held"
     _, notes = convert(tmp_path, script("", given))
-    for text in (
-        "callbacks=[Watch()]",
-        "processing_class=tokenizer",
-        "optimizers=(a, b)",
-        "eval_dataset=held",
-    ):
+    for text in ("callbacks=[Watch()]", "processing_class=tokenizer", "optimizers=(a, b)", "eval_dataset=held"):
         assert any(text in note for note in notes), (text, notes)
 
 

@@ -69,11 +69,7 @@ def test_images(tmp_path: Path) -> None:
     assert (config["model"]["kind"], config["model"]["freeze_vision"]) == ("vision", True)
     assert config["train"]["args"]["image"] == config["eval"]["dataset"]["args"]["image"] == "pictures"
     assert ("lora" in config["trainer"], "parallel" in config["trainer"]) == (False, False)
-    for text in (
-        "lora_rank=8: not carried over",
-        "size=2: not carried over",
-        "not sglang, because of images",
-    ):
+    for text in ("lora_rank=8: not carried over", "size=2: not carried over", "not sglang, because of images"):
         assert any(text in note for note in notes), notes
 
 

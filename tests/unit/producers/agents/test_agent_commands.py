@@ -118,10 +118,7 @@ def test_a_deep_folder_that_a_program_leaves_behind_is_removed(tmp_path: Path, m
 
 def test_a_program_that_does_not_exist_is_said(tmp_path: Path):
     result = play(tmp_path, ["./nothing", "--fast"])
-    assert (result.kind, result.error) == (
-        "raised",
-        "exit code 127: cannot start ./nothing: No such file or directory",
-    )
+    assert (result.kind, result.error) == ("raised", "exit code 127: cannot start ./nothing: No such file or directory")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows what a process started")

@@ -150,11 +150,7 @@ def test_what_an_agent_prints_is_log_and_no_message(base: Path, capfd: pytest.Ca
         ("broken.py:run", {}, "broken.py:run cannot be imported: ZeroDivisionError: division by zero"),
         ("nowhere.agents:run", {}, "nowhere.agents:run cannot be imported: ModuleNotFoundError"),
         ("agent.py:Built", {}, "agent.py:Built cannot be built with args {}: missing a required argument: 'factor'"),
-        (
-            "wrong.py:other",
-            {},
-            "wrong.py:other: parameter prompt is not one of task, client, base_url, api_key",
-        ),
+        ("wrong.py:other", {}, "wrong.py:other: parameter prompt is not one of task, client, base_url, api_key"),
         ("wrong.py:stream", {}, "wrong.py:stream: run must return its result, it yields"),
         ("wrong.py:fine", {"depth": 1}, "wrong.py:fine takes no args 'depth'"),
         ("wrong.py:Fails", {}, "wrong.py:Fails cannot be built: OSError: no tools"),

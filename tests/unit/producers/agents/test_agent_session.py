@@ -50,11 +50,7 @@ class Scene:
             self.engine, parser, EngineCapacity(8), 4096, 50, tokenizer.encode, tokenizer.longest_token
         )
         self.session = Session(
-            policy,
-            Conversation(ChatTemplate(tokenizer), images=images),
-            Sampling(max_tokens=100),
-            saved,
-            self._save,
+            policy, Conversation(ChatTemplate(tokenizer), images=images), Sampling(max_tokens=100), saved, self._save
         )
 
     def _save(self, partial: Partial) -> Awaitable[None]:

@@ -213,10 +213,7 @@ def test_images_of_users_and_tools_have_one_form_whatever_the_protocol() -> None
         {"role": "user", "content": [text, image | {"image_url": {"url": url, "detail": "low"}}]},
         {"role": "tool", "tool_call_id": "c1", "content": [image]},
     ]
-    expected = [
-        {"role": "user", "content": [text, image]},
-        {"role": "tool", "tool_call_id": "c1", "content": [image]},
-    ]
+    expected = [{"role": "user", "content": [text, image]}, {"role": "tool", "tool_call_id": "c1", "content": [image]}]
     assert asked("chat", messages=sent).messages == expected
     block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     result = {"type": "tool_result", "tool_use_id": "c1", "content": [block]}

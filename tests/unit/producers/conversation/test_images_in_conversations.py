@@ -170,18 +170,12 @@ def test_texts_between_images_may_be_cut_otherwise_and_special_tokens_in_them_st
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
-        (
-            "https://example.org/cat.png",
-            r"messages\[1\]: the image https://example.org/cat.png is not fetched from",
-        ),
+        ("https://example.org/cat.png", r"messages\[1\]: the image https://example.org/cat.png is not fetched from"),
         ("/etc/passwd", r"messages\[1\]: the image /etc/passwd is not fetched from anywhere: send it as a data: URL"),
         ("data:image/png,abc", r"messages\[1\]: the data: URL of an image can't be read: it is not in base64"),
         ("data:image/png;base64,a$b", r"messages\[1\]: the data: URL of an image can't be read: "),
         (data_url(b"<svg onload='alert(1)'/>", "image/svg+xml"), r"messages\[1\]: an image can't be decoded \(PNG"),
-        (
-            data_url(b"x" * 100_500),
-            r"messages\[1\]: an image has more than the 100000 bytes that generator.agents.",
-        ),
+        (data_url(b"x" * 100_500), r"messages\[1\]: an image has more than the 100000 bytes that generator.agents."),
         (data_url(picture("red", 1, 300)), r"messages\[1\]: an image: an image of 1 x 300 pixels is too oblong"),
         (data_url(picture(None, 9000, 8000)), r"messages\[1\]: an image: 9000 x 8000 pixels are over 67108864"),
     ],

@@ -111,11 +111,7 @@ def test_vllm_gets_the_next_rank_that_it_knows() -> None:
 
 
 def settings(trainer: dict[str, Any]) -> Any:
-    return minimal_config(
-        model={"path": "m"},
-        train={"name": "gsm8k"},
-        trainer=trainer,
-    ).trainer
+    return minimal_config(model={"path": "m"}, train={"name": "gsm8k"}, trainer=trainer).trainer
 
 
 @pytest.mark.parametrize(

@@ -58,11 +58,7 @@ def sampled(before: Sequence[int], tokens: Sequence[int]) -> tuple[int, list[str
     return calls.context(before), [calls.pack(tokens, [-token / 100 for token in tokens])]
 
 
-GOOD = (
-    sampled(PROMPT, FIRST),
-    sampled([*PROMPT, *FIRST, *MORE], SECOND),
-    sampled([PROMPT[0], *NEW_ROW], SECOND),
-)
+GOOD = (sampled(PROMPT, FIRST), sampled([*PROMPT, *FIRST, *MORE], SECOND), sampled([PROMPT[0], *NEW_ROW], SECOND))
 
 
 def judge(folder: Path, trained: Trajectory, lines: Sequence[tuple[int, list[str]]] = GOOD) -> list[str]:
