@@ -38,10 +38,7 @@ def _model(function: Callable[..., Any], named: Mapping[str, inspect.Parameter])
         f"arg_{name}": (hints.get(name, Any), ... if parameter.default is parameter.empty else parameter.default)
         for name, parameter in named.items()
     }
-    settings = ConfigDict(
-        arbitrary_types_allowed=True,
-        alias_generator=lambda field: field.removeprefix("arg_"),
-    )
+    settings = ConfigDict(arbitrary_types_allowed=True, alias_generator=lambda field: field.removeprefix("arg_"))
     return create_model("Arguments", __config__=settings, **fields)
 
 

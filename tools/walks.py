@@ -172,11 +172,7 @@ def record_system(folder: Path, server: EmbeddedServer) -> dict[str, Entered]:
         folder,
         "walks",
         PLAIN | {"steps": STEPS, "checkpoint": {"every": 2}, "publish": {"transport": "redis"}},
-        eval={
-            "every": 2,
-            "sampling": {"n": 1, "max_tokens": 16},
-            "dataset": {"name": "arithmetic", "limit": 4},
-        },
+        eval={"every": 2, "sampling": {"n": 1, "max_tokens": 16}, "dataset": {"name": "arithmetic", "limit": 4}},
     )
     recorder = _run(config, server, lambda system: system.broker.ledger.read_state().state == "finished")
     return {name: recorder.entered(name) for name in ("trainer", "generator", "feeder", "reward")} | {

@@ -31,11 +31,7 @@ def make_model(folder: Path, name: str, seed: int = 0) -> Path:
     shape = dict(SHAPES[name])
     layers, heads, kv = (shape.pop(part) for part in ("layers", "heads", "kv"))
     tokenizer = byte_tokenizer(
-        SPECIALS,
-        pad_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-        model_max_length=32768,
-        chat_template=CHAT_TEMPLATE,
+        SPECIALS, pad_token="<|endoftext|>", eos_token="<|im_end|>", model_max_length=32768, chat_template=CHAT_TEMPLATE
     )
     config = Qwen2Config(  # type: ignore[call-arg]  # rope_theta is among its further settings
         num_hidden_layers=layers,

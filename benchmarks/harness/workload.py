@@ -129,10 +129,6 @@ def begin(training: TrainerSession, flow: PipelineShape) -> None:
     """Take a new run over, as a trainer without a checkpoint does."""
     training.take_over(
         TakeoverRequest(
-            batch=flow.batch,
-            staleness=flow.staleness,
-            window=1,
-            steps=ENDLESS,
-            max_uncommitted=flow.commit_every,
+            batch=flow.batch, staleness=flow.staleness, window=1, steps=ENDLESS, max_uncommitted=flow.commit_every
         )
     )

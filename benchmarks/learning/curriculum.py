@@ -133,10 +133,7 @@ def main() -> None:
                     {
                         "run": {"name": f"{name}-{seed}", "folder": f"{folder}/run", "seed": seed},
                         "model": {"path": "unused"},
-                        "train": {
-                            "name": "prompts.py:Prompts",
-                            "curriculum": CurriculumConfig(name=name).model_dump(),
-                        },
+                        "train": {"name": "prompts.py:Prompts", "curriculum": CurriculumConfig(name=name).model_dump()},
                         "sampling": {"n": GROUP},
                         "reward": {"terms": [{"name": "exact"}]},
                         "broker": {"url": url},

@@ -13,13 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 Run = dict[str, Any]
-COLOURS = {
-    "ppo": "#3b6fb6",
-    "decoupled_ppo": "#2a9d8f",
-    "dppo": "#d1495b",
-    "cispo": "#e09f3e",
-    "gspo": "#7b5ea7",
-}
+COLOURS = {"ppo": "#3b6fb6", "decoupled_ppo": "#2a9d8f", "dppo": "#d1495b", "cispo": "#e09f3e", "gspo": "#7b5ea7"}
 QUIET = "#8a8f98"
 
 

@@ -198,14 +198,7 @@ class Bench:
         shutil.copyfile(self._model / "model.safetensors", file)
         self._broker.weight_publication(
             make_transport(self._broker.connection, "file", self._folder / "weights"), keep=2
-        ).publish(
-            file,
-            version=0,
-            step=0,
-            leader_term=leader_term,
-            tensors=[],
-            probe=None,
-        )
+        ).publish(file, version=0, step=0, leader_term=leader_term, tensors=[], probe=None)
 
     async def _ours(self, service: asyncio.Task[None], first: int, groups: int) -> Figures:
         ledger = self._broker.ledger

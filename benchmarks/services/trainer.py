@@ -98,12 +98,7 @@ def contenders(compiled: bool) -> list[str]:
 
 
 def measure(
-    names: Sequence[str],
-    samples: int,
-    rounds: int,
-    micro_batch_tokens: int,
-    threads: int,
-    advance: Advance,
+    names: Sequence[str], samples: int, rounds: int, micro_batch_tokens: int, threads: int, advance: Advance
 ) -> ResultRow:
     """Measure one row; ratios are None for a contender that is not among ``names``."""
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as folder, ExitStack() as stack:
@@ -161,14 +156,7 @@ def make_model(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<0>", eos_token="<2>")
     write_tiny_model(
-        folder,
-        fast,
-        0,
-        hidden=HIDDEN,
-        intermediate=4 * HIDDEN,
-        layers=LAYERS,
-        heads=HEADS,
-        max_length=LONGEST,
+        folder, fast, 0, hidden=HIDDEN, intermediate=4 * HIDDEN, layers=LAYERS, heads=HEADS, max_length=LONGEST
     )
     return folder
 

@@ -169,8 +169,7 @@ class TrajectoryStore:
     def _entry(self, task_id: int, sample: int) -> bytes | None:
         """Return the place of a sample's trajectory in the pipeline; None if it has none."""
         entry: Any = self._connection.run(
-            "looking for a sample",
-            lambda client: client.hget(self._connection.keys.samples, f"{task_id}:{sample}"),
+            "looking for a sample", lambda client: client.hget(self._connection.keys.samples, f"{task_id}:{sample}")
         )
         return entry if entry and entry != b"-" else None
 

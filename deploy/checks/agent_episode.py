@@ -25,14 +25,7 @@ from producers.images.placeholders import ImagePlaceholders
 from producers.images.settings import image_settings
 from producers.tasks import TaskLimits, make_task, prepare_images
 from producers.tokenizer import HfTokenizer
-from producers.workflows.base import (
-    FailedSample,
-    RolloutContext,
-    SaveDone,
-    WorkflowServices,
-    find_workflow,
-    running,
-)
+from producers.workflows.base import FailedSample, RolloutContext, SaveDone, WorkflowServices, find_workflow, running
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError

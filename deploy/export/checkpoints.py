@@ -84,12 +84,7 @@ def _export(
 
 
 def replay_steps(
-    config: TidemillConfig,
-    run: str,
-    first: int,
-    last: int | None,
-    as_json: bool = False,
-    rollouts: bool = False,
+    config: TidemillConfig, run: str, first: int, last: int | None, as_json: bool = False, rollouts: bool = False
 ) -> int:
     """Replay, print a line or JSON, and return the exit code: 0 if the weights are bit-identical, else 1.
 

@@ -129,10 +129,7 @@ async def _evaluate(
     tasks = [task for one in held_out for task in one.tasks]
     placeholders = ImagePlaceholders.of(config)
     files = {digest: body for one in held_out for digest, body in one.images.items()}
-    async with (
-        started_engine(config, path) as engine,
-        running(workflow, WorkflowServices(engine, tokenizer, config)),
-    ):
+    async with started_engine(config, path) as engine, running(workflow, WorkflowServices(engine, tokenizer, config)):
         room = asyncio.Semaphore(max(1, config.generator.max_samples // max(task.n for task in tasks)))
         with Progress(console=console, disable=not console.is_terminal) as bar:
             shown = bar.add_task("evaluating", total=len(tasks))

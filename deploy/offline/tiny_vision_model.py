@@ -61,12 +61,7 @@ def write_tiny_vision_model(
     tokens: more of them, which are no text, such as actions.
     """
     tokenizer = byte_tokenizer(
-        SPECIALS,
-        characters,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<|im_end|>",
-        chat_template=TEMPLATE,
+        SPECIALS, characters, pad_token="<pad>", bos_token="<bos>", eos_token="<|im_end|>", chat_template=TEMPLATE
     )
     tokenizer.add_tokens(list(tokens))
     ids = {name: number for number, name in enumerate(SPECIALS)}
@@ -91,12 +86,7 @@ def write_tiny_vision_model(
 
 
 def _model(
-    family: Family,
-    vocabulary: int,
-    ids: dict[str, int],
-    max_length: int,
-    spread: float,
-    patch: int,
+    family: Family, vocabulary: int, ids: dict[str, int], max_length: int, spread: float, patch: int
 ) -> PreTrainedModel:
     half = HIDDEN // HEADS // 2
     text: dict[str, Any] = {

@@ -307,9 +307,7 @@ def _events(events: Sequence[TimelineEvent]) -> Group:
     for event in events:
         when = time.strftime("%H:%M:%S  ", time.localtime(event.time))
         line = Text.assemble(
-            (when, "dim"),
-            f"{event.service:<{width}}  ",
-            (event.text or event.name, LEVEL_STYLES.get(event.level, "")),
+            (when, "dim"), f"{event.service:<{width}}  ", (event.text or event.name, LEVEL_STYLES.get(event.level, ""))
         )
         line.no_wrap, line.overflow = True, "ellipsis"
         lines.append(line)

@@ -60,10 +60,7 @@ class ReasoningGym:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         entry = self._child.ask({"index": index})
-        data = {
-            "answer": entry["answer"],
-            "reasoning_gym": {**self._recipe, "index": index, "digest": entry["digest"]},
-        }
+        data = {"answer": entry["answer"], "reasoning_gym": {**self._recipe, "index": index, "digest": entry["digest"]}}
         question = entry["question"]
         prompt = f"{question}\n\n{self._instruction}" if self._instruction else question
         if self._chat:

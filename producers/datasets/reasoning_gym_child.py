@@ -61,11 +61,7 @@ def main() -> None:
         entry = dataset[json.loads(line)["index"]]
         answer = entry["answer"]
         reply(
-            {
-                "question": entry["question"],
-                "answer": None if answer is None else str(answer),
-                "digest": digest(entry),
-            }
+            {"question": entry["question"], "answer": None if answer is None else str(answer), "digest": digest(entry)}
         )
 
 

@@ -34,11 +34,7 @@ class OrderFollower:
     """
 
     def __init__(
-        self,
-        broker: Broker,
-        engine: Engine,
-        changed: Callable[[], None] = lambda: None,
-        run: JoinedRun | None = None,
+        self, broker: Broker, engine: Engine, changed: Callable[[], None] = lambda: None, run: JoinedRun | None = None
     ) -> None:
         """run: the run whose orders are followed; orders of another run raise the error of ``JoinedRun.check``."""
         self._broker = broker

@@ -18,16 +18,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from .agent import Agent, Clients
-from .connection import (
-    OWN,
-    GeneratorConnection,
-    UserCodeError,
-    describe,
-    end_a_copy,
-    end_process,
-    one_line,
-    place_of,
-)
+from .connection import OWN, GeneratorConnection, UserCodeError, describe, end_a_copy, end_process, one_line, place_of
 from .outcome import AsyncEpisodeHandle, EpisodeHandle, PendingNotes, read_outcome
 from .watch import LoopWatch, Selector
 

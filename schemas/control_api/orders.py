@@ -39,11 +39,7 @@ class SettingsChange(RequestBody):
         None, ge=1, le=1_000_000_000, description="Steps of the whole run; must exceed the steps so far."
     )
     temperature: float | None = Field(
-        None,
-        gt=0,
-        le=10,
-        allow_inf_nan=False,
-        description="Sampling temperature of tasks admitted from now on.",
+        None, gt=0, le=10, allow_inf_nan=False, description="Sampling temperature of tasks admitted from now on."
     )
     eval_every: int | None = Field(None, ge=1, le=1_000_000)
     checkpoint_every: int | None = Field(None, ge=1, le=1_000_000)

@@ -72,12 +72,7 @@ def configuration(folder: Path, seed: int, workload: str, judge_url: str | None 
         "model": {"path": str(folder / "model"), "dtype": "float32", "max_length": 64 if workload == "text" else 224},
         "train": {"name": f"{USER_CODE}:Examples", "args": {"folder": str(folder)}},
         "sampling": {"n": SAMPLES, "max_tokens": 30},
-        "reward": {
-            "terms": terms,
-            "correct_term": terms[0]["name"],
-            "timeout_s": 2,
-            "workers": 1,
-        },
+        "reward": {"terms": terms, "correct_term": terms[0]["name"], "timeout_s": 2, "workers": 1},
         "flow": {"staleness": STALENESS, "window": WINDOW},
         "generator": {
             "engine": "scripted",

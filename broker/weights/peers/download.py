@@ -164,10 +164,7 @@ class Download:
         with self._lock:
             usable = [peer for peer in self._peers if self._avoided.get(peer.id, (0, -np.inf))[1] < now]
         generators = [peer for peer in usable if not peer.origin]
-        return [
-            *random.sample(generators, min(ASKED, len(generators))),
-            *(peer for peer in usable if peer.origin),
-        ]
+        return [*random.sample(generators, min(ASKED, len(generators))), *(peer for peer in usable if peer.origin)]
 
     def _may_help(self, peer: Peer) -> bool:
         if peer.id == self._reader or self._name not in peer.names:

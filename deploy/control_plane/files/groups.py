@@ -89,11 +89,7 @@ class GroupFiles:
             found = [kept for kept in found if self._has_text(kept, wanted.text)]
         shown, following = cut([kept.head for kept in found], lambda head: _place(head, sort), page)
         return Groups(
-            groups=shown,
-            total=len(found),
-            kept=len(self._kept),
-            next=following,
-            histograms=_histograms(found),
+            groups=shown, total=len(found), kept=len(self._kept), next=following, histograms=_histograms(found)
         )
 
     def get(self, step: int, task_id: int) -> GroupDetail | None:

@@ -135,10 +135,7 @@ class Endpoint:
         return _guarded(handle, protocol)
 
     def _answering(
-        self,
-        answer: Callable[[bytes, Asker], Awaitable[JSON]],
-        protocol: WireProtocol = CHAT,
-        most: int = SMALL_BODY,
+        self, answer: Callable[[bytes, Asker], Awaitable[JSON]], protocol: WireProtocol = CHAT, most: int = SMALL_BODY
     ) -> Callable[[Request], Awaitable[ASGIApp]]:
         """Return the handler of a route that answers at once. most: bytes of its requests."""
 

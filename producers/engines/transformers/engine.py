@@ -94,8 +94,7 @@ class TransformersEngine:
         folder = resolve_folder(settings.model_path)
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                folder,
-                **{"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code, **settings.args},
+                folder, **{"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code, **settings.args}
             )
         except (OSError, ValueError, TypeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -153,11 +153,7 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         params = SamplingParams(
-            temperature=1.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         output = await self._request(self._prompt(ids, images), params, None, abortable=False)
         if output.prompt_logprobs is None or len(output.prompt_logprobs) != len(ids):

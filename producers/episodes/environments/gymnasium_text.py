@@ -19,11 +19,7 @@ class GymnasiumText:
     """
 
     def __init__(
-        self,
-        id: str,
-        modules: list[str] | None = None,
-        args: dict[str, Any] | None = None,
-        tag: str | None = None,
+        self, id: str, modules: list[str] | None = None, args: dict[str, Any] | None = None, tag: str | None = None
     ) -> None:
         import gymnasium
 
