@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -20,22 +20,6 @@ if TYPE_CHECKING:
 
 _ANSWER = "An answer."
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
-
-
-class Tokenizer(Protocol):
-    """The part of a tokenizer that workflows use."""
-
-    def prompt_ids(self, task: Task) -> list[int]:
-        """Return the token ids of a task's prompt; messages go through the chat template."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a piece of text, nothing added."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return text without special tokens."""
-        ...
 
 
 class HfTokenizer:

@@ -19,8 +19,7 @@ from benchmarks.agents.tool_use import LAST_ANSWER, TOOLS, tool_call, tool_resul
 from benchmarks.harness.report import ResultRow, Table
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
-from producers.conversation.parsing.answers import AnswerParser
-from producers.conversation.parsing.factory import make_parser
+from producers.conversation.parsing.factory import AnswerParser, make_parser
 from producers.engines.base import Completion
 from producers.tokenizer import HfTokenizer
 from schemas.messages import Span

@@ -57,10 +57,10 @@ class LedgerState:
     """The ledger at one moment. ``dropped`` and ``failed`` count groups by reason.
 
     capacity: number of slots. readmit: groups waiting to be admitted again. skipped: positions that the curriculum
-    skipped. uncommitted: steps that no checkpoint covers yet; max_uncommitted: their limit. broker_lifetime: changes
-    when the broker is rebuilt. cause: why the run failed. run_id, run_since: its identity (schemas/run_record.py), and
-    when its first attempt began. control: users' orders. settings: those that users changed. counters: of handled
-    faults (broker/connection/counters.py). tokens: sampled tokens that have ended, by how: trained, evaluation,
+    skipped. uncommitted_steps: those that no checkpoint covers yet; max_uncommitted: their limit. broker_lifetime:
+    changes when the broker is rebuilt. cause: why the run failed. run_id, run_since: its identity
+    (schemas/run_record.py), and when its first attempt began. control: users' orders. settings: those that users
+    changed. counters: of handled faults (broker/connection/counters.py). tokens: sampled tokens that have ended, by how: trained, evaluation,
     made_again (generated twice, or lost and generated again), else the reason for which their group was not trained.
     devices: seconds of devices by role and use (broker/device_clock.py), and ``held``, all by the broker's clock.
     """
@@ -79,7 +79,7 @@ class LedgerState:
     admitted: int
     skipped: int
     trained: int
-    uncommitted: int
+    uncommitted_steps: int
     max_uncommitted: int
     dropped: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class LedgerState:
     @property
     def live_groups(self) -> int:
         """Number of prompt groups whose data the broker holds."""
-        return self.active + self.uncommitted * self.batch
+        return self.active + self.uncommitted_steps * self.batch
 
     @property
     def live_bound(self) -> int:
@@ -253,7 +253,7 @@ class Ledger:
             admitted=count.get("admitted", 0),
             skipped=count.get("skipped", 0),
             trained=count.get("trained", 0),
-            uncommitted=raw[5],
+            uncommitted_steps=raw[5],
             max_uncommitted=number("max_uncommitted"),
             dropped=_reasons(count, "dropped:"),
             failed=_reasons(count, "failed:"),

@@ -17,12 +17,12 @@ from deploy.client import find
 from deploy.client.find import whoami
 from deploy.client.transport import NoControlPlane, Transport, over_http
 from deploy.control_plane.address import address_of, own_token, read_token
+from schemas.control_api.base import OVER
 from schemas.errors import InfraError, RefusedError, TidemillError
 from schemas.run_folder import CONTROL_TOKEN, RUNS, named_config
 from schemas.system.lifecycle import importing
 
 URL = "TIDEMILL_CONTROL_URL"
-OVER = ("finished", "failed", "stopped")
 ANSWER_S = 30.0
 IN_PROCESS = "http://in-process"
 """URL of an application in this process."""

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.control_plane.files.run_folder import RunFolder
+from schemas.control_api.base import OVER
 from schemas.control_api.run_folders import RunHead
 from schemas.errors import ConfigError, RefusedError
 from schemas.run_folder import RUNS, named_config
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 5.0
 DAY_S = 86_400.0
-OVER = ("finished", "failed", "stopped")
-"""States in which a run has ended."""
 SOCKET = "broker/server-*/broker.sock"
 URLS = ("REDIS_URL", "REDIS_URL_FILE")
 """Environment variables that name a server."""

@@ -14,6 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, Response
 from fastapi.routing import APIRoute
 from starlette.staticfiles import StaticFiles
+from starlette.types import Lifespan
 
 from deploy.control_plane.files.archive import Archive
 from deploy.control_plane.files.run_folder import RunFolder
@@ -33,7 +34,6 @@ LOOP_S = 30.0
 """A reading thread that has not come round for so long is stuck."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 OF_EVERY_ROUTE = (401, 403, 413, 429, 503)
-DESCRIPTION = "Status of a Tidemill run, and orders to it. Errors are RFC 9457 problems."
 
 
 def make_app(
@@ -55,24 +55,13 @@ def make_app(
         context.hub.close()
         poller.stop()
 
-    app = FastAPI(
-        title="Tidemill control plane",
-        version=version("tidemill"),
-        description=DESCRIPTION,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url="/openapi.json",
-        lifespan=life,
-        generate_unique_id_function=operation_id,
-    )
+    app = _new_app("Tidemill control plane", "Status of a Tidemill run, and orders to it.", life)
     app.state.context = context
     app.state.archive = Archive(watched=RunFolder(context.plan.folder, context.plan.run))
-    problems.install(app)
     for rooms in (reads, trajectories, control, dead_letters, playground, episodes, runs):
         app.include_router(rooms.router)
     app.include_router(probes)
     pages(app)
-    app.openapi = lambda: document(app)  # type: ignore[method-assign]
 
     def public(path: str) -> bool:
         return is_public(path) or (bool(context.plan.live.tenants) and path.startswith(episodes.router.prefix))
@@ -84,21 +73,27 @@ def make_files_app(
     folder: Path, token: str | None = None, hosts: frozenset[str] = LOOPBACK_NAMES, read_token: str | None = None
 ) -> Any:
     """Return the ASGI application without a broker, over the runs in ``folder``. It takes no orders."""
-    app = FastAPI(
-        title="Tidemill runs",
-        version=version("tidemill"),
-        description="Runs as their folders show them. Errors are RFC 9457 problems.",
-        docs_url=None,
-        redoc_url=None,
-        openapi_url="/openapi.json",
-        generate_unique_id_function=operation_id,
-    )
+    app = _new_app("Tidemill runs", "Runs as their folders show them.")
     app.state.archive = Archive(folder)
-    problems.install(app)
     app.include_router(runs.router)
     pages(app)
-    app.openapi = lambda: document(app)  # type: ignore[method-assign]
     return RequestGuard(app, token, hosts, is_public, read_token)
+
+
+def _new_app(title: str, description: str, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
+    """Return an application with our form of errors, and without FastAPI's own pages."""
+    app = FastAPI(
+        title=title,
+        version=version("tidemill"),
+        description=f"{description} Errors are RFC 9457 problems.",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        generate_unique_id_function=operation_id,
+    )
+    problems.install(app)
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
+    return app
 
 
 def operation_id(route: APIRoute) -> str:

@@ -25,7 +25,8 @@ from producers.agents.requests import Requests
 from producers.agents.workers.notes import Notes
 from producers.conversation.calls import continued_completion, digest_key, recorded_completion
 from producers.conversation.conversation import Conversation, NextPrompt
-from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
+from producers.conversation.parsing.answers import ParsedAnswer
+from producers.conversation.parsing.factory import AnswerParser
 from producers.engines.base import Completion, Engine
 from schemas.errors import DataError
 from schemas.messages import FinishReason, Partial, Sampling

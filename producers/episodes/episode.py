@@ -18,8 +18,8 @@ from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import MAIN, Conversation, NextPrompt
 from producers.conversation.images import ImageLimits, episode_images, task_messages
 from producers.conversation.messages import Message
-from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
-from producers.conversation.parsing.factory import make_parser
+from producers.conversation.parsing.answers import ParsedAnswer
+from producers.conversation.parsing.factory import AnswerParser, make_parser
 from producers.conversation.template_check import open_template
 from producers.engines.base import Completion
 from producers.engines.factory import engine_name

@@ -18,7 +18,7 @@ import structlog
 
 from producers.engines.base import Completion, Engine, PromptImage
 from producers.images.placeholders import ImagePlaceholders
-from producers.tokenizer import HfTokenizer, Tokenizer
+from producers.tokenizer import HfTokenizer
 from producers.workflows import WORKFLOWS
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 from schemas.config import TidemillConfig
@@ -69,7 +69,7 @@ class RolloutContext:
     """
 
     engine: Engine
-    tokenizer: Tokenizer
+    tokenizer: HfTokenizer
     task: Task
     indices: Sequence[int]
     save: Callable[[Partial], Awaitable[None]] = _keep_nothing

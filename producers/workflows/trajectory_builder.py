@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from producers.engines.base import Completion
 from producers.engines.routed_experts import RoutedExpertsArray
-from producers.tokenizer import Tokenizer
+from producers.tokenizer import HfTokenizer
 from schemas.codec import Array
 from schemas.messages import (
     Call,
@@ -130,7 +130,7 @@ class TrajectoryBuilder:
     tokens: T ids, all so far. loss_mask, logprobs, spans, turns, images: as in SampledCompletion.
     """
 
-    def __init__(self, index: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, tokenizer: HfTokenizer) -> None:
         self.index = index
         self.tokens: list[int] = []
         self.loss_mask: list[int] = []

@@ -20,6 +20,8 @@ RunState = Literal[
     "unreachable",
 ]
 """States of a run. unreachable: the broker does not answer, and all other fields are of ``time``."""
+OVER = ("finished", "failed", "stopped")
+"""States in which a run has ended."""
 PauseMode = Literal["none", "freeze", "drain"]
 Limit = Literal["nothing", "prompts", "staleness", "generation", "reward", "training", "weights", "paused", "broker"]
 Level = Literal["info", "warning", "error"]
@@ -30,7 +32,7 @@ class Answer(BaseModel):
     """Base of every answer."""
 
     # Built when first used: a command that needs one type does not wait for all others.
-    model_config = ConfigDict(extra="forbid", defer_build=True)
+    model_config = ConfigDict(extra="forbid", defer_build=True, from_attributes=True)
 
 
 class ListAnswer(Answer):

@@ -20,11 +20,11 @@ from schemas.control_api import (
     SettingsChange,
     WaitRequest,
 )
+from schemas.control_api.base import OVER
 from schemas.control_api.orders import scaled_role
 from schemas.errors import RefusedError
 
 router = APIRouter(prefix="/v1", tags=["orders"])
-OVER = ("finished", "failed", "stopped")
 STOP_ELSEWHERE = {
     "kubernetes": "Kubernetes keeps these services running: drain the run, then `kubectl delete -k` what started it",
     "nobody": "no supervisor of this run is running (`tidemill up` did not start it): drain the run, then stop its"

@@ -37,6 +37,7 @@ from schemas.control_api import (
     StreamStatus,
     Throughput,
 )
+from schemas.control_api.base import OVER
 from schemas.messages import Heartbeat
 from schemas.model_folder import chat_template
 from schemas.urls import is_loopback
@@ -48,8 +49,7 @@ FEW_BATCHES = 4
 """Batches of dropped groups before the first step from which their reasons are worth naming."""
 STOPPED = 10
 """A step that took so many times the median was not worked on all the time."""
-ROLES = ("supervisor", "node", "control", "feeder", "generator", "reward", "trainer")
-OVER = ("stopped", "finished", "failed")
+ROLES = ("supervisor", "control", "feeder", "generator", "reward", "trainer")
 NOT_LOAD = ("tokens_per_s",)
 LOST = "lost"
 """The state of a service that was silent for too long."""
@@ -354,17 +354,9 @@ class Collector:
 
 def evaluation(result: EvalResult, has_accuracy: bool) -> EvaluationStatus:
     """Return an evaluation as the API shows it."""
-    return EvaluationStatus(
-        version=result.version,
-        n=result.n,
-        scored=result.scored,
-        failed=result.failed,
-        complete=result.complete,
-        mean=result.mean if result.scored else None,
-        accuracy=result.accuracy if has_accuracy else None,
-        off_version=result.off_version,
-        time=result.time or None,
-    )
+    known = EvaluationStatus.model_validate(result)
+    mean, accuracy = result.mean if result.scored else None, result.accuracy if has_accuracy else None
+    return known.model_copy(update={"mean": mean, "accuracy": accuracy, "time": result.time or None})
 
 
 def _under_way(results: Sequence[EvalResult]) -> str:
@@ -385,27 +377,8 @@ def _counts(ledger: LedgerState, lags: Sequence[StreamLag]) -> dict[str, int]:
 
 
 def _ledger(ledger: LedgerState) -> LedgerStatus:
-    return LedgerStatus(
-        balanced=ledger.balanced,
-        admitted=ledger.admitted,
-        active=ledger.active,
-        capacity=ledger.capacity,
-        trained=ledger.trained,
-        dropped=ledger.dropped,
-        failed=ledger.failed,
-        readmit=ledger.readmit,
-        cursor=ledger.cursor,
-        live_groups=ledger.live_groups,
-        live_bound=ledger.live_bound,
-        uncommitted_steps=ledger.uncommitted,
-        samples_published=ledger.samples_published,
-        samples_trained=ledger.samples_trained,
-        samples_dropped=ledger.samples_dropped,
-        samples_failed=ledger.samples_failed,
-        tokens_generated=ledger.tokens_generated,
-        tokens={**ledger.tokens, "in_flight": ledger.tokens_in_flight},
-        devices=ledger.devices,
-    )
+    known = LedgerStatus.model_validate(ledger)
+    return known.model_copy(update={"tokens": {**ledger.tokens, "in_flight": ledger.tokens_in_flight}})
 
 
 def _rank(role: str) -> int:

@@ -8,6 +8,7 @@ from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
 from broker.telemetry.stream_lag import StreamLag
 from schemas.control_api import PauseStatus, RunState
+from schemas.control_api.base import OVER
 from schemas.messages import Heartbeat
 
 LIVE_S = 15.0
@@ -53,7 +54,7 @@ def _names(beats: Sequence[Heartbeat], role: str) -> set[str]:
 def run_state(ledger: LedgerState, pause: PauseStatus, beats: Sequence[Heartbeat], now: float) -> tuple[RunState, str]:
     """Return the state of the run, and what it waits for or why it failed."""
     live = {beat.role: beat for beat in beats if is_live(beat, now)}
-    if ledger.state in ("finished", "stopped", "failed"):
+    if ledger.state in OVER:
         return ledger.state, ledger.cause  # type: ignore[return-value]
     if "supervisor" in live and live["supervisor"].state == "stopping":
         return "stopping", "services are being stopped in order"

@@ -1,11 +1,11 @@
-"""A parsed answer of the policy, and the protocol of the parsers that read it from sampled token ids."""
+"""A parsed answer of the policy, with its tool calls."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -45,29 +45,6 @@ class ParsedAnswer:
                 for call in self.tool_calls
             ]
         return message
-
-
-class AnswerParser(Protocol):
-    """A parser of answers. It has no state: calls may overlap in threads, and the same ids give the same answer."""
-
-    def parse(
-        self,
-        ids: Sequence[int],
-        tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        prompt_ids: Sequence[int] = (),
-        cut: bool = False,
-        check_names: bool = True,
-        template_args: Mapping[str, Any] | None = None,
-    ) -> ParsedAnswer:
-        """Parse the answer that was sampled after ``prompt_ids``. Never raises, whatever was sampled.
-
-        tools: those of the request, in the form of chat completions; without tools, text that looks like a tool call is
-        text. prompt_ids: tell whether the prompt has opened the reasoning, and keep ids of calls distinct between
-        turns. cut: the answer ended by its length, so it has no tool calls. check_names: a call of a tool that is not
-        in ``tools`` is a failure. template_args: those of the prompt's template.
-        """
-        ...
 
 
 def call_id(prompt_ids: Sequence[int], ids: Sequence[int], number: int) -> str:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer, ToolCall, call_id
+from producers.conversation.parsing.answers import ParsedAnswer, ToolCall, call_id
 from producers.conversation.parsing.own import THINK, read_tool_calls, split_reasoning
 from producers.conversation.parsing.vllm_parsers import VllmParsers, vllm_names
 from producers.tokenizer import HfTokenizer
@@ -44,11 +44,14 @@ def make_parser(tool_parser: str, reasoning_parser: str | None, tokenizer: HfTok
     ConfigError names the allowed values, or why vLLM can't use the parser with this tokenizer.
     """
     check_parsers(tool_parser, reasoning_parser, vllm)
-    return _Parser(tokenizer, tool_parser, reasoning_parser)
+    return AnswerParser(tokenizer, tool_parser, reasoning_parser)
 
 
-class _Parser:
-    """A parser that splits off the reasoning, then the tool calls; each by our code or vLLM's."""
+class AnswerParser:
+    """A parser that splits off the reasoning, then the tool calls; each by our code or vLLM's.
+
+    It has no state: calls may overlap in threads, and the same ids give the same answer.
+    """
 
     def __init__(self, tokenizer: HfTokenizer, tool_parser: str, reasoning_parser: str | None) -> None:
         self._tokenizer = tokenizer
@@ -68,7 +71,13 @@ class _Parser:
         check_names: bool = True,
         template_args: Mapping[str, Any] | None = None,
     ) -> ParsedAnswer:
-        """See AnswerParser."""
+        """Parse the answer that was sampled after ``prompt_ids``. Never raises, whatever was sampled.
+
+        tools: those of the request, in the form of chat completions; without tools, text that looks like a tool call is
+        text. prompt_ids: tell whether the prompt has opened the reasoning, and keep ids of calls distinct between
+        turns. cut: the answer ended by its length, so it has no tool calls. check_names: a call of a tool that is not
+        in ``tools`` is a failure. template_args: those of the prompt's template.
+        """
         ids = list(ids)
         text = self._tokenizer.decode_all(ids[:-1] if ids[-1:] and ids[-1] in self._tokenizer.stop_ids else ids)
         names = {str(tool.get("function", {}).get("name")) for tool in tools or []} if check_names else None

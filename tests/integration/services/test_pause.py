@@ -85,7 +85,7 @@ def test_a_drain_finishes_what_runs_and_leaves_a_checkpoint(system: PausableSyst
     assert lags["tasks"] == lags["trajectories"] == 0
     state = system.broker.ledger.read_state()
     assert state.active < state.batch
-    assert state.uncommitted == 0
+    assert state.uncommitted_steps == 0
     system.stands_still()
     system.broker.run_control.pause("none", "test")
     system.goes_on()

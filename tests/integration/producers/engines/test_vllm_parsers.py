@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from producers.conversation.parsing import factory
-from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
-from producers.conversation.parsing.factory import make_parser
+from producers.conversation.parsing.answers import ParsedAnswer
+from producers.conversation.parsing.factory import AnswerParser, make_parser
 from producers.conversation.parsing.vllm_parsers import vllm_names
 from producers.tokenizer import HfTokenizer
 from schemas.errors import ConfigError

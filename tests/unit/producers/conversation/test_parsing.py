@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
-from producers.conversation.parsing.factory import check_parsers, make_parser
+from producers.conversation.parsing.answers import ParsedAnswer
+from producers.conversation.parsing.factory import AnswerParser, check_parsers, make_parser
 from producers.conversation.parsing.own import read_tool_calls, split_reasoning
 from producers.conversation.parsing.vllm_parsers import read_parser_names
 from producers.tokenizer import HfTokenizer

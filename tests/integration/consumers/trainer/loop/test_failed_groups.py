@@ -249,7 +249,7 @@ def test_a_learned_task_ends_the_run_with_a_clear_line_and_its_weights(
     assert "keep_zero_variance: true" in str(caught.value)
     told = {event.name for event in broker.events.tail(99)}
     assert {"nothing_to_learn", "run_failed"} <= told
-    assert (state.step, state.uncommitted) == (3, 0), "a checkpoint holds all steps"
+    assert (state.step, state.uncommitted_steps) == (3, 0), "a checkpoint holds all steps"
 
 
 def test_generators_that_stop_are_no_learned_task(trainer: Callable[..., Trainer], broker: Broker) -> None:

@@ -89,14 +89,14 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_is_forgotten
         # The next checkpoint waits for this one.
         time.sleep(0.3)
         state = broker.ledger.read_state()
-        assert (state.step, state.uncommitted) == (6, 6)
+        assert (state.step, state.uncommitted_steps) == (6, 6)
         assert state.live_groups <= state.live_bound
         assert not CheckpointStore(tmp_path / "run" / "checkpoints").steps()
         go.set()
         thread.join(60)
     assert not thread.is_alive()
     assert not errors
-    assert broker.ledger.read_state().uncommitted == 0
+    assert broker.ledger.read_state().uncommitted_steps == 0
     assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [9, 12]
 
 
@@ -275,4 +275,4 @@ def test_a_run_whose_evaluations_get_no_better_ends_early_as_if_its_steps_were_d
     (event,) = [event for event in broker.events.tail(20) if event.name == "early_stop"]
     assert "version 0, with a mean reward of 0.500" in event.text
     assert (tmp_path / "run" / "model" / "config.json").is_file()
-    assert not broker.ledger.read_state().uncommitted
+    assert not broker.ledger.read_state().uncommitted_steps
