@@ -60,9 +60,10 @@ class LedgerState:
     skipped. uncommitted_steps: those that no checkpoint covers yet; max_uncommitted: their limit. broker_lifetime:
     changes when the broker is rebuilt. cause: why the run failed. run_id, run_since: its identity
     (schemas/run_record.py), and when its first attempt began. control: users' orders. settings: those that users
-    changed. counters: of handled faults (broker/connection/counters.py). tokens: sampled tokens that have ended, by how: trained, evaluation,
-    made_again (generated twice, or lost and generated again), else the reason for which their group was not trained.
-    devices: seconds of devices by role and use (broker/device_clock.py), and ``held``, all by the broker's clock.
+    changed. counters: of handled faults (broker/connection/counters.py). tokens: sampled tokens that have ended, by
+    how: trained, evaluation, made_again (generated twice, or lost and generated again), else the reason for which their
+    group was not trained. devices: seconds of devices by role and use (broker/device_clock.py), and ``held``, all by
+    the broker's clock.
     """
 
     state: str
