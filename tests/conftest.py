@@ -94,10 +94,8 @@ def plain_logs() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
     """The real embedded server."""
-    server = EmbeddedServer(tmp_path_factory.mktemp("broker"))
-    server.start()
-    yield server
-    server.stop()
+    with EmbeddedServer(tmp_path_factory.mktemp("broker")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -246,16 +246,12 @@ def missing(walk: WrittenWalk, entered: Collection[str]) -> list[str]:
 
 def record_all(folder: Path) -> dict[str, Entered]:
     """Record everything, with a broker of its own; returns what was entered, by name."""
-    server = EmbeddedServer(folder / "broker")
-    server.start()
-    try:
+    with EmbeddedServer(folder / "broker") as server:
         return {
             "one optimizer step": record_step(folder),
             **record_system(folder, server),
             "agent's episode": record_episode(folder, server),
         }
-    finally:
-        server.stop()
 
 
 def main() -> None:

@@ -32,15 +32,14 @@ def serving(url: str | None, aof: str) -> Iterator[str]:
     if url is not None:
         yield url
         return
-    with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as folder:
-        server = EmbeddedServer(Path(folder), fsync="everysec" if aof == "off" else aof)
-        started = server.start()
-        try:
-            if aof == "off":
-                open_client(started).config_set("appendonly", "no")
-            yield started
-        finally:
-            server.stop()
+    fsync = "everysec" if aof == "off" else aof
+    with (
+        tempfile.TemporaryDirectory(prefix="tidemill-bench-") as folder,
+        EmbeddedServer(Path(folder), fsync=fsync) as server,
+    ):
+        if aof == "off":
+            open_client(server.url).config_set("appendonly", "no")
+        yield server.url
 
 
 @dataclass(frozen=True)

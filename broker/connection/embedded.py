@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import redis
 
@@ -103,6 +103,13 @@ class EmbeddedServer:
         with contextlib.suppress(OSError):
             self._link.resolve().rmdir()
             self._link.unlink()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def start(self) -> str:
         """Start the server and wait until it answers; InfraError with the end of its log after 30 s."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ from broker.connection.embedded import EmbeddedServer
 from deploy.services.main import command
 from schemas.run_folder import read_lines, surviving_lines
 from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.programs import free_port
 from tests.support.runs.up_runs import make_decoys
 
 pytestmark = pytest.mark.matrix("a launcher; make test runs the local one")
@@ -44,12 +44,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture
 def broker_url(tmp_path: Path) -> Iterator[str]:
     """A server that all nodes reach."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    server = EmbeddedServer(tmp_path / "broker", port=port)
-    yield server.start()
-    server.stop()
+    with EmbeddedServer(tmp_path / "broker", port=free_port()) as server:
+        yield server.url
 
 
 ENGINE = """

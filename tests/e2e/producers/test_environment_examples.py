@@ -2,11 +2,6 @@
 
 import asyncio
 import shutil
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +14,7 @@ from producers.episodes.environments import ENVIRONMENTS
 from producers.episodes.environments.worker import EnvironmentWorker, RemoteEnvironment
 from schemas.config import load_config
 from schemas.plugins import load
-from tests.support.runs.programs import environment_python
+from tests.support.runs.programs import environment_python, free_port, serve
 from tests.support.runs.up_runs import UpRun
 
 pytestmark = pytest.mark.timeout(900)
@@ -38,31 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[str]:
     """The address of the example's OpenEnv server."""
     python = environment_python("openenv")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = folder / "server.log"
-    with log.open("w") as output:
-        command = [str(python), str(EXAMPLES / "openenv" / "server.py"), "--port", str(port)]
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-    try:
-        while not healthy(url):
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.2)
+    port = free_port()
+    command = [str(python), str(EXAMPLES / "openenv" / "server.py"), "--port", str(port)]
+    with serve(command, port, folder / "server.log", START_S) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url + "/health", timeout=5) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def train(folder: Path, config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -163,10 +163,8 @@ def running(folder: Path, config: dict[str, Any]) -> Iterator[UpRun]:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer(tmp_path / "b")
-    server.start()
-    yield server
-    server.stop()
+    with EmbeddedServer(tmp_path / "b") as server:
+        yield server
 
 
 def test_a_policy_learns_from_its_users_and_no_reward_is_lost(tmp_path: Path, own_server: EmbeddedServer) -> None:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.programs import free_port
 from tests.support.runs.up_runs import UpRun, trained_samples
 
 STEPS, TIMEOUT_S = 30, 3.0
@@ -49,9 +50,7 @@ def test_two_teachers_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:
     student, folder, served = (
         make_tiny_model(tmp_path / f"model-{seed}", seed=seed, hidden=32, layers=1) for seed in range(3)
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}/v1"
     server = start_server(served, port)
     config = {

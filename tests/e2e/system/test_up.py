@@ -1,6 +1,5 @@
 """The whole system as its user starts it: it learns on real parts, and survives the death of any of them."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,8 @@ from broker.connection.embedded import EmbeddedServer
 from broker.weights.peers.registry import PeerRegistry
 from broker.weights.versions import count_deltas
 from tests.support.runs.up_runs import UpRun, trained_samples
+from tests.support.user_code.example_scripts import load_script
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic" / "model.py"
 SEVENS = '''
 def sevens(prompt, completion, prompt_ids, completion_ids, **data):
     """Share of sevens: an untrained model learns it in a few steps."""
@@ -26,14 +25,9 @@ def sevens(prompt, completion, prompt_ids, completion_ids, **data):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The untrained model of the arithmetic example."""
-    spec = importlib.util.spec_from_file_location("arithmetic_model", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     folder = tmp_path_factory.mktemp("model") / "untrained"
     folder.mkdir()
-    module.build(folder, 0)
+    load_script("arithmetic/model.py").build(folder, 0)
     return folder
 
 

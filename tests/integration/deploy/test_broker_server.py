@@ -102,28 +102,20 @@ def test_two_never_write_the_same_data(tmp_path: Path, serve: Serve) -> None:
 
 
 def test_it_keeps_off_the_data_of_an_embedded_server(tmp_path: Path, serve: Serve) -> None:
-    embedded = EmbeddedServer(tmp_path / "run" / "broker")
-    embedded.start()
-    try:
+    with EmbeddedServer(tmp_path / "run" / "broker"):
         process = serve()
         assert process.wait(DEADLINE_S) == 2
         assert process.stderr is not None
         assert "`tidemill up` has a broker in" in process.stderr.read()
-    finally:
-        embedded.stop()
 
 
 def test_a_copied_folder_does_not_lead_to_the_server_of_the_original(tmp_path: Path) -> None:
-    original = EmbeddedServer(tmp_path / "run" / "broker")
-    url = original.start()
-    try:
+    with EmbeddedServer(tmp_path / "run" / "broker") as original:
         shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True, ignore=lambda *_: ["broker.sock"])
-        assert find.embedded(tmp_path / "run") == url
+        assert find.embedded(tmp_path / "run") == original.url
         assert find.embedded(tmp_path / "copy") is None
         with pytest.raises(redis.RedisError):
             open_client(EmbeddedServer(tmp_path / "copy" / "broker").url).ping()
-    finally:
-        original.stop()
     assert find.embedded(tmp_path / "run") is None
 
 

@@ -3,6 +3,11 @@
 import os
 import shutil
 import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +19,33 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serve(
+    command: Sequence[str], port: int, log: Path, start_s: float, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Run a program that listens on ``port`` until the body ends; yields its URL when /health answers."""
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + start_s
+    try:
+        while not _healthy(url):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
 
 
 def find_program(*names: str) -> str:

@@ -30,10 +30,8 @@ from tests.support.broker.trainer_sessions import change_request, take_over, tak
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer(tmp_path / "b", fsync="always")
-    server.start()
-    yield server
-    server.stop()
+    with EmbeddedServer(tmp_path / "b", fsync="always") as server:
+        yield server
 
 
 @pytest.fixture

@@ -26,10 +26,8 @@ LIMIT = 1024
 
 @pytest.fixture
 def small_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer(tmp_path, fsync="no")
-    server.start()
-    yield server
-    server.stop()
+    with EmbeddedServer(tmp_path, fsync="no") as server:
+        yield server
 
 
 def connect(url: str) -> Broker:

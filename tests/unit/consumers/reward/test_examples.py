@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +11,7 @@ from consumers.reward.rewards.signatures import RewardInput
 from consumers.reward.rewards.terms import resolve
 from producers.datasets.loading import build_dataset
 from schemas.config import load_config
+from tests.support.user_code.example_scripts import load_script
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 
@@ -51,13 +50,7 @@ def test_the_custom_example_names_a_dataset_and_a_reward_in_one_file():
 def test_the_tiny_model_is_an_ordinary_model_folder(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    file = EXAMPLES / "gsm8k" / "make_tiny_model.py"
-    spec = importlib.util.spec_from_file_location("make_tiny_model", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.build(tmp_path)
+    load_script("gsm8k/make_tiny_model.py").build(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "Zwölf?"}]
@@ -69,20 +62,11 @@ def test_the_tiny_model_is_an_ordinary_model_folder(tmp_path: Path):
     assert not model.config.tie_word_embeddings
 
 
-def example_module(folder: str, name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"example_{folder}_{name}", EXAMPLES / folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_code_example_pays_the_expression_and_not_a_number():
     config = load_config(EXAMPLES / "code" / "config.yaml", [], {})
     (term,) = resolve(config.reward.terms, config.base)
     assert (term.label, config.warm_start is not None) == ("code", True)
-    tasks = example_module("code", "expressions")
+    tasks = load_script("code/expressions.py")
     clean, lazy = tasks.Expressions(), tasks.Expressions(lazy=0.65)
     for index in range(20):
         data = clean[index].data
@@ -99,7 +83,7 @@ def test_the_code_example_pays_the_expression_and_not_a_number():
 
 def test_halving_finds_every_number_of_the_guessing_example_in_six_turns():
     load_config(EXAMPLES / "number_guessing" / "config.yaml", [], {})
-    module = example_module("number_guessing", "game")
+    module = load_script("number_guessing/game.py")
     turns: list[int] = []
     for index in range(len(module.Games("heldout"))):
         game, low, high = module.Guess(), 1, module.LARGEST
@@ -130,7 +114,7 @@ def test_halving_finds_every_number_of_the_guessing_example_in_six_turns():
 
 def test_the_textarena_example_shows_halving_and_no_guess_twice():
     load_config(EXAMPLES / "textarena" / "config.yaml", [], {})
-    module = example_module("textarena", "game")
+    module = load_script("textarena/game.py")
     careful, careless = module.Beginnings(), module.Beginnings(careless=0.3)
     for index in range(100):
         low, high, messages = 1, module.LARGEST, careful[index].messages

@@ -274,9 +274,7 @@ def test_a_program_in_the_sandbox_does_not_see_the_run(
             server.bind(f"{folder}/broker.sock")
             server.listen()
             Path(folder, "broker.sock").chmod(0o777)
-        other = EmbeddedServer(tmp_path / "other" / "broker")
-        other.start()
-        servers.callback(other.stop)
+        other = servers.enter_context(EmbeddedServer(tmp_path / "other" / "broker"))
         for path in (other.folder, other.socket.parent, other.socket):
             path.chmod(0o777)
         run = tmp_path / "mine" if hidden else None

@@ -1,10 +1,8 @@
 """The example agents: what their policy is shown, what they ask, their tools, and the warm start of frameworks."""
 
-import importlib.util
 import json
 import math
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
@@ -12,20 +10,11 @@ import pytest
 
 from producers.conversation.chat_template import ChatTemplate
 from producers.tokenizer import HfTokenizer
+from tests.support.user_code.example_scripts import load_script
 
-CALCULATOR = Path(__file__).parents[4] / "examples" / "agents" / "calculator"
-FRAMEWORKS = Path(__file__).parents[4] / "examples" / "agents" / "frameworks"
+CALCULATOR, FRAMEWORKS = "agents/calculator", "agents/frameworks"
 MULTIPLY = {"type": "function", "function": {"name": "multiply"}}
 FINAL = {"type": "function", "function": {"name": "final_answer"}}
-
-
-def load(example: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{example.name}_{name}", example / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def call_of(expression: str) -> dict[str, Any]:
@@ -34,10 +23,10 @@ def call_of(expression: str) -> dict[str, Any]:
 
 
 def test_the_warm_start_shows_the_turns_that_the_agent_later_sends(tmp_path: Path) -> None:
-    load(CALCULATOR, "model").build(tmp_path, 0)
+    load_script(f"{CALCULATOR}/model.py").build(tmp_path, 0)
     template = ChatTemplate(HfTokenizer(str(tmp_path)))
-    shown = load(CALCULATOR, "products").Demonstrations("train", guesses=2)
-    tools = load(CALCULATOR, "agent").TOOLS
+    shown = load_script(f"{CALCULATOR}/products.py").Demonstrations("train", guesses=2)
+    tools = load_script(f"{CALCULATOR}/agent.py").TOOLS
     a, b = shown.pairs[0]
     asked = {"role": "user", "content": f"{a}*{b}=?"}
     called = {"role": "assistant", "content": None, "tool_calls": [call_of(f"{a}*{b}")]}
@@ -62,7 +51,7 @@ def test_the_warm_start_shows_the_turns_that_the_agent_later_sends(tmp_path: Pat
 
 
 def test_the_warm_start_shows_short_results_as_often_as_long_ones_and_not_those_of_its_questions() -> None:
-    shown = load(CALCULATOR, "products").Demonstrations("train", guesses=2)
+    shown = load_script(f"{CALCULATOR}/products.py").Demonstrations("train", guesses=2)
     results = [(shown[shown.turns * pair + 1].data["answer"], math.prod(shown.pairs[pair])) for pair in range(2000)]
     short = sum(len(result) == 3 for result, _ in results)
     assert {len(result) for result, _ in results} == {3, 4}
@@ -71,7 +60,7 @@ def test_the_warm_start_shows_short_results_as_often_as_long_ones_and_not_those_
 
 
 def test_short_products_are_trained_as_often_as_long_ones() -> None:
-    products = load(CALCULATOR, "products")
+    products = load_script(f"{CALCULATOR}/products.py")
     digits = [len(str(a * b)) for a, b in products.Products("train").pairs]
     assert digits == [3, 4] * (len(digits) // 2)
     heldout = products.Products("heldout").pairs
@@ -82,7 +71,7 @@ def test_short_products_are_trained_as_often_as_long_ones() -> None:
 @pytest.mark.parametrize(("with_tools", "reward"), [(True, 1.0), (False, 0.0)])
 async def test_the_agent_asks_its_calculator_if_it_has_one(with_tools: bool, reward: float) -> None:
     openai = pytest.importorskip("openai")
-    agent = load(CALCULATOR, "agent")
+    agent = load_script(f"{CALCULATOR}/agent.py")
     requests: list[dict[str, Any]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -122,13 +111,13 @@ async def test_the_agent_asks_its_calculator_if_it_has_one(with_tools: bool, rew
     ],
 )
 def test_the_calculator_says_what_is_wrong_with_a_call(arguments: str, result: str) -> None:
-    assert load(CALCULATOR, "agent").calculator(arguments) == result
+    assert load_script(f"{CALCULATOR}/agent.py").calculator(arguments) == result
 
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
     folder = tmp_path_factory.mktemp("model")
-    load(FRAMEWORKS, "model").build(folder, 0)
+    load_script(f"{FRAMEWORKS}/model.py").build(folder, 0)
     return ChatTemplate(HfTokenizer(str(folder)))
 
 
@@ -154,7 +143,7 @@ def sent(kind: int, a: int, b: int, result: str, call_id: str) -> tuple[list[dic
 
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_the_warm_start_shows_the_turns_that_frameworks_later_send(template: ChatTemplate, kind: int) -> None:
-    shown = load(FRAMEWORKS, "turns").Demonstrations("train")
+    shown = load_script(f"{FRAMEWORKS}/turns.py").Demonstrations("train")
     a, b = shown.pairs[0]
     question, answered, guessed = (shown[3 * turn + kind] for turn in (0, 1, 2))
     result = answered.messages[-1].content.removeprefix("Observation:\n")
