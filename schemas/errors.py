@@ -56,13 +56,13 @@ def first_error(group: BaseExceptionGroup[E]) -> E:
     return first_error(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-def describe_error(error: BaseException, limit: int = 400) -> str:
-    """Describe an exception of any code in one line, ``Type: text``, of at most ``limit`` characters of UTF-8."""
+def describe_error(error: BaseException) -> str:
+    """Describe an exception of any code in one line, ``Type: text``, of at most 400 characters of UTF-8."""
     try:
         text = " ".join(str(error).split())
     except Exception:  # noqa: BLE001 - user code: even the text of an exception may raise
         text = ""
-    return printable(f"{type(error).__name__}: {text}".rstrip(": "))[:limit]
+    return printable(f"{type(error).__name__}: {text}".rstrip(": "))[:400]
 
 
 def printable(text: str) -> str:

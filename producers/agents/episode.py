@@ -118,10 +118,6 @@ class AgentEpisode:
                     continue
             return await self._end(session, result, verdict)
 
-    def _conversation(self) -> Conversation:
-        services = self._services
-        return Conversation(services.template, services.history, episode_images(self._rollout, services.images))
-
     async def _run_agent(self, session: Session, attempt: int) -> AgentResult | None:
         """Run the agent to its end; None if the episode must be handed over."""
         task = self._rollout.task

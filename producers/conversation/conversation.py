@@ -8,7 +8,7 @@ starts a new row.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -162,9 +162,9 @@ class Conversation:
         images = row_images(self._calls, best.number)
         return NextPrompt(ids, segment, "raw", name, best.number, best.length, new, images=images)
 
-    def key(self, prompt: NextPrompt, ahead: int = 0) -> bytes:
-        """Return the key of a call with this prompt. ahead: unanswered calls with the same ids."""
-        return digest_key(prompt.digest, self._asked[prompt.digest] + ahead)
+    def key(self, prompt: NextPrompt) -> bytes:
+        """Return the key of a call with this prompt."""
+        return digest_key(prompt.digest, self._asked[prompt.digest])
 
     def add(self, prompt: NextPrompt, completion: Completion, answer: Message) -> int:
         """Record the answer of a call, and return the call's number.
@@ -255,7 +255,6 @@ class Conversation:
         finish: FinishReason,
         *,
         reward: float | None = None,
-        metrics: Mapping[str, float] | None = None,
         data: dict[str, Any] | None = None,
         train: Collection[str] | None = None,
     ) -> SampledCompletion:
@@ -293,7 +292,6 @@ class Conversation:
             segments=arrays.segments,
             routed_experts=arrays.routed_experts(),
             reward=reward,
-            metrics=dict(metrics or {}),
             calls=self.records(),
             images=arrays.images,
             files=self.images.files_beside_the_task(arrays.images),

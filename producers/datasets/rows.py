@@ -140,11 +140,11 @@ def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
     return value
 
 
-def read_messages(value: Any, where: str, folder: Path = Path()) -> tuple[list[ChatMessage], list[bytes]]:
+def read_messages(value: Any, where: str) -> tuple[list[ChatMessage], list[bytes]]:
     """Read messages whose parts hold their images, and these images. DataError begins with ``where``."""
     values: list[Any] = []
     messages = _messages(value, where, values)
-    return place_images(messages, len(values), where), [load_image(image, where, folder) for image in values]
+    return place_images(messages, len(values), where), [load_image(image, where, Path()) for image in values]
 
 
 def _messages(value: Any, where: str, images: list[Any]) -> list[ChatMessage]:

@@ -46,8 +46,8 @@ def warn_unencrypted(url: str) -> None:
 class NcclOrigin(PeerOrigin):
     """The trainer's side. broadcasts: how many succeeded, as far as the trainer knows."""
 
-    def __init__(self, connection: Connection, folder: Path, settings: PublishConfig, service: str = "trainer") -> None:
-        super().__init__(connection, folder, settings.peer, service)
+    def __init__(self, connection: Connection, folder: Path, settings: PublishConfig) -> None:
+        super().__init__(connection, folder, settings.peer)
         warn_unencrypted(connection.url)
         self._roll = RollCall(connection, self.node.id)
         self._roll_s = settings.nccl.roll_s

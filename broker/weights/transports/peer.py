@@ -31,9 +31,9 @@ class PeerOrigin:
     Files that an earlier trainer left there are served again.
     """
 
-    def __init__(self, connection: Connection, folder: Path, settings: PeerConfig, service: str = "trainer") -> None:
+    def __init__(self, connection: Connection, folder: Path, settings: PeerConfig) -> None:
         self._folder = folder
-        self.node = PeerNode(connection, service, settings, origin=True)
+        self.node = PeerNode(connection, "trainer", settings, origin=True)
         if folder.is_dir():
             for path in sorted(folder.iterdir()):
                 if _NAME.fullmatch(path.name):

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import Depends, Request
 
@@ -53,10 +53,9 @@ class Context:
             self.decoders.append(load_decoder(self.plan.model) if self.plan.model else None)
         return self.decoders[0]
 
-    def record_event(self, name: str, text: str, by: str, level: Literal["info", "warning"] = "info") -> None:
+    def record_event(self, name: str, text: str, by: str) -> None:
         """Add an event to the timeline: what was ordered, and by whom."""
-        event = Event(name=name, service=self.name, level=level, text=f"{text} by {by}", data={"by": by})
-        self.broker.events.emit(event)
+        self.broker.events.emit(Event(name=name, service=self.name, text=f"{text} by {by}", data={"by": by}))
 
     async def wait_status(self, reached: Callable[[RunStatus], bool], wait_s: float) -> RunStatus:
         """Poll the run until ``reached`` is true, at most ``wait_s`` seconds; return the last status."""

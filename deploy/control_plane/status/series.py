@@ -117,8 +117,7 @@ WINDOW_S = 10.0
 class Rates:
     """``add`` counts as they are read; ``of`` tells how fast one grows."""
 
-    def __init__(self, window_s: float = WINDOW_S) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._points: deque[tuple[float, Mapping[str, int]]] = deque()
 
     def add(self, now: float, counts: Mapping[str, int]) -> None:
@@ -127,7 +126,7 @@ class Rates:
             # The broker was rebuilt, and counts from 0.
             self._points.clear()
         self._points.append((now, counts))
-        while len(self._points) > 2 and now - self._points[0][0] > self._window_s:
+        while len(self._points) > 2 and now - self._points[0][0] > WINDOW_S:
             self._points.popleft()
 
     def of(self, name: str) -> float | None:

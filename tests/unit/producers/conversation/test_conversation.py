@@ -253,7 +253,7 @@ def test_saved_calls_are_found_by_their_prompt_and_how_often_it_was_asked(templa
     ask(conversation, [USER], "It is 4")
     partial = conversation.partial(3)
     assert [call.key for call in partial.calls] == [digest_key(first.digest, 0), digest_key(first.digest, 1)]
-    assert conversation.key(first, ahead=1) == digest_key(first.digest, 3)
+    assert conversation.key(first) == digest_key(first.digest, 2)
     assert (partial.sample, partial.size) == (3, sum(len(call.tokens) for call in partial.calls))
 
 
