@@ -56,6 +56,15 @@ def make_batch_record(outcomes: Sequence[ScoredSample], step: int) -> BatchRecor
     )
 
 
+def train_record(training: TrainerSession, record: BatchRecord, commit: bool = False) -> BatchRecord:
+    """Journal and complete the step of a batch. commit: as if a checkpoint covered it, too."""
+    training.journal_batch(record)
+    training.complete_step(record)
+    if commit:
+        training.commit_steps([record])
+    return record
+
+
 def count_entries(broker: Broker) -> dict[str, int]:
     keys = broker.connection.keys
     client = broker.connection.client

@@ -79,6 +79,13 @@ def in_thread(trainer: Trainer, stop: StopFlag) -> tuple[threading.Thread, list[
     return thread, errors
 
 
+def join(thread: threading.Thread, errors: list[BaseException], seconds: float = 60) -> None:
+    """Wait for the end of a trainer that was begun by ``in_thread``, which has no error."""
+    thread.join(seconds)
+    assert not thread.is_alive()
+    assert not errors
+
+
 def train_to_last_evaluation(
     trainer: Trainer, broker: Broker, stop: StopFlag
 ) -> tuple[threading.Thread, list[BaseException]]:

@@ -17,7 +17,7 @@ from broker.queues.tasks import eval_task_id
 from schemas.codec import Array
 from schemas.config import BrokerConfig
 from schemas.messages import Heartbeat, Partial, Piece, Question, QuestionAnswer, Sampling, Score, Span
-from tests.support.broker.prompt_groups import make_batch_record, make_task, make_trajectory
+from tests.support.broker.prompt_groups import make_batch_record, make_task, make_trajectory, train_record
 from tests.support.broker.repeats import RepeatingConnection
 from tests.support.broker.trainer_sessions import take_over
 
@@ -147,9 +147,7 @@ class History:
         elif pick % 5 == 1:
             self.training.discard_scores(some)
         elif some:
-            record = make_batch_record(some, self.step)
-            self.training.journal_batch(record)
-            self.training.complete_step(record)
+            record = train_record(self.training, make_batch_record(some, self.step))
             self.step += 1
             if pick % 2:
                 self.training.commit_steps([record])

@@ -32,7 +32,7 @@ from schemas.messages import Score
 from schemas.run_record import JoinedRun, claim_folder
 from schemas.system.lifecycle import StopFlag
 from tests.support.broker.leadership import configuration_in, leadership_in
-from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task, make_trajectory
+from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task, make_trajectory, train_record
 from tests.support.broker.trainer_sessions import FIRST, change_request, take_over, take_over_as
 
 OURS, OTHER = Owner("ours", "/runs/a", "here"), Owner("other", "/runs/b", "there")
@@ -42,9 +42,7 @@ def train_one(broker: Broker) -> None:
     training, _ = take_over_as(broker, change_request(FIRST, owner=OURS))
     broker.ledger.admit(make_task(0))
     generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
-    record = claim_batch(training)
-    training.journal_batch(record)
-    training.complete_step(record)
+    train_record(training, claim_batch(training))
 
 
 def test_a_trainer_of_another_run_is_refused_whatever_the_journal_holds(broker: Broker) -> None:

@@ -18,6 +18,7 @@ from tests.support.broker.prompt_groups import (
     make_batch_record,
     make_task,
     make_trajectory,
+    train_record,
 )
 from tests.support.broker.trainer_sessions import take_over
 from tools.soak import length_bounds
@@ -174,9 +175,7 @@ def test_a_new_trainer_finds_journal_and_entries_and_the_old_one_is_refused(brok
     old = take_over(broker)
     broker.ledger.admit(make_task(0))
     generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
-    record = claim_batch(old)
-    old.journal_batch(record)
-    old.complete_step(record)
+    record = train_record(old, claim_batch(old))
     new = take_over(broker, fresh=False)
     assert broker.ledger.read_state().step == 1
     assert new.read_journal() == {0: record}

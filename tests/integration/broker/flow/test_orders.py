@@ -14,7 +14,7 @@ from schemas.errors import BrokerLost, ConfigError, RefusedError
 from schemas.messages import Score
 from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.leadership import leadership_in
-from tests.support.broker.prompt_groups import claim_batch, count_entries, generate_and_score, make_task
+from tests.support.broker.prompt_groups import claim_batch, count_entries, generate_and_score, make_task, train_record
 from tests.support.broker.trainer_sessions import FIRST, change_request, take_over, take_over_as
 from tests.support.configurations import minimal_config
 from tests.support.runs.command_line import run_tidemill
@@ -32,9 +32,7 @@ def test_groups_that_come_and_go_wake_no_generator(broker: Broker) -> None:
         generate_and_score(broker, task_id, (Score(reward=1.0), Score(reward=1.0)))
     outcomes = training.claim_scores(2)
     assert training.drop_group(0, "zero_variance", [outcome.scored_id for outcome in outcomes])
-    record = claim_batch(training)
-    training.journal_batch(record)
-    training.complete_step(record)
+    train_record(training, claim_batch(training))
     assert broker.ledger.change_position() != changes
     assert broker.run_control.order_position() == orders
 

@@ -2,7 +2,13 @@
 
 from broker.client import Broker
 from schemas.messages import Score
-from tests.support.broker.prompt_groups import generate_and_score, make_batch_record, make_task, make_trajectory
+from tests.support.broker.prompt_groups import (
+    generate_and_score,
+    make_batch_record,
+    make_task,
+    make_trajectory,
+    train_record,
+)
 from tests.support.broker.trainer_sessions import take_over
 
 
@@ -20,9 +26,7 @@ def test_tokens_end_as_their_group_does(broker: Broker) -> None:
     training.drop_group(1, "stale", [one.scored_id for one in outcomes if one.task_id == 1])
     training.drop_group(1, "stale", [one.scored_id for one in outcomes if one.task_id == 1])
     training.drop_group(2, "no_reward", [one.scored_id for one in outcomes if one.task_id == 2], "failed")
-    record = make_batch_record([one for one in outcomes if one.task_id == 0], 0)
-    training.journal_batch(record)
-    training.complete_step(record)
+    record = train_record(training, make_batch_record([one for one in outcomes if one.task_id == 0], 0))
     training.complete_step(record)
     state = broker.ledger.read_state()
     assert state.tokens == {"trained": 2, "stale": 2, "no_reward": 2}
@@ -48,9 +52,7 @@ def test_tokens_that_the_broker_lost_are_made_again(broker: Broker) -> None:
     for task_id in range(2):
         broker.ledger.admit(make_task(task_id))
         generate_and_score(broker, task_id, (Score(reward=1.0), Score(reward=0.0)))
-    record = make_batch_record([one for one in training.claim_scores(100) if one.task_id == 0], 0)
-    training.journal_batch(record)
-    training.complete_step(record)
+    train_record(training, make_batch_record([one for one in training.claim_scores(100) if one.task_id == 0], 0))
     counts = training.read_pipeline().counts
     broker.connection.client.delete(broker.connection.keys.groups)
     take_over(broker, step=1, trained=1, cursor=2, unfinished={1}, counts=counts, fresh=False)

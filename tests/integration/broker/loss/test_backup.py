@@ -13,7 +13,7 @@ from broker.connection.keys import Keys
 from schemas.config import BrokerConfig
 from schemas.messages import Score
 from tests.support.broker.broker_loss import checkpoint, train_one
-from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task
+from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task, train_record
 from tests.support.broker.trainer_sessions import take_over, take_over_as
 
 Start = Callable[[str], Broker]
@@ -59,9 +59,7 @@ def test_a_group_trained_after_the_backup_is_not_trained_again(start: Start, tmp
     broker.ledger.admit(make_task(1))
     generate_and_score(broker, 1, (Score(reward=1.0), Score(reward=0.0)))
     back_up(tmp_path)
-    record = claim_batch(training, step=1)
-    training.journal_batch(record)
-    training.complete_step(record)
+    train_record(training, claim_batch(training, step=1))
     broker.ledger.admit(make_task(2))
     saved = checkpoint(training)
 

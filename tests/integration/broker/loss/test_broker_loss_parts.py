@@ -24,6 +24,7 @@ from tests.support.broker.prompt_groups import (
     make_batch_record,
     make_task,
     make_trajectory,
+    train_record,
 )
 from tests.support.broker.trainer_sessions import change_request, take_over, take_over_as
 
@@ -66,9 +67,7 @@ def test_a_second_of_lost_writes_is_made_again_and_what_was_trained_is_not(
     broker.ledger.admit(make_task(0))
     generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
     size = newest_part(own_server).stat().st_size
-    record = claim_batch(training)
-    training.journal_batch(record)
-    training.complete_step(record)
+    train_record(training, claim_batch(training))
     for task_id in (1, 2):
         broker.ledger.admit(make_task(task_id))
     saved = checkpoint(training)

@@ -15,7 +15,13 @@ from broker.queues.scores import outcomes_in
 from broker.queues.tasks import eval_task_id
 from schemas.codec import encode
 from schemas.messages import Score, Trajectory
-from tests.support.broker.prompt_groups import count_entries, make_batch_record, make_task, make_trajectory
+from tests.support.broker.prompt_groups import (
+    count_entries,
+    make_batch_record,
+    make_task,
+    make_trajectory,
+    train_record,
+)
 from tests.support.broker.trainer_sessions import FIRST, change_request, take_over, take_over_as
 
 POOL = TrajectoryPool(16)
@@ -165,10 +171,7 @@ def entries_and_pending(broker: Broker) -> tuple[int, int]:
 
 
 def train(training: TrainerSession, outcomes: list[ScoredSample]) -> None:
-    record = make_batch_record(outcomes, 0)
-    training.journal_batch(record)
-    training.complete_step(record)
-    training.commit_steps([record])
+    train_record(training, make_batch_record(outcomes, 0), commit=True)
 
 
 def test_an_entry_ends_with_its_group_and_no_other(broker: Broker) -> None:

@@ -20,6 +20,7 @@ from tests.support.broker.prompt_groups import (
     generate_and_score,
     make_task,
     make_trajectory,
+    train_record,
 )
 from tests.support.broker.trainer_sessions import take_over
 
@@ -328,10 +329,7 @@ def test_what_is_saved_of_a_group_ends_with_it(broker: Broker, end: str) -> None
         queue.fail_sample(0, 1, "can't be made")
         results = broker.score_queue("r")
         results.publish([(item, Score(reward=1.0)) for item in results.read(10, 10)])
-        record = claim_batch(training)
-        training.journal_batch(record)
-        training.complete_step(record)
-        training.commit_steps([record])
+        train_record(training, claim_batch(training), commit=True)
         assert set(count_entries(broker).values()) == {0}
     elif end == "dropped":
         training.drop_group(0, "too_old", [])

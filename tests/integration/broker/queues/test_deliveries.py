@@ -13,7 +13,7 @@ from broker.telemetry.stream_lag import StreamLag, read_stream_lags
 from schemas.codec import encode
 from schemas.errors import FencedError
 from schemas.messages import Heartbeat, Score
-from tests.support.broker.prompt_groups import claim_batch, make_task, make_trajectory
+from tests.support.broker.prompt_groups import claim_batch, make_task, make_trajectory, train_record
 from tests.support.broker.trainer_sessions import take_over
 
 
@@ -184,10 +184,7 @@ def test_workers_that_are_long_gone_are_forgotten_with_a_commit_but_not_what_the
     assert holding.read(1, 10)
     rewards = broker.score_queue("gone")
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(2, 10)])
-    record = claim_batch(training)
-    training.journal_batch(record)
-    training.complete_step(record)
-    training.commit_steps([record])
+    record = train_record(training, claim_batch(training), commit=True)
     assert consumers(broker, "tasks", "generators") == {"gone", "holding"}
     monkeypatch.setattr("broker.flow.trainer_session.SILENT_CONSUMER_S", 0.0)
     training.commit_steps([record])

@@ -14,7 +14,13 @@ from schemas.digests import digest
 from schemas.errors import BrokerDamaged
 from schemas.messages import ChatMessage, ContentPart, Image, PlacedImage, Sampling, Score, Task
 from tests.support.broker.broker_loss import wipe
-from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_batch_record, make_trajectory
+from tests.support.broker.prompt_groups import (
+    claim_batch,
+    generate_and_score,
+    make_batch_record,
+    make_trajectory,
+    train_record,
+)
 from tests.support.broker.trainer_sessions import take_over
 
 MB = 1 << 20
@@ -53,9 +59,7 @@ def test_an_image_is_there_until_a_checkpoint_covers_the_step_of_its_group(broke
     assert broker.ledger.admit_all([task_with(0, b"one", b"two")], images=files(b"one", b"two")).answer == "ok"
     assert broker.images.fetch([digest(b"two"), digest(b"none")]) == files(b"two")
     generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
-    record = claim_batch(training)
-    training.journal_batch(record)
-    training.complete_step(record)
+    record = train_record(training, claim_batch(training))
     assert stored(broker) == 2, "a trainer that has to replay the step needs them"
     training.commit_steps([record])
     assert stored(broker) == 0
@@ -199,10 +203,7 @@ def test_an_image_of_a_megabyte_crosses_the_broker_once_for_eight_samples(broker
     broker.ledger.admit_all([task_with(0, image, n=8)], images=files(image))
     assert broker.images.fetch([digest(image)]) == files(image)
     generate_and_score(broker, 0, tuple(Score(reward=1.0) for _ in range(8)))
-    record = claim_batch(training)
-    training.journal_batch(record)
-    training.complete_step(record)
-    training.commit_steps([record])
+    train_record(training, claim_batch(training), commit=True)
     assert received(broker) - before < 1.1 * MB
     assert stored(broker) == 0
 
@@ -281,10 +282,7 @@ def test_nothing_is_left_of_the_images_of_200_tasks_whose_generator_is_killed_on
         rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(100, 10)])
         outcomes = training.claim_scores(1000)
         for first in range(0, len(outcomes), 10):
-            record = make_batch_record(outcomes[first : first + 10], step)
-            training.journal_batch(record)
-            training.complete_step(record)
-            training.commit_steps([record])
+            train_record(training, make_batch_record(outcomes[first : first + 10], step), commit=True)
             step += 1
     assert broker.ledger.read_state().trained == 200
     assert stored(broker) == 0

@@ -16,7 +16,7 @@ from producers.engines.base import PromptImage
 from schemas.config import TidemillConfig
 from schemas.images import prepare_image, read_image_settings
 from schemas.messages import ChatMessage, ContentPart, Sampling, Score, Task, Trajectory
-from tests.support.broker.prompt_groups import claim_batch
+from tests.support.broker.prompt_groups import claim_batch, train_record
 from tests.support.configurations import minimal_config
 from tests.support.models.pictures import PAD, picture
 from tests.support.producers.generator_service import Engine, begin_run, make_engine, read_published, running_generator
@@ -133,9 +133,7 @@ async def test_images_of_an_agent_come_to_the_trainer_and_are_freed_with_the_gro
 
     rewards = broker.score_queue("r")
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
-    record = claim_batch(training)
-    training.journal_batch(record)
-    training.complete_step(record)
+    record = train_record(training, claim_batch(training))
     assert len(broker.images.fetch([image.digest, seen.digest])) == 2, "a trainer may have to replay the step"
     training.commit_steps([record])
     assert not broker.connection.client.exists(broker.connection.keys.images)

@@ -32,6 +32,7 @@ from tests.support.broker.prompt_groups import make_trajectory as make_eval_traj
 from tests.support.trainer.deterministic_run import STEPS, Pipeline, make_config
 from tests.support.trainer.trainer_loop import (
     in_thread,
+    join,
     publish_of_version,
     run,
     train_to_last_evaluation,
@@ -146,9 +147,7 @@ def test_the_batch_changes_while_the_run_goes_on(
         thread, errors = in_thread(one, StopFlag())
         until(lambda: one.progress.step >= 2, "step 2")
         assert broker.ledger.change_settings({"batch": 4})
-        thread.join(60)
-    assert not thread.is_alive()
-    assert not errors
+        join(thread, errors)
     sizes = [
         len({task for task, _ in line["samples"]})
         for line in surviving_lines(read_lines(tmp_path / "run/trained.jsonl"))
@@ -183,9 +182,7 @@ def test_a_trainer_that_drops_stale_groups_stops_between_two_of_them(
         monkeypatch.setattr(GroupIntake, "take", drop)
         monkeypatch.setattr(GroupIntake, "choose", wait_and_choose)
         thread, errors = in_thread(one, stop)
-        thread.join(60)
-    assert not thread.is_alive()
-    assert not errors
+        join(thread, errors)
     assert len(asked) == 1, "no further group is dropped after the stop"
 
 
@@ -200,9 +197,7 @@ def test_learning_rate_steps_and_checkpoints_change_while_the_run_goes_on(
         until(lambda: one.checkpoints.step >= 3, "a checkpoint")
         last = one.progress.step + 3
         assert broker.ledger.change_settings({"steps": last})
-        thread.join(60)
-    assert not thread.is_alive()
-    assert not errors
+        join(thread, errors)
     rates = [line["train/lr"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
     assert (rates[0], rates[-1], len(rates)) == (1e-4, 0.00025, last)
     state = broker.ledger.read_state()
@@ -243,9 +238,7 @@ def test_a_drain_before_the_last_evaluation_holds_the_run_and_during_it_lets_it_
     broker.task_queue("g").publish(task.task_id, [make_eval_trajectory(task.task_id, 0, "eval")])
     rewards = broker.score_queue("r")
     rewards.publish([(found, Score(reward=1.0)) for found in rewards.read(10, 100)])
-    thread.join(60)
-    assert not thread.is_alive()
-    assert not errors
+    join(thread, errors)
     assert one.step_log.evaluations.lines[1]["scored"] == 1
     assert broker.ledger.read_state().state == "finished"
 

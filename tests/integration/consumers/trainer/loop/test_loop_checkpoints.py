@@ -26,7 +26,7 @@ from schemas.run_folder import read_lines, surviving_lines
 from schemas.system.files import LineFile
 from schemas.system.lifecycle import StopFlag
 from tests.support.trainer.deterministic_run import Pipeline
-from tests.support.trainer.trainer_loop import in_thread, publish_of_version, run, trained, until
+from tests.support.trainer.trainer_loop import in_thread, join, publish_of_version, run, trained, until
 
 SAMPLING = {"n": 1, "temperature": 0.0, "max_tokens": 16}
 
@@ -93,9 +93,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_is_forgotten
         assert state.live_groups <= state.live_bound
         assert not CheckpointStore(tmp_path / "run" / "checkpoints").steps()
         go.set()
-        thread.join(60)
-    assert not thread.is_alive()
-    assert not errors
+        join(thread, errors)
     assert broker.ledger.read_state().uncommitted_steps == 0
     assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [9, 12]
 
@@ -115,9 +113,7 @@ def test_a_checkpoint_that_was_asked_for_is_told_of_when_it_is_durable(
         thread, errors = in_thread(one, StopFlag())
         until(lambda: one.progress.step >= 1, "step 1")
         assert broker.run_control.checkpoint("test")
-        thread.join(60)
-    assert not thread.is_alive()
-    assert not errors
+        join(thread, errors)
     assert not durable[0], "not before"
     assert any("a checkpoint covers step" in event.text for event in broker.events.tail(10))
 

@@ -28,6 +28,7 @@ from tests.support.broker.prompt_groups import make_trajectory as make_eval_traj
 from tests.support.trainer.deterministic_run import Pipeline
 from tests.support.trainer.trainer_loop import (
     in_thread,
+    join,
     publish_of_version,
     run,
     train_to_last_evaluation,
@@ -45,9 +46,7 @@ def test_a_wiped_broker_is_mended_while_the_trainer_goes_on(
         for step in (2, 7):
             until(lambda step=step: one.progress.step >= step, f"step {step}")
             broker.purge()
-        thread.join(90)
-    assert not thread.is_alive()
-    assert not errors
+        join(thread, errors, 90)
     times = trained(tmp_path)
     assert set(times.values()) == {1}
     assert set(times) == set(range(24)), "no prompt is skipped"
@@ -76,9 +75,7 @@ def test_evaluations_are_kept_in_the_runs_folder_once_each_when_the_broker_forge
             until(lambda one=one, last=last: one.progress.step >= last, f"step {last}")
             complete(0, 1.0)
             complete(last, 3.0)
-            thread.join(60)
-        assert not thread.is_alive()
-        assert not errors
+            join(thread, errors)
         assert [(line["version"], line["mean"]) for line in read_lines(file)] == [
             (version, 0.75 if version else 0.25) for version in versions
         ]
@@ -138,9 +135,7 @@ def test_a_run_ends_with_an_evaluation_of_which_the_broker_lost_a_part_and_says_
         tasks.publish(task.task_id, [make_eval_trajectory(task.task_id, sample, "eval") for sample in range(2)])
     broker.connection.client.delete(*(getattr(broker.connection.keys, name) for name in lost))
     assert broker.score_queue("r").read(10, 10) == []
-    thread.join(60)
-    assert not thread.is_alive()
-    assert not errors
+    join(thread, errors)
     (line,) = read_lines(tmp_path / "run" / "evaluations.jsonl")
     assert (line["version"], line["n"], line["scored"], line["failed"]) == (1, 2, 0, 2)
     told = [event.text for event in broker.events.tail(100) if event.name == "evaluation" and event.level == "warning"]
@@ -168,9 +163,7 @@ def test_the_last_evaluation_is_made_anew_when_the_broker_has_lost_what_it_needs
     assert broker.evals.open(1, [task]), "as the feeder does in a mended broker"
     tasks.publish(task.task_id, [make_eval_trajectory(task.task_id, sample, "eval") for sample in range(2)])
     rewards.publish([(found, Score(reward=1.0)) for found in rewards.read(10, 100)])
-    thread.join(60)
-    assert not thread.is_alive()
-    assert not errors
+    join(thread, errors)
     (line,) = read_lines(tmp_path / "run" / "evaluations.jsonl")
     assert (line["version"], line["n"], line["scored"], line["mean"]) == (1, 2, 2, 1.0)
     assert broker.ledger.read_state().state == "finished"
@@ -189,9 +182,7 @@ def test_a_part_of_the_broker_that_vanishes_stops_nothing_and_skips_nothing(
         thread, errors = in_thread(one, StopFlag())
         until(lambda: one.progress.step >= 2, "step 2")
         broker.connection.client.delete(getattr(broker.connection.keys, part))
-        thread.join(90)
-    assert not thread.is_alive()
-    assert not errors
+        join(thread, errors, 90)
     assert set(trained(tmp_path).values()) == {1}
     assert set(trained(tmp_path)) == set(range(20)), "no prompt is skipped"
     assert broker.ledger.read_state().balanced
@@ -212,9 +203,7 @@ def test_a_pause_outlives_the_loss_of_the_orders_and_ends_when_people_say_so(
         until(lambda: bool(one.pause.reasons), "the pause")
         assert one.progress.step == step
         assert broker.run_control.pause("none", "ada")
-        thread.join(60)
-    assert not thread.is_alive()
-    assert not errors
+        join(thread, errors)
     assert set(trained(tmp_path).values()) == {1}
     assert set(trained(tmp_path)) == set(range(16))
 
@@ -236,9 +225,7 @@ def test_a_loss_in_the_oldest_group_is_noticed_while_others_come_and_are_filtere
         thread, errors = in_thread(one, stop)
         until(lambda: one.progress.step >= 1, "step 1")
         stop.set()
-        thread.join(60)
-    assert not thread.is_alive()
-    assert not errors
+        join(thread, errors)
     assert lost == [2]
     assert broker.ledger.read_state().balanced
 
@@ -263,9 +250,7 @@ def test_a_group_that_ends_while_it_is_examined_is_not_taken_for_damaged(
     due += rewards.read(10, 100)
     until(lambda: broker.ledger.read_state().dropped == {"zero_variance": 1}, "the end of the group")
     stop.set()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert not errors
+    join(thread, errors)
     assert [event.text for event in broker.events.tail(100) if event.name == "broker_mended"] == []
 
 
@@ -284,9 +269,7 @@ def test_weights_that_vanish_while_all_wait_for_them_are_published_again(
         broker.connection.client.delete(*(getattr(keys, name) for name in lost))
         until(lambda: (newest := store.newest()) is not None and store.holds(newest), "the same version again")
     stop.set()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert not errors
+    join(thread, errors, 30)
 
 
 def test_weights_that_vanish_during_the_last_evaluation_are_published_again(
@@ -300,9 +283,7 @@ def test_weights_that_vanish_during_the_last_evaluation_are_published_again(
     broker.connection.client.delete(keys.weights, keys.chunks)
     until(lambda: (newest := store.newest()) is not None and store.holds(newest), "the same version again")
     stop.set()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert not errors
+    join(thread, errors, 30)
 
 
 @pytest.mark.parametrize("transport", ["file", "peer"])
@@ -316,6 +297,4 @@ def test_a_trainer_that_starts_beside_broken_keys_of_weights_mends_them(
     thread, errors = in_thread(one, stop)
     until(lambda: client.type(keys.weights) == b"stream", "the first version")
     stop.set()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert not errors
+    join(thread, errors, 30)

@@ -17,6 +17,7 @@ from schemas.system.lifecycle import StopFlag
 from tests.support.trainer.deterministic_run import Pipeline, generate
 from tests.support.trainer.trainer_loop import (
     SharingGenerator,
+    join,
     make_trainer,
     run,
     train_to_last_evaluation,
@@ -81,7 +82,5 @@ def test_a_trainer_that_waits_for_an_evaluation_gives_the_device(
     assert not any(tensor.untyped_storage().nbytes() for tensor in state_of(trainer))
     lock.release()
     stop.set()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert not errors
+    join(thread, errors)
     turns.give()
