@@ -145,23 +145,20 @@ async def test_the_agent_shows_a_picture_after_the_first_answer(tmp_path: Path) 
     policy = AskedPolicy(engine, parser, EngineCapacity(8), 4096, 9, tokenizer.encode, tokenizer.longest_token)
     session = Session(policy, Conversation(ChatTemplate(tokenizer), images=images), Sampling())
 
-    async def play() -> float:
-        sessions = Sessions()
-        sessions.add(session)
-        server = EndpointServer(sessions, AgentsConfig())
-        base_url = f"{await server.start()}/s/{session.token}/v1"
-        task = {
-            "messages": [user("how many?", picture())],
-            "data": {"closer": f"{tmp_path}/closer.png", "answer": "Sev"},
-        }
-        try:
-            async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
-                reward: float = await agent(task, client)
-        finally:
-            await server.close()
-        return reward
-
-    assert await play() == 1.0
+    sessions = Sessions()
+    sessions.add(session)
+    server = EndpointServer(sessions, AgentsConfig())
+    base_url = f"{await server.start()}/s/{session.token}/v1"
+    task = {
+        "messages": [user("how many?", picture())],
+        "data": {"closer": f"{tmp_path}/closer.png", "answer": "Sev"},
+    }
+    try:
+        async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+            reward: float = await agent(task, client)
+    finally:
+        await server.close()
+    assert reward == 1.0
     sample = session.conversation.sample(0, "stop")
     assert len(sample.images) == len(sample.files) == 2
     assert len(sample.segments) == 1

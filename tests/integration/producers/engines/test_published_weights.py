@@ -158,21 +158,18 @@ async def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_prob
         context.progress.step = context.progress.version = version
         publisher.publish(wait=True)
 
-    async def scenario() -> None:
-        await engine.start()
-        await pause.follow(None)
-        following = asyncio.create_task(updates.run(stop))
-        try:
-            async with asyncio.timeout(90):
-                for version in range(5):
-                    await asyncio.to_thread(train_and_publish, version)
-                    assert await updates.wait_ready(version), "checked by its probe"
-        finally:
-            stop.set()
-            await following
-            await engine.close()
-
-    await scenario()
+    await engine.start()
+    await pause.follow(None)
+    following = asyncio.create_task(updates.run(stop))
+    try:
+        async with asyncio.timeout(90):
+            for version in range(5):
+                await asyncio.to_thread(train_and_publish, version)
+                assert await updates.wait_ready(version), "checked by its probe"
+    finally:
+        stop.set()
+        await following
+        await engine.close()
     publisher.close()
     newest = broker.weights.newest()
     assert newest is not None

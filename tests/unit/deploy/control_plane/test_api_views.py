@@ -260,9 +260,6 @@ async def follow(app: Any, spec_version: str, rude: bool) -> int:
 
 @pytest.mark.parametrize("spec_version", ["2.3", "2.4"])
 async def test_clients_that_leave_before_the_first_byte_lock_nobody_out(app: Any, spec_version: str) -> None:
-    async def leave() -> int:
-        for _ in range(MAX_PAGES + 1):
-            await follow(app, spec_version, rude=True)
-        return await follow(app, spec_version, rude=False)
-
-    assert await leave() == 200
+    for _ in range(MAX_PAGES + 1):
+        await follow(app, spec_version, rude=True)
+    assert await follow(app, spec_version, rude=False) == 200

@@ -17,21 +17,18 @@ async def settle() -> None:
 
 
 async def test_who_waits_is_served_in_order_and_a_large_one_is_not_passed_by_small_ones() -> None:
-    async def scene() -> list[str]:
-        capacity, begun, done = EngineCapacity(4), list[str](), asyncio.Event()
-        first_done = asyncio.Event()
-        first = asyncio.create_task(hold(capacity, 3, "first", begun, first_done))
-        rest = [asyncio.create_task(hold(capacity, n, name, begun, done)) for n, name in ((3, "large"), (1, "small"))]
-        await settle()
-        assert begun == ["first"]
-        first_done.set()
-        await first
-        await settle()
-        done.set()
-        await asyncio.gather(*rest)
-        return begun
-
-    assert await scene() == ["first", "large", "small"]
+    capacity, begun, done = EngineCapacity(4), list[str](), asyncio.Event()
+    first_done = asyncio.Event()
+    first = asyncio.create_task(hold(capacity, 3, "first", begun, first_done))
+    rest = [asyncio.create_task(hold(capacity, n, name, begun, done)) for n, name in ((3, "large"), (1, "small"))]
+    await settle()
+    assert begun == ["first"]
+    first_done.set()
+    await first
+    await settle()
+    done.set()
+    await asyncio.gather(*rest)
+    assert begun == ["first", "large", "small"]
 
 
 async def test_more_samples_than_there_are_places_take_all_of_them() -> None:
@@ -40,22 +37,19 @@ async def test_more_samples_than_there_are_places_take_all_of_them() -> None:
 
 
 async def test_a_request_that_is_cancelled_while_it_waits_gives_its_turn_to_the_next_and_loses_no_place() -> None:
-    async def scene() -> list[str]:
-        capacity, begun, done = EngineCapacity(1), list[str](), asyncio.Event()
-        first_done = asyncio.Event()
-        first = asyncio.create_task(hold(capacity, 1, "first", begun, first_done))
-        await settle()
-        gone = asyncio.create_task(hold(capacity, 1, "gone", begun, done))
-        last = asyncio.create_task(hold(capacity, 1, "last", begun, done))
-        await settle()
-        gone.cancel()
-        first_done.set()
-        await first
-        assert isinstance((await asyncio.gather(gone, return_exceptions=True))[0], asyncio.CancelledError)
-        await settle()
-        done.set()
-        await last
-        async with asyncio.timeout(5), capacity.take(1):
-            return begun
-
-    assert await scene() == ["first", "last"]
+    capacity, begun, done = EngineCapacity(1), list[str](), asyncio.Event()
+    first_done = asyncio.Event()
+    first = asyncio.create_task(hold(capacity, 1, "first", begun, first_done))
+    await settle()
+    gone = asyncio.create_task(hold(capacity, 1, "gone", begun, done))
+    last = asyncio.create_task(hold(capacity, 1, "last", begun, done))
+    await settle()
+    gone.cancel()
+    first_done.set()
+    await first
+    assert isinstance((await asyncio.gather(gone, return_exceptions=True))[0], asyncio.CancelledError)
+    await settle()
+    done.set()
+    await last
+    async with asyncio.timeout(5), capacity.take(1):
+        assert begun == ["first", "last"]

@@ -5,7 +5,7 @@ import base64
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +53,18 @@ async def started(model: Path) -> AsyncIterator[tuple[HttpEngine, FaultyServer]]
             yield engine, server
         finally:
             await engine.close()
+
+
+async def spoil(model: Path, spoilt: Callable[[FaultyServer], object]) -> None:
+    """Sample once from a server with this fault, which ends the engine also when the server is well again."""
+    async with started(model) as (engine, server):
+        spoilt(server)
+        with pytest.raises(InfraError):
+            await engine.generate([5], FOUR)
+        server.spans, server.change = None, {}
+        server.raw.clear()
+        with pytest.raises(InfraError, match="can't be used"):
+            await engine.generate([5], FOUR)
 
 
 async def test_a_server_that_is_there_is_given_the_models_weights_first(model: Path) -> None:
@@ -113,13 +125,7 @@ async def test_any_other_answer_to_an_update_than_success_ends_the_engine(
 async def test_a_sample_whose_versions_are_not_known_is_never_given_out(
     model: Path, spans: list[dict[str, Any]]
 ) -> None:
-    async with started(model) as (engine, server):
-        server.spans = spans
-        with pytest.raises(InfraError):
-            await engine.generate([5], FOUR)
-        server.spans = None
-        with pytest.raises(InfraError, match="can't be used"):
-            await engine.generate([5], FOUR)
+    await spoil(model, lambda server: setattr(server, "spans", spans))
 
 
 async def test_a_sample_of_weights_from_before_its_request_is_never_given_out(model: Path) -> None:
@@ -165,13 +171,7 @@ async def test_weights_that_are_taken_back_under_a_sample_are_no_fault_of_the_se
     ids=str,
 )
 async def test_an_event_of_another_form_ends_the_engine(model: Path, change: dict[str, Any]) -> None:
-    async with started(model) as (engine, server):
-        server.change = change
-        with pytest.raises(InfraError):
-            await engine.generate([5], FOUR)
-        server.change = {}
-        with pytest.raises(InfraError, match="can't be used"):
-            await engine.generate([5], FOUR)
+    await spoil(model, lambda server: server.change.update(change))
 
 
 @pytest.mark.parametrize(
@@ -186,13 +186,7 @@ async def test_an_event_of_another_form_ends_the_engine(model: Path, change: dic
 async def test_a_stream_that_cannot_be_decoded_ends_the_engine(
     model: Path, body: bytes, headers: dict[str, str]
 ) -> None:
-    async with started(model) as (engine, server):
-        server.raw["/inference/v1/generate"] = Response(body, headers=headers)
-        with pytest.raises(InfraError):
-            await engine.generate([5], FOUR)
-        server.raw.clear()
-        with pytest.raises(InfraError, match="can't be used"):
-            await engine.generate([5], FOUR)
+    await spoil(model, lambda server: server.raw.update({"/inference/v1/generate": Response(body, headers=headers)}))
 
 
 @pytest.mark.parametrize(
@@ -324,20 +318,14 @@ async def test_tidemill_eval_takes_answers_without_log_probabilities(
 
 
 async def test_a_launched_server_that_ends_says_why_and_one_that_hangs_leaves_nothing(model: Path) -> None:
-    async def fails() -> None:
-        engine = make(model, command=[sys.executable, "-c", "raise SystemExit('Error: no such device')"])
-        with pytest.raises(InfraError, match="exit code 1: Error: no such device"):
-            await engine.start()
-
-    async def hangs() -> None:
-        code = "import subprocess, time; subprocess.Popen(['sleep', '300']); time.sleep(300)"
-        engine = make(model, command=[sys.executable, "-c", code], start_s=1.0)
-        with pytest.raises(InfraError, match=r"not healthy after generator.http.start_s 1 s"):
-            await engine.start()
-
     before = set(psutil.Process().children(recursive=True))
-    await fails()
-    await hangs()
+    fails = make(model, command=[sys.executable, "-c", "raise SystemExit('Error: no such device')"])
+    with pytest.raises(InfraError, match="exit code 1: Error: no such device"):
+        await fails.start()
+    code = "import subprocess, time; subprocess.Popen(['sleep', '300']); time.sleep(300)"
+    hangs = make(model, command=[sys.executable, "-c", code], start_s=1.0)
+    with pytest.raises(InfraError, match=r"not healthy after generator.http.start_s 1 s"):
+        await hangs.start()
     deadline = time.monotonic() + 20
     while set(psutil.Process().children(recursive=True)) - before:
         assert time.monotonic() < deadline
