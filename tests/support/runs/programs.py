@@ -57,7 +57,7 @@ def find_program(*names: str) -> str:
 
 
 def skip_or_fail(why: str) -> NoReturn:
-    """Skip this test for what this machine lacks. CI installs it, and must not lose a test without anybody noticing."""
+    """Skip this test for what this machine lacks. CI installs it, and must not lose a test without a word."""
     if os.environ.get("CI"):
         pytest.fail(why)
     pytest.skip(why)

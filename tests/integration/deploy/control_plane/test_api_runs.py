@@ -18,11 +18,11 @@ from broker.client import Broker
 from deploy.control_plane.address import address_of, own_token
 from producers.datasets.mixture import DatasetPart, Mixture
 from producers.feeder import Feeder
-from schemas.config import parse_config
 from schemas.images import ImageSettings, probe_image
 from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.feeding import feed_until
 from tests.support.broker.trainer_sessions import take_over
+from tests.support.configurations import minimal_config
 from tests.support.runs.run_folders import make_run
 from tests.support.trainer.trainer_loop import until
 from tests.support.user_code.datasets import Numbers
@@ -241,14 +241,8 @@ def test_an_evaluation_is_ordered_of_the_present_version_and_of_one_to_come(api:
     assert answer["text"] == "the evaluation of version 6 is under way"
     assert not api.ask("POST", "/v1/evaluations", {"version": 6})[1]["changed"]
     assert api.ask("POST", "/v1/evaluations", {"version": 5})[0] == 409
-    config = parse_config(
-        {
-            "run": {"name": api.broker.connection.keys.run},
-            "model": {"path": "m"},
-            "train": {"name": "arithmetic"},
-            "eval": {"dataset": {"name": "arithmetic"}, "every": 50},
-            "reward": {"terms": [{"name": "exact"}]},
-        }
+    config = minimal_config(
+        run={"name": api.broker.connection.keys.run}, eval={"dataset": {"name": "arithmetic"}, "every": 50}
     )
     results, ctl = api.broker.evals.read_results, api.broker.connection.keys.ctl
     feeder = Feeder(config, api.broker, Mixture([DatasetPart("sums", [Numbers(4)], 1.0)]), [Numbers(3)])

@@ -18,10 +18,11 @@ from broker.flow.trainer_session import TrainerSession
 from producers.engines.base import EngineSettings
 from producers.engines.http import engine as http_engine
 from producers.engines.http.engine import HttpEngine
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, InfraError
 from tests.support.broker.one_group import publish_weights
 from tests.support.broker.trainer_sessions import take_over
+from tests.support.configurations import minimal_config
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers import faulty_server
 from tests.support.producers.faulty_server import served
@@ -60,15 +61,11 @@ class Loads(ScriptedEngine):
 
 
 def config(model: Path, folder: Path, **http: Any) -> TidemillConfig:
-    return parse_config(
-        {
-            "run": {"name": "g", "folder": str(folder / "run")},
-            "model": {"path": str(model), "dtype": "float32", "max_length": 512},
-            "train": {"name": "arithmetic"},
-            "sampling": {"n": 2, "max_tokens": LONG},
-            "reward": {"terms": [{"name": "exact"}]},
-            "generator": {"engine": "http", "http": {"dialect": "vllm", **http}, "max_samples": 8},
-        }
+    return minimal_config(
+        run={"name": "g", "folder": str(folder / "run")},
+        model={"path": str(model), "dtype": "float32", "max_length": 512},
+        sampling={"n": 2, "max_tokens": LONG},
+        generator={"engine": "http", "http": {"dialect": "vllm", **http}, "max_samples": 8},
     )
 
 

@@ -22,6 +22,7 @@ from schemas.messages import Adapter, Event, Manifest, WeightSource
 from schemas.system.lifecycle import StopFlag
 from tests.support.broker.one_group import publish_weights
 from tests.support.broker.trainer_sessions import take_over
+from tests.support.configurations import minimal_config
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers.generator_service import wait_until
 
@@ -39,14 +40,10 @@ class Loads:
 
 @pytest.fixture
 def config(tmp_path: Path) -> TidemillConfig:
-    return parse_config(
-        {
-            "run": {"name": "updates", "folder": str(tmp_path / "run")},
-            "model": {"path": str(tmp_path), "dtype": "float32", "max_length": 64},
-            "train": {"name": "arithmetic"},
-            "sampling": {"n": 2, "max_tokens": 16},
-            "reward": {"terms": [{"name": "exact"}]},
-        }
+    return minimal_config(
+        run={"name": "updates", "folder": str(tmp_path / "run")},
+        model={"path": str(tmp_path), "dtype": "float32", "max_length": 64},
+        sampling={"n": 2, "max_tokens": 16},
     )
 
 

@@ -25,9 +25,10 @@ from producers.engines.http.server import PrivatePlace
 from producers.engines.http.sglang import SglangDialect
 from producers.engines.http.streamed_sample import GrowingSample, parse_spans
 from producers.engines.http.vllm import VllmDialect
-from schemas.config import HttpEngineConfig, parse_config
+from schemas.config import HttpEngineConfig
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FileSource, Sampling, Span
+from tests.support.configurations import minimal_config
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers.faulty_server import FaultyServer, served
 
@@ -299,16 +300,12 @@ async def test_tidemill_eval_takes_answers_without_log_probabilities(
     async with served() as server:
         server.answers["/v1/models"] = (200, {"data": [{"id": "small"}]})
         server.answers["/v1/completions"] = (200, {"choices": [{"text": "42", "finish_reason": "stop"}]})
-        config = parse_config(
-            {
-                "run": {"folder": str(tmp_path)},
-                "model": {"path": str(model), "dtype": "float32", "max_length": 64},
-                "train": {"name": "arithmetic"},
-                "sampling": {"max_tokens": 4},
-                "eval": {"dataset": {"name": "arithmetic", "limit": 3}, "sampling": {"n": 1, "max_tokens": 4}},
-                "reward": {"terms": [{"name": "exact"}]},
-                "generator": {"engine": "http", "http": {"dialect": "openai", "url": server.url}},
-            }
+        config = minimal_config(
+            run={"folder": str(tmp_path)},
+            model={"path": str(model), "dtype": "float32", "max_length": 64},
+            sampling={"max_tokens": 4},
+            eval={"dataset": {"name": "arithmetic", "limit": 3}, "sampling": {"n": 1, "max_tokens": 4}},
+            generator={"engine": "http", "http": {"dialect": "openai", "url": server.url}},
         )
         assert config.eval is not None
         await asyncio.to_thread(evaluate_model, config, config.eval, None, model)
