@@ -1,7 +1,5 @@
 """Where the seconds of a process's devices go: each is of exactly one use, so that the uses add up to its life."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

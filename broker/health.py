@@ -3,8 +3,6 @@
 No token is needed: they reveal a state, a version and metrics, and none of the run's data.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time

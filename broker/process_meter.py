@@ -3,8 +3,6 @@
 A thread measures them from time to time, so that a heartbeat never waits for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

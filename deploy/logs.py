@@ -3,8 +3,6 @@
 Services log with ``structlog.get_logger()``; run, role and service are added to every line here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

@@ -1,7 +1,5 @@
 """The feeder: admits prompts in their deterministic order, and opens evaluations. It has no state of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import structlog

@@ -1,7 +1,5 @@
 """Task messages from dataset examples and sampling settings, for the feeder and for evaluation without a broker."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Arguments that the configuration gives to plug-ins, checked against the type hints of the plug-in."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_type_hints

@@ -6,8 +6,6 @@ and which a generator has under it. Training moves nearly every weight, so a sam
 takes milliseconds where reading all of it takes minutes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

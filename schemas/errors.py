@@ -3,8 +3,6 @@
 Every service handles exactly these errors; any other is a bug and ends the process.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)

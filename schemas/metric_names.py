@@ -3,8 +3,6 @@
 A name with ``{}`` stands for all that have something in its place. What a step logs is in here, which a test checks.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

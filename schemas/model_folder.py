@@ -1,7 +1,5 @@
 """Location of a model's files: a folder, or the local snapshot of a model or revision of the Hugging Face hub."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -6,8 +6,6 @@ first step to the last (model, tokenizer, data, seed, samples per prompt) must s
 moved: its content identifies it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import secrets

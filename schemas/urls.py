@@ -1,7 +1,5 @@
 """Addresses of servers: for display without users and passwords, and whether only this machine reaches them."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from urllib.parse import unquote

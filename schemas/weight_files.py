@@ -4,8 +4,6 @@ Engines check a new file before they touch anything: the loaders of vLLM and tra
 missing tensors.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -5,8 +5,6 @@ commands inside a script like any others. So the keys and commands of a role fol
 the commands that its code sends itself.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import secrets

@@ -4,8 +4,6 @@ redis-py's own retries repeat writes blindly, so they are off. Every operation o
 retried here, with backoff, until a deadline.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading

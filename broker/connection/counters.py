@@ -3,8 +3,6 @@
 Counting never delays work and never fails it: an amount that the broker does not accept at once is lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import redis

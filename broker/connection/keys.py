@@ -1,7 +1,5 @@
 """The names of a run's keys. One hash tag per run, so that Redis Cluster keeps them together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 GENERATORS, REWARD, TRAINER = "generators", "reward", "trainer"

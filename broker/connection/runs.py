@@ -1,7 +1,5 @@
 """The runs on a server: their names and sizes, and whether this version of Tidemill can read them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

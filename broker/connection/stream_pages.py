@@ -1,7 +1,5 @@
 """Streams for users: bounded, and read a page at a time, forwards from the oldest entry or back from the newest."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from broker.connection.connection import Connection

@@ -1,7 +1,5 @@
 """Results of an evaluation, in all and by dataset: mean reward, accuracy, and unbiased pass@k."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

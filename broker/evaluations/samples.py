@@ -3,8 +3,6 @@
 They are texts and rewards without tokens, bounded in number and size, and nothing depends on them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

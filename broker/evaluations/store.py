@@ -1,7 +1,5 @@
 """Evaluations: each opened once, counted as its scores arrive, and repaired when the broker has lost samples of it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Every script of the trainer gets its term and rejects all but the newest.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from broker.connection.connection import Connection

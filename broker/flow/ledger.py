@@ -5,8 +5,6 @@ moves it. Invariant: admitted == active + trained + dropped + failed. Task ids b
 skipped by the curriculum; those to be admitted again (``readmit``) count as not admitted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast

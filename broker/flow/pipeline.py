@@ -1,7 +1,5 @@
 """The pipeline as its trainer sees it: slots, scored samples, and a snapshot."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import msgspec

@@ -5,8 +5,6 @@ which prompts are in the weights or were given up, and which have to be made aga
 the tensors, and a broker that lost its data is rebuilt from it.
 """
 
-from __future__ import annotations
-
 import base64
 import zlib
 from collections.abc import Iterable, Mapping, Sequence

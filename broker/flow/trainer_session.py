@@ -5,8 +5,6 @@ acknowledged only when a durable checkpoint covers them. After a crash the next 
 same records. If the broker lost data, the next ``take_over`` repairs it from what the trainer knows.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

@@ -4,8 +4,6 @@ A sample's place, ENTRY/BODY, is its entry in the trajectories and the name of i
 names, so that a second delivery never replaces the first. The body of an evaluation task is named by the task's id.
 """
 
-from __future__ import annotations
-
 import itertools
 import secrets
 from collections.abc import Sequence

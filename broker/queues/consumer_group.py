@@ -4,8 +4,6 @@ Delivery is at least once: an entry stays pending until the atomic step that pub
 claims it if its worker is silent for a lease.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar

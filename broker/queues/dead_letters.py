@@ -1,7 +1,5 @@
 """Dead letters: messages that could not be processed, which users read, requeue or drop."""
 
-from __future__ import annotations
-
 import builtins
 from dataclasses import dataclass
 from typing import Any, Literal

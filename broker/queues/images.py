@@ -4,8 +4,6 @@ Tasks and trajectories name images by digest. A generator reads a task's images 
 once for a group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A generator offers the samples of its tasks; a conversation takes one of them, a
 generator that holds it. The reward waits in the record, so that neither side has to be alive when it comes.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ process wrote them, because tokens of one generator do not continue those of ano
 is published or its group ends.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing depends on them: a question that no generator takes in time is deleted, and a lost one is not reported.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from broker.connection.connection import Connection

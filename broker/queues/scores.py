@@ -4,8 +4,6 @@ A trajectory that can't be read, or that killed its reward service too often, go
 is excluded; it is never scored 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

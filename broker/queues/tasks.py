@@ -4,8 +4,6 @@ A task that can't be read, or that killed its generator too often, goes to the d
 task tells which weight version it is for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heartbeats of services, by the broker's clock."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Metrics of a run's newest steps, in a bounded stream."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

@@ -4,8 +4,6 @@ A server that was restored from its append-only file has lost some read position
 afterwards. The surplus is measured whenever no entry follows the last delivered one, and subtracted.
 """
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Searches are read-only and bounded. The kept trajectories are bounded in number and in bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -4,8 +4,6 @@ It is coded block by block, so that memory is bounded for tensors of any size an
 stream. The result is equal bit for bit, whatever the bits mean.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

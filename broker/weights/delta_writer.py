@@ -3,8 +3,6 @@
 The last state stays as a file beside the new one; both are mapped, and compared block by block.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -3,8 +3,6 @@
 If that fails in any way, the copy is dropped, and the version is fetched again from a whole one.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

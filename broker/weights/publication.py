@@ -3,8 +3,6 @@
 A version number always belongs to one set of weights: the stream refuses it a second time.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import structlog

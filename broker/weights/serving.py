@@ -1,7 +1,5 @@
 """Serving of received weights to other generators."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

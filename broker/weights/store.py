@@ -1,7 +1,5 @@
 """Published weight versions, as their readers see them: manifests in a stream, oldest first, and their bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

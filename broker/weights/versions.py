@@ -4,8 +4,6 @@ Versions are in the order of publication, oldest first; a delta is always agains
 no version if the trainer died while it wrote the file, or before it published the manifest.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

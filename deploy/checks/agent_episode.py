@@ -4,8 +4,6 @@
 rows its calls make, which of its settings are ignored, and whether an interrupted episode can be replayed.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The JSON schema of the configuration, by which an editor completes and checks one while you write it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The result of a check of a machine or a configuration, and how a function that raises becomes such a check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Checks of a model by its files, in a folder or with one request to the Hub. Nothing of it is loaded."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

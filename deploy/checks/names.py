@@ -1,7 +1,5 @@
 """Checks of the built-in names in a configuration, without importing what they name: in milliseconds."""
 
-from __future__ import annotations
-
 from consumers.reward.rewards import REWARDS
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from producers.datasets import DATASETS

@@ -5,8 +5,6 @@ the model's files. A child process (user_code.py) opens data, runs the user's co
 stays small, and code that hangs or crashes costs one line. No weights are loaded, no service is started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

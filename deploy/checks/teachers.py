@@ -1,7 +1,5 @@
 """The check of teachers before a run starts: whether they have the policy's tokenizer, since they get its token ids."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

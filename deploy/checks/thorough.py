@@ -3,8 +3,6 @@
 The model without its weights, the lengths of prompts, how turns of episodes are joined, and whether their times fit.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from pathlib import Path

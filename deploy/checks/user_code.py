@@ -5,8 +5,6 @@ each finding, and at the end. Output of the user's code goes to stderr. Data com
 takes seconds, and is needed only if a loss, an advantage or an estimator is the user's own or has arguments.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Commands that read a run's folder: show, logs, config; and schema, the configuration's JSON schema for editors."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -3,8 +3,6 @@
 Exit codes: 0 done, 5 rejected, 1 neither answers.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -3,8 +3,6 @@
 Exit codes: 0 done, 4 accepted but not done in time, 5 rejected, 1 no control plane answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

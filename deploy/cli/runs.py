@@ -1,7 +1,5 @@
 """Commands on the runs of a broker or a folder: runs, team, ui, purge; and acl, which creates a broker's users."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,8 +1,5 @@
 """Commands that run one service of a run or its broker, prepare its model, or check its health."""
 
-from __future__ import annotations
-
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any

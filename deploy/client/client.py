@@ -4,8 +4,6 @@
 answers is always preferred: it knows rates, which a single reading of the broker can't show.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The control plane's application in this process: how a command asks a run's broker if no control plane answers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, MutableMapping
 from typing import Any

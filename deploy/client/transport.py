@@ -1,7 +1,5 @@
 """How a client's requests reach a control plane: a transport, and the one over HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from urllib.error import HTTPError, URLError

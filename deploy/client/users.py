@@ -1,7 +1,5 @@
 """ACL users of the broker's server, one for each role, with the URL that its services need."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ supervisor read it.
 Loopback is no user's alone, so without a token of your own the control plane makes one, as Jupyter does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The control plane's application: routes, their OpenAPI document, and the pages at / and /docs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

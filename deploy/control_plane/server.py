@@ -3,8 +3,6 @@
 It refuses to listen beyond this machine without a token. On loopback a port that is taken is replaced by a free one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

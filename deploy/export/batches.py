@@ -1,7 +1,5 @@
 """``tidemill batches``: the recorded batches of a run by step or by sample, as a table or as JSON."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 ``tidemill replay``: says whether recorded batches, trained again, give the weights that the run has.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """An exported model for others: its model card with the metrics of the run, and the way to the Hugging Face hub."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ through every version of the weights, in the recorded order, and each time an en
 sampled, whichever step trained it. The answers of tools and environments are the recorded ones.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager

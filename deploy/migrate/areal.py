@@ -4,8 +4,6 @@ Keys are those of AReaL in May 2026, with the backends of trainer and generators
 ``allocation_mode``.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Promises: every setting of the file is carried over or named with its value. `Co
 no difference to the configuration, so that a rule that is missing or that fails to apply can't lose a setting.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The command `tidemill convert`: another system's file in, a configuration of Tidemill out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

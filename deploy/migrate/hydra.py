@@ -3,8 +3,6 @@
 Their own libraries pin a version of the ANTLR runtime that math-verify excludes.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping

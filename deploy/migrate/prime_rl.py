@@ -3,8 +3,6 @@
 Keys are those of prime-rl in August 2026.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path

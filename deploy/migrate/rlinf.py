@@ -3,8 +3,6 @@
 Keys are those of RLinf in August 2026.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

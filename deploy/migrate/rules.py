@@ -3,8 +3,6 @@
 Columns are those of `ConversionRule`, with | between them. A row may name several keys that have the same rule.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ tree-sitter-bash parses the script; nothing is started and no file is read. What
 from outside or the output of a program, stays as it is written, behind UNKNOWN.
 """
 
-from __future__ import annotations
-
 import ast
 import fnmatch
 import math

@@ -3,8 +3,6 @@
 DPO becomes `tidemill dpo`. Keys are those of TRL 1.16, with the arguments of its trainers and of its command line.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ They are in the call of a config, in the command that the script's text shows if
 (``TrlParser``), in the defaults of argparse, and in the call of the trainer.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -3,8 +3,6 @@
 Keys are those of verl's ``ppo_trainer`` and ``ppo_megatron_trainer`` of January 2026.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """``tidemill eval``: a model's reward on the held-out prompts, by the same engine, workflow and reward
 functions as in training, in one process and without a broker."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

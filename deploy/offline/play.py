@@ -1,7 +1,5 @@
 """``tidemill play``: an episode of a run's newest policy as an animated GIF, and its return."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

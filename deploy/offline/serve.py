@@ -4,8 +4,6 @@ The endpoint and the engine are those of agents' episodes. Here a client's reque
 client decides how its answer is sampled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

@@ -3,8 +3,6 @@
 Examples, benchmarks and tests make their models here. They are ordinary model folders to transformers and vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

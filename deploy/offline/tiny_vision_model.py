@@ -3,8 +3,6 @@
 Examples and tests make their models here, as they make those of text by tiny_model.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

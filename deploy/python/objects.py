@@ -1,7 +1,5 @@
 """A configuration with Python objects in it, as one of names: functions and data are written into the run's folder."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

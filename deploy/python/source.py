@@ -4,8 +4,6 @@ A function of a module is imported from there. One of a notebook, a console or t
 with all that it uses: its source, and that of the functions and classes it calls, the imports, and plain values.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

@@ -4,8 +4,6 @@ By default, glibc takes memory for every large block from the system and returns
 for each read of many samples. That takes half of the processor time of such a process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 

@@ -4,8 +4,6 @@ Who supervises services ends them; those that were started one by one, by hand, 
 themselves with exit code 0.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -5,8 +5,6 @@ broker which went away has no fresh heartbeat and is well: use the answer to tel
 restart it. A service that cannot continue exits by itself.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

@@ -1,10 +1,5 @@
 """The process of a pool's generator, with the pool's variables and interpreter and one of its units, on any machine."""
 
-from __future__ import annotations
-
-import errno
-import hashlib
-import json
 import os
 import re
 import socket

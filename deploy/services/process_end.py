@@ -4,8 +4,6 @@ It would look for garbage once more and take every module apart: 2 s of processo
 longer than a service's grace on a busy machine.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -7,8 +7,6 @@ Sources: AWS, "Spot Instance interruption notices"; Google Cloud, "Preemptible V
 Azure, "Scheduled Events for Linux VMs".
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -5,8 +5,6 @@ badly takes the others along (consumers/trainer/distributed/watchdog.py); the pa
 them again.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The live view of ``tidemill up``: the page on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 from types import TracebackType
 from typing import Self
 

@@ -3,8 +3,6 @@
 All functions are pure: they take what the control plane's routes answer.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

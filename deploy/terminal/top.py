@@ -1,7 +1,5 @@
 """``tidemill top``: a run in the terminal, once a second, from its control plane or its broker."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The engine's capacity for agents: how many samples they may have in it at once. Waiting calls are served in order."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """An episode: one sample of a task, played by an agent from its start to its sample, failure or handover."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

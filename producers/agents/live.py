@@ -4,8 +4,6 @@ Each sample is offered to a conversation. What the user's client asks is answere
 episode ends when its reward has come, or when none came in time.
 """
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 

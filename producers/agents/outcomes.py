@@ -5,8 +5,6 @@ a limit (deadline, calls, context), even if it raises then. An agent that raises
 has one whose process died: a failure is never a reward of 0.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from dataclasses import dataclass
 

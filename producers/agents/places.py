@@ -1,7 +1,5 @@
 """Samples without a prompt of their own, each for one conversation of a user."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from producers.datasets.base import Example

@@ -1,7 +1,5 @@
 """The calls of the endpoint to a session; requests of OpenAI's and Anthropic's protocols all become these."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 

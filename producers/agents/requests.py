@@ -1,7 +1,5 @@
 """The requests of an episode whose agent is not restarted, such as a user's client: stored, and repeated elsewhere."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any

@@ -5,8 +5,6 @@ already answered the same call of the episode, the recorded answer is returned, 
 equal. An agent never sees an aborted request: the episode is handed over, and the request waits until its agent ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

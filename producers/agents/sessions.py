@@ -1,7 +1,5 @@
 """The sessions of a generator, found by their unguessable tokens."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 from producers.agents.protocol import SessionError

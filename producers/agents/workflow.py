@@ -1,7 +1,5 @@
 """The workflow ``agent``: the user's own program, unmodified, plays the episodes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

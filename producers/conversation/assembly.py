@@ -1,7 +1,5 @@
 """A sample from the model calls of an episode: rows that share prefixes, each sampled token trained exactly once."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest

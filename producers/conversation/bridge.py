@@ -5,8 +5,6 @@ the text after the mark is the template's, however the template rewrites old ans
 text is found as the difference between the conversation with and without the new messages.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Answered model calls of an agent, and the keys by which they are found again."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The policy's chat template: messages of any client to text, and text to token ids."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

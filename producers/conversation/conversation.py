@@ -5,8 +5,6 @@ its prompt is the ids so far and the ids of the new messages, and so it stays on
 starts a new row.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Clients send the history back with insignificant changes: arguments re-encoded a
 stripped, other ids of tool calls. Messages with the same digest are the same message.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

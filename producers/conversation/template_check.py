@@ -1,7 +1,5 @@
 """The check of the bridge on the model's own chat template, before training starts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Train and held-out pairs are disjoint and depend on ``max``, ``heldout_fraction`` and ``seed`` only.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The dataset protocol: examples by index."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 

@@ -3,8 +3,6 @@
 Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems" (arXiv 2110.14168), MIT licence.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

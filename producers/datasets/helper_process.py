@@ -1,7 +1,5 @@
 """The process of a dataset whose examples come from another interpreter, or need environment variables of their own."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

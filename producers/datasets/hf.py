@@ -3,8 +3,6 @@
 The rows keep the order of the split; the library's memory-mapped tables hold them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Arguments are checked against the constructor's own signature and type hints, th
 against the protocol. A user's own dataset is any class or function that returns one.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable

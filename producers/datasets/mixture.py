@@ -5,8 +5,6 @@ spread evenly, so that each batch has nearly the mixture of the whole; and each 
 Only the position is state: it tells how far every dataset is, on every machine and after every restart.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

@@ -4,8 +4,6 @@ Each epoch is a fresh permutation of the dataset, computed for one position at a
 constant memory and equal on every machine. Only the position is state, so a restart loses nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 _ROUNDS = 6

@@ -4,8 +4,6 @@ Problems are made in a child process with a fixed hash seed: five tasks (knight_
 ransom_note, …) iterate over sets, and would be another problem in every process.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ One place for the choices that all row datasets share: which field is the prompt
 reference answer, and how text becomes a prompt or a conversation.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Mapping
 from pathlib import Path

@@ -2,8 +2,6 @@
 [out, rank]. Engines check it against the model before they touch anything.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

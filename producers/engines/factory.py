@@ -1,7 +1,5 @@
 """The choice of an engine: ``auto`` is vllm if it is installed, else transformers."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping

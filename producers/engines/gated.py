@@ -4,8 +4,6 @@ The shell holds new requests back while weights change, so that none is prepared
 update breaks off, the weights are undefined: the engine has failed, and nothing is sampled from it again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from abc import ABC, abstractmethod

@@ -4,8 +4,6 @@ A token has the experts of the first completion that reports it, because the tok
 Tokens that another generator sampled have the experts of the generator that resumed the sample and read them again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

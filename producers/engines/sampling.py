@@ -1,7 +1,5 @@
 """Checks of sampling parameters and lengths that all engines share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

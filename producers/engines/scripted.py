@@ -4,8 +4,6 @@ It loads neither torch nor vLLM. The same prompt, sampling seed and index give t
 requests, so a test can tell a lost sample from a different one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ safetensors' own reader is not used: as of 0.8.0 it leaks two integers for each 
 version of a run.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import mmap

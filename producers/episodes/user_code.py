@@ -4,8 +4,6 @@ A function that is not ``async`` runs in a thread of its own, since one that han
 thread from others, nor delay the end of the process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -5,8 +5,6 @@ weights; one with older weights loads this version first; one with newer weights
 tasks continue meanwhile on the weights in use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

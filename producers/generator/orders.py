@@ -5,8 +5,6 @@ paused, until it has read the orders once. It also pauses if it can't read them 
 waits no longer than that for a silent generator.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable

@@ -4,8 +4,6 @@ A question waits for the capacity of one sample. Weights may change during its a
 names the version that sampled it.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

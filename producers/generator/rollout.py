@@ -1,7 +1,5 @@
 """A rollout: run the workflow for one task, publish each finished sample, return the unfinished ones to the queue."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import math

@@ -1,7 +1,5 @@
 """The task loop of a generator: it decides how many tasks to take, and runs each as a rollout."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -3,8 +3,6 @@
 It has no I/O. A version is checked when its probe passed; no token of an unchecked or refused version is trusted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from schemas.errors import DataError

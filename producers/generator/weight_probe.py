@@ -5,8 +5,6 @@ rounded to an eighth in bfloat16. The difference that correct weights have is th
 recognised by a larger one.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

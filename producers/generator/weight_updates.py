@@ -5,8 +5,6 @@ does not fit or fails its probe is reported and never used: the generator restor
 one. If there is neither, the process ends, and its restart loads the newest version.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """Images of rows: what a column may hold of them, and where they stand in a conversation."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

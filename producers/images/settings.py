@@ -1,7 +1,5 @@
 """Image settings of a run's model, from the model folder, for the feeder, generators and evaluation."""
 
-from __future__ import annotations
-
 from schemas.config import TidemillConfig
 from schemas.images import ImageSettings, read_image_settings
 from schemas.model_folder import resolve_folder

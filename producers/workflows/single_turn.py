@@ -1,7 +1,5 @@
 """The plain workflow: one prompt, one completion per sample."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 

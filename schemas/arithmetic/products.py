@@ -6,8 +6,6 @@ each element alone has no such choice, but on a CPU the end of a tensor that fil
 instructions: hence passes of whole tiles, and at most ``THREADS`` threads, whose parts then end with a vector.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast

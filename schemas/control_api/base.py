@@ -1,7 +1,5 @@
 """The base of the control plane's answers, the words that they share, and its errors."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field

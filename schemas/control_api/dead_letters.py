@@ -1,7 +1,5 @@
 """Messages that could not be processed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The history of a run: metrics of its steps, events, evaluations, and published weight versions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field

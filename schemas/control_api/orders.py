@@ -1,7 +1,5 @@
 """Orders and settings of a running run, and the answers to them."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -3,8 +3,6 @@
 Times are Unix seconds. A field that a folder does not contain is null.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The status of a run, and its parts."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Trajectories token by token, and completions in the playground."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field

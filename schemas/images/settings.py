@@ -1,7 +1,5 @@
 """Settings of a model's images: the numbers of its image processor, and sizes that follow from them."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Batches of training samples: by reference in the broker's journal, and whole in files of the run's folder."""
 
-from __future__ import annotations
-
 import msgspec
 
 from schemas.codec import Message

@@ -4,8 +4,6 @@ A fragment travels in a trajectory, one token for each step, so that admission, 
 those of text. Arrays are flat, in C order; O numbers are observed, A numbers act.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

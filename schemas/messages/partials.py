@@ -1,7 +1,5 @@
 """Saved parts of unfinished samples, with which another generator resumes them."""
 
-from __future__ import annotations
-
 import msgspec
 
 from schemas.codec import Array, Message

@@ -1,7 +1,5 @@
 """Prompts of users to the current policy, outside of training, and its completions; users' live conversations."""
 
-from __future__ import annotations
-
 import msgspec
 
 from schemas.codec import Array, Message

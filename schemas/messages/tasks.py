@@ -1,7 +1,5 @@
 """Tasks: prompt groups on their way from the feeder to a generator."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """Telemetry of a run for the control plane: heartbeats, events, dead letters."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from schemas.codec import Message

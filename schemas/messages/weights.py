@@ -1,7 +1,5 @@
 """Weight versions: manifests, and the location of their bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """A service's broadcasting process, seen from the service, which starts it, gives it orders, and kills it if late."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

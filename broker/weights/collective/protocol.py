@@ -1,7 +1,5 @@
 """Messages between a service and its broadcasting process, in the frames that peers use."""
 
-from __future__ import annotations
-
 import msgspec
 
 

@@ -3,8 +3,6 @@
 A process that waits for a roll or a note blocks in the broker, which wakes it when one of them changes.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The certificate is self-signed and created at each start; its private key never 
 the certificate whose fingerprint the broker names, so no authority is needed.
 """
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import hmac

@@ -3,8 +3,6 @@
 A payload's file is open for as long as it is in the store, even if its name is deleted meanwhile.
 """
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A download from many peers at once: each chunk is compared with its digest, and then served to others."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """A process as a peer: the chunks that it has, its server, and its record in the broker."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The peers of a run: their records in the broker, each under a lease that its process renews."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """The server of a peer: a thread for each connection, which sends chunks with the system's file copy."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

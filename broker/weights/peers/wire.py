@@ -5,8 +5,6 @@ Nothing is signed: readers compare chunks with digests from the broker. If the b
 (certificate.py).
 """
 
-from __future__ import annotations
-
 import hmac
 import secrets
 import socket

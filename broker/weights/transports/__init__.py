@@ -1,7 +1,5 @@
 """Transports: how the bytes of a weight version get from the trainer to its readers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from broker.connection.connection import Connection

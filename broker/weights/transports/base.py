@@ -4,8 +4,6 @@ They are separate, so that a transport without a place between sender and receiv
 a sender and a receiver alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -5,8 +5,6 @@ So a generator that is late, or whose broadcast fails, has the version a little 
 are received into a separate file, and loaded after they were compared with the manifest's digests.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

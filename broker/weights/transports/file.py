@@ -1,7 +1,5 @@
 """Weights in a folder shared by trainer and generators: the payload is the file that the trainer wrote."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Weights from peers: the trainer serves its files, and each generator serves what it has fetched."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Weights through the broker in chunks of 1 MB: for small models, deltas, and machines without a shared folder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -3,8 +3,6 @@
 The conditions are those of deploy/observability/alerts.yaml, for users without Prometheus.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 They are delivered in threads, so the caller never waits. A failed delivery is logged and added to the timeline.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import threading

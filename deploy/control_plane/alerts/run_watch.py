@@ -4,8 +4,6 @@ The supervisor watches what it has started; a control plane that sees no supervi
 be written is logged once and does not disturb the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -1,7 +1,5 @@
 """The runs that a server shows from their folders: one, or all below a folder."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator

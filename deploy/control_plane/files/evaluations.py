@@ -1,7 +1,5 @@
 """Evaluations in a run's folder: evaluations.jsonl, and the prompts and samples of each in samples/."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -3,8 +3,6 @@
 They come from agents, tools and environments, so they are served as PNG files only, and rejected if they are not.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

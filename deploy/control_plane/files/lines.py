@@ -1,7 +1,5 @@
 """A file of lines that grows while it is read: each line is read once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

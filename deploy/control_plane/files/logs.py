@@ -1,7 +1,5 @@
 """Logs of a run's services: listed, and read a part at a time, from the end or from where the last part ended."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Use of machines over time, and alerts, as a run's folder has them: resources.jsonl and alerts.jsonl."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run as its folder shows it: where it stands, its configuration, its metrics, its checkpoints."""
 
-from __future__ import annotations
-
 import re
 import socket
 import time

@@ -1,7 +1,5 @@
 """A folder as a tar archive that is made while it is sent: its size is known before, and nothing is written."""
 
-from __future__ import annotations
-
 import os
 import tarfile
 from collections.abc import Iterator, Sequence

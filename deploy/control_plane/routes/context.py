@@ -1,7 +1,5 @@
 """State that all routes share: the broker, the status poller, the open pages, and the name of the asking user."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

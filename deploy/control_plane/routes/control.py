@@ -1,7 +1,5 @@
 """Routes for orders: all are idempotent, and the timeline records who asked."""
 
-from __future__ import annotations
-
 import asyncio
 
 from fastapi import APIRouter

@@ -3,8 +3,6 @@
 They are what an agent's client sent and received in OpenAI's format; unreadable parts are left out.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

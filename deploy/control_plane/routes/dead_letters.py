@@ -1,7 +1,5 @@
 """Routes for dead letters: list, show, requeue, drop."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import msgspec

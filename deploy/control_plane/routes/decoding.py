@@ -1,7 +1,5 @@
 """Sampled tokens as text, and MessagePack values as JSON values."""
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The address of a conversation leads to the generator that holds it now, by a red
 Its id is unguessable and serves as its key; to begin and to reward one takes the key of a tenant.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import os

@@ -1,7 +1,5 @@
 """The playground's route: questions to the current policy, which generators answer with spare capacity."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Routes that read: status, services, metrics, timeline, weights, evaluations, and the stream of all that."""
 
-from __future__ import annotations
-
 import asyncio
 import difflib
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Routes that read runs from their folders: the same under a control plane and in ``tidemill ui``, without a broker."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request

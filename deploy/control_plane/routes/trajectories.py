@@ -1,7 +1,5 @@
 """Routes for trajectories: search them, and read one token by token, where the model's tokenizer.json is at hand."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

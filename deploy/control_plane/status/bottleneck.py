@@ -4,8 +4,6 @@ The trainer's own clock decides first: a trainer that hardly ever waits is the l
 of scored groups, and the queues before it tell which service delays them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

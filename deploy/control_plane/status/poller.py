@@ -1,7 +1,5 @@
 """Polls the status of a run for all who ask: the control plane's pages, and the terminal of ``tidemill up``."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

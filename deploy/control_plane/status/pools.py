@@ -1,7 +1,5 @@
 """The pools of a run beside each other: who generates, how fast, and how far from the trainer's log-probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from deploy.control_plane.status.series import MetricsSeries

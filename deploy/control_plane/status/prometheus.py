@@ -1,7 +1,5 @@
 """GET /metrics in Prometheus' text format: base units, no label that grows with the run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from statistics import fmean

@@ -1,7 +1,5 @@
 """The state of a run and of its pause: pure functions of what the broker and the services report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from broker.flow.ledger import LedgerState

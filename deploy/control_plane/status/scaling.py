@@ -1,7 +1,5 @@
 """The number of replicas of a run: whether an order can change it, or else the command that does."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 

@@ -3,8 +3,6 @@
 Step metrics as columns, rates of growing counts over the last seconds, and tokens a second of the last minutes.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from bisect import bisect_left, bisect_right

@@ -4,8 +4,6 @@ A client whose connection broke can so ask again without thinking. Answers are k
 restart of the control plane a key is new again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import OrderedDict

@@ -4,8 +4,6 @@
 was shown, so nothing is shown twice or left out because a list has grown meanwhile.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Errors as RFC 9457 problems: what is wrong, and what to do, in one JSON object."""
 
-from __future__ import annotations
-
 from http import HTTPStatus
 from typing import Any
 

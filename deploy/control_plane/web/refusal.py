@@ -1,7 +1,5 @@
 """The error of a refused request, apart from the web server: commands raise and catch it without loading one."""
 
-from __future__ import annotations
-
 from schemas.errors import TidemillError
 
 

@@ -7,8 +7,6 @@
 - Bodies, addresses and request rates are bounded for each client; there are no CORS headers.
 """
 
-from __future__ import annotations
-
 import hmac
 import re
 import time

@@ -4,8 +4,6 @@ A page that is slow gets the newest status only, and one that is slower than the
 with its Last-Event-ID and misses nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence

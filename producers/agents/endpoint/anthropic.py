@@ -1,7 +1,5 @@
 """Messages in Anthropic's protocol, which command-line agents speak."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ An agent has a base URL, ``/s/TOKEN/v1``, or the same token as its API key at ``
 one of the two. ``/s/TOKEN/NAME/v1`` names a sub-agent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

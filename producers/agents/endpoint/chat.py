@@ -1,7 +1,5 @@
 """Chat completions in OpenAI's protocol, with vLLM's fields for token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

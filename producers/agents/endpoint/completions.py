@@ -1,7 +1,5 @@
 """Completions of plain prompts, text or token ids, in OpenAI's protocol: for agents that build prompts themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Routes beside the model calls: the list of models, and reports of an agent about its episode."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

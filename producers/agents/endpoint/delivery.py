@@ -5,8 +5,6 @@ read timeout does not fire. The status 200 has been sent then: if the call fails
 client's library retries and gets the true status. Libraries do not retry streams, so a stream ends with an error event.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

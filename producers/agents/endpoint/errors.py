@@ -1,7 +1,5 @@
 """Errors in the form of the clients' protocols."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

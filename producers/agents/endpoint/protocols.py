@@ -1,7 +1,5 @@
 """The common parts of the protocols: reading a body, the settings that a client can't change, and writing JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

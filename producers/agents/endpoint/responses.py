@@ -4,8 +4,6 @@ They are stateless, except for ``previous_response_id`` within a session. Tools 
 runs are rejected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

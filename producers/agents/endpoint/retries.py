@@ -4,8 +4,6 @@ A request is identified by the digest of its body. It is a retry if it says so (
 connection of an equal request broke before its answer was written. Otherwise the same body asks for a new sample.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import weakref

@@ -1,7 +1,5 @@
 """The endpoint's HTTP server, in the event loop of the generator."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """The check before a run that an agent can be loaded and called, in the interpreter that will run it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

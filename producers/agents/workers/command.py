@@ -5,8 +5,6 @@ writes its reward to the file TIDEMILL_RESULT, in the form of a function's resul
 turns, metrics and data. The first MiB of its output goes to the generator's log, and never into a result.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The sandbox of agents that are programs: it can read the configuration's folder and write the file of its result."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import tempfile

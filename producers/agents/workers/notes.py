@@ -1,7 +1,5 @@
 """Results of ``episode.once``: side effects of an agent that must not happen twice."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 
 from schemas.errors import DataError

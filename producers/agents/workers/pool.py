@@ -5,8 +5,6 @@ it, none of them pays: they restart in processes with fewer others, in the end a
 process alone has died by itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -3,8 +3,6 @@
 The other side of the lines is producers/runner/agents.py, which needs only Python's standard library.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

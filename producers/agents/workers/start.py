@@ -1,7 +1,5 @@
 """The start of a worker process: its interpreter, its environment, and the connection to it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

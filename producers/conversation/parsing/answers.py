@@ -1,7 +1,5 @@
 """A parsed answer of the policy, with its tool calls."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ They do not need vLLM and work the same with every engine::
 The arguments stay the sampled text, so an agent that sends them back unchanged is joined without a difference.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Importing them takes seconds, so only a generator with the vllm engine does it. 
 for checks that must be quick.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import logging

@@ -4,8 +4,6 @@ A request that could not be sent, or whose answer broke off, is an InfraError: t
 request that the server answers with an error is a ``Refused``, which the caller handles.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The differences between servers: how to launch them, and how their requests and answers read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ does not confirm an update, its weights are undefined: none of its samples is us
 same holds if the server dies, or if another program changes its weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -4,8 +4,6 @@ The protocol reports neither the sampled ids nor their log-probabilities nor wei
 and log-probabilities are NaN.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn

@@ -7,8 +7,6 @@ Every user of a machine reaches its loopback: a server without a key would load 
 listens on a socket in a folder that only this user can enter, or on a port with a key for all of its routes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

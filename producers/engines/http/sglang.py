@@ -5,8 +5,6 @@ is answered before it reaches the scheduler; if the cache can't be flushed after
 although the weights have changed; a request aborted during a pause ends only when it is back in the queue.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

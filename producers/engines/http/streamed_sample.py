@@ -1,7 +1,5 @@
 """A sample as a server streams it: tokens, log-probabilities and, at its end, their weight versions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ so such a server belongs in a private network; a launched one is on a unix socke
 server reads with our loader, which vLLM finds if Tidemill is installed beside it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ padded on the left; their keys and values lie in the slots of key_values.py. All
 Shapes: B rows in flight, T positions, V vocabulary, G generated tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ One thread owns the model and the batch. Other threads send it requests through 
 tokens. Requests in flight keep their keys and values across an update.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading

@@ -5,8 +5,6 @@ the row's seed and the token's place. So a sample may be interrupted, resumed el
 same. Rows lie in slots as in key_values.py, but all begin at the first column.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any

@@ -6,8 +6,6 @@ to a buffer that is half as large again, so each token is copied only a few time
 Shapes: B rows, C columns, T columns that a row uses, H heads of keys, D size of a head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The choices of a mixture's routers in the engine's last forward pass, for training to repeat."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ As in the trainer, an adapter is not merged into the weights: in a 16-bit type m
 rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The arguments of vLLM that a configuration may set, read without importing vLLM, which takes seconds."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib.util

@@ -1,7 +1,5 @@
 """Preparations before vLLM, PyTorch and transformers are imported: variables, and a stand-in for torchvision."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -6,8 +6,6 @@ second process that only waits. The core is forked from that one later, so it in
 open files of the service.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

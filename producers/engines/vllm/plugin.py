@@ -4,8 +4,6 @@
 processes. It adds one name to a registry and changes nothing for other users of vLLM.
 """
 
-from __future__ import annotations
-
 BACKEND = "tidemill"
 """The name of our weight transfer engine in vLLM."""
 

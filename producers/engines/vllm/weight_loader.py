@@ -3,8 +3,6 @@
 It is imported only in vLLM's worker processes, by the name that ``plugin.register`` gives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Python functions as tools: what the policy reads about them, and a call with arguments that it wrote."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The tool ``python``: an interpreter in the sandbox for each episode, which keeps its variables from call to call."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

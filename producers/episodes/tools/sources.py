@@ -1,7 +1,5 @@
 """Sources of tools: functions, interpreters and servers, as the list of tools names them."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The workflow ``tools``: what the policy may call until it answers without a call."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
