@@ -95,6 +95,13 @@ class UpRun:
         summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
         return summary
 
+    def finish_whole(self, deadline_s: float = 240.0) -> dict[str, Any]:
+        """Wait for the end of a run that is finished, and lost no trajectory and trained none twice; the summary."""
+        summary = self.finish(deadline_s)
+        known = (summary["exit_reason"], summary["trajectories_lost"], summary["trajectories_trained_twice"])
+        assert known == ("finished", 0, 0)
+        return summary
+
 
 def trained_samples(run: UpRun) -> list[tuple[int, int]]:
     """Samples of the surviving weights."""
