@@ -3,17 +3,15 @@
 import os
 import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from broker.connection.connection import Connection
-from broker.flow.fencing import term_number
 from broker.weights.peers.download import Download
 from broker.weights.peers.node import PeerNode
 from broker.weights.peers.registry import PeerRegistry
 from broker.weights.transports.base import Form
+from broker.weights.transports.file import FileTransport, payloads_of, version_file
 from schemas.config.publish import PeerConfig
-from schemas.digests import chunk_digests, verify
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Manifest, Payload
 
@@ -23,14 +21,14 @@ KEPT_DELTAS = 2
 _NAME = re.compile(r"v\d+-t\d+\.(?:safetensors|delta)")
 
 
-class PeerOrigin:
+class PeerOrigin(FileTransport):
     """The trainer's side: versions are files in its folder, which need not be shared.
 
     Files that an earlier trainer left there are served again.
     """
 
     def __init__(self, connection: Connection, folder: Path, settings: PeerConfig) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self.node = PeerNode(connection, "trainer", settings, origin=True)
         if folder.is_dir():
             for path in sorted(folder.iterdir()):
@@ -38,39 +36,17 @@ class PeerOrigin:
                     self.node.put(path.name, path, path.stat().st_size, at_once=False)
 
     def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
-        ending = "safetensors" if form == "whole" else "delta"
-        return f"peer:v{version}-t{term_number(leader_term)}.{ending}"
+        return f"peer:{version_file(version, leader_term, form)}"
 
     def put(self, file: Path, uri: str, leader_term: str) -> None:
+        super().put(file, uri, leader_term)
         target = self._path(uri)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(file, target)
         self.node.put(target.name, target, target.stat().st_size)
 
-    def spreading(self, payload: Payload, leader_term: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def holds(self, payloads: Sequence[Payload]) -> bool:
-        paths = [(self._path(payload.uri), payload.size) for payload in payloads]
-        return all(path.is_file() and path.stat().st_size == size for path, size in paths)
-
-    def check(self, payload: Payload) -> None:
-        path = self._path(payload.uri)
-        try:
-            verify(str(path), chunk_digests(path), payload.chunks)
-        except OSError as error:
-            raise DiskError(f"{path} cannot be read: {error}") from error
-
     def trim(self, old: Sequence[Manifest], kept: Sequence[Manifest]) -> None:
-        for manifest in old:
-            deltas = [manifest.delta.payload] if manifest.delta is not None else []
-            for payload in [manifest.state, *deltas]:
-                self.node.remove(payload_name(payload.uri))
-                self._path(payload.uri).unlink(missing_ok=True)
-
-    def fetch(self, payload: Payload, folder: Path) -> Path:
-        self.check(payload)
-        return self._path(payload.uri)
+        for payload in payloads_of(old):
+            self.node.remove(payload_name(payload.uri))
+        super().trim(old, kept)
 
     def close(self) -> None:
         self.node.close()
