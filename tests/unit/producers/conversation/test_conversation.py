@@ -208,12 +208,12 @@ def test_rewards_of_calls_stand_at_their_turns_and_versions_at_their_tokens(temp
     conversation.set_reward(conversation.add(prompt, sampled(ids, version=4), answer("It is 3")), 0.5)
     following = conversation.prompt([USER, answer("It is 3"), USER])
     conversation.add(following, sampled(ids, version=5), answer("It is 3"))
-    found = trajectory(conversation, reward=1.0, metrics={"tools": 2.0}, data={"k": 1})
+    found = trajectory(conversation, reward=1.0, data={"k": 1})
     assert [turn.reward for turn in found.turns if turn.role == "assistant"] == [0.5, None]
     versions, mask = found.versions(), found.loss_mask.numpy()
     assert versions[mask == 1].tolist() == [4] * len(ids) + [5] * len(ids)
     np.testing.assert_array_equal(found.logprobs.numpy()[mask == 1], np.tile(sampled(ids).logprobs, 2))
-    assert (found.reward, found.metrics, found.data) == (1.0, {"tools": 2.0}, {"k": 1})
+    assert (found.reward, found.data) == (1.0, {"k": 1})
 
 
 @pytest.mark.parametrize("finish", ["length", "stop"])
