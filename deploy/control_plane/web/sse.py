@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from broker.telemetry.events import StoredEvent
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api import MetricsHistory, TimelineEvent
@@ -23,7 +21,16 @@ RETRY_MS = 2000
 
 def timeline_event(noted: StoredEvent) -> TimelineEvent:
     """Return an event as the API shows it."""
-    return TimelineEvent(id=noted.id, time=noted.time, **msgspec.structs.asdict(noted.event))
+    event = noted.event
+    return TimelineEvent(
+        id=noted.id,
+        time=noted.time,
+        name=event.name,
+        service=event.service,
+        level=event.level,
+        text=event.text,
+        data=event.data,
+    )
 
 
 def frame(name: str, data: bytes, id: str = "") -> bytes:
