@@ -43,7 +43,7 @@ from consumers.trainer.data.patches import ImageBatch, ImageFiles
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
-from consumers.trainer.model.policy import DTYPES, Policy, load_model
+from consumers.trainer.model.policy import DTYPES, Policy, last_hidden, load_model
 from consumers.trainer.model.vision import VisionTower
 from schemas.config import WarmStartConfig
 from schemas.errors import ConfigError
@@ -172,7 +172,7 @@ class _Model(Policy):
 
         They are what the model would say exactly if it would say all of them.
         """
-        features = self._hidden({"input_ids": tokens[:, :-1]}, images)[mask]
+        features = last_hidden(self.causal_lm, self.vision, {"input_ids": tokens[:, :-1]}, images)[mask]
         logits = cast(nn.Module, self.causal_lm.get_output_embeddings())(features)
         allowed, aims = self._allowed(targets[mask])
         right = (logits if allowed is None else logits[:, allowed]).argmax(-1) == aims

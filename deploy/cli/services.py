@@ -1,5 +1,6 @@
 """Commands that run one service of a run or its broker, prepare its model, or check its health."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any

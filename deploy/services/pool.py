@@ -1,5 +1,8 @@
 """The process of a pool's generator, with the pool's variables and interpreter and one of its units, on any machine."""
 
+import errno
+import hashlib
+import json
 import os
 import re
 import socket

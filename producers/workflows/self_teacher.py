@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from producers.engines.base import Engine
-from producers.tokenizer import Tokenizer
+from producers.tokenizer import HfTokenizer
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.errors import DataError, InfraError
@@ -26,7 +26,7 @@ class VersionGone(DataError):
 
 async def ask_self(
     engine: Engine,
-    tokenizer: Tokenizer,
+    tokenizer: HfTokenizer,
     task: Task,
     prompt_ids: Sequence[int],
     sample: SampledCompletion,

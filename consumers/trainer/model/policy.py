@@ -44,6 +44,26 @@ class TokenScores:
     entropy: Tensor
 
 
+def last_hidden(
+    model: PreTrainedModel,
+    tower: VisionTower | None,
+    arguments: dict[str, Any],
+    images: ImageBatch | None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Compute a model's last hidden states, with a vision tower or without.
+
+    arguments: of the model's base. rows: where packed tokens stand, see ``VisionTower.arguments``.
+    """
+    base: Any = model.base_model
+    if tower is not None:
+        ids = arguments.pop("input_ids")
+        arguments |= tower.arguments(model, ids, rows, images)
+        base = base.language_model
+    hidden: Tensor = base(**arguments, use_cache=False).last_hidden_state
+    return hidden
+
+
 class Policy(ParallelModule):
     """A causal language model whose forward returns token scores.
 
@@ -152,7 +172,7 @@ class Policy(ParallelModule):
                 chosen = chosen.flatten(0, 1) if packed is None else packed.part_of(chosen)
             self.router_replay.set(chosen)
         if packed is not None:
-            hidden = self._hidden(packed.arguments(), images, packed.rows)[0]
+            hidden = last_hidden(self.causal_lm, self.vision, packed.arguments(), images, packed.rows)[0]
             own = packed.part_of(mask)
             temperature = temperatures[0] if each is None else packed.part_of(each)[own]
             scores = self._score(
@@ -162,7 +182,7 @@ class Policy(ParallelModule):
         elif self.chunked:
             temperature = temperatures[0] if each is None else each[mask]
             # Right padding lies after every position that counts: causal attention needs no mask for it.
-            features = self._hidden({"input_ids": inputs}, images)[mask]
+            features = last_hidden(self.causal_lm, self.vision, {"input_ids": inputs}, images)[mask]
             scores = self._score(features, targets[mask], temperature, entropy_gradient)
         else:
             logits = self.causal_lm(input_ids=inputs, use_cache=False).logits[mask]
@@ -178,10 +198,6 @@ class Policy(ParallelModule):
         Called before the policy is cut or sharded. ConfigError for a model whose routers can't be given any.
         """
         self.router_replay = RouterReplay(self.causal_lm)
-
-    def _hidden(self, arguments: dict[str, Any], images: ImageBatch | None, rows: Tensor | None = None) -> Tensor:
-        """Compute the last hidden states. arguments: of the model's base. rows: where packed tokens stand."""
-        return VisionTower.hidden(self.vision, self.causal_lm, arguments, images, rows)
 
     def _score(
         self, features: Tensor, targets: Tensor, temperature: float | Tensor, entropy_gradient: bool

@@ -88,26 +88,6 @@ class VisionTower:
             embeddings = embeddings + 0.0 * torch.stack([part.sum() for part in (features, *deep)]).sum()
         return {"inputs_embeds": embeddings, **found}
 
-    @staticmethod
-    def hidden(
-        tower: VisionTower | None,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        images: ImageBatch | None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the last hidden states of a model, with a tower or without.
-
-        arguments: of the model's base. rows: where packed tokens stand, see ``arguments``.
-        """
-        base: Any = model.base_model
-        if tower is not None:
-            ids = arguments.pop("input_ids")
-            arguments |= tower.arguments(model, ids, rows, images)
-            base = base.language_model
-        found: Tensor = base(**arguments, use_cache=False).last_hidden_state
-        return found
-
     def _features(self, base: Any, patches: Tensor, grids: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Run the tower on images: features [tokens, H], and those for further layers of the text."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):

@@ -16,6 +16,7 @@ from consumers.trainer.data.patches import ImageBatch
 from consumers.trainer.distributed.parts import ParallelModule
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.packing import pack, switch_to_packing, use_packing
+from consumers.trainer.model.policy import last_hidden
 from consumers.trainer.model.vision import VisionTower
 from consumers.trainer.step.gradient_update import GradientUpdate, Sums, lr_factor
 from consumers.trainer.step.optimizers import build_optimizer
@@ -55,11 +56,11 @@ class Critic(ParallelModule):
         if self.packed:
             share = self.share_prefixes and self.vision is None
             packed = pack(tokens[:, :-1], lengths, self.context, share)
-            hidden = VisionTower.hidden(self.vision, self.causal_lm, packed.arguments(), images, packed.rows)[0]
+            hidden = last_hidden(self.causal_lm, self.vision, packed.arguments(), images, packed.rows)[0]
             own = packed.part_of(mask)
             values = packed.whole(head(packed.states_of(hidden, own)).squeeze(-1).float(), own, mask)
         else:
-            hidden = VisionTower.hidden(self.vision, self.causal_lm, {"input_ids": tokens[:, :-1]}, images)[mask]
+            hidden = last_hidden(self.causal_lm, self.vision, {"input_ids": tokens[:, :-1]}, images)[mask]
             values = head(hidden).squeeze(-1).float()
         return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values)
 

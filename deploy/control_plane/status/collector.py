@@ -49,7 +49,7 @@ FEW_BATCHES = 4
 """Batches of dropped groups before the first step from which their reasons are worth naming."""
 STOPPED = 10
 """A step that took so many times the median was not worked on all the time."""
-ROLES = ("supervisor", "control", "feeder", "generator", "reward", "trainer")
+ROLES = ("supervisor", "node", "control", "feeder", "generator", "reward", "trainer")
 NOT_LOAD = ("tokens_per_s",)
 LOST = "lost"
 """The state of a service that was silent for too long."""
@@ -62,7 +62,7 @@ class PlannedRun:
 
     folder: of the run. held_out: whether it has held-out prompts. has_accuracy: whether evaluations have an accuracy
     and not only a reward. playground: whether users may ask the policy. chat: whether its model has a chat template.
-    live: conversations of users. quota: of devices.
+    live: conversations of users. on_nodes: pools that `tidemill node` starts. quota: of devices.
     """
 
     run: str
@@ -230,7 +230,7 @@ class Collector:
                     "changed": sorted(ledger.settings),
                 }
             ),
-            scaling=scaling(orders, beats, now, self._plan.scale_hint, pools).model_copy(
+            scaling=scaling(orders, beats, now, self._plan.scale_hint, pools, self._plan.on_nodes).model_copy(
                 update={"max_devices": self._plan.quota.most}
             ),
             dead_letters=ledger.dead_letters,

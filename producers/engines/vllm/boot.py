@@ -61,7 +61,7 @@ def engine_arguments(folder: Path, settings: EngineSettings, on_cpu: bool, devic
         **routed_experts_arguments(settings, on_cpu),
         **checked_args(settings.args, [field.name for field in fields(AsyncEngineArgs)]),
     }
-    check_parallel(arguments, on_cpu, devices)
+    check_machine(arguments, on_cpu, devices)
     return {**arguments, "model": str(folder), "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
 
 

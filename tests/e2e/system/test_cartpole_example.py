@@ -1,5 +1,6 @@
 """examples/cartpole as its user starts it, and by GRPO, while trainer, generators and environments are killed."""
 
+import json
 import shutil
 import signal
 import subprocess

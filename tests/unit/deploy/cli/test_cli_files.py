@@ -22,6 +22,7 @@ from tests.support.runs.run_folders import make_run
 WITHOUT = {
     "feeder": "a service: its answer is its log, JSON lines with log.format=json",
     "generator": "a service",
+    "node": "supervises services",
     "reward": "a service",
     "trainer": "a service",
     "control": "a service: its answers are REST",

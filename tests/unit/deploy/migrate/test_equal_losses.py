@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from consumers.trainer.data.groups import Group
 from consumers.trainer.data.load_balancing import Cost
 from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.fragments.moments import Moments
 from consumers.trainer.model.policy import Policy, TokenScores
 from consumers.trainer.step import fragment_step
 from consumers.trainer.step.build import build_learner, build_train_step
@@ -118,6 +119,7 @@ class TableNetwork(nn.Module):
         super().__init__()
         self.table, self.before = nn.Parameter(torch.from_numpy(table)), before
         self.gradient = torch.zeros(())
+        self.moments = self.returns = Moments(0)
         self.table.register_hook(lambda gradient: setattr(self, "gradient", gradient))
 
     def forward(self, observations: Tensor, actions: Tensor | None = None) -> Any:
@@ -133,7 +135,7 @@ def ours_for_control(config: TidemillConfig, batch: ControlBatch, monkeypatch: p
     """The losses of actor and critic together, and their gradients in some directions; see ``ours``."""
     actor, critic = TableNetwork(batch.logprobs), TableNetwork(batch.values, batch.old_values)
     monkeypatch.setattr(fragment_step, "Actor", lambda _: actor)
-    monkeypatch.setattr(fragment_step, "ValueNetwork", lambda _: critic)
+    monkeypatch.setattr(fragment_step, "ValueNetwork", lambda *_: critic)
     step = build_learner(config, Ranks())
     steps, envs = batch.rewards.shape
     played = Fragment(

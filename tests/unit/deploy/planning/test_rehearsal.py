@@ -157,8 +157,8 @@ def test_the_host_waits_for_a_device_where_it_is_known_and_nowhere_else(tmp_path
         "model/packing.py pack",
         "model/packing.py part_of",
         "model/packing.py states_of",
-        "model/policy.py _hidden",
         "model/policy.py forward",
+        "model/policy.py last_hidden",
     ]
     assert {wait.split()[0] for wait in found["step_waits"]} == {"distributed/ranks.py", "metrics/step_metrics.py"}
 
