@@ -65,9 +65,9 @@ def node(
     """Run the generators of one more machine: as many as its GPUs are enough for, or those of its pools."""
     given = []
     if broker is not None:
-        given = [f"broker.url={broker if '://' in broker else 'null'}"]
-        os.environ.pop("REDIS_URL", None)
-        os.environ["REDIS_URL_FILE"] = broker
+        is_url = "://" in broker
+        given = [f"broker.url={broker if is_url else 'null'}"]
+        os.environ.update({"REDIS_URL": "", "REDIS_URL_FILE": "" if is_url else broker})
     loaded = load(config, [*(overrides or []), *given])
     from deploy.launchers.node import run_node
 
