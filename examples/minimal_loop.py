@@ -26,7 +26,7 @@ from producers.datasets.mixture import build_mixture
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
 from producers.tasks import make_task
-from producers.tokenizer import HfTokenizer, Tokenizer
+from producers.tokenizer import HfTokenizer
 from producers.workflows.trajectory_builder import TrajectoryBuilder
 from schemas.config import TidemillConfig, parse_config
 from schemas.messages import FileSource, Task, Trajectory
@@ -109,7 +109,7 @@ def tasks(config: TidemillConfig) -> Iterator[Task]:
         task_id += 1
 
 
-async def sample_group(engine: Engine, tokenizer: Tokenizer, task: Task) -> list[Trajectory]:
+async def sample_group(engine: Engine, tokenizer: HfTokenizer, task: Task) -> list[Trajectory]:
     """The S completions of one prompt, as what the trainer takes."""
     prompt_ids = tokenizer.prompt_ids(task)
     trajectories_S = []

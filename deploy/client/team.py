@@ -9,11 +9,12 @@ import html
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import redis
@@ -21,13 +22,21 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from deploy.client.client import IN_PROCESS, Client
+from deploy.client.client import Client
 from deploy.client.transport import over_http
 from schemas.errors import ConfigError, TidemillError
 from schemas.urls import hide_password
 
+if TYPE_CHECKING:
+    from broker.connection.runs import RunInfo
+
+Answer = list[dict[str, Any]] | str | None
+"""Rows, or the reason why there are none; None if nothing came in time."""
+
 DEADLINE_S = 5.0
 """Seconds in which a place must have answered."""
+RUN_SHARE = 0.8
+"""Share of that time in which each run of a broker must have been read."""
 COLUMNS = ("owner", "run", "state", "step", "machine", "devices", "of", "device hours", "waited")
 HOSTS = ("localhost", "127.0.0.1")
 STYLE = "body{font:15px system-ui;margin:2em}td,th{text-align:left;padding:.3em 1em}.unreachable,.failed{color:#b00}"
@@ -65,47 +74,59 @@ def read_places(file: Path) -> list[Place]:
 
 def look(places: list[Place], folder: Path, deadline_s: float = DEADLINE_S) -> list[dict[str, Any]]:
     """Return a row for each run, and one for each place that did not answer. folder: of token files."""
-    answers: list[list[dict[str, Any]] | None] = [None] * len(places)
+    asked = [partial(_rows, place, folder, deadline_s) for place in places]
+    late = f"no answer within {deadline_s:g} s"
+    answers = zip(places, _ask_all(asked, deadline_s), strict=True)
+    return [row for place, answer in answers for row in _shown(place, answer, late)]
 
-    def ask(number: int, place: Place) -> None:
+
+def _ask_all(questions: Sequence[Callable[[], list[dict[str, Any]]]], within_s: float) -> list[Answer]:
+    """Return the rows that each question is answered with, or why there are none; None for what takes longer."""
+    answers: list[Answer] = [None] * len(questions)
+
+    def ask(number: int) -> None:
         try:
-            answers[number] = list(_rows(place, folder, deadline_s))
+            answers[number] = questions[number]()
         except (TidemillError, redis.RedisError, OSError, ValueError, LookupError, TypeError) as error:
-            answers[number] = [_unreachable(place, " ".join(str(error).split()))]
+            answers[number] = " ".join(str(error).split())
 
     # Threads that the end of this process does not wait for.
-    threads = [threading.Thread(target=ask, args=each, daemon=True) for each in enumerate(places)]
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(len(questions))]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + within_s
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    late = f"no answer within {deadline_s:g} s"
-    return [row for at, place in enumerate(places) for row in answers[at] or [_unreachable(place, late)]]
+    return answers
 
 
-def _rows(place: Place, folder: Path, deadline_s: float) -> Iterator[dict[str, Any]]:
-    """Yield a row for each run at a place, from its status as the control plane answers it."""
+def _shown(place: Place, answer: Answer, late: str, run: str | None = None) -> list[dict[str, Any]]:
+    return answer if isinstance(answer, list) else [{**_unreachable(place, answer or late), "run": run}]
+
+
+def _rows(place: Place, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
+    """Return a row for each run at a place, from its status as the control plane answers it."""
     if place.control is not None:
         token = (folder / place.token_file).read_text(encoding="utf-8").strip() if place.token_file else None
         client = Client(place.control, token, lambda m, url, head, data, _: over_http(m, url, head, data, deadline_s))
-        yield _row(place, client.get("/v1/status"))
-        return
+        return [_row(place, client.get("/v1/status"))]
     from broker.connection.connection import check_server_now, open_client
     from broker.connection.runs import list_runs
     from deploy.client.find import find
-    from deploy.client.in_process import in_process
     from deploy.control_plane.status.collector import PlannedRun
+    from deploy.control_plane.status.poller import DirectStatus
 
     url = str(place.broker)
     check_server_now(url)
-    for run in sorted(list_runs(open_client(url)), key=lambda run: run.name):
-        try:
-            transport = in_process(find(run.name, url, run.prefix), PlannedRun(run.name))
-            yield _row(place, Client(IN_PROCESS, None, transport).get("/v1/status"))
-        except TidemillError as error:
-            # That of another version of Tidemill, for example; the others are shown.
-            yield {**_unreachable(place, str(error)), "run": run.name}
+
+    def read(run: RunInfo) -> list[dict[str, Any]]:
+        status = DirectStatus(find(run.name, url, run.prefix), PlannedRun(run.name)).refresh()
+        return [_row(place, status.model_dump(mode="json"))]
+
+    runs = sorted(list_runs(open_client(url)), key=lambda run: run.name)
+    # A damaged run, or one of another version of Tidemill, delays no other; the place answers in time.
+    answers = zip(runs, _ask_all([partial(read, run) for run in runs], deadline_s * RUN_SHARE), strict=True)
+    return [row for run, answer in answers for row in _shown(place, answer, "cannot be read in time", run.name)]
 
 
 def _row(place: Place, status: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,11 @@ def test_a_team_sees_all_its_runs_and_what_does_not_answer(
     first, second = make_broker("team-first", prefix="team"), make_broker("team-second")
     for broker in (first, second):
         take_over(broker)
+    damaged = make_broker("team-damaged", prefix="team")
+    take_over(damaged)
+    slots = damaged.connection.keys.slots
+    damaged.connection.client.delete(slots)
+    damaged.connection.client.set(slots, "no sorted set")
     (tmp_path / "token").write_text("secret\n")
     with (
         socket.socket() as silent,
@@ -69,6 +74,7 @@ def test_a_team_sees_all_its_runs_and_what_does_not_answer(
         assert (ann["devices"], ann["max_devices"], ann["state"]) == (4, 8, "starting")
         assert seen["eve", "team-second"]["devices"] == 2
         assert ("eve", "team-first") in seen, "a broker shows all its runs"
+        assert seen["eve", "team-damaged"]["state"] == "unreachable"
         for owner, why in (("ben", " "), ("cem", "127.0.0.1:1"), ("dia", "token")):
             row = seen[owner, None]
             assert (row["state"], row["devices"]) == ("unreachable", None)
