@@ -72,6 +72,7 @@ def assert_all_trained_once(run: UpRun, summary: dict[str, Any], steps: int = ST
         assert sum(uses.values()) - uses["held"] == pytest.approx(uses["held"], rel=0.01)
 
 
+@pytest.mark.matrix("one more layout; make test has one GPU for both, with kills")
 @pytest.mark.timeout(300)
 def test_two_generators_and_the_trainer_share_their_gpus_and_one_generator_has_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +140,7 @@ def test_with_one_gpu_for_both_each_may_be_killed_at_any_time(tmp_path: Path, mo
     assert check_notes(read_notes(tmp_path / "notes"), ["generator-0"]) >= 6
 
 
+@pytest.mark.matrix("two whole runs; what auto chooses is a unit test")
 @pytest.mark.timeout(300)
 def test_auto_may_give_a_run_that_resumes_another_number_of_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

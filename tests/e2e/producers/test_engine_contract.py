@@ -42,7 +42,7 @@ KINDS = [
     pytest.param("transformers", marks=pytest.mark.integration),
     pytest.param("vllm", marks=needs_vllm),
     pytest.param("http-vllm", marks=[needs_vllm, pytest.mark.matrix("a server of vLLM's; its dialect is a unit test")]),
-    "http-sglang",
+    pytest.param("http-sglang", marks=pytest.mark.matrix("a server of SGLang's; its dialect is a unit test")),
 ]
 
 

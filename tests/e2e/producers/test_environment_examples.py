@@ -63,6 +63,7 @@ def test_the_policy_is_trained_in_an_environment_of_verifiers(folder: Path) -> N
     assert any(0 < line["reward/mean"] < 1 for line in lines)
 
 
+@pytest.mark.matrix("one more framework's environment; make test trains in that of verifiers")
 def test_the_policy_is_trained_in_sessions_of_an_openenv_server(folder: Path, server: str) -> None:
     for name in ("openenv", "number_guessing"):
         shutil.copytree(EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns(".venv"))
@@ -73,6 +74,7 @@ def test_the_policy_is_trained_in_sessions_of_an_openenv_server(folder: Path, se
     assert any(line["reward/mean"] > 0 for line in lines), "a number was found"
 
 
+@pytest.mark.matrix("one more framework's environment; make test trains in that of verifiers")
 def test_the_policy_is_trained_in_a_game_of_textarena(folder: Path) -> None:
     python, example = environment_python("textarena"), folder / "textarena"
     shutil.copytree(EXAMPLES / "textarena", example, ignore=shutil.ignore_patterns(".venv"))

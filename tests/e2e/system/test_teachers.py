@@ -45,6 +45,7 @@ def find_teacher(run: UpRun) -> psutil.Process | None:
     return None
 
 
+@pytest.mark.matrix("teachers under kills; make test has a run with one, and runs with kills")
 @pytest.mark.timeout(300)
 def test_two_teachers_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:
     student, folder, served = (

