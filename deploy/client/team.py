@@ -35,6 +35,8 @@ Answer = list[dict[str, Any]] | str | None
 
 DEADLINE_S = 5.0
 """Seconds in which a place must have answered."""
+AT_ONCE = 32
+"""Places, and runs of a broker, that are asked at the same time."""
 RUN_SHARE = 0.8
 """Share of that time in which each run of a broker must have been read."""
 COLUMNS = ("owner", "run", "state", "step", "machine", "devices", "of", "device hours", "waited")
@@ -83,18 +85,19 @@ def look(places: list[Place], folder: Path, deadline_s: float = DEADLINE_S) -> l
 def _ask_all(questions: Sequence[Callable[[], list[dict[str, Any]]]], within_s: float) -> list[Answer]:
     """Return the rows that each question is answered with, or why there are none; None for what takes longer."""
     answers: list[Answer] = [None] * len(questions)
+    end, numbers = time.monotonic() + within_s, iter(range(len(questions)))
 
-    def ask(number: int) -> None:
-        try:
-            answers[number] = questions[number]()
-        except (TidemillError, redis.RedisError, OSError, ValueError, LookupError, TypeError) as error:
-            answers[number] = " ".join(str(error).split())
+    def ask() -> None:
+        for number in numbers:
+            try:
+                answers[number] = questions[number]() if time.monotonic() < end else None
+            except (TidemillError, redis.RedisError, OSError, ValueError, LookupError, TypeError) as error:
+                answers[number] = " ".join(str(error).split())
 
     # Threads that the end of this process does not wait for.
-    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(len(questions))]
+    threads = [threading.Thread(target=ask, daemon=True) for _ in questions[:AT_ONCE]]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + within_s
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     return answers
@@ -123,7 +126,7 @@ def _rows(place: Place, folder: Path, deadline_s: float) -> list[dict[str, Any]]
         status = DirectStatus(find(run.name, url, run.prefix), PlannedRun(run.name)).refresh()
         return [_row(place, status.model_dump(mode="json"))]
 
-    runs = sorted(list_runs(open_client(url)), key=lambda run: run.name)
+    runs = sorted(list_runs(open_client(url)), key=lambda run: (-run.changed, run.name))
     # A damaged run, or one of another version of Tidemill, delays no other; the place answers in time.
     answers = zip(runs, _ask_all([partial(read, run) for run in runs], deadline_s * RUN_SHARE), strict=True)
     return [row for run, answer in answers for row in _shown(place, answer, "cannot be read in time", run.name)]

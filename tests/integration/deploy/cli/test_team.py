@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -17,13 +17,20 @@ from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
 from broker.device_clock import DeviceClock
 from broker.heartbeat import HeartbeatThread
-from deploy.client.team import look, make_server, read_places
+from deploy.client.team import AT_ONCE, Place, look, make_server, read_places
 from schemas.errors import ConfigError
 from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.runs.command_line import run_tidemill
 
 pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """A server of its own: it holds no runs of other tests, some of them damaged."""
+    with EmbeddedServer(tmp_path_factory.mktemp("team")) as server:
+        yield server
 
 
 def write(folder: Path, places: list[dict[str, str]]) -> Path:
@@ -84,6 +91,16 @@ def test_a_team_sees_all_its_runs_and_what_does_not_answer(
         printed = json.loads(run_tidemill("team", str(file), "--json").stdout)
         assert [row["owner"] for row in printed] == ["<b>"]
         check_page(file)
+
+
+def test_more_runs_than_are_asked_at_once_are_all_shown(make_broker: Callable[..., Broker], tmp_path: Path) -> None:
+    for number in range(AT_ONCE + 8):
+        take_over(make_broker(f"many-{number}", prefix="many"))
+    url = make_broker().connection.url
+    rows = look([Place("ann", broker=url)], tmp_path, deadline_s=60.0)
+    assert {f"many-{number}" for number in range(AT_ONCE + 8)} <= {
+        row["run"] for row in rows if row["state"] == "starting"
+    }
 
 
 def check_page(file: Path) -> None:
