@@ -102,7 +102,7 @@ def test_a_thousand_steps_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     print(f"{woken} wakes, {summary}")
 
 
-@pytest.mark.matrix("the scripted engine in make test; 300 steps take some minutes")
+@pytest.mark.matrix("the scripted engine in make test; 300 steps take a minute")
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.timeout(900)
 def test_three_hundred_steps_in_turns_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
