@@ -21,7 +21,8 @@ from tests.support.runs.up_runs import make_decoys
 
 pytestmark = pytest.mark.matrix("a launcher; make test runs the local one")
 pytest.importorskip("ray")
-STEPS = 12
+STEPS, LONG = 12, 120
+"""Of a whole run, and of one that must not be over before a lost node is noticed."""
 # A head with room for the trainer and the small services, and a node for the generators.
 OPTIONS = ("--generators", "2", "--trainer-cpus", "1", "--generator-cpus", "0.5")
 
@@ -126,7 +127,7 @@ def test_a_run_on_ray_goes_on_when_a_node_is_lost_with_all_generators(
         "reward": {"terms": [{"name": "exact"}]},
         "flow": {"staleness": 2},
         "generator": {"engine": "transformers", "max_samples": 4},
-        "trainer": {"steps": STEPS, "batch_groups": 4, "threads": 1, "advantage": {"name": "raw"}},
+        "trainer": {"steps": LONG, "batch_groups": 4, "threads": 1, "advantage": {"name": "raw"}},
     }
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -158,8 +159,8 @@ def test_a_run_on_ray_goes_on_when_a_node_is_lost_with_all_generators(
     assert node is None
     assert "generator-0: killed by SIGKILL" in output.read_text()
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["steps"], summary["exit_reason"]) == (STEPS, "finished")
+    assert (summary["steps"], summary["exit_reason"]) == (LONG, "finished")
     kept = list(surviving_lines(read_lines(run / "trained.jsonl")))
     uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
-    assert [line["step"] for line in kept] == list(range(STEPS))
+    assert [line["step"] for line in kept] == list(range(LONG))
     assert max(uses.values()) == 1
