@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from broker.connection.runs import RunInfo
 
 Answer = list[dict[str, Any]] | str | None
-"""Rows, or the reason why there are none; None if nothing came in time."""
+"""Rows, or the error as text; None if the answer did not come in time."""
 
 DEADLINE_S = 5.0
 """Seconds in which a place must have answered."""
@@ -83,7 +83,7 @@ def look(places: list[Place], folder: Path, deadline_s: float = DEADLINE_S) -> l
 
 
 def _ask_all(questions: Sequence[Callable[[], list[dict[str, Any]]]], within_s: float) -> list[Answer]:
-    """Return the rows that each question is answered with, or why there are none; None for what takes longer."""
+    """Ask all questions at once; return the rows or the error of each, and None for one that takes longer."""
     answers: list[Answer] = [None] * len(questions)
     end, numbers = time.monotonic() + within_s, iter(range(len(questions)))
 

@@ -32,7 +32,7 @@ async def ask_self(
     sample: SampledCompletion,
     args: Mapping[str, Any],
 ) -> tuple[Array | None, str]:
-    """Return the log-probabilities of a sample's tokens after the other prompt, float32 [T], or why there are none.
+    """Return the log-probabilities of a sample's tokens after the other prompt, float32 [T], or the problem.
 
     args: of the term. The weights are those of the sample's last token: if the engine gets others before it has
     answered, there is no answer.

@@ -143,7 +143,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     routed_experts: of each token, with trainer.router_replay; None if they were not recorded.
     fragment: what was played, with a token for each step; None for text, and for an episode of an evaluation.
     teacher_logprobs: float32 [T], as in Score, from which the trainer takes them; on the way to it those of the policy
-    itself after another prompt, None without them. teacher_problem: why there are none, if there should be.
+    itself after another prompt, else None. teacher_problem: the error, if the policy could not compute them.
     trace: moments of the sample so far (schemas/messages/moments.py), b"" without traces.
     """
 

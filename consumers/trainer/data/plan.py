@@ -42,7 +42,7 @@ def credit(samples: Samples, advantage: AnyAdvantage, by_name: bool = False) -> 
 def credit_of(
     samples: Samples, rewarded: npt.NDArray[np.bool_], advantage: AnyAdvantage, by_name: bool = False
 ) -> Credit:
-    """Compare the rewards of some samples, bool [S]; the others have the advantage 0, and change nobody's."""
+    """Compare the rewards of some samples, bool [S]. The others get the advantage 0 and are not compared."""
     if rewarded.all():
         return credit(samples, advantage, by_name)
     if not rewarded.any():
@@ -159,7 +159,7 @@ class StepPlan:
     """The results of all stages, and the rows that they make.
 
     images: their files, and how they are cut; None for a model of text. given: bool [S], the samples that are given
-    answers, which have no reward; None if there are none.
+    answers, which have no reward; None in a batch without them.
     """
 
     samples: Samples

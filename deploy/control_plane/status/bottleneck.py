@@ -36,7 +36,7 @@ class Evidence:
     and for a generator. step_samples: those of one step. load: share of the generators' places that are taken, None
     without generators. update: share of the time that generators stand still for new weights. filtered: share of the
     groups that came back and were dropped because their rewards are equal, None before there are enough.
-    evaluating: the evaluation that is under way, such as "version 20 (312 of 1,319 samples)"; empty if there is none.
+    evaluating: the evaluation that is under way, such as "version 20 (312 of 1,319 samples)", else empty.
     """
 
     state: RunState
