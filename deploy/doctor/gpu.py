@@ -70,7 +70,7 @@ class ProbeReference:
 
 
 def check_gpu(config: TidemillConfig) -> list[Finding]:
-    """Make all checks on the first GPU, or on the CPU of a machine without one. ConfigError for a model without tokens."""
+    """Make all checks on the first GPU of this machine, else on its CPU. ConfigError for a model without tokens."""
     if config.model.kind == "mlp":
         raise ConfigError("--gpu checks language models, and model.kind is mlp")
     prepare_engine(config.generator.engine, config.model.kind == "vision")

@@ -181,7 +181,8 @@ class Rollout:
         term = context.config.self_teacher(task.dataset) if task.kind == "train" else None
         if term is None or sample.finish == "abort":
             return None, ""
-        return await ask_self(context.engine, context.tokenizer, task, rollout.prompt_ids, sample, term.args)
+        within_s = context.config.generator.stall_s
+        return await ask_self(context.engine, context.tokenizer, task, rollout.prompt_ids, sample, term.args, within_s)
 
     async def _publish(self, trajectory: Trajectory, files: Mapping[str, bytes]) -> None:
         """Publish a sample with the images of its episode; store these again if the broker has lost them."""

@@ -6,6 +6,7 @@ The term ``teacher_self`` of the reward takes the answer from the sample's messa
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,11 +32,12 @@ async def ask_self(
     prompt_ids: Sequence[int],
     sample: SampledCompletion,
     args: Mapping[str, Any],
+    within_s: float,
 ) -> tuple[Array | None, str]:
     """Return the log-probabilities of a sample's tokens after the other prompt, float32 [T], or the problem.
 
-    args: of the term. The weights are those of the sample's last token: if the engine gets others before it has
-    answered, there is no answer.
+    args: of the term. within_s: how long the engine may take to answer. The weights are those of the sample's last
+    token: if the engine gets others before it has answered, there is no answer.
     """
     version = max((span.version for span in sample.spans), default=-1)
     try:
@@ -46,8 +48,11 @@ async def ask_self(
         prompt = tokenizer.prompt_ids(other_prompt(task, **args))
         own = sample.tokens[len(prompt_ids) :]
         _check_version(engine, version)
-        found = await engine.logprobs([*prompt, *own])
+        async with asyncio.timeout(within_s):
+            found = await engine.logprobs([*prompt, *own])
         _check_version(engine, version)
+    except TimeoutError:
+        return None, f"the engine gave no log-probabilities within {within_s:g} s"
     except (DataError, InfraError) as error:
         return None, str(error)
     logprobs = np.zeros(len(sample.tokens), np.float32)

@@ -75,7 +75,7 @@ def test_it_is_what_the_model_says_of_the_same_tokens_after_another_prompt(
     folder: Path, task: Task, args: dict[str, str]
 ) -> None:
     async def ask(engine: Any, tokenizer: HfTokenizer, rollout: RolloutContext, samples: Any) -> Any:
-        given = [await ask_self(engine, tokenizer, task, rollout.prompt_ids, sample, args) for sample in samples]
+        given = [await ask_self(engine, tokenizer, task, rollout.prompt_ids, sample, args, 60.0) for sample in samples]
         return tokenizer.prompt_ids(other_prompt(task, **args)), len(rollout.prompt_ids), samples, given
 
     other, begun, samples, given = sampled(folder, task, ask)
@@ -96,10 +96,10 @@ def test_a_version_that_is_gone_gives_no_log_probabilities(folder: Path, tmp_pat
 
     async def load_first(engine: Any, tokenizer: HfTokenizer, rollout: RolloutContext, samples: Any) -> Any:
         await engine.load(FileSource(weights), 4)
-        return await ask_self(engine, tokenizer, TEXT, rollout.prompt_ids, samples[0], WITH_ANSWER)
+        return await ask_self(engine, tokenizer, TEXT, rollout.prompt_ids, samples[0], WITH_ANSWER, 60.0)
 
     async def load_meanwhile(engine: Any, tokenizer: HfTokenizer, rollout: RolloutContext, samples: Any) -> Any:
-        asked = ask_self(engine, tokenizer, TEXT, rollout.prompt_ids, samples[0], WITH_ANSWER)
+        asked = ask_self(engine, tokenizer, TEXT, rollout.prompt_ids, samples[0], WITH_ANSWER, 60.0)
         found, _ = await asyncio.gather(asked, engine.load(FileSource(weights), 4))
         return found
 
@@ -122,11 +122,24 @@ def test_a_version_that_is_gone_gives_no_log_probabilities(folder: Path, tmp_pat
 )
 def test_what_cannot_be_asked_has_a_reason(folder: Path, task: Task, args: dict[str, str], reason: str) -> None:
     async def ask(engine: Any, tokenizer: HfTokenizer, rollout: RolloutContext, samples: Any) -> Any:
-        return await ask_self(engine, tokenizer, task, rollout.prompt_ids, samples[0], args)
+        return await ask_self(engine, tokenizer, task, rollout.prompt_ids, samples[0], args, 60.0)
 
     found, problem = sampled(folder, task, ask)
     assert found is None
     assert reason in problem
+
+
+def test_an_engine_that_does_not_answer_holds_up_no_sample(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(
+        engine: TransformersEngine, tokenizer: HfTokenizer, rollout: RolloutContext, samples: list[SampledCompletion]
+    ) -> Any:
+        async def hang(*_: Any) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(engine, "logprobs", hang)
+        return await ask_self(engine, tokenizer, TEXT, rollout.prompt_ids, samples[0], WITH_ANSWER, 0.05)
+
+    assert sampled(folder, TEXT, use) == (None, "the engine gave no log-probabilities within 0.05 s")
 
 
 def test_prompts_of_chats_keep_their_other_messages() -> None:
