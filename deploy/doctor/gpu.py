@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,7 @@ KEPT = 0.02
 ASLEEP = 0.5
 """Share of what an engine takes that its sleep must give back, at least."""
 GB = 1e9
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -150,11 +152,15 @@ def _noting(findings: list[Finding], what: str) -> Iterator[None]:
 async def _within(seconds: float, call: Awaitable[object], what: str) -> float:
     """Await a call of the engine; return its seconds. RuntimeError if it takes longer than allowed."""
     began = time.monotonic()
+    await _answer(seconds, call, what)
+    return time.monotonic() - began
+
+
+async def _answer(seconds: float, call: Awaitable[T], what: str) -> T:
     try:
-        await asyncio.wait_for(call, seconds)
+        return await asyncio.wait_for(call, seconds)
     except TimeoutError:
         raise RuntimeError(f"{what} has not returned within {seconds:.0f} s") from None
-    return time.monotonic() - began
 
 
 async def _probe(
@@ -163,7 +169,7 @@ async def _probe(
     if what != "probe" and not isinstance(engine, SleepingEngine):
         return
     images = {"images": reference.images} if reference.images else {}
-    found = await asyncio.wait_for(engine.logprobs(reference.tokens, **images), CALL_S)
+    found = await _answer(CALL_S, engine.logprobs(reference.tokens, **images), what)
     difference = np.abs(found - reference.logprobs)
     problem = judge.problem(difference) if np.isfinite(difference).all() else "log-probabilities are not finite"
     text = f"differs by {difference.mean():.2g} nats from the trainer on average, at most {judge.limit:.2g} is allowed"
@@ -176,7 +182,7 @@ async def _sleep(engine: Engine, before: int | None, memory: Device, findings: l
         findings.append(Finding("sleep", "ok", "this engine has no sleep, so it cannot take turns on shared GPUs"))
         return
     awake = memory.free()
-    await engine.pause()
+    await _within(CALL_S, engine.pause(), "pause")
     seconds = await _within(CALL_S, engine.sleep(), "sleep")
     text, good = f"asleep after {seconds:.1f} s", True
     if before is not None and awake is not None:

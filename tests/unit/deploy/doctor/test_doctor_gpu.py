@@ -107,6 +107,8 @@ def test_a_card_that_works_has_a_line_for_each_check() -> None:
         ({"fails": "start"}, "engine", "illegal memory access"),
         ({"fails": "start hangs"}, "engine", "start has not returned within 0 s"),
         ({"fails": "sleep"}, "engine", "illegal memory access"),
+        ({"fails": "logprobs hangs"}, "engine", "probe has not returned"),
+        ({"fails": "pause hangs"}, "engine", "pause has not returned"),
         ({"fails": "wake hangs"}, "engine", "wake has not returned"),
         ({"fails": "close"}, "engine's end", "illegal memory access"),
     ],
