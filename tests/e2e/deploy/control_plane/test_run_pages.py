@@ -88,7 +88,8 @@ def test_two_runs_are_chosen_and_overlaid(visit: Open) -> None:
 
 
 def test_charts_are_pinned_to_the_top_and_sections_fold_for_good(visit: Open) -> None:
-    page = visit("metrics?run=slow").page
+    seen = visit("metrics?run=slow")
+    page = seen.page
     cards = page.locator("#grid .grid-card")
     expect(cards.first.locator("canvas")).to_be_visible(timeout=PATIENCE_MS)
     everything, last = cards.count(), cards.last.get_attribute("data-metric")
@@ -97,10 +98,15 @@ def test_charts_are_pinned_to_the_top_and_sections_fold_for_good(visit: Open) ->
     expect(page.locator(".grid-section").first).to_have_text("pinned1")
     page.get_by_role("button", name="pinned").click()
     expect(cards).to_have_count(everything - 1)
+    first = cards.first.get_attribute("data-metric")
+    page.get_by_label(f"Pin {first} to the top").click()
+    expect(page.locator(".grid-section").first).to_have_text("pinned2")
+    expect(cards).to_have_count(everything - 2)
+    assert seen.errors == []
 
     page.reload()
     expect(page.locator(".grid-fold").first).to_have_attribute("aria-expanded", "false", timeout=PATIENCE_MS)
-    expect(cards).to_have_count(everything - 1)
+    expect(cards).to_have_count(everything - 2)
     page.get_by_label("Search metrics by name").fill(str(last))
     expect(page.get_by_label(f"Pin {last} to the top")).to_have_attribute("aria-pressed", "true", timeout=PATIENCE_MS)
 

@@ -119,7 +119,8 @@ const onLook = {
   pin: (name) => {
     set({ pinned: toggled(settings.pinned, name) });
     layout();
-    charts.get(name).pin.focus();
+    // In a folded section it has no chart.
+    charts.get(name)?.pin.focus();
   },
   zoomed: () => zoomed,
   zoom: () => {
