@@ -171,8 +171,9 @@ async def _probe(
     images = {"images": reference.images} if reference.images else {}
     found = await _answer(CALL_S, engine.logprobs(reference.tokens, **images), what)
     difference = np.abs(found - reference.logprobs)
+    limit = judge.limit(len(difference))
     problem = judge.problem(difference) if np.isfinite(difference).all() else "log-probabilities are not finite"
-    text = f"differs by {difference.mean():.2g} nats from the trainer on average, at most {judge.limit:.2g} is allowed"
+    text = f"differs by {difference.mean():.2g} nats from the trainer on average, at most {limit:.2g} is allowed"
     advice = "every weight version would be refused: try model.dtype float32, then check generator.args"
     findings.append(judged(what, problem is None, problem or text, advice))
 

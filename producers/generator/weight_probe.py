@@ -5,6 +5,8 @@ rounded to an eighth in bfloat16. The difference that correct weights have is th
 recognised by a larger one.
 """
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -12,10 +14,13 @@ LIMITS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest mean difference in nats, by dtype, until the difference of correct weights is known."""
 FLOORS = {"float32": 1e-3, "bfloat16": 0.01, "float16": 0.01}
 """No mean difference up to this, in nats, is a fault."""
-RATIO = 1.5
-"""A mean difference may be this many times the usual one: simulated, correct weights stay below 1.25 times, and a layer
-of which each weight is off by a twenty-fifth is above 1.8 times. A fiftieth makes 1.3 to 1.6 times: that can't be told
+RATIO = 1.25
+"""A mean difference over many tokens may be this many times the usual one: simulated, correct weights stay below it. A
+layer of which each weight is off by a twenty-fifth makes 1.8 times, a fiftieth 1.3 to 1.6 times, which can't be told
 from correct weights whose logits have grown."""
+SPREAD = 4.0
+"""The ratio grows by this over the root of the number of tokens: 1.5 for 256 tokens, 2 for 31. The differences of
+single tokens scatter as much as they measure, so the mean of T tokens scatters by 1/sqrt(T) of itself."""
 DIFFERENT = 0.5
 """Mean difference in nats from which on two programs hold different weights."""
 TAIL = 0.95
@@ -37,12 +42,12 @@ class ProbeJudge:
         self._floor = FLOORS[dtype]
         self._usual: float | None = None
 
-    @property
-    def limit(self) -> float:
-        """Largest mean difference, in nats, that passes now."""
+    def limit(self, tokens: int) -> float:
+        """Return the largest mean difference over so many tokens, in nats, that passes now."""
         if self._tolerance is not None:
             return self._tolerance
-        return self._limit if self._usual is None else max(self._floor, RATIO * self._usual)
+        ratio = RATIO + SPREAD / math.sqrt(tokens)
+        return self._limit if self._usual is None else max(self._floor, ratio * self._usual)
 
     def calibrate(self, differences: npt.NDArray[np.float32]) -> None:
         """Learn from weights that the engine read from the model's folder itself, before anything was loaded.
@@ -55,15 +60,16 @@ class ProbeJudge:
     def problem(self, differences: npt.NDArray[np.float32]) -> str | None:
         """Return what is wrong with weights of these differences, float32 [T-1] in nats; None if they pass."""
         mean, tail = float(differences.mean()), float(np.quantile(differences, TAIL))
-        if mean > self.limit:
+        limit = self.limit(len(differences))
+        if mean > limit:
             return (
                 f"log-probabilities differ by {mean:.2g} nats from the trainer's on average,"
-                f" at most {self.limit:.2g} is allowed"
+                f" at most {limit:.2g} is allowed"
             )
-        if tail > TAIL_RATIO * self.limit:
+        if tail > TAIL_RATIO * limit:
             return (
                 f"log-probabilities of one token in {round(1 / (1 - TAIL))} differ by {tail:.2g} nats or more from the"
-                f" trainer's, at most {TAIL_RATIO * self.limit:.2g} is allowed"
+                f" trainer's, at most {TAIL_RATIO * limit:.2g} is allowed"
             )
         self._usual = mean if self._usual is None else (1 - WEIGHT) * self._usual + WEIGHT * mean
         return None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from producers.generator.weight_probe import DIFFERENT, FLOORS, LIMITS, RATIO, ProbeJudge
+from producers.generator.weight_probe import DIFFERENT, FLOORS, LIMITS, RATIO, SPREAD, ProbeJudge
 
 TOKENS, VOCABULARY, WIDTH, LAYERS = 256, 1000, 128, 6
 LARGE = 4.0
@@ -117,7 +117,8 @@ def test_a_layer_off_by_a_thousandth_is_found_in_float32_and_beside_the_rounding
         assert ProbeJudge("float32").problem(exact) is not None, layer
         differences = np.abs(logprobs(rounded, ids) - logprobs(engine(wrong.to(torch.bfloat16)), ids))
         ratios.append(float(differences.mean()) / usual)
-    assert 1.15 < min(ratios) < RATIO < 2 * min(ratios), ratios
+    ratio = RATIO + SPREAD / TOKENS**0.5
+    assert 1.15 < min(ratios) < ratio < 2 * min(ratios), ratios
 
 
 def test_the_largest_of_all_differences_says_nothing() -> None:
@@ -132,16 +133,16 @@ def test_the_largest_of_all_differences_says_nothing() -> None:
 def test_a_users_limit_stands(dtype: str) -> None:
     judge = ProbeJudge(dtype, 0.3)
     judge.calibrate(np.full(8, 0.01, np.float32))
-    assert judge.limit == 0.3
+    assert judge.limit(8) == 0.3
     assert judge.problem(np.full(8, 0.29, np.float32)) is None
-    assert judge.limit == 0.3
+    assert judge.limit(8) == 0.3
 
 
 def test_other_weights_in_the_folder_are_no_yardstick() -> None:
     judge = ProbeJudge("bfloat16")
     judge.calibrate(np.full(8, DIFFERENT, np.float32))
     judge.calibrate(np.full(8, np.nan, np.float32))
-    assert judge.limit == LIMITS["bfloat16"]
+    assert judge.limit(8) == LIMITS["bfloat16"]
 
 
 def test_a_few_wrong_tokens_are_found_although_the_mean_is_small() -> None:
@@ -152,6 +153,18 @@ def test_a_few_wrong_tokens_are_found_although_the_mean_is_small() -> None:
     assert "one token in 20" in problem
 
 
+@pytest.mark.parametrize("tokens", [31, 64, 256])
+def test_the_scatter_of_a_short_probe_is_no_fault(tokens: int) -> None:
+    """As a tiny model in bfloat16 and vLLM differ: by 0.0075 nats on average, and each token by its own amount."""
+    draw = np.random.default_rng(3)
+    refused = 0
+    for _ in range(300):
+        judge = ProbeJudge("bfloat16")
+        judge.calibrate(draw.exponential(0.0075, tokens).astype(np.float32))
+        refused += any(judge.problem(draw.exponential(0.0075, tokens).astype(np.float32)) for _ in range(20))
+    assert refused <= 3
+
+
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 0.125, width=32), min_size=1, max_size=30), st.sampled_from(sorted(LIMITS)))
 def test_the_limit_follows_what_passed_and_is_never_below_the_floor(means: list[float], dtype: str) -> None:
@@ -160,4 +173,5 @@ def test_the_limit_follows_what_passed_and_is_never_below_the_floor(means: list[
     for mean in means:
         if judge.problem(np.full(4, mean, np.float32)) is None:
             largest = max(largest, mean)
-            assert FLOORS[dtype] <= judge.limit <= max(FLOORS[dtype], RATIO * largest * (1 + 1e-6))
+            highest = (RATIO + SPREAD / 2) * largest * (1 + 1e-6)
+            assert FLOORS[dtype] <= judge.limit(4) <= max(FLOORS[dtype], highest)
