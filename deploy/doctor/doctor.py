@@ -1,7 +1,5 @@
 """``tidemill doctor``: checks this machine and a configuration, and says how to fix what does not work."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -4,8 +4,6 @@ In turns: the trainer's attention kernel beside PyTorch's own attention, the pol
 and the engine, which is started, probed, put to sleep, woken and closed. After each, memory must be free again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence

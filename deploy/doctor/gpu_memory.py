@@ -5,8 +5,6 @@ Weights, gradients and optimizer are exact. Activations are a rough estimate for
 is not counted, except for RESERVE_GB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The check of the inference server of ``generator.engine: http``: its release, or what is wrong with it."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.metadata
 from pathlib import Path

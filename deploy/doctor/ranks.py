@@ -3,8 +3,6 @@
 Each rank measures its own device and its connection to rank 0, which compares what all of them report.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import socket

@@ -4,8 +4,6 @@ A launcher starts a run on one engine. An engine with a queue of its own, such a
 that only places processes is a ``Starter`` as well (deploy/supervisor/services.py), and the supervisor does the rest.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from typing import Protocol

@@ -4,8 +4,6 @@ Two or more: ``trainer.processes`` to the trainer, and to each generator as many
 both have it, and vLLM takes what the trainer leaves. None: everything runs on the CPU.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -5,8 +5,6 @@ sizes, and a ConfigMap with the configuration and the files that it names. For H
 This launcher only writes files.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Everything on this machine: the launcher that is taken when none is named."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

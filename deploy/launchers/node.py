@@ -4,8 +4,6 @@ They share the machine's GPUs and units, so one supervisor starts, restarts and 
 run's folder, and machines come and go: what a lost one was doing, others do again.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Deals this machine's GPUs out to the generators of pools, whose engines may be spread over different numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from deploy.launchers.gpus import Auto, Gpu, GpuPlan, check_count, shared_utilization, there_are

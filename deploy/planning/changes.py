@@ -1,7 +1,5 @@
 """The changes of a configuration that are worth trying, each computed by a child process (rehearsal.py)."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """``tidemill plan``: which split of GPUs, staleness and window to start a configuration from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

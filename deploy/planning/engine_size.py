@@ -1,7 +1,5 @@
 """An engine's use of a card's memory: weights, and keys and values of the samples in flight."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

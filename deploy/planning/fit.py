@@ -3,8 +3,6 @@
 Each size is that of the trainer's own step, which a child process computes on shapes (rehearsal.py).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@ Run as a program it reads an order as JSON from stdin and answers with JSON on s
 ``build_train_step``, with the trainer's own sharding, over a process group that answers every collective at once.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

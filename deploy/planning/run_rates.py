@@ -1,7 +1,5 @@
 """The rates of a run, from the lines of its metrics: what its own hardware, model and answers gave."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The best layouts of so many GPUs: how many of them train, and how far the window looks ahead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ Numbers that decide shapes (token ids, masks, lengths) are real; weights and act
 asks a fake tensor for its value gets one: the step continues as it does with finite losses.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Iterable, Iterator

@@ -8,8 +8,6 @@ and gives them when it waits: at once if all generators are on them, else after 
 takes. Generators that have to sleep hand their samples back, which others, or they in their next turn, continue.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The size of a training step, and how that of a deep model follows from two shallow ones of the same kind."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

@@ -1,7 +1,5 @@
 """``tidemill agent``: one run of the configured agent, printed for debugging."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

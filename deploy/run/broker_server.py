@@ -4,8 +4,6 @@ Promises: who reads the file with its URL finds a server that answers; the passw
 no command line; nothing is left behind when this process ends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The end of a run: its counts from the broker, its summary and plot, and the table that is printed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Foreign data is neither written nor deleted: another run's name or settings, a r
 is not a run's are rejected first, in one line each.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """The files of a new task, written by ``tidemill init``: a configuration with its schema, a reward, a few prompts."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@
 does not answer never stops the supervisor.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

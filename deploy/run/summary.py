@@ -4,8 +4,6 @@ They come from the trainer's own logs, and are compared with the broker's last c
 neither trained, dropped, excluded nor still in the pipeline was lost.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

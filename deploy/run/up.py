@@ -4,8 +4,6 @@ Phases: make the model if the configuration has a warm_start; start the broker; 
 the trainer is done; stop the services, the broker last; print the summary. observer.py shows the run meanwhile.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

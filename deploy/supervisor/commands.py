@@ -3,8 +3,6 @@
 At the start the numbers of the configuration are written into the broker, and earlier orders are ignored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import redis

@@ -4,8 +4,6 @@ A thread writes, so that a broker which does not answer blocks nothing. The thre
 too many changes wait, the oldest are dropped.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from types import TracebackType

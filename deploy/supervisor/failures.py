@@ -3,8 +3,6 @@
 Pure functions over the exits that the supervisor saw and over a service's log.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

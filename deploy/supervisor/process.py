@@ -5,8 +5,6 @@ this process dies; the kernel's parent-death signal, if the guardian itself is k
 which this process then finds the grandchildren. ``Processes`` is the starter for services on this machine.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import uuid

@@ -4,8 +4,6 @@ Promises: at most ``max_restarts`` within any ``window_s``, waits that double fr
 after an exit that a restart cannot fix.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum

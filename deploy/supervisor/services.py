@@ -4,8 +4,6 @@ A ``Starter`` decides where services run: on this machine (deploy/supervisor/pro
 (deploy/launchers/ray.py), or elsewhere (a user's own). The supervisor restarts, scales and stops them.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A holder touches its lock's file each second (schemas/system/device_lock.py). It
 looks, so that a machine which itself was suspended, or whose clock was set, costs no service its GPUs.
 """
 
-from __future__ import annotations
-
 from schemas.system.device_lock import DeviceLock, SharedGpus, generator_lock, trainer_lock
 
 SILENT_S = 30.0

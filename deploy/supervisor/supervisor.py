@@ -5,8 +5,6 @@ with its root cause. No process is left behind, however this process ends (deplo
 everything happens in ``poll``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
