@@ -153,23 +153,18 @@ class Script:
         return None if succeeded is None else not succeeded
 
     def _if_statement(self, node: Node) -> None:
-        branches: list[tuple[list[Node], list[Node]]] = []
-        for part in (node, *(child for child in node.named_children if child.type in ("elif_clause", "else_clause"))):
-            inner = [child for child in part.named_children if child.type not in ("elif_clause", "else_clause")]
-            then = next((at for at, child in enumerate(part.children) if child.type == "then"), None)
-            start = 0 if then is None else part.children[then].start_byte
-            branches.append(
-                ([one for one in inner if one.start_byte < start], [one for one in inner if one.start_byte > start])
-            )
-        for conditions, body in branches:
+        clauses = [child for child in node.named_children if child.type in ("elif_clause", "else_clause")]
+        for branch in (node, *clauses):
+            inner = [child for child in branch.named_children if child not in clauses]
+            then = next((child.start_byte for child in branch.children if child.type == "then"), branch.start_byte)
             succeeded: bool | None = True
-            for condition in conditions:
+            for condition in (child for child in inner if child.start_byte < then):
                 succeeded = self.run(condition)
             if succeeded is None:
                 self._forget(node)
                 return
             if succeeded:
-                for statement in body:
+                for statement in (child for child in inner if child.start_byte > then):
                     self.run(statement)
                 return
 
@@ -261,15 +256,17 @@ class Script:
             return "." if text.strip("$()` ") == "pwd" else _unknown(text)
         quoted = quoted or kind == "string"
         children = node.children if kind in ("string", "concatenation", "command_name") else []
-        if not children:
-            return text.replace("\\\n", "")
+        return self._joined(node, children, 0, quoted) if children else text.replace("\\\n", "")
+
+    def _joined(self, node: Node, children: list[Node], start: int, quoted: bool) -> str:
+        """Return the text of a node from its byte ``start`` on, with the expansions of these children in it."""
         # Blanks in a string stand between the nodes of its parts.
-        parts, at, source = [], node.start_byte, node.text or b""
+        parts, source = [], node.text or b""
         for child in children:
-            parts.append(source[at - node.start_byte : child.start_byte - node.start_byte].decode())
+            parts.append(source[start : child.start_byte - node.start_byte].decode())
             parts.append("" if child.type == '"' else self.expand(child, quoted))
-            at = child.end_byte
-        return "".join(parts)
+            start = child.end_byte - node.start_byte
+        return "".join([*parts, source[start:].decode()])
 
     def _variable(self, node: Node, quoted: bool) -> str:
         """Return the value of ``$name`` or ``${name…}``."""
@@ -305,14 +302,9 @@ class Script:
 
     def _rest(self, node: Node, rest: str, quoted: bool) -> str:
         """Return the default of an expansion, which may hold expansions itself."""
-        start = node.end_byte - 1 - len(rest.encode())
-        sign = 2 if rest[0] == ":" else 1
-        parts, at, source = [], start + sign, node.text or b""
-        for child in (one for one in node.named_children if one.start_byte >= start + sign):
-            parts.append(source[at - node.start_byte : child.start_byte - node.start_byte].decode())
-            parts.append(self.expand(child, quoted))
-            at = child.end_byte
-        return "".join([*parts, source[at - node.start_byte : -1].decode()])
+        start = node.end_byte - 1 - len(rest.encode()) + (2 if rest[0] == ":" else 1)
+        children = [child for child in node.named_children if child.start_byte >= start]
+        return self._joined(node, children, start - node.start_byte, quoted)[:-1]
 
     def number(self, text: str) -> int | None:
         """Return the value of an arithmetic expression, None if only a run tells."""
