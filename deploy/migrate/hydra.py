@@ -108,8 +108,7 @@ def settings(tree: Mapping[str, Any], given: Mapping[str, Any] | None = None) ->
     given: overrides by dotted key. A setting that only refers to another one is a Reference with its value,
     text that a reference stands in has it put in, and what only a run tells (``${oc.env:HOME}``) is Unread.
     """
-    flat = dict(_leaves(tree))
-    flat |= given or {}
+    flat = {**dict(_leaves(tree)), **(given or {})}
     for key, value in list(flat.items()):
         whole = REFERENCE.fullmatch(value) if isinstance(value, str) else None
         if whole is None:
@@ -155,9 +154,7 @@ def _resolved(value: Any, flat: Mapping[str, Any], depth: int) -> Any:
             return RESOLVERS[function](*(yaml.safe_load(one) for one in given.split(",")))
         except (KeyError, TypeError, ZeroDivisionError, yaml.YAMLError):
             return Unread(value)
-    text, count = REFERENCE.subn(lambda found: str(_resolved(found[0], flat, depth - 1)), value)
-    return (
-        _resolved(text, flat, depth - 1)
-        if depth and count and "${" in text and text != value
-        else (Unread(text) if "${" in text else text)
-    )
+    text = REFERENCE.sub(lambda found: str(_resolved(found[0], flat, depth - 1)), value)
+    if "${" not in text:
+        return text
+    return _resolved(text, flat, depth - 1) if depth and text != value else Unread(text)

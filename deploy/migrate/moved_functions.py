@@ -4,8 +4,6 @@ With a function comes what it needs of the script: imports, other functions, cla
 library makes.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import re

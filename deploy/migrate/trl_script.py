@@ -163,12 +163,10 @@ def read_script(file: Path, text: str, flags: dict[str, Any] | None = None) -> d
         shown = shown_flags(file, text) if flags is None else flags
         source.options |= shown
         found |= shown | {"shown_flags": len(shown)} if flags is None else shown
-    else:
-        found |= {key: source.value(value) for key, value in source.keywords(source.calls[made])}
-    found |= {key: source.value(value) for key, value in source.fields.items() if key != "model_init_kwargs"}
-    init = source.fields.get("model_init_kwargs")
-    if made is not None and init is None:
-        init = dict(source.keywords(source.calls[made])).get("model_init_kwargs")
+    given = dict(source.keywords(source.calls[made])) if made is not None else {}
+    given |= source.fields
+    init = given.pop("model_init_kwargs", None)
+    found |= {key: source.value(value) for key, value in given.items()}
     for key, value in source.entries(init) if init is not None else ():
         found.setdefault({"torch_dtype": "dtype", "revision": "model_revision"}.get(key, key), source.value(value))
     found.pop("model_init_kwargs", None)
