@@ -119,7 +119,7 @@ def convert(
 ) -> None:
     """Convert a configuration of TRL, verl, AReaL, RLinf or prime-rl, and list what has no counterpart."""
     from deploy.migrate.convert import convert_file, render
-    from deploy.migrate.moved_functions import move_functions
+    from deploy.migrate.trl_script import move_functions
 
     name, done = convert_file(file, system, processes)
     written: list[Path] = []

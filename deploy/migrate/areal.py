@@ -199,11 +199,10 @@ def _data(done: Conversion) -> None:
     held_out = known.get("valid_dataset.path")
     if held_out and (known.get("evaluator.freq_steps") or known.get("evaluator.freq_epochs")):
         rows = {"path": held_out, "split": done.value("valid_dataset.split"), **args}
-        done.set("eval.dataset", {"name": "hf", "args": rows})
         sampled = {"max_new_tokens": done.get("sampling.max_tokens"), "n_samples": 1}
         sampled["temperature"] = known.get("gconfig.temperature", 1.0)
         most, count, heat = (known.get(f"eval_gconfig.{name}", value) for name, value in sampled.items())
-        done.set("eval.sampling", {"max_tokens": most, "temperature": float(heat), "n": count})
+        done.set_eval([{"name": "hf", "args": rows}], None, max_tokens=most, temperature=float(heat), n=count)
         if not known.get("evaluator.freq_steps"):
             done.ask("eval.every: the steps of an epoch")
     done.truncate("gconfig.top_p", "gconfig.top_k")

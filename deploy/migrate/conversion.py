@@ -56,7 +56,8 @@ class Conversion:
         for key, value in self.found.items():
             found = self.rule(key)
             if isinstance(value, Unread) and (found is None or found.ours):
-                self.ask(f"{key} is {value!s}, which only a run of the script tells: set {_ours(found)}")
+                ours = "the setting that you need" if found is None else found.ours
+                self.ask(f"{key} is {value!s}, which only a run of the script tells: set {ours}")
             elif found is None:
                 # The setting that a reference stands for is the one that is named.
                 self.unknown += [] if isinstance(value, Reference) else [key]
@@ -156,6 +157,13 @@ class Conversion:
             self.set("trainer.advantage.args.lam", float(self.value(lam)))
         return name
 
+    def set_eval(self, datasets: list[dict[str, Any]], every: int | None, **sampling: Any) -> None:
+        """Set the held-out datasets, the steps between evaluations, and how samples of them are drawn."""
+        self.set("eval.dataset", datasets[0] if len(datasets) == 1 else datasets)
+        self.set("eval.every", every)
+        for name, value in sampling.items():
+            self.set(f"eval.sampling.{name}", value)
+
     def truncate(self, top_p: str, top_k: str) -> None:
         """Sample from a part of the distribution, unless both leave all of it; a top_k of a million keeps all."""
         p, k = self.known.get(top_p, 1), self.known.get(top_k, -1)
@@ -203,10 +211,6 @@ class Conversion:
 
     def _written(self, key: str) -> str:
         return f"{key}={' '.join(str(self.found[key]).split())}"
-
-
-def _ours(rule: ConversionRule | None) -> str:
-    return rule.ours if rule is not None and rule.ours else "the setting that you need"
 
 
 def others(value: Any) -> tuple[Any, ...]:

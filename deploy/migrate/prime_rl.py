@@ -81,8 +81,6 @@ def _environments(done: Conversion) -> None:
     if not trained:
         done.ask("train: an environment of verifiers, or another dataset")
         trained = [{"name": "verifiers", "args": {"env": FILL_IN}}]
-    for one, source in zip(trained, known.get(f"{TRAIN}.source", []), strict=False):
-        one |= {"weight": float(source["ratio"])} if "ratio" in source else {}
     done.set("train", trained[0] if len(trained) == 1 else trained)
     done.set("generator.workflow", {"name": "agent", "args": {"run": "verifiers"}})
     done.set("reward.terms", [{"name": "episode"}])
@@ -93,12 +91,10 @@ def _environments(done: Conversion) -> None:
         if (limit := source.get("num_examples", done.value(f"{EVAL}.num_examples"))) > 0:
             one["limit"] = limit
     if held_out:
-        done.set("eval.dataset", held_out[0] if len(held_out) == 1 else held_out)
-        done.set("eval.every", done.value(f"{EVAL}.interval"))
         most = known.get(f"{EVAL}.sampling.max_completion_tokens", done.get("sampling.max_tokens"))
-        done.set("eval.sampling.max_tokens", min(most, done.get("model.max_length") - 1))
-        done.set("eval.sampling.temperature", float(done.value(f"{EVAL}.sampling.temperature")))
-        done.set("eval.sampling.n", done.value(f"{EVAL}.group_size"))
+        longest, heat = min(most, done.get("model.max_length") - 1), float(done.value(f"{EVAL}.sampling.temperature"))
+        count = done.value(f"{EVAL}.group_size")
+        done.set_eval(held_out, done.value(f"{EVAL}.interval"), max_tokens=longest, temperature=heat, n=count)
 
 
 def _dataset(done: Conversion, section: str, source: Mapping[str, Any], read: str) -> dict[str, Any]:
@@ -109,11 +105,8 @@ def _dataset(done: Conversion, section: str, source: Mapping[str, Any], read: st
     env = source.get("env") or {}
     name = (env.get("taskset") or {}).get("id") or source.get("id") or FILL_IN
     label = str(source.get("name") or name).replace("/", "-")[:64]
-    return {"name": "verifiers", "label": label, "args": {"env": name, "args": dict(env)}}
-
-
-def _looks_like(file: Path, text: str) -> bool:
-    return file.suffix == ".toml"
+    weight = {"weight": float(source["ratio"])} if section == "train" and "ratio" in source else {}
+    return {"name": "verifiers", "label": label, "args": {"env": name, "args": dict(env)}, **weight}
 
 
 def _read(file: Path, text: str) -> dict[str, Any]:
@@ -126,4 +119,4 @@ def _read(file: Path, text: str) -> dict[str, Any]:
     return settings(tree)
 
 
-SYSTEM = ForeignSystem("prime-rl", read_rules("prime_rl"), _looks_like, _read, convert)
+SYSTEM = ForeignSystem("prime-rl", read_rules("prime_rl"), lambda file, text: file.suffix == ".toml", _read, convert)

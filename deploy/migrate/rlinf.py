@@ -81,9 +81,8 @@ def _data(done: Conversion) -> None:
     done.set("reward.terms", [term])
     held_out, every = ("data.val_data_paths", "runner.val_check_interval")
     if known.get(held_out) and done.value(every) > 0:
-        done.set("eval.dataset", _dataset(known[held_out], columns))
-        done.set("eval.every", done.value(every))
-        done.set("eval.sampling.max_tokens", done.get("sampling.max_tokens"))
+        longest = done.get("sampling.max_tokens")
+        done.set_eval([_dataset(known[held_out], columns)], done.value(every), max_tokens=longest)
     files = [key for key in ("data.train_data_paths", held_out) if isinstance(known.get(key), list)]
     if more := [key for key in files if len(known[key]) > 1]:
         done.ask(f"{', '.join(more)}: the first of several files is taken")

@@ -101,18 +101,17 @@ class Script:
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         if name is None or name.type == "subscript":
             return True
-        given: str | list[str] = "" if value is None else self._assigned(value)
+        given: str | list[str]
+        if value is not None and value.type == "array":
+            given = [word for child in value.named_children if child.type != "comment" for word in self.words(child)]
+        else:
+            given = self._text(value)
         before = self.variables.get(_raw(name), "")
         if any(_raw(child) == "+=" for child in node.children):
             listed = isinstance(before, list) or isinstance(given, list)
             given = [*_items(before), *_items(given)] if listed else f"{before}{given}"
         self.variables[_raw(name)] = given
         return True
-
-    def _assigned(self, value: Node) -> str | list[str]:
-        if value.type == "array":
-            return [word for child in value.named_children if child.type != "comment" for word in self.words(child)]
-        return self.expand(value, quoted=True).replace(BREAK, " ")
 
     def _declaration_command(self, node: Node) -> bool:
         for child in node.named_children:

@@ -152,13 +152,10 @@ def _data(done: Conversion) -> None:
     done.config["train"] = {**given, **done.config.get("train", {})}
     if done.value("eval_strategy") in ("no", False):
         return
-    done.set("eval.dataset", {"name": "hf", "args": {**args, "split": done.value("dataset_test_split")}})
-    every = known.get("eval_steps") or 500
-    done.set("eval.every", int(every) if every >= 1 else None)
-    if "num_generations_eval" in known:
-        done.set("eval.sampling.n", known["num_generations_eval"])
-        done.set("eval.sampling.temperature", known.get("temperature", 1.0))
-    done.set("eval.sampling.max_tokens", done.value("max_completion_length"))
+    held_out = {"name": "hf", "args": {**args, "split": done.value("dataset_test_split")}}
+    every, count = known.get("eval_steps") or 500, known.get("num_generations_eval")
+    heat, longest = None if count is None else known.get("temperature", 1.0), done.value("max_completion_length")
+    done.set_eval([held_out], int(every) if every >= 1 else None, n=count, temperature=heat, max_tokens=longest)
 
 
 def _workflow(done: Conversion) -> None:

@@ -41,13 +41,10 @@ def read_script(text: str) -> dict[str, Any]:
 
     Of several commands the one with most overrides counts. What only a run of the script tells is Unread.
     """
-    found: dict[str, Any] = {}
-    for words in command_lines(text):
-        # A name without a dot is a variable of the command's environment.
-        here = {key: value for key, value in overrides(words).items() if "." in key or key[0] == "-"}
-        if len(here) > len(found):
-            found = here
-    return found
+    commands = [overrides(words).items() for words in command_lines(text)]
+    # A name without a dot is a variable of the command's environment.
+    named = ({key: value for key, value in found if "." in key or key[0] == "-"} for found in commands)
+    return max(named, key=len, default={})
 
 
 def _read(file: Path, text: str) -> dict[str, Any]:
@@ -200,17 +197,12 @@ def _data(done: Conversion) -> None:
         done.ask(f"train.name: verl's class {name} becomes a dataset of your own")
     sampling = f"{ROLLOUT}.val_kwargs."
     if known.get(held_out) and done.value(every) > 0:
-        sets = _datasets(known[held_out], done)
-        done.set("eval.dataset", sets[0] if len(sets) == 1 else sets)
-        done.set("eval.every", done.value(every))
-        done.set("eval.sampling.n", done.value(f"{sampling}n"))
+        sets, count = _datasets(known[held_out], done), done.value(f"{sampling}n")
         heat = float(done.value(f"{sampling}temperature")) if done.value(f"{sampling}do_sample") else 0.0
-        done.set("eval.sampling.temperature", heat)
-        for name in ("top_p", "top_k"):
-            done.set(f"eval.sampling.{name}", known.get(f"{sampling}{name}"))
-        if done.get("eval.sampling.top_k") == 0:
-            done.set("eval.sampling.top_k", -1)
-        done.set("eval.sampling.max_tokens", done.value("data.max_response_length"))
+        part = {name: known.get(f"{sampling}{name}") for name in ("top_p", "top_k")}
+        part["top_k"] = -1 if part["top_k"] == 0 else part["top_k"]
+        most = done.value("data.max_response_length")
+        done.set_eval(sets, done.value(every), n=count, temperature=heat, **part, max_tokens=most)
 
 
 def _datasets(files: Any, done: Conversion) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.migrate.convert import convert_file
-from deploy.migrate.moved_functions import copy_functions, move_functions
+from deploy.migrate.trl_script import copy_functions, move_functions
 
 SCRIPT = """
 import os, re
