@@ -338,9 +338,14 @@ def definition(path: str) -> Definition:
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise LookupError(f"no module {module}")
-    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    for node in tree.body:
         if isinstance(node, Definition) and node.name == name:
-            return node
+            bases = [ast.unparse(base) for base in getattr(node, "bases", [])]
+            imports = [one for one in tree.body if isinstance(one, ast.ImportFrom)]
+            # The options of a launcher are a dataclass of their own.
+            options = [f"{one.module}:{base.name}" for one in imports for base in one.names if base.name in bases]
+            return definition(options[0]) if options and options[0].endswith("Options") else node
     raise LookupError(f"{module} has no {name}")
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.cli.options import RUN, ConfigFile, Fresh, Json, Overrides, load, print_json, result_alone
+from deploy.cli.options import RUN, ConfigFile, Fresh, Json, Overrides, load, print_json, result_alone, with_fields
+from deploy.launchers.options import KubernetesOptions, RayOptions, SlurmOptions
 
 if TYPE_CHECKING:
     from deploy.launchers.factory import Launcher
@@ -15,28 +18,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 HERE = Path(".")
-
-Gpus = Annotated[str, typer.Option(metavar="N|auto", help="GPUs of one generator; auto: as many as its engine needs.")]
-TrainerGpus = Annotated[
-    str, typer.Option(metavar="N|auto", help="GPUs of the trainer on each node, one per rank; auto: trainer.processes.")
-]
-
-
-def _number(gpus: str) -> float | Literal["auto"]:
-    """Return the number in an option, or ``auto``; typer.BadParameter for anything else."""
-    if gpus == "auto":
-        return "auto"
-    try:
-        return float(gpus)
-    except ValueError:
-        raise typer.BadParameter(f"{gpus!r} is neither auto nor a number of GPUs") from None
-
-
-def _whole(gpus: str) -> int | Literal["auto"]:
-    number = _number(gpus)
-    if number == "auto" or number == int(number):
-        return "auto" if number == "auto" else int(number)
-    raise typer.BadParameter(f"{gpus} is not a whole number of GPUs")
 
 
 @app.command(rich_help_panel=RUN)
@@ -83,134 +64,44 @@ def up(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False, as
 
 
 @app.command(rich_help_panel=RUN)
-def slurm(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Folder for the scripts; default: slurm/ in the run's folder.")
-    ] = None,
-    generators: Annotated[int | None, typer.Option(help="Size of the job array; default: generator.replicas.")] = None,
-    generator_gpus: Gpus = "auto",
-    trainer_nodes: Annotated[int, typer.Option(help="Nodes of the trainer.")] = 1,
-    trainer_gpus: TrainerGpus = "auto",
-    time: Annotated[
-        str, typer.Option(help="Time limit of each job; a job that needs longer is requeued.")
-    ] = "24:00:00",
-    partition: Annotated[str | None, typer.Option(help="Partition of all jobs.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account of all jobs.")] = None,
-    setup: Annotated[
-        str | None, typer.Option(help="Shell line that puts tidemill on the PATH; default: activate this environment.")
-    ] = None,
-    container: Annotated[
-        str | None, typer.Option(help="Prefix that runs a command in the image of {role}, such as apptainer exec.")
-    ] = None,
-    sbatch: Annotated[list[str] | None, typer.Option(help="An #SBATCH option for all jobs; repeatable.")] = None,
-    broker: Annotated[bool, typer.Option(help="Start a broker in a job, or use your REDIS_URL.")] = True,
-    as_json: Json = False,
-) -> None:
+@partial(with_fields, SlurmOptions)
+def slurm(options: SlurmOptions, config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Write scripts that run all services as Slurm jobs. Review them, then run the last one."""
     loaded = load(config, overrides)
     from deploy.launchers.slurm import Slurm
 
-    launcher = Slurm(
-        generators=generators,
-        generator_gpus=_whole(generator_gpus),
-        trainer_nodes=trainer_nodes,
-        trainer_gpus=_whole(trainer_gpus),
-        time=time,
-        partition=partition,
-        account=account,
-        setup=setup,
-        container=container,
-        sbatch=tuple(sbatch or ()),
-        own_broker=broker,
-        folder=folder,
-    )
     with result_alone(as_json):
-        scripts = launcher.prepare(loaded)
-    if as_json:
-        print_json({"run": loaded.run.name, "scripts": [str(path) for path in scripts]})
-        return
-    for path in scripts:
-        print(path)
+        scripts = Slurm(**vars(options)).prepare(loaded)
+    _print_files(loaded, "scripts", scripts, as_json)
 
 
 @app.command(rich_help_panel=RUN)
+@partial(with_fields, KubernetesOptions)
 def kubernetes(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Folder for the objects; default: kubernetes/ in the run's folder.")
-    ] = None,
-    namespace: Annotated[
-        str | None, typer.Option(help="Namespace of this run alone, which must exist; default: tidemill-NAME.")
-    ] = None,
-    registry: Annotated[str, typer.Option(help="Where the images REGISTRY/tidemill-ROLE are.")] = "registry.example",
-    tag: Annotated[str, typer.Option(help="Version of the images; with GPUs, TAG-cuda.")] = "0.1.0",
-    trainer_nodes: Annotated[int, typer.Option(help="Nodes of the trainer.")] = 1,
-    trainer_gpus: TrainerGpus = "auto",
-    generator_gpus: Gpus = "auto",
-    storage: Annotated[str, typer.Option(help="Size of the volume for the run's files.")] = "200Gi",
-    storage_class: Annotated[
-        str | None, typer.Option(help="Class of the volume; default: that of the cluster.")
-    ] = None,
-    access_mode: Annotated[
-        str, typer.Option(help="ReadWriteMany, or ReadWriteOnce if only one node can mount the volume.")
-    ] = "ReadWriteMany",
-    file: Annotated[
-        list[Path] | None, typer.Option(help="A file for the pods that no setting names; repeatable.")
-    ] = None,
-    broker: Annotated[bool, typer.Option(help="Add a Redis for the run, or use yours.")] = True,
-    keda: Annotated[bool, typer.Option(help="Let KEDA scale by the work that waits.")] = False,
-    helm: Annotated[bool, typer.Option(help="Write values.yaml for the Helm chart, not objects.")] = False,
-    as_json: Json = False,
+    options: KubernetesOptions, config: ConfigFile, overrides: Overrides = None, as_json: Json = False
 ) -> None:
     """Write the Kubernetes objects of a run, with its configuration and files. Review them, then run apply.sh."""
     loaded = load(config, overrides)
     from deploy.launchers.kubernetes import Kubernetes
 
-    launcher = Kubernetes(
-        namespace=namespace,
-        registry=registry,
-        tag=tag,
-        trainer_nodes=trainer_nodes,
-        trainer_gpus=_whole(trainer_gpus),
-        generator_gpus=_whole(generator_gpus),
-        storage=storage,
-        storage_class=storage_class,
-        access_mode=access_mode,
-        extra_files=tuple(file or ()),
-        broker=broker,
-        keda=keda,
-        helm=helm,
-        folder=folder,
-    )
     with result_alone(as_json):
-        written = launcher.prepare(loaded)
+        written = Kubernetes(**vars(options)).prepare(loaded)
+    _print_files(loaded, "files", written, as_json)
+
+
+def _print_files(config: TidemillConfig, name: str, files: Sequence[Path], as_json: bool) -> None:
     if as_json:
-        print_json({"run": loaded.run.name, "files": [str(path) for path in written]})
-        return
-    for path in written:
-        print(path)
+        print_json({"run": config.run.name, name: [str(path) for path in files]})
+    else:
+        print(*files, sep="\n")
 
 
 @app.command(rich_help_panel=RUN)
+@partial(with_fields, RayOptions)
 def ray(
+    options: RayOptions,
     config: ConfigFile,
     overrides: Overrides = None,
-    address: Annotated[
-        str, typer.Option(help="Address of the cluster; auto finds it, local starts one on this machine.")
-    ] = "auto",
-    generators: Annotated[
-        int | None, typer.Option(help="Minimum number of generators; default: generator.replicas.")
-    ] = None,
-    max_generators: Annotated[
-        int | None, typer.Option(help="Maximum number of generators; default: the minimum.")
-    ] = None,
-    generator_gpus: Gpus = "auto",
-    trainer_gpus: TrainerGpus = "auto",
-    generator_cpus: Annotated[float, typer.Option(help="CPUs of one generator.")] = 1.0,
-    trainer_cpus: Annotated[float, typer.Option(help="CPUs of the trainer.")] = 1.0,
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
@@ -218,16 +109,7 @@ def ray(
     loaded = load(config, overrides)
     from deploy.launchers.ray import Ray
 
-    launcher = Ray(
-        address,
-        trainer_cpus,
-        _number(trainer_gpus),
-        generator_cpus,
-        _number(generator_gpus),
-        generators,
-        max_generators,
-    )
-    raise typer.Exit(_launch(launcher, loaded, fresh, as_json))
+    raise typer.Exit(_launch(Ray(**vars(options)), loaded, fresh, as_json))
 
 
 def _launch(launcher: Launcher, config: TidemillConfig, fresh: bool, as_json: bool) -> int:

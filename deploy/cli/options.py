@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,16 +91,20 @@ class Target:
         return open_client(self.run, self.control, self.url, self.prefix)
 
 
-def _with_target(command: Callable[..., None], names: tuple[str, ...]) -> Callable[..., None]:
-    """Give a command options for these fields of its first parameter, ``target``."""
+def with_fields(kind: type, command: Callable[..., None], names: Collection[str] = ()) -> Callable[..., None]:
+    """Give a command options for the fields of its first parameter, of this dataclass; names: only for these fields."""
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    run, *shared = (inspect.signature(Target, eval_str=True).parameters[name] for name in names)
+    fields = inspect.signature(kind, eval_str=True).parameters
+    asked = [field for name, field in fields.items() if name in (names or fields)]
 
     @functools.wraps(command)
     def wrapper(**given: Any) -> None:
-        command(Target(**{name: given.pop(name) for name in names}), **given)
+        command(kind(**{field.name: given.pop(field.name) for field in asked}), **given)
 
-    merged = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in (run, *own, *shared)]
+    # What has to be given comes first.
+    needed = [field for field in asked if field.default is field.empty]
+    shown = [*needed, *own, *(field for field in asked if field not in needed)]
+    merged = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in shown]
     wrapper.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in merged}
     return wrapper
@@ -108,12 +112,12 @@ def _with_target(command: Callable[..., None], names: tuple[str, ...]) -> Callab
 
 def on_run(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command RUN, --control, --url, --prefix and --json: it asks the control plane, or the broker."""
-    return _with_target(command, ("run", "control", "url", "prefix", "as_json"))
+    return with_fields(Target, command)
 
 
 def on_control_plane(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command RUN, --control and --json: it asks the control plane only."""
-    return _with_target(command, ("run", "control", "as_json"))
+    return with_fields(Target, command, ("run", "control", "as_json"))
 
 
 def print_json(found: object) -> None:

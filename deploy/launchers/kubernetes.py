@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ import yaml
 
 from deploy.checks.preflight import check
 from deploy.launchers.factory import check_pools
-from deploy.launchers.gpus import Auto, check_count
+from deploy.launchers.gpus import check_count
+from deploy.launchers.options import KubernetesOptions
 from deploy.planning.cluster import engine_width
 from schemas.config import TidemillConfig, dump_config, of_pool
 from schemas.errors import OK_EXIT, ConfigError
@@ -37,32 +37,8 @@ WAIT = 'for _ in $(seq 1800); do [ ! -e "$0" ] || exit 0; sleep 2; done; echo "n
 """Shell of a container that waits for a file."""
 
 
-@dataclass(frozen=True)
-class Kubernetes:
-    """The launcher ``kubernetes``: it writes a folder whose ``apply.sh`` starts the run.
-
-    namespace: one for each run, tidemill-NAME by default; it must exist. registry, tag: of the five images,
-    REGISTRY/tidemill-ROLE:TAG. gpus: of one generator and of each trainer node, with one rank for each; ``auto`` is
-    what the configuration needs. storage: size of the volume, with its class and access mode; if only one node can
-    mount it (ReadWriteOnce), the trainer and the control plane share that node. broker: add a Redis of the run's own.
-    keda: KEDA scales generators and reward services by the work that waits. helm: write values.yaml for the chart
-    deploy/helm/tidemill and no objects. folder: kubernetes/ in the run's folder by default; files there are replaced.
-    """
-
-    namespace: str | None = None
-    registry: str = "registry.example"
-    tag: str = "0.1.0"
-    trainer_nodes: int = 1
-    trainer_gpus: int | Auto = "auto"
-    generator_gpus: int | Auto = "auto"
-    storage: str = "200Gi"
-    storage_class: str | None = None
-    access_mode: str = "ReadWriteMany"
-    extra_files: Sequence[Path | str] = ()
-    broker: bool = True
-    keda: bool = False
-    helm: bool = False
-    folder: Path | str | None = None
+class Kubernetes(KubernetesOptions):
+    """The launcher ``kubernetes``: it writes a folder whose ``apply.sh`` starts the run."""
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
         """Write the folder as ``prepare`` does, and print its files."""
@@ -81,7 +57,7 @@ class Kubernetes:
         check_count("generator_gpus", self.generator_gpus)
         self._check(config)
         check(config, here=False, skip={"user code", "model", "control plane", "folders"})
-        data, named = _portable(config, [Path(file) for file in self.extra_files])
+        data, named = _portable(config, [Path(file) for file in self.extra_files or ()])
         values = self._values(config, data, named) if self.helm else None
         folder = Path(self.folder or config.folder / "kubernetes").resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,7 +151,7 @@ class Kubernetes:
     def _gpus(self, config: TidemillConfig, role: str) -> int:
         asked = self.trainer_gpus if role == "trainer" else self.generator_gpus
         if asked != "auto":
-            return asked
+            return int(asked)
         return config.trainer.processes if role == "trainer" else engine_width(config)
 
     def _values(self, config: TidemillConfig, data: Mapping[str, Any], named: Sequence[Path]) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from typing import Any, Self
 
 from broker.connection.connection import find_url
 from deploy.launchers.factory import check_pools
-from deploy.launchers.gpus import Auto, GpuPlan, check_count, shared_utilization
+from deploy.launchers.gpus import GpuPlan, check_count, shared_utilization
+from deploy.launchers.options import RayOptions
 from deploy.planning.cluster import engine_width
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
@@ -249,23 +250,8 @@ class RayService:
         return bool(self._ray.wait([answer], timeout=0)[0])
 
 
-@dataclass(frozen=True)
-class Ray:
-    """The launcher ``ray``, with the resources that Ray is asked for, of each service.
-
-    address: of the cluster; ``auto`` finds it, ``local`` starts one here. gpus: ``auto`` is what each needs where the
-    cluster has any; of a single one each has a part.
-
-    generators, max_generators: fewest and most; by default generator.replicas, and as many as the fewest.
-    """
-
-    address: str = "auto"
-    trainer_cpus: float = 1.0
-    trainer_gpus: float | Auto = "auto"
-    generator_cpus: float = 1.0
-    generator_gpus: float | Auto = "auto"
-    generators: int | None = None
-    max_generators: int | None = None
+class Ray(RayOptions):
+    """The launcher ``ray``."""
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
         check_pools(config, "Ray", self.generators if self.max_generators is None else self.max_generators)

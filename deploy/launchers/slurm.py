@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -18,6 +18,7 @@ from string import Template
 from deploy.checks.preflight import check
 from deploy.launchers.factory import check_pools
 from deploy.launchers.gpus import Auto, ask, check_count
+from deploy.launchers.options import SlurmOptions
 from deploy.planning.cluster import engine_width
 from deploy.run.folder import settle_configuration
 from schemas.config import TidemillConfig, by_pool
@@ -34,31 +35,8 @@ GRACE_S = 60
 NO_GPUS = "no GPUs: Slurm knows of none here; --trainer-gpus and --generator-gpus ask for some"
 
 
-@dataclass(frozen=True)
-class Slurm:
-    """The launcher ``slurm``, with what Slurm is asked for: it writes scripts, and a user runs the last of them.
-
-    generators: size of the array, generator.replicas by default. gpus: of one generator and of one trainer node;
-    ``auto`` is what each needs where Slurm says that there are any.
-    time: of every job, as Slurm writes it; jobs that need longer are requeued. sbatch: more options, for all jobs.
-    setup: shell line that makes ``tidemill`` known, by default the activation of this very environment.
-    container: command that runs another one in an image, with ``{role}`` for the image's role.
-    own_broker: the services job starts a server; else each job inherits a REDIS_URL or REDIS_URL_FILE.
-    folder: where the scripts go, on a file system that all nodes share; slurm/ in the run's folder by default.
-    """
-
-    generators: int | None = None
-    generator_gpus: int | Auto = "auto"
-    trainer_nodes: int = 1
-    trainer_gpus: int | Auto = "auto"
-    time: str = "24:00:00"
-    partition: str | None = None
-    account: str | None = None
-    setup: str | None = None
-    container: str | None = None
-    sbatch: Sequence[str] = ()
-    own_broker: bool = True
-    folder: Path | str | None = None
+class Slurm(SlurmOptions):
+    """The launcher ``slurm``: it writes scripts, and a user runs the last of them."""
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
         """Write the scripts as ``prepare`` does, and print their paths."""
@@ -182,7 +160,7 @@ class Slurm:
         own = own or {}
         asked = {"time": self.time, "partition": self.partition, "account": self.account}
         lines = [f"--{name}={value}" for name, value in asked.items() if value and name not in own]
-        lines += [one for one in self.sbatch if one.lstrip("-").partition("=")[0] not in own]
+        lines += [one for one in self.sbatch or () if one.lstrip("-").partition("=")[0] not in own]
         lines += [f"--{name}={value}" if value else f"--{name}" for name, value in own.items()]
         return "\n".join(f"#SBATCH {line}" for line in lines)
 
