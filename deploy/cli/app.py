@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.cli.files import app as file_commands
-from deploy.cli.launch import app as launch_commands
-from deploy.cli.letters import app as letter_commands
-from deploy.cli.offline import app as offline_commands
+from deploy.cli import files, launch, letters, offline, orders, runs, services, status, trajectories
 from deploy.cli.options import (
     BENCHMARKS,
     RUN,
@@ -33,11 +31,6 @@ from deploy.cli.options import (
     machines_of,
     print_json,
 )
-from deploy.cli.orders import app as order_commands
-from deploy.cli.runs import app as run_commands
-from deploy.cli.services import app as service_commands
-from deploy.cli.status import app as status_commands
-from deploy.cli.trajectories import app as trajectory_commands
 from schemas.errors import (
     CONFIG_EXIT,
     ERROR_EXIT,
@@ -61,6 +54,13 @@ if TYPE_CHECKING:
 SERVICE_COMMANDS = (["feeder"], ["generator"], ["reward"], ["trainer"], ["control"])
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a disk, which are not errors of the user's."""
+EXIT_CODES: Mapping[type[TidemillError], int] = {
+    ConfigError: CONFIG_EXIT,
+    RefusedError: REFUSED_EXIT,
+    RunFailed: RUN_FAILED_EXIT,
+    FencedError: FENCED_EXIT,
+}
+"""All other errors end with ERROR_EXIT."""
 
 app = typer.Typer(
     name="tidemill",
@@ -72,15 +72,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.add_typer(launch_commands)
-app.add_typer(status_commands)
-app.add_typer(order_commands)
-app.add_typer(letter_commands)
-app.add_typer(trajectory_commands)
-app.add_typer(file_commands)
-app.add_typer(run_commands)
-app.add_typer(offline_commands)
-app.add_typer(service_commands)
+for _group in (launch, status, orders, letters, trajectories, files, runs, offline, services):
+    app.add_typer(_group.app)
 for _command in entry_points(group="tidemill.commands"):
     # Container images leave the benchmarks out.
     if find_spec(_command.module.partition(".")[0]):
@@ -121,8 +114,7 @@ def doctor(
         bool, typer.Option("--ranks", help="Start the trainer's ranks and check devices and connections instead.")
     ] = False,
     gpu: Annotated[
-        bool,
-        typer.Option("--gpu", help="Compute with the configured model on this machine's GPU, trainer and engine."),
+        bool, typer.Option("--gpu", help="Compute with the configured model on this machine's GPU, trainer and engine.")
     ] = False,
     nodes: Nodes = 1,
     node_rank: NodeRank = 0,
@@ -183,19 +175,10 @@ def main() -> None:
 
 def _complain(error: TidemillError) -> int:
     """Print the error as one line on stderr, with --json also as an object on stdout; returns the exit code."""
-    text, code = " ".join(str(error).split()), _exit_code(error)
+    text = " ".join(str(error).split())
+    code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), ERROR_EXIT)
     print(f"tidemill: {text}", file=sys.stderr)
     # Of several ranks that fail together, one answers.
     if "--json" in sys.argv and os.environ.get("RANK", "0") == "0":
         print_json({"error": text, "exit_code": code})
     return code
-
-
-def _exit_code(error: TidemillError) -> int:
-    if isinstance(error, ConfigError):
-        return CONFIG_EXIT
-    if isinstance(error, RefusedError):
-        return REFUSED_EXIT
-    if isinstance(error, RunFailed):
-        return RUN_FAILED_EXIT
-    return FENCED_EXIT if isinstance(error, FencedError) else ERROR_EXIT

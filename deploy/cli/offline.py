@@ -4,10 +4,8 @@ They train a model (sft, dpo, reward-model), make a configuration (convert, plan
 eval, serve), and read a run's folder (export, batches, replay).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -25,9 +23,7 @@ from deploy.cli.options import (
     result_alone,
 )
 from schemas.errors import ConfigError
-
-if TYPE_CHECKING:
-    from schemas.config import DpoConfig, RewardModelConfig, TidemillConfig
+from schemas.run_folder import config_of
 
 app = typer.Typer()
 
@@ -52,28 +48,25 @@ def sft(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) 
 @app.command(rich_help_panel=RUN)
 def dpo(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Train a model by DPO on preferred and rejected answers, in trainer.processes ranks."""
-    loaded = load(config, overrides)
-    if loaded.dpo is None:
-        raise ConfigError("the configuration has no dpo section: add one with a dataset")
-    in_ranks(loaded, ["dpo", str(config), *(overrides or [])], as_json)
-    _train_on_pairs(loaded, loaded.dpo, as_json)
+    _train_on_pairs("dpo", config, overrides, as_json)
 
 
 @app.command("reward-model", rich_help_panel=RUN)
 def reward_model(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Train a reward model on preferred and rejected answers, in trainer.processes ranks."""
+    _train_on_pairs("reward-model", config, overrides, as_json)
+
+
+def _train_on_pairs(command: str, config: Path, overrides: list[str] | None, as_json: bool) -> None:
     loaded = load(config, overrides)
-    if loaded.reward_model is None:
-        raise ConfigError("the configuration has no reward_model section: add one with a dataset")
-    in_ranks(loaded, ["reward-model", str(config), *(overrides or [])], as_json)
-    _train_on_pairs(loaded, loaded.reward_model, as_json)
-
-
-def _train_on_pairs(config: TidemillConfig, settings: DpoConfig | RewardModelConfig, as_json: bool) -> None:
+    settings = loaded.dpo if command == "dpo" else loaded.reward_model
+    if settings is None:
+        raise ConfigError(f"the configuration has no {command.replace('-', '_')} section: add one with a dataset")
+    in_ranks(loaded, [command, str(config), *(overrides or [])], as_json)
     from deploy.offline.preference import make_preference_model
 
     with result_alone(as_json):
-        made = make_preference_model(config, settings)
+        made = make_preference_model(loaded, settings)
     if as_json and made is not None:
         print_json(made)
 
@@ -223,8 +216,6 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face model with tokenizer and model card, for transformers and vLLM."""
-    from schemas.run_folder import config_of
-
     config = config_of(run)
     from deploy.export.checkpoints import export_model
 
@@ -269,8 +260,6 @@ def batches(
     as_json: Json = False,
 ) -> None:
     """List the recorded batches of a run; with --json one object a line, samples with their tokens."""
-    from schemas.run_folder import config_of
-
     config = config_of(run)
     from deploy.export.batches import print_batches
 
@@ -289,8 +278,6 @@ def play(
     as_json: Json = False,
 ) -> None:
     """Play an episode of a policy that acts in an environment with numbers, and write it as a GIF."""
-    from schemas.run_folder import config_of
-
     config = config_of(run)
     from deploy.offline.play import play as play_episode
 
@@ -317,8 +304,6 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Train recorded steps again without a broker; exit code 0 if the weights are bit-identical, else 1."""
-    from schemas.run_folder import config_of
-
     config = config_of(run)
     from deploy.export.checkpoints import replay_steps
 
