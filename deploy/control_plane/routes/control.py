@@ -1,6 +1,7 @@
 """Routes for orders: all are idempotent, and the timeline records who asked."""
 
 import asyncio
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 
@@ -49,16 +50,17 @@ async def _pause(context: Context, by: str, mode: PauseMode, wait_s: float, orde
     if changed:
         await asyncio.to_thread(context.record_event, "paused", f"pause ({mode}) ordered", by)
     status = await context.wait_status(lambda status: status.pause.done or status.pause.mode != mode, wait_s)
-    return Accepted.model_validate(
-        {
-            "order": order,
-            "changed": changed,
-            "done": status.pause.done,
-            "waiting_for": status.pause.waiting_for,
-            "state": status.state,
-            "text": "paused" if status.pause.done else f"waiting for {', '.join(status.pause.waiting_for)}",
-        }
-    )
+    missing = status.pause.waiting_for
+    text = "paused" if status.pause.done else f"waiting for {', '.join(missing)}"
+    return _accepted(status, order, changed, status.pause.done, missing, text)
+
+
+def _accepted(
+    status: RunStatus, order: str, changed: bool, done: bool, waiting_for: Sequence[str], text: str
+) -> Accepted:
+    """Return the answer to an order. waiting_for: who is yet to follow, unless it is done."""
+    answer = {"order": order, "changed": changed, "done": done, "state": status.state, "text": text}
+    return Accepted.model_validate({**answer, "waiting_for": [] if done else waiting_for})
 
 
 @router.post("/resume")
@@ -69,14 +71,8 @@ async def resume(context: InContext, by: By, body: WaitRequest | None = None) ->
         await asyncio.to_thread(context.record_event, "resumed", "resume ordered", by)
     status = await context.wait_status(_resumed, (body or WaitRequest()).wait_s)
     waiting = [service.name for service in status.services if service.live and service.state == "paused"]
-    return Accepted(
-        order="resume",
-        changed=changed,
-        done=_resumed(status),
-        waiting_for=waiting,
-        state=status.state,
-        text="the run has resumed" if not waiting else f"waiting for {', '.join(waiting)}",
-    )
+    text = "the run has resumed" if not waiting else f"waiting for {', '.join(waiting)}"
+    return _accepted(status, "resume", changed, _resumed(status), waiting, text)
 
 
 def _resumed(status: RunStatus) -> bool:
@@ -99,14 +95,8 @@ async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None
 
     status = await context.wait_status(written, (body or WaitRequest()).wait_s)
     done = written(status)
-    return Accepted(
-        order="checkpoint",
-        changed=True,
-        done=done,
-        waiting_for=[] if done else ["trainer"],
-        state=status.state,
-        text="the checkpoint is saved" if done else "the trainer saves it after the current step",
-    )
+    text = "the checkpoint is saved" if done else "the trainer saves it after the current step"
+    return _accepted(status, "checkpoint", True, done, ["trainer"], text)
 
 
 @router.post("/evaluations")
@@ -135,14 +125,8 @@ async def evaluate(context: InContext, by: By, body: EvaluationRequest | None = 
 
     status = await context.wait_status(complete, body.wait_s)
     done = complete(status)
-    return Accepted(
-        order="evaluate",
-        changed=changed,
-        done=done,
-        waiting_for=[] if done else ["feeder" if version > status.version else "generator"],
-        state=status.state,
-        text=f"version {version} is evaluated" if done else f"the evaluation of version {version} is under way",
-    )
+    text = f"version {version} is evaluated" if done else f"the evaluation of version {version} is under way"
+    return _accepted(status, "evaluate", changed, done, ["feeder" if version > status.version else "generator"], text)
 
 
 @router.post("/stop")
@@ -174,15 +158,8 @@ async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
         await asyncio.to_thread(context.record_event, "scale", f"{body.replicas} {kind} services ordered", by)
     status = await asyncio.to_thread(context.poller.refresh)
     alive = sum(scaled_role(service.role, service.pool) == kind and service.live for service in status.services)
-    done = alive == body.replicas
-    return Accepted(
-        order="scale",
-        changed=changed,
-        done=done,
-        waiting_for=[] if done else [status.scaling.by],
-        state=status.state,
-        text=f"{alive} of {body.replicas} {kind} services are alive",
-    )
+    text = f"{alive} of {body.replicas} {kind} services are alive"
+    return _accepted(status, "scale", changed, alive == body.replicas, [status.scaling.by], text)
 
 
 def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
