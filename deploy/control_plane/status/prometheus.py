@@ -24,6 +24,17 @@ from schemas.system.device_lock import SHARE
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = get_args(RunState)
+STREAM_FIGURES = (
+    ("stream_lag_entries", "Entries that no service has read", "waiting"),
+    ("stream_pending_entries", "Entries read and not done", "pending"),
+    ("stream_length_entries", "Entries in the stream", "length"),
+    ("oldest_pending_age_seconds", "Age of the oldest entry that waits or is pending", "oldest_s"),
+)
+STEP_TIMES = (
+    ("step_wait_seconds", "the trainer waited for a batch", "wait"),
+    ("weights_publish_seconds", "publishing weights took", "publish"),
+    ("step_total_seconds", "the step took", "total"),
+)
 POOL_FIGURES = (
     ("pool_generators_live", "Generators of a pool with a recent heartbeat", "generators"),
     ("pool_tokens_per_second", "Tokens that a pool generates a second", "tokens_per_s"),
@@ -50,22 +61,8 @@ class StatusMetrics(Collector):
 
     def _flow(self) -> Iterator[Metric]:
         s = self._status
-        streams = s.streams
-        yield _labelled(
-            "stream_lag_entries", "Entries that no service has read", "stream", ((x.name, x.waiting) for x in streams)
-        )
-        yield _labelled(
-            "stream_pending_entries", "Entries read and not done", "stream", ((x.name, x.pending) for x in streams)
-        )
-        yield _labelled(
-            "stream_length_entries", "Entries in the stream", "stream", ((x.name, x.length) for x in streams)
-        )
-        yield _labelled(
-            "oldest_pending_age_seconds",
-            "Age of the oldest entry that waits or is pending",
-            "stream",
-            ((x.name, x.oldest_s or 0.0) for x in streams),
-        )
+        for name, text, figure in STREAM_FIGURES:
+            yield _labelled(name, text, "stream", ((one.name, getattr(one, figure) or 0.0) for one in s.streams))
         yield _gauge("admission_outstanding", "Prompt groups that hold a slot", s.ledger.active)
         yield _gauge("admission_capacity", "Slots there are", s.ledger.capacity)
         yield _gauge("ledger_balanced", "Whether every admitted group is accounted for", s.ledger.balanced)
@@ -80,10 +77,7 @@ class StatusMetrics(Collector):
         yield _counter("groups_admitted_total", "Prompt groups admitted", s.ledger.admitted)
         yield _counter("groups_trained_total", "Prompt groups trained", s.ledger.trained)
         for name, reasons in (("dropped", s.ledger.dropped), ("failed", s.ledger.failed)):
-            family = CounterMetricFamily(f"tidemill_groups_{name}", f"Prompt groups {name}", labels=["reason"])
-            for reason, count in reasons.items():
-                family.add_metric([reason], count)
-            yield family
+            yield _counters(f"groups_{name}", f"Prompt groups {name}", "reason", reasons)
         yield _labelled("tokens", "Generated tokens by what became of them", "end", s.ledger.tokens.items())
         seconds = CounterMetricFamily("tidemill_device_seconds", "Seconds of devices by use", labels=["role", "use"])
         for role, uses in s.ledger.devices.items():
@@ -101,12 +95,7 @@ class StatusMetrics(Collector):
             yield _gauge("reward_mean", "Mean reward of the last step", s.reward)
         if s.evaluation is not None and s.evaluation.mean is not None:
             yield _gauge("evaluation_mean", "Mean reward of the newest evaluation", s.evaluation.mean)
-        for name, text in (
-            ("wait", "the trainer waited for a batch"),
-            ("publish", "publishing weights took"),
-            ("total", "the step took"),
-        ):
-            label = "weights_publish_seconds" if name == "publish" else f"step_{name}_seconds"
+        for label, text, name in STEP_TIMES:
             if (value := self._times.get(name)) is not None:
                 yield _gauge(label, f"How long {text}, last step", value)
         yield self._histogram()
