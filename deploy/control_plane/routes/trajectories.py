@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Depends, Path, Query
 
 from broker.telemetry.trajectories import StoredTrajectory
 from deploy.control_plane.routes.context import InContext
@@ -38,13 +38,13 @@ router = APIRouter(prefix="/v1/trajectories", tags=["reading"])
 class Search:
     """Filter of a search for trajectories; None matches all. version: one that sampled any of its tokens."""
 
-    task_id: int | None = None
-    version: int | None = None
-    finish: str | None = None
-    state: str | None = None
-    kind: str | None = None
-    reward_min: float | None = None
-    reward_max: float | None = None
+    task_id: Annotated[int | None, Query(ge=0, le=MAX_TASK)] = None
+    version: Annotated[int | None, Query(ge=0, le=MAX_TASK, description="One that sampled any of its tokens.")] = None
+    finish: Finish | None = None
+    state: Literal["generated", "scored", "trained"] | None = None
+    kind: Literal["train", "eval"] | None = None
+    reward_min: Annotated[float | None, Query(allow_inf_nan=False)] = None
+    reward_max: Annotated[float | None, Query(allow_inf_nan=False)] = None
 
     def wants(self, seen: StoredTrajectory) -> bool:
         """Return whether a trajectory passes the filter."""
@@ -67,22 +67,13 @@ class Search:
 
 @router.get("")
 def trajectories(
-    context: InContext,
-    page: Annotated[Page, page_of(50, 200)],
-    task_id: Annotated[int | None, Query(ge=0, le=MAX_TASK)] = None,
-    version: Annotated[int | None, Query(ge=0, le=MAX_TASK, description="One that sampled any of its tokens.")] = None,
-    finish: Finish | None = None,
-    state: Literal["generated", "scored", "trained"] | None = None,
-    kind: Literal["train", "eval"] | None = None,
-    reward_min: Annotated[float | None, Query(allow_inf_nan=False)] = None,
-    reward_max: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+    context: InContext, page: Annotated[Page, page_of(50, 200)], search: Annotated[Search, Depends()]
 ) -> Trajectories:
     """Search the stored trained samples, then those in the pipeline."""
     if page.cursor is not None and not re.fullmatch(r"(trained|pipeline):[0-9]{1,19}-[0-9]{1,19}", page.cursor):
         raise wrong(page.cursor)
-    search = Search(task_id, version, finish, state, kind, reward_min, reward_max)
     found = context.broker.trajectory_store.search(
-        search.wants, page.limit, EXAMINED, state == "trained", page.cursor, page.newest
+        search.wants, page.limit, EXAMINED, search.state == "trained", page.cursor, page.newest
     )
     heads = [head(seen) for seen in found.items]
     return Trajectories(trajectories=heads, examined=found.examined, complete=found.complete, next=found.next)
