@@ -10,7 +10,6 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, Response
-from fastapi.routing import APIRoute
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan
 
@@ -87,16 +86,12 @@ def _new_app(title: str, description: str, lifespan: Lifespan[FastAPI] | None = 
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
-        generate_unique_id_function=operation_id,
+        # Generated clients call a route like its function.
+        generate_unique_id_function=lambda route: route.name,
     )
     problems.install(app)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
     return app
-
-
-def operation_id(route: APIRoute) -> str:
-    """Return the name that generated clients give to a route: that of its function."""
-    return route.name
 
 
 def is_public(path: str) -> bool:

@@ -22,6 +22,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Denial = tuple[int, str, dict[str, str]]
+"""Status, text and more headers of the answer to a request that is turned down."""
 
 BY_HEADER = "x-tidemill-by"
 """Who asks, for the timeline."""
@@ -144,7 +146,7 @@ class RequestGuard:
             return
         await self._app(scope, _Limited(receive), answer)
 
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str, dict[str, str]] | None:
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> Denial | None:
         path, method = scope["path"], scope["method"]
         client = str((scope.get("client") or ("unknown",))[0])
         if path not in PROBES:
@@ -160,9 +162,7 @@ class RequestGuard:
             return None if self._public(path) else self._authenticate(client, headers, method)
         return self._same_site(method, headers)
 
-    def _authenticate(
-        self, client: str, headers: dict[bytes, bytes], method: str
-    ) -> tuple[int, str, dict[str, str]] | None:
+    def _authenticate(self, client: str, headers: dict[bytes, bytes], method: str) -> Denial | None:
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         bearer = kind.lower() == b"bearer"
         if bearer and hmac.compare_digest(given.strip(), self._token or b""):
@@ -173,22 +173,18 @@ class RequestGuard:
             return 403, "this token may only read: orders need the other one", {}
         if given:
             self._buckets.charge(client, FAILURE_COST)
-        return (
-            401,
-            "send the token of this control plane: Authorization: Bearer TOKEN",
-            {"WWW-Authenticate": 'Bearer realm="tidemill"'},
-        )
+        extra = {"WWW-Authenticate": 'Bearer realm="tidemill"'}
+        return 401, "send the token of this control plane: Authorization: Bearer TOKEN", extra
 
-    def _same_site(self, method: str, headers: dict[bytes, bytes]) -> tuple[int, str, dict[str, str]] | None:
+    def _same_site(self, method: str, headers: dict[bytes, bytes]) -> Denial | None:
         host = headers.get(b"host", b"").decode("latin-1")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if name.strip("[]").lower() not in self._hosts:
             return 403, f"this control plane is not called {name[:100]!r}: ask it as localhost", {}
         if method in CHANGES:
             origin = headers.get(b"origin", b"").decode("latin-1")
-            if origin and origin.partition("://")[2] != host:
-                return 403, "orders are taken from this control plane's own page only", {}
-            if headers.get(b"sec-fetch-site", b"same-origin") not in (b"same-origin", b"none"):
+            site = headers.get(b"sec-fetch-site", b"same-origin")
+            if (origin and origin.partition("://")[2] != host) or site not in (b"same-origin", b"none"):
                 return 403, "orders are taken from this control plane's own page only", {}
         return None
 
