@@ -10,17 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.launchers.gpus import Gpu, GpuPlan
-from deploy.planning.cluster import UTILIZATION, engine_width
+from deploy.planning.cluster import TYPE_BYTES, UTILIZATION, VLLM_SHARE, engine_width
 from producers.engines.factory import engine_name
 from schemas.config import TidemillConfig, of_node
 from schemas.config.trainer import CHECKPOINTED_FROM
 
 GB = 1024**3
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ACTIVATIONS = 17
 """Vectors of the hidden size that a layer keeps of each token for its backward pass."""
-VLLM_SHARE = 0.9
-"""Share of a GPU's memory that vLLM takes by default."""
 RESERVE_GB = 1.5
 """Memory that vLLM needs beside weights and cache: activations, CUDA graphs, libraries."""
 UNGATED = frozenset({"gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "phi", "falcon", "gpt_bigcode"})
@@ -98,7 +95,7 @@ class Need:
 
 def trainer_need(config: TidemillConfig, size: ModelSize, memory_gb: float | None) -> Need:
     """Return the memory that the trainer needs of each GPU. memory_gb: the part of a GPU that the trainer may use."""
-    trainer, small = config.trainer, BYTES[config.model.dtype]
+    trainer, small = config.trainer, TYPE_BYTES[config.model.dtype]
     # A model that is not replicated is divided over the ranks.
     ranks = max(1, trainer.processes // trainer.parallel.replicate)
     trained, frozen = size.parameters, 0.0
@@ -127,7 +124,7 @@ def trainer_need(config: TidemillConfig, size: ModelSize, memory_gb: float | Non
 
 def describe_cache(config: TidemillConfig, size: ModelSize, memory_gb: float, share: float) -> tuple[bool, str]:
     """Return whether the model fits into the engine's share of each GPU, and a text on the room for its KV cache."""
-    small, width = BYTES[config.model.dtype], engine_width(config)
+    small, width = TYPE_BYTES[config.model.dtype], engine_width(config)
     weights = size.parameters * small / width / GB
     left = share * memory_gb - weights - RESERVE_GB
     tokens = left * GB * width / (size.cache * small)

@@ -19,6 +19,9 @@ from schemas.errors import ConfigError
 SHARED = 0.4
 """Share of a GPU's memory that vLLM takes of one that the trainer has as well."""
 UTILIZATION = "gpu_memory_utilization"
+VLLM_SHARE = 0.9
+"""Share of a GPU's memory that vLLM takes unless UTILIZATION is set."""
+TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def engine_width(config: TidemillConfig) -> int:

@@ -6,15 +6,12 @@ from typing import Any
 from transformers import AutoConfig
 
 from consumers.trainer.distributed.layout import has_plain_attention
-from deploy.planning.cluster import SHARED, UTILIZATION, engine_width
+from deploy.planning.cluster import SHARED, TYPE_BYTES, UTILIZATION, VLLM_SHARE, engine_width
 from schemas.config import TidemillConfig
 from schemas.model_folder import resolve_folder
 
-VLLM_SHARE = 0.9
-"""gpu_memory_utilization unless it is set."""
 ACTIVATIONS = 2 << 30
 """Assumed bytes of an engine's own activations and CUDA graphs."""
-TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
