@@ -170,7 +170,7 @@ def _place(config: TidemillConfig, placement: PlacementConfig, gpus: Sequence[Gp
         raise ConfigError(
             f"placement names GPU {last}, but {there_are(len(gpus))} (nvidia-smi, {VISIBLE}), counted from 0"
         )
-    parts = [f"{','.join(gpus[place].name for place in places)} {name}" for name, places in placed.items()]
+    parts = describe_placed(gpus, placed)
     width = len(engines[0])
     sharing = [index for index, places in enumerate(engines) if not set(places).isdisjoint(placed["trainer"])]
     if sharing:
@@ -208,16 +208,18 @@ def _share(config: TidemillConfig, gpu: Gpu, ranks: int, width: int) -> GpuPlan:
 
 
 def _dealt(gpus: Sequence[Gpu], ranks: int, width: int, replicas: int, wanted: int) -> str:
-    names = [gpu.name for gpu in gpus]
-    parts = [f"{','.join(names[:ranks])} trainer"] if ranks else []
-    at = ranks
-    for index in range(replicas if width else 0):
-        parts.append(f"{','.join(names[at : at + width])} generator-{index}")
-        at += width
+    generators = {f"generator-{n}": range(ranks + n * width, ranks + (n + 1) * width) for n in range(replicas)}
+    parts = describe_placed(gpus, {"trainer": range(ranks), **generators})
+    free = range(ranks + replicas * width, len(gpus))
     if replicas < wanted:
         parts.append(f"no room for more than {replicas} of {wanted} generators")
-    elif width and at < len(names):
-        more = (len(names) - at) // width
+    elif width and free:
+        more = len(free) // width
         hint = f", generator.replicas could be {replicas + more}" if more else ""
-        parts.append(f"{','.join(names[at:])} unused{hint}")
+        parts += [f"{part}{hint}" for part in describe_placed(gpus, {"unused": free})]
     return f"GPUs: {'; '.join(parts)}"
+
+
+def describe_placed(gpus: Sequence[Gpu], placed: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return for each that has any GPUs their names and its own."""
+    return [f"{','.join(gpus[place].name for place in places)} {name}" for name, places in placed.items() if places]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from deploy.launchers.gpus import Auto, Gpu, GpuPlan, check_count, shared_utilization, there_are
+from deploy.launchers.gpus import Auto, Gpu, GpuPlan, check_count, describe_placed, shared_utilization, there_are
 from deploy.planning.cluster import engine_width
 from schemas.config import TidemillConfig, of_node
 from schemas.config.deploy import count_gpus, parse_ranges
@@ -64,7 +64,4 @@ def _deal(name: str, free: list[int], width: int, there: int) -> tuple[list[int]
 
 
 def _dealt(gpus: Sequence[Gpu], placed: Mapping[str, Sequence[int]], free: Sequence[int]) -> str:
-    parts = [f"{','.join(gpus[place].name for place in each)} {name}" for name, each in placed.items() if each]
-    if free:
-        parts.append(f"{','.join(gpus[place].name for place in free)} unused")
-    return f"GPUs: {'; '.join(parts)}"
+    return f"GPUs: {'; '.join(describe_placed(gpus, {**placed, 'unused': free}))}"
