@@ -7,6 +7,7 @@ rows its calls make, which of its settings are ignored, and whether an interrupt
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -74,35 +75,23 @@ def check_agent(config: TidemillConfig) -> Finding | str:
     """Play one episode and return a line about it."""
     if unmade := find_unmade(config):
         return unmade
-    played = asyncio.run(play_episode(config))
+    played, warning = asyncio.run(play_episode(config)), partial(Finding, "agent episode", "warn")
     if isinstance(played.sample, FailedSample):
-        return Finding(
-            "agent episode",
-            "warn",
-            played.sample.reason,
-            f"the policy answered {ANSWER!r} to every call: ignore this if the agent should then raise",
-        )
+        advice = f"the policy answered {ANSWER!r} to every call: ignore this if the agent should then raise"
+        return warning(played.sample.reason, advice)
     sample, calls = played.sample, len(played.sample.calls)
     rows = max(1, len(sample.segments))
     text = f"{calls} calls, {rows} {'row' if rows == 1 else 'rows'}"
     if sample.reward is not None:
         text += f", reward {sample.reward:g}"
     if sample.reward is not None and all(term.name != "episode" for term in config.reward.terms):
-        return Finding(
-            "agent episode",
-            "warn",
-            f"{text}; no reward term uses the reward that the agent returned",
-            "set reward.terms to [], or add the term episode to it",
-        )
+        text += "; no reward term uses the reward that the agent returned"
+        return warning(text, "set reward.terms to [], or add the term episode to it")
     if ignored := sample.metrics.get("ignored_settings"):
         text += f", {ignored:g} sampling settings of the agent are ignored"
     if played.replayed < calls:
-        return Finding(
-            "agent episode",
-            "warn",
-            f"{text}; a replay reused {played.replayed} of its {calls} calls",
-            "the agent's requests differ each time (a date, a random id), so an interrupted episode starts over",
-        )
+        advice = "the agent's requests differ each time (a date, a random id), so an interrupted episode starts over"
+        return warning(f"{text}; a replay reused {played.replayed} of its {calls} calls", advice)
     return f"{text}; a replay reused all of them"
 
 

@@ -110,13 +110,11 @@ def check_bridge(config: TidemillConfig) -> Finding | str:
 
     template = ChatTemplate(HfTokenizer(config.model.path, config.model.trust_remote_code))
     if problem := template_check.check_bridge(template):
-        return Finding(
-            "joined turns",
-            "warn",
-            f"each model call becomes a separate row: {problem}",
+        advice = (
             "training stays exact but takes more tokens; turns are joined if the chat template ends each with a token"
-            " that ends generation",
+            " that ends generation"
         )
+        return Finding("joined turns", "warn", f"each model call becomes a separate row: {problem}", advice)
     return "the model's chat template joins the calls of an episode into one row"
 
 

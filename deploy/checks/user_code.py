@@ -98,13 +98,9 @@ def check_data(config: TidemillConfig, first: list[Example]) -> Finding | str:
             build_dataset(supervised, config.base)
     batch = config.trainer.batch_groups
     if batch > count:
-        return Finding(
-            "dataset",
-            "warn",
-            f"trainer.batch_groups {batch} exceeds the {count:,} prompts of"
-            f" {', '.join(dataset.label for dataset in config.train)}: prompts repeat within a batch",
-            "use smaller batches, or more prompts",
-        )
+        names = ", ".join(dataset.label for dataset in config.train)
+        text = f"trainer.batch_groups {batch} exceeds the {count:,} prompts of {names}: prompts repeat within a batch"
+        return Finding("dataset", "warn", text, "use smaller batches, or more prompts")
     return text
 
 

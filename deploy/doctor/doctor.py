@@ -18,7 +18,7 @@ from rich.text import Text
 
 from broker.connection.connection import check_server_now, find_url
 from broker.connection.embedded import find_server
-from deploy.checks.finding import Finding, one_line, run_check
+from deploy.checks.finding import Finding, judged, one_line, run_check
 from deploy.checks.model_files import cached_folder
 from deploy.checks.preflight import inspect
 from deploy.doctor.gpu_memory import ModelSize, check_memory_fits, model_size
@@ -96,7 +96,7 @@ def check_gpus(config: TidemillConfig, launcher: Launcher) -> list[Finding]:
     except ConfigError as error:
         return [Finding("GPUs", "fail", one_line(str(error)))]
     for name, fits, text in check_memory_fits(config, size, gpus, plan) if size else ():
-        findings.append(Finding(name, "ok" if fits else "warn", text, "" if fits else SAVING[name]))
+        findings.append(judged(name, fits, text, SAVING[name], "warn"))
     return findings
 
 
@@ -114,9 +114,8 @@ def _model_size(path: str) -> ModelSize | None:
 def check_python() -> Finding:
     """Check the version of Python."""
     version = platform.python_version()
-    if (3, 11) <= sys.version_info[:2] <= (3, 12):
-        return Finding("Python", "ok", version)
-    return Finding("Python", "fail", version, f"Tidemill needs Python 3.11 or 3.12: {REINSTALL}")
+    good = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    return judged("Python", good, version, f"Tidemill needs Python 3.11 or 3.12: {REINSTALL}")
 
 
 def check_libraries() -> list[Finding]:
@@ -137,9 +136,8 @@ def check_libraries() -> list[Finding]:
         text = "not installed: generators use the slower transformers engine"
         return [*findings, Finding("vLLM", "warn", text, VLLM)]
     vllm = probe("import vllm; print(vllm.__version__)")
-    broken = f"{REINSTALL}; on a CPU torchvision must be that of PyTorch's CPU index"
-    advice = "" if vllm.level == "ok" else broken
-    return [*findings, Finding("vLLM", vllm.level, vllm.text, advice)]
+    advice = f"{REINSTALL}; on a CPU torchvision must be that of PyTorch's CPU index"
+    return [*findings, judged("vLLM", vllm.level == "ok", vllm.text, advice)]
 
 
 def probe(code: str) -> Finding:
@@ -165,9 +163,7 @@ def check_memory() -> Finding:
     """Check main memory and processors."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB
     text = f"{total:.0f} GB, {os.cpu_count()} processors"
-    if total < 6:
-        return Finding("memory", "warn", text, "vLLM, a trainer and PyTorch need about 6 GB together")
-    return Finding("memory", "ok", text)
+    return judged("memory", total >= 6, text, "vLLM, a trainer and PyTorch need about 6 GB together", "warn")
 
 
 def check_sandbox() -> Finding:
@@ -201,11 +197,8 @@ def check_broker(configured: str | None) -> Finding:
 def check_disks(folder: Path) -> list[Finding]:
     """Check free space for checkpoints and for weights in transfer to generators."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    findings = [
-        _check_space(
-            "disk", existing, 5.0, "checkpoints and the broker's data are stored there; set run.folder to another disk"
-        )
-    ]
+    advice = "checkpoints and the broker's data are stored there; set run.folder to another disk"
+    findings = [_check_space("disk", existing, 5.0, advice)]
     shared = Path("/dev/shm")
     if shared.is_dir():
         advice = "vLLM and PyTorch share memory through it: enlarge it (docker: --shm-size)"
@@ -233,10 +226,7 @@ def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
 
 def _check_space(name: str, folder: Path, wanted_gb: float, advice: str) -> Finding:
     free = shutil.disk_usage(folder).free / GB
-    text = f"{free:.1f} GB free in {folder}"
-    if free < wanted_gb:
-        return Finding(name, "warn", text, advice)
-    return Finding(name, "ok", text)
+    return judged(name, free >= wanted_gb, f"{free:.1f} GB free in {folder}", advice, "warn")
 
 
 def _installed(package: str) -> bool:

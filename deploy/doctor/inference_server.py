@@ -4,7 +4,7 @@ import asyncio
 import importlib.metadata
 from pathlib import Path
 
-from deploy.checks.finding import Finding
+from deploy.checks.finding import Finding, judged
 from producers.engines.base import EngineSettings
 from producers.engines.http import TESTED
 from schemas.config import HttpEngineConfig, TidemillConfig
@@ -75,7 +75,5 @@ def _ask(config: TidemillConfig, http: HttpEngineConfig, url: str) -> Finding:
             NAME, "warn", str(error), f"a generator waits {http.start_s:g} s for it (generator.http.start_s)"
         )
     release = found.rpartition(" ")[2]
-    if release != TESTED[http.dialect]:
-        advice = f"{_tested(http)}: the protocol may differ"
-        return Finding(NAME, "warn", f"{found} at {hide_password(url)}", advice)
-    return Finding(NAME, "ok", f"{found} at {hide_password(url)}")
+    text, advice = f"{found} at {hide_password(url)}", f"{_tested(http)}: the protocol may differ"
+    return judged(NAME, release == TESTED[http.dialect], text, advice, "warn")

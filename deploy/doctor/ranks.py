@@ -101,28 +101,18 @@ def compare(reports: Sequence[RankReport], collective: Collective | None, folder
         findings.append(judged("clocks", good, text, "set them by NTP: logs and traces are compared by time", "warn"))
     blind = [report.name for report in reports if not report.sees_folder]
     text = f"{', '.join(blind)}: no file that rank 0 writes into {folder}" if blind else f"all ranks share {folder}"
-    findings.append(
-        judged("run.folder", not blind, text, "all ranks write checkpoints into it: put it on a shared file system")
-    )
     wrong = [f"{one.name} is off by {one.product_error:.2g}" for one in reports if not one.product_error <= WRONG]
-    findings.append(
-        judged("products", not wrong, "; ".join(wrong) or "right on all ranks", "this device computes wrong")
-    )
-    findings.append(_speeds(reports))
     taken = [f"{one.name}: {one.taken:.0%} of {one.device} in use" for one in reports if one.taken > TAKEN]
-    findings.append(
-        judged("device memory", not taken, "; ".join(taken) or "free", "end the other processes on that GPU", "warn")
-    )
+    findings += [
+        judged("run.folder", not blind, text, "all ranks write checkpoints into it: put it on a shared file system"),
+        judged("products", not wrong, "; ".join(wrong) or "right on all ranks", "this device computes wrong"),
+        _speeds(reports),
+        judged("device memory", not taken, "; ".join(taken) or "free", "end the other processes on that GPU", "warn"),
+    ]
     if collective is not None:
-        text = f"{collective.gb_per_s:.2f} GB/s of each rank over {collective.backend}"
-        findings.append(
-            judged(
-                "sum over ranks",
-                collective.correct,
-                text if collective.correct else f"wrong result over {collective.backend}",
-                "the connection or its driver is broken: try NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1",
-            )
-        )
+        rate = f"{collective.gb_per_s:.2f} GB/s of each rank" if collective.correct else "wrong result"
+        advice = "the connection or its driver is broken: try NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1"
+        findings.append(judged("sum over ranks", collective.correct, f"{rate} over {collective.backend}", advice))
     return findings
 
 
@@ -133,9 +123,8 @@ def _devices(reports: Sequence[RankReport]) -> Finding:
     text = f"{len(reports)} on {machines}: {', '.join(f'{n} x {kind}' for kind, n in kinds.items())}"
     uses = Counter((report.host, report.device_id) for report in reports if report.device != "CPU")
     twice = [f"{host} {device}" for (host, device), n in uses.items() if n > 1]
-    if twice:
-        return Finding("ranks", "fail", f"{text}; several use {', '.join(twice)}", "start one rank for each GPU")
-    return Finding("ranks", "ok", text)
+    text += f"; several use {', '.join(twice)}" if twice else ""
+    return judged("ranks", not twice, text, "start one rank for each GPU")
 
 
 def _versions(reports: Sequence[RankReport]) -> list[Finding]:
