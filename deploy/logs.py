@@ -26,9 +26,8 @@ class LossyStream:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    @property
-    def encoding(self) -> str:
-        return self._stream.encoding
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         with self._lossy():
@@ -38,12 +37,6 @@ class LossyStream:
     def flush(self) -> None:
         with self._lossy():
             self._stream.flush()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
 
     @contextlib.contextmanager
     def _lossy(self) -> Iterator[None]:
