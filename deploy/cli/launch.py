@@ -99,11 +99,7 @@ def _print_files(config: TidemillConfig, name: str, files: Sequence[Path], as_js
 @app.command(rich_help_panel=RUN)
 @partial(with_fields, RayOptions)
 def ray(
-    options: RayOptions,
-    config: ConfigFile,
-    overrides: Overrides = None,
-    fresh: Fresh = False,
-    as_json: Json = False,
+    options: RayOptions, config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False, as_json: Json = False
 ) -> None:
     """Start all services on a Ray cluster, train until the last step, and resume a stopped run."""
     loaded = load(config, overrides)

@@ -136,6 +136,7 @@ class Slurm(SlurmOptions):
         commands = {
             f"run_{role}": self._command(role) for role in ("control", "feeder", "reward", "generator", "trainer")
         }
+        prepared = f"--dependency=afterok:$(sbatch --parsable {shlex.quote(str(folder / PREPARE))})"
         return {
             **commands,
             "run": config.run.name,
@@ -149,7 +150,7 @@ class Slurm(SlurmOptions):
             "trainer_gpus": _gpus(self.trainer_gpus),
             "trainer_nodes": str(self.trainer_nodes),
             "start_trainer": self._trainer(shlex.quote(str(config.folder / CONFIG))),
-            "queue_prepare": _queue_prepare(folder) if config.warm_start else "after=",
+            "queue_prepare": f"after={prepared if config.warm_start else ''}",
         }
 
     def _command(self, role: str, program: str = "tidemill") -> str:
@@ -187,10 +188,6 @@ def _write(path: Path, template: str, values: Mapping[str, str]) -> Path:
     path.write_text(Template(text).substitute(values), encoding="utf-8")
     path.chmod(0o755 if template == "submit.sh" else 0o644)
     return path
-
-
-def _queue_prepare(folder: Path) -> str:
-    return f"after=--dependency=afterok:$(sbatch --parsable {shlex.quote(str(folder / PREPARE))})"
 
 
 def _number(gpus: int | Auto) -> int:

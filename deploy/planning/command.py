@@ -19,12 +19,7 @@ STALENESS = (0, 1, 2, 4, 8)
 
 
 def plan(
-    config: TidemillConfig,
-    gpus: int,
-    trained: float | None,
-    sampled: float | None,
-    mean: float | None,
-    as_json: bool,
+    config: TidemillConfig, gpus: int, trained: float | None, sampled: float | None, mean: float | None, as_json: bool
 ) -> None:
     """Print the plans of each staleness, and the settings of the one to start from, up to the configured staleness.
 

@@ -62,9 +62,7 @@ def of_run(file: Path, before: Known, ranks: int, generators: int, since: int = 
     source = {**before.source, "trained": words, "lengths": words, "publishing": f"{words}, in the trainer"}
     mix = _lengths(lines, before.mix.longest)
     rates = replace(
-        before.rates,
-        trained_tokens_per_s=trained,
-        publish_s=median(line.get("time/publish_s", 0.0) for line in lines),
+        before.rates, trained_tokens_per_s=trained, publish_s=median(line.get("time/publish_s", 0.0) for line in lines)
     )
     if handed := [line["time/hand_over_s"] for line in lines if line.get("time/hand_over_s")]:
         factor = median(handed) / (rates.hold_s + rates.give_s)

@@ -246,12 +246,7 @@ class SupervisedRun:
         if role != "sft":
             argv += ["--name", name or role]
         return ServiceSpec(
-            name or role,
-            argv,
-            role=role,
-            pool=pool,
-            environment=self.environment,
-            stop_order=STOP_ORDER.get(role, 0),
+            name or role, argv, role=role, pool=pool, environment=self.environment, stop_order=STOP_ORDER.get(role, 0)
         )
 
     def report(self, outcome: RunOutcome, ending: Ending | None) -> int:
