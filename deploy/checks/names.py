@@ -1,12 +1,35 @@
-"""Checks of the built-in names in a configuration, without importing what they name: in milliseconds."""
+"""The built-in names of a configuration: checked in milliseconds, without importing what they name, and completed.
+
+The JSON schema has them, by which an editor completes and checks a configuration while you write it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
 
 from consumers.reward.rewards import REWARDS
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
 from producers.workflows import WORKFLOWS
-from schemas.config import TidemillConfig, by_pool
+from schemas.config import REWARDING_WORKFLOWS, TidemillConfig, by_pool
 from schemas.errors import ConfigError
+
+FILE = "tidemill.schema.json"
+
+NAMES: dict[tuple[str, str], list[str]] = {
+    ("TrainDataset", "name"): DATASETS.names,
+    ("EvalDataset", "name"): DATASETS.names,
+    ("DatasetConfig", "name"): DATASETS.names,
+    ("RewardTerm", "name"): REWARDS.names,
+    ("WorkflowConfig", "name"): WORKFLOWS.names,
+    ("GeneratorConfig", "engine"): ["auto", *ENGINES.names],
+    ("LossConfig", "name"): LOSSES.names,
+    ("AdvantageConfig", "name"): ADVANTAGES.names,
+    ("TrainerConfig", "aggregation"): AGGREGATIONS.names,
+    ("KlConfig", "estimator"): KL_ESTIMATORS.names,
+    ("RejectionConfig", "measure"): ["ratio", *KL_ESTIMATORS.names],
+}
+"""The built-in names of each setting that also takes an import path, by its section and its key."""
 
 
 def check_names(config: TidemillConfig) -> str:
@@ -44,3 +67,25 @@ def _check_not_swapped(loss: str, advantage: str) -> None:
                 f"{setting} {name!r} is a choice for {other}: set {other}={name}; {setting} is one of"
                 f" {', '.join(ours.names)}"
             )
+
+
+def editor_schema() -> dict[str, Any]:
+    """Return the schema. It accepts what a file may hold: a single dataset for a list, and no terms for episodes."""
+    schema = TidemillConfig.model_json_schema()
+    sections = schema["$defs"]
+    for (section, key), names in NAMES.items():
+        field = sections[section]["properties"][key]
+        del field["type"]
+        field["anyOf"] = [{"enum": names}, {"type": "string", "pattern": ":"}]
+    schema["required"].remove("reward")
+    sections["RewardConfig"]["required"].remove("terms")
+    del sections["RewardConfig"]["properties"]["terms"]["minItems"]
+    rewarding = _at(("generator", "workflow", "name"), {"enum": sorted(REWARDING_WORKFLOWS)})
+    return {**schema, "if": rewarding, "else": _at(("reward", "terms"), {"minItems": 1})}
+
+
+def _at(path: Iterable[str], check: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that demands the key at ``path``, and checks its value."""
+    for key in reversed([*path]):
+        check = {"required": [key], "properties": {key: check}}
+    return check

@@ -49,6 +49,6 @@ def schema() -> None:
     """Print the JSON schema of the configuration, for completion and checks in editors."""
     import json
 
-    from deploy.checks.editor_schema import editor_schema
+    from deploy.checks.names import editor_schema
 
     print(json.dumps(editor_schema(), indent=2))

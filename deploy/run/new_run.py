@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from deploy.checks.editor_schema import FILE, editor_schema
+from deploy.checks.names import FILE, editor_schema
 from schemas.config import load_config
 from schemas.errors import ConfigError
 

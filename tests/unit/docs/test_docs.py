@@ -18,8 +18,7 @@ from markdown.extensions.toc import slugify
 from pydantic import BaseModel
 
 import tidemill
-from deploy.checks.editor_schema import editor_schema
-from deploy.checks.names import check_names
+from deploy.checks.names import check_names, editor_schema
 from deploy.cli.app import app
 from schemas.config import GeneratorConfig, PoolConfig, TidemillConfig, load_config, parse_config
 from schemas.metric_names import METRICS, describe
