@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.offline.duel import Duel
+from deploy.offline.evaluate import Duel
 
 counts = st.integers(0, 1000)
 
