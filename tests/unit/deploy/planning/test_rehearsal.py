@@ -17,8 +17,7 @@ from consumers.trainer.step.optimizers import build_optimizer
 from deploy.offline.tiny_vision_model import Family, write_tiny_vision_model
 from deploy.planning.cards import ARITHMETIC, BANDWIDTH, CARDS, TRANSFER, find_links, step_time
 from deploy.planning.changes import changes, layouts, rehearse_apart
-from deploy.planning.engine_size import size_engine, vllm_share
-from deploy.planning.fit import PARTS, fit, trainer_ranks
+from deploy.planning.fit import PARTS, fit, size_engine, trainer_ranks, vllm_share
 from deploy.planning.rehearsal import make_batch
 from schemas.config import OptimizerConfig
 from schemas.errors import ConfigError
