@@ -89,7 +89,7 @@ def agent(
 ) -> None:
     """Run the configured agent once against any server and print the result (for debugging)."""
     loaded = load(config, overrides)
-    from deploy.run.agent_command import run_agent
+    from deploy.checks.agent_episode import run_agent
 
     run_agent(loaded, base_url, api_key, example, answers, as_json)
 
