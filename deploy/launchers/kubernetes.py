@@ -70,13 +70,8 @@ class Kubernetes(KubernetesOptions):
         written = []
         left_out = {"config.yaml", "kustomization.yaml", *(["autoscaler.yaml"] if self.keda else [])}
         with as_file(files("deploy") / "kubernetes") as source:
-            parts = [
-                source / "run",
-                *([source / "redis"] if self.broker else []),
-                *([source / "keda"] if self.keda else []),
-            ]
-            for part in parts:
-                for path in sorted(part.iterdir()):
+            for part in ("run", *(["redis"] if self.broker else []), *(["keda"] if self.keda else [])):
+                for path in sorted((source / part).iterdir()):
                     if path.name not in left_out:
                         written.append(Path(shutil.copy(path, folder)))
             if config.pools:

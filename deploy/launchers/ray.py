@@ -234,15 +234,15 @@ class RayService:
 
     def terminate(self) -> None:
         """Ask it to end; one that has found no node yet ends at once."""
-        if self._is_done(self._started):
-            self._actor.terminate.remote()
-        else:
-            self._ray.kill(self._actor)
+        self._order(self._actor.terminate)
 
     def kill(self) -> None:
         """Kill it; one that has found no node yet is forgotten."""
+        self._order(self._actor.kill)
+
+    def _order(self, order: Any) -> None:
         if self._is_done(self._started):
-            self._actor.kill.remote()
+            order.remote()
         else:
             self._ray.kill(self._actor)
 
