@@ -51,8 +51,7 @@ def convert(done: Conversion) -> None:
     longest = known.get("gconfig.max_tokens", 0)
     done.set("model.max_length", longest if longest > answer else done.value("train_dataset.max_length") + answer)
     done.set("sampling.max_tokens", answer)
-    betas = [done.value(f"actor.optimizer.beta{n}") for n in (1, 2)]
-    done.set("trainer.optimizer.betas", betas)
+    done.set("trainer.optimizer.betas", [done.value(f"actor.optimizer.beta{n}") for n in (1, 2)])
     done.warm_up(done.value("actor.optimizer.warmup_steps_proportion"))
     _backends(done)
     _data(done)

@@ -55,10 +55,6 @@ def _first_error(node: Node) -> Node:
     return node if inner is None or node.is_error else _first_error(inner)
 
 
-def _items(value: str | list[str]) -> list[str]:
-    return value if isinstance(value, list) else [value]
-
-
 def _raw(node: Node) -> str:
     return (node.text or b"").decode()
 
@@ -108,8 +104,8 @@ class Script:
             given = self._text(value)
         before = self.variables.get(_raw(name), "")
         if any(_raw(child) == "+=" for child in node.children):
-            listed = isinstance(before, list) or isinstance(given, list)
-            given = [*_items(before), *_items(given)] if listed else f"{before}{given}"
+            both = [one if isinstance(one, list) else [one] for one in (before, given)]
+            given = f"{before}{given}" if isinstance(before, str) and isinstance(given, str) else both[0] + both[1]
         self.variables[_raw(name)] = given
         return True
 
