@@ -185,10 +185,10 @@ def _product(device: torch.device) -> tuple[float, float]:
     return _seconds(lambda: x @ x, device), error
 
 
-def _seconds(act: Callable[[], object], device: torch.device, times: int = 5) -> float:
-    """Return the median seconds of ``act``, after a first time that is not counted."""
+def _seconds(act: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of ``act`` over five times, after a first that is not counted."""
     measured = []
-    for _ in range(times + 1):
+    for _ in range(6):
         began = time.perf_counter()
         act()
         if device.type == "cuda":

@@ -55,11 +55,7 @@ class Notifier:
         if notice.event not in self._settings.events:
             return
         body = json.dumps(asdict(notice)).encode()
-        ways: list[Callable[[bytes], str | None]] = []
-        if self._settings.webhook is not None:
-            ways.append(self._post)
-        if self._settings.command:
-            ways.append(self._run)
+        ways = [*([self._post] if self._settings.webhook else []), *([self._run] if self._settings.command else [])]
         for way in ways:
             thread = threading.Thread(target=self._deliver, args=(way, body), name="notify", daemon=True)
             self._threads.append(thread)

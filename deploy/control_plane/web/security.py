@@ -75,17 +75,15 @@ class ProxyUsers:
             peer = str((scope.get("client") or ("",))[0])
             user = dict(scope["headers"]).get(self._header)
             others = [pair for pair in scope["headers"] if pair[0] not in (self._header, BY_HEADER.encode())]
-            trusted = _is_address(peer) and any(ip_address(peer) in network for network in self._proxies)
+            trusted = self._is_trusted(peer)
             scope = {**scope, "headers": [*others, (BY_HEADER.encode(), user)] if trusted and user else others}
         await self._app(scope, receive, send)
 
-
-def _is_address(text: str) -> bool:
-    try:
-        ip_address(text)
-    except ValueError:
-        return False
-    return True
+    def _is_trusted(self, peer: str) -> bool:
+        try:
+            return any(ip_address(peer) in network for network in self._proxies)
+        except ValueError:
+            return False
 
 
 class Buckets:
