@@ -188,9 +188,8 @@ def _data(done: Conversion) -> None:
     if "saver.freq_steps" in known:
         done.set("trainer.checkpoint.every", known["saver.freq_steps"])
     terms: list[dict[str, Any]] = [{"name": rule}]
-    penalty = ("actor.overlong_tokens", "actor.overlong_penalty_factor")
     if known.get("actor.overlong_reward_penalty"):
-        buffer, factor = (done.value(key) for key in penalty)
+        buffer, factor = done.value("actor.overlong_tokens"), done.value("actor.overlong_penalty_factor")
         length = {"max_tokens": done.value("gconfig.max_new_tokens"), "overlong_buffer": buffer, "factor": factor}
         terms.append({"name": "length", "args": length})
         done.set("reward.correct_term", rule)

@@ -53,9 +53,7 @@ def _loss(done: Conversion) -> None:
     done.set("trainer.loss.args", {"clip_low": low, "clip_high": high, "dual_clip": dual})
     keeps = done.value("algorithm.max_num_gen_batches") <= 1
     kind = done.get("trainer.advantage.name")
-    gamma, lam = "algorithm.gamma", "algorithm.gae_lambda"
-    name = done.set_advantage(kind, keeps, gamma=gamma, lam=lam)
-    if name == "gae":
+    if done.set_advantage(kind, keeps, gamma="algorithm.gamma", lam="algorithm.gae_lambda") == "gae":
         done.set("trainer.critic", {"optimizer": {"lr": float(known.get("critic.optim.lr", 1e-5))}})
     if coef := done.value("algorithm.kl_beta"):
         estimator = ESTIMATORS.get(done.value("algorithm.kl_penalty_type"), FILL_IN)
@@ -93,11 +91,9 @@ def _data(done: Conversion) -> None:
 
 def _dataset(paths: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
     path = str((paths[0] if isinstance(paths, list) and paths else paths) or "DATASET.jsonl")
-    return (
-        parquet(path, **columns)
-        if path.endswith(".parquet")
-        else {"name": "jsonl", "args": {"path": str(Path(path)), **columns}}
-    )
+    if path.endswith(".parquet"):
+        return parquet(path, **columns)
+    return {"name": "jsonl", "args": {"path": str(Path(path)), **columns}}
 
 
 def _engine(done: Conversion) -> None:

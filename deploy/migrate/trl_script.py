@@ -313,9 +313,8 @@ def _bindings(node: ast.AST, wanted: set[str]) -> Iterator[tuple[str, Binding]]:
         elif isinstance(child, ast.Import | ast.ImportFrom):
             yield from (((alias.asname or alias.name).partition(".")[0], child) for alias in child.names)
         elif isinstance(child, ast.Assign):
-            yield from (
-                (one.id, child) for target in child.targets for one in ast.walk(target) if isinstance(one, ast.Name)
-            )
+            targets = (one for target in child.targets for one in ast.walk(target))
+            yield from ((one.id, child) for one in targets if isinstance(one, ast.Name))
         elif isinstance(child, ast.If | ast.Try | ast.With):
             yield from _bindings(child, wanted)
 

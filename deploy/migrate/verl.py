@@ -235,10 +235,9 @@ def _rewards(done: Conversion) -> None:
         done.ask(f"reward.terms: verl chooses by data_source; {name} is a guess from the name of the files")
     terms = [term]
     buffer = f"{OVERLONG}.overlong_buffer_cfg"
-    sizes = (f"{OVERLONG}.max_resp_len", f"{buffer}.len", f"{buffer}.penalty_factor")
     if known.get(f"{buffer}.enable"):
-        length = {"max_tokens": known.get(sizes[0], done.value("data.max_response_length"))}
-        length |= {"overlong_buffer": done.value(sizes[1]), "factor": done.value(sizes[2])}
+        length = {"max_tokens": known.get(f"{OVERLONG}.max_resp_len", done.value("data.max_response_length"))}
+        length |= {"overlong_buffer": done.value(f"{buffer}.len"), "factor": done.value(f"{buffer}.penalty_factor")}
         terms.append({"name": "length", "args": length})
         done.set("reward.correct_term", str(term["name"]).rpartition(":")[2])
     done.set("reward.terms", terms)
