@@ -110,14 +110,10 @@ def with_fields(kind: type, command: Callable[..., None], names: Collection[str]
     return wrapper
 
 
-def on_run(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command RUN, --control, --url, --prefix and --json: it asks the control plane, or the broker."""
-    return with_fields(Target, command)
-
-
-def on_control_plane(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command RUN, --control and --json: it asks the control plane only."""
-    return with_fields(Target, command, ("run", "control", "as_json"))
+on_run = functools.partial(with_fields, Target)
+"""Gives a command RUN, --control, --url, --prefix and --json: it asks the control plane, or the broker."""
+on_control_plane = functools.partial(with_fields, Target, names=("run", "control", "as_json"))
+"""Gives a command RUN, --control and --json: it asks the control plane only."""
 
 
 def print_json(found: object) -> None:
