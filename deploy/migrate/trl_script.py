@@ -32,9 +32,8 @@ class ScriptSource:
     """What a script's source tells: calls by the function's name, what names stand for, and options by default."""
 
     def __init__(self, file: Path, text: str) -> None:
-        self.file, self.text = file, text
-        self.tree = ast.parse(text, file.name)
-        nodes = list(ast.walk(self.tree))
+        self.file = file
+        nodes = list(ast.walk(ast.parse(text, file.name)))
         self.calls: dict[str, ast.Call] = {}
         self.assigned: dict[str, list[ast.expr]] = {}
         self.fields: dict[str, ast.expr] = {}

@@ -127,7 +127,6 @@ class Collector:
         self._memory: int | None = None
         self._memory_due = 0.0
         self._metrics_id = "0-0"
-        self._broker_lifetime = ""
         self._versions: dict[str, int] = {}
         self._loads: deque[float] = deque(maxlen=RECENT)
         self.history = MetricsSeries(keep_steps)
