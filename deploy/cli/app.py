@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.cli import files, launch, letters, offline, orders, runs, services, status, trajectories
+from deploy.cli import launch, letters, offline, orders, runs, services, status, trajectories
 from deploy.cli.options import (
     BENCHMARKS,
     RUN,
@@ -72,7 +72,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for _group in (launch, status, orders, letters, trajectories, files, runs, offline, services):
+for _group in (launch, status, orders, letters, trajectories, runs, offline, services):
     app.add_typer(_group.app)
 for _command in entry_points(group="tidemill.commands"):
     # Container images leave the benchmarks out.
