@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli.options import RUN, ConfigFile, Fresh, Json, Overrides, load, print_json, result_alone, with_fields
-from deploy.launchers.options import KubernetesOptions, RayOptions, SlurmOptions
+from deploy.launcher_options import KubernetesOptions, RayOptions, SlurmOptions
 
 if TYPE_CHECKING:
     from deploy.launchers.factory import Launcher

@@ -16,9 +16,9 @@ from pathlib import Path
 from string import Template
 
 from deploy.checks.preflight import check
+from deploy.launcher_options import SlurmOptions
 from deploy.launchers.factory import check_pools
 from deploy.launchers.gpus import Auto, ask, check_count
-from deploy.launchers.options import SlurmOptions
 from deploy.planning.cluster import engine_width
 from deploy.run.folder import settle_configuration
 from schemas.config import TidemillConfig, by_pool

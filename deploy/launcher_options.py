@@ -1,6 +1,6 @@
 """What each launcher that has a command may be told: options of the command, and ``launcher.args`` of a configuration.
 
-This module is apart from the launchers, so that `tidemill --help` loads none of them.
+It is apart from the launchers, so that `tidemill --help` loads nothing that they need.
 """
 
 from __future__ import annotations
