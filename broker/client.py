@@ -7,7 +7,7 @@
     for delivery in queue.read(8): ...
 """
 
-from __future__ import annotations
+from typing import Self
 
 import redis
 import structlog
@@ -64,7 +64,7 @@ class Broker:
         self.trajectory_store = TrajectoryStore(connection, config.max_message_bytes)
 
     @classmethod
-    def connect(cls, config: TidemillConfig, *, any_schema: bool = False) -> Broker:
+    def connect(cls, config: TidemillConfig, *, any_schema: bool = False) -> Self:
         """Connect to broker.url, else REDIS_URL; wait if the server is still starting.
 
         any_schema: also connect to a run of another version of Tidemill, which can then only be purged. ConfigError if

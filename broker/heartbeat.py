@@ -3,13 +3,12 @@
 A live service keeps its name by its heartbeat. The broker assigns work to names, so no two services may share one.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Self
 
 import psutil
 import redis
@@ -132,7 +131,7 @@ class HeartbeatThread:
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> HeartbeatThread:
+    def __enter__(self) -> Self:
         if self._sole:
             self._take_name()
         if self._probes is not None and self._probes.port is not None:

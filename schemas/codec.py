@@ -4,10 +4,8 @@ Numeric arrays travel as raw little-endian buffers with dtype and shape, 1 µs f
 1,024 tokens. Any msgpack library can read the bytes; nothing is ever unpickled.
 """
 
-from __future__ import annotations
-
 import threading
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -56,7 +54,7 @@ class Array(msgspec.Struct, frozen=True, gc=False):
             )
 
     @classmethod
-    def of(cls, values: npt.ArrayLike, dtype: str) -> Array:
+    def of(cls, values: npt.ArrayLike, dtype: str) -> Self:
         """Pack a one-dimensional array-like."""
         array = np.asarray(values, _DTYPES[dtype])
         if array.ndim != 1:

@@ -5,8 +5,6 @@
 Built-ins are registered as paths too, so listing them imports nothing.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import importlib

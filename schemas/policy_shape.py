@@ -1,10 +1,8 @@
 """The shape of a small policy, model.kind mlp: read from config.json in its folder, which holds no weights."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -81,7 +79,7 @@ class PolicyShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("squashed needs continuous")
 
     @classmethod
-    def read(cls, folder: str | Path, sac: bool | None = None) -> PolicyShape:
+    def read(cls, folder: str | Path, sac: bool | None = None) -> Self:
         """Read config.json in ``folder``; ConfigError says what is wrong with it.
 
         sac: whether trainer.sac trains the policy, which it does if that is squashed, and only then.

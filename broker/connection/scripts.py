@@ -1,14 +1,12 @@
 """The broker's Lua: each script is atomic, and reaches only the keys that it declares in its KEYS line."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import redis
 
@@ -31,7 +29,7 @@ class LuaScript:
     reads: bool
 
     @classmethod
-    def named(cls, name: str, keys: Keys) -> LuaScript:
+    def named(cls, name: str, keys: Keys) -> Self:
         """Load a script, with the shared prelude before its body."""
         text = source(name)
         sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

@@ -3,13 +3,12 @@
 A run takes its name before its services start, and each trainer takes it again, in case the broker lost it.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from broker.connection.connection import Connection
 from schemas.errors import ConfigError
@@ -26,17 +25,17 @@ class Owner:
     since: float = 0.0
 
     @classmethod
-    def of(cls, id: str, folder: Path) -> Owner:
+    def of(cls, id: str, folder: Path) -> Self:
         """Describe this run, whose folder is on this machine."""
         return cls(id, str(folder), socket.gethostname())
 
     @classmethod
-    def parse(cls, fields: Sequence[bytes | None]) -> Owner:
+    def parse(cls, fields: Sequence[bytes | None]) -> Self:
         """Parse a script's reply."""
         id, folder, host, since = ((field or b"").decode() for field in fields)
         return cls(id, folder, host, float(since or 0))
 
-    def is_beside(self, other: Owner) -> bool:
+    def is_beside(self, other: Self) -> bool:
         """Return whether both runs have the same folder, where only one of them can still be."""
         return (self.folder, self.host) == (other.folder, other.host)
 

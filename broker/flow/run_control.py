@@ -4,11 +4,9 @@ Each order has a number, which only grows. A service's heartbeat says which numb
 what the services report, and an order survives their restarts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import redis
 
@@ -47,7 +45,7 @@ class ControlState:
     mismatch: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, fields: Mapping[str, str]) -> ControlState:
+    def parse(cls, fields: Mapping[str, str]) -> Self:
         """Parse the hash in the broker."""
         mode = fields.get("pause", "none")
         return cls(

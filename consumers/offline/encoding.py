@@ -4,8 +4,6 @@ What is trained here is sampled from there: a <bos> or a chat template that only
 the other has never seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias

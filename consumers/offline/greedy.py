@@ -1,7 +1,5 @@
 """Batched greedy decoding, for a quick look at accuracy while training without generators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import Any

@@ -4,8 +4,6 @@ Micro-batches keep a limit of tokens, as in the trainer. The loss of a step is a
 changes the gradient by rounding only. Several steps in a row that are not finite end the training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial

@@ -3,8 +3,6 @@
 The losses are pure functions with a value for each pair, [P].
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar

@@ -4,8 +4,6 @@ Every rank has all pairs, and computes its share of each batch, in micro-batches
 out appears in its folder whole or not at all, beside what it was measured at.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -18,14 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from consumers.offline.encoding import LoadTokenizer, PolicyTokenizer, pad
-from consumers.offline.loop import (
-    DEFAULT_LIMITS,
-    MemoryLimits,
-    MicroBatches,
-    OfflineLoop,
-    OfflineStep,
-    answer_logprobs,
-)
+from consumers.offline.loop import DEFAULT_LIMITS, MemoryLimits, MicroBatches, OfflineLoop, OfflineStep, answer_logprobs
 from consumers.offline.pairs import (
     PairIds,
     Preference,

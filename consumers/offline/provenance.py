@@ -1,7 +1,5 @@
 """The provenance of a warm-started model, by which it is made only once. Loads no model library."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@ completion tokens and the end of sequence are learned, after prompts as generato
 folder whole or not at all.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ If a function raises, hangs, crashes or returns something that can't be a reward
 never gets a reward of 0 for that, and neither delays nor fails another sample.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -14,7 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -75,7 +73,7 @@ class Scorer:
         self.capacity = sum(pool.capacity for pool in set(self._pools.values()))
         self._running = contextlib.AsyncExitStack()
 
-    async def __aenter__(self) -> Scorer:
+    async def __aenter__(self) -> Self:
         """Start the workers, and wait for none of them."""
         for pool in set(self._pools.values()):
             await self._running.enter_async_context(pool)
@@ -132,11 +130,7 @@ class Scorer:
 
         def failed(status: ScoreStatus, reason: str) -> Score:
             return Score(
-                status=status,
-                reason=reason,
-                seconds=seconds,
-                dataset=trajectory.dataset,
-                level=trajectory.level,
+                status=status, reason=reason, seconds=seconds, dataset=trajectory.dataset, level=trajectory.level
             )
 
         for i, outcome in sorted(outcomes.items()):

@@ -4,8 +4,6 @@ A service takes as many samples as its workers have capacity for, and a few more
 it ends, it gives back what no worker has begun.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """Batches from the broker: the groups that a step waits for, in the journal before they are trained."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Until then the record of a step is kept here, and its data in the broker, where 
 trainer.record, the data of every step is also in a file, for ``tidemill replay``.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import structlog

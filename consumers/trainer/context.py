@@ -1,11 +1,9 @@
 """The objects that all parts of a trainer share, among them settings that change, and the retry on a full disk."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import structlog
 
@@ -135,7 +133,7 @@ class TrainerContext:
     @classmethod
     def create(
         cls, config: TidemillConfig, name: str, broker: Broker, step: Learner, turns: DeviceTurns | None = None
-    ) -> TrainerContext:
+    ) -> Self:
         """Make the context of the trainer ``name``, which has loaded and taken over nothing yet.
 
         turns: on GPUs that generators share.

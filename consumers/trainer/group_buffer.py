@@ -5,8 +5,6 @@ than W admissions after it; W = 1 is strict order. A window over the list of wai
 group be overtaken without end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import msgspec

@@ -3,8 +3,6 @@
 The others are kept until a step takes them, and their outcomes until a checkpoint covers that step.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterator, Sequence
 

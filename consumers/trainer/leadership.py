@@ -8,8 +8,6 @@ What the trainer knows, from its newest checkpoint or from its own memory, decid
 repaired.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import time

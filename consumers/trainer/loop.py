@@ -5,8 +5,6 @@ covers it. A restarted trainer replays the journal on the same data. If the brok
 repairs it from what it knows, in the same process.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from dataclasses import replace

@@ -5,8 +5,6 @@ covers all steps. It writes a pause beside the checkpoints before it acknowledge
 loss of broker and trainer together.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ Two watches look at what generators make of them: a run ends if no generator can
 tokens are not from the weights that they name is drained.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np

@@ -4,8 +4,6 @@ A sharded model computes, is gathered, saved and loaded by all ranks at once. Ra
 comes next; it sends every other rank a command with all that the rank needs, and takes part itself.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -120,11 +118,7 @@ class RankGroup:
     """
 
     def __init__(
-        self,
-        config: TidemillConfig,
-        step: Learner,
-        turns: DeviceTurns | None = None,
-        timer: StepTimer | None = None,
+        self, config: TidemillConfig, step: Learner, turns: DeviceTurns | None = None, timer: StepTimer | None = None
     ) -> None:
         """Join this rank. turns: on GPUs that generators share, held already. timer: of the step, for hand-overs."""
         self.step = step

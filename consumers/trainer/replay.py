@@ -3,8 +3,6 @@
 A replay writes nothing. Ranks and threads are those of the run, since sums depend on them in their last bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

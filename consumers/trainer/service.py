@@ -1,7 +1,5 @@
 """The trainer as a process: the model, the ranks around it, and on rank 0 the loop."""
 
-from __future__ import annotations
-
 import structlog
 import torch
 

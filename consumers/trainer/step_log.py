@@ -6,8 +6,6 @@ A step that is replayed after a crash appears again, and its last line is that o
 and everything that an older term writes after it.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

@@ -4,13 +4,11 @@ An agent sends images as ``data:`` URLs, again with every request that repeats t
 the model once and replaced by its digest: messages hold ``{"type": "image", "digest": ...}`` in its place.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from producers.conversation.messages import Message, image_digests
 from producers.engines.base import PromptImage
@@ -42,7 +40,7 @@ class ImageLimits:
     stored_bytes: int
 
     @classmethod
-    def of(cls, config: TidemillConfig) -> ImageLimits:
+    def of(cls, config: TidemillConfig) -> Self:
         """Return the limits of a run."""
         agents = config.generator.agents
         return cls(agents.max_images, agents.max_image_bytes, config.broker.max_message_bytes)

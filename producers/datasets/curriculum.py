@@ -5,12 +5,10 @@ probability that its statistic gives, against a number drawn from seed and posit
 The broker keeps what was decided (its cursor goes past a skipped position), so it is decided once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from schemas.config import CurriculumConfig
 from schemas.errors import ConfigError
@@ -34,7 +32,7 @@ class PromptStatistic(NamedTuple):
     step: int
 
     @classmethod
-    def unpack(cls, body: bytes) -> PromptStatistic:
+    def unpack(cls, body: bytes) -> Self:
         """Read the statistic from its four bytes, or from none for a prompt without a finished group."""
         if len(body) < BYTES:
             return cls(0.0, 0, 0)

@@ -4,8 +4,6 @@ First line: the recipe (task, size, seed, params). Then {"index": i} for each pr
 Started with PYTHONHASHSEED=0, so that a recipe and an index always give the same problem.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json

@@ -4,8 +4,6 @@ The process runs ``producers/runner/gymnasium_envs.py`` with any interpreter tha
 numbers travel as raw arrays over a socket.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

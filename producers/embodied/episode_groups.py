@@ -1,7 +1,5 @@
 """Groups of whole episodes that begin in one state, for advantages that compare them (GRPO, arXiv:2402.03300)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -8,8 +8,6 @@ process that crashes or hangs is replaced. Its episodes are truncated at their l
 that it did not finish are played again by its successor; nothing else is lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The workflow ``fragments``: a task becomes T steps of N environments, in an evaluation one whole episode."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import threading
@@ -170,11 +168,7 @@ def _episode(collector: FragmentCollector, seed: int, actor: Actor) -> list[Coll
 
 
 def _sample(
-    task: Task,
-    index: int,
-    found: Collected | None,
-    spans: list[Span] | None = None,
-    episodes: Episodes | None = None,
+    task: Task, index: int, found: Collected | None, spans: list[Span] | None = None, episodes: Episodes | None = None
 ) -> SampledCompletion:
     """Return what was played as a sample with a token for each step; without steps it was aborted."""
     if found is not None:

@@ -1,7 +1,5 @@
 """The dataset ``gymnasium``: each task is a ticket for one fragment, and in an evaluation for one whole episode."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any

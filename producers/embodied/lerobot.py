@@ -4,8 +4,6 @@ The formats 2 and 3 are read from a folder: ``meta/info.json``, the tasks beside
 A demonstration has the prompt that the environment ``actions`` shows, and the next actions as its tokens.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,14 +4,12 @@ A step of eight environments takes tens of microseconds. The workflow calls ``ac
 ``pause`` and ``abort_all`` come from the event loop, between two actions.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +18,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import Sampling, WeightSource
-from schemas.messages.fragments import (
-    CLOSE_TO_1,
-    LOG_STD_BOUNDS,
-    NORMALISED_BOUND,
-    NORMALISED_EPS,
-    probe_observations,
-)
+from schemas.messages.fragments import CLOSE_TO_1, LOG_STD_BOUNDS, NORMALISED_BOUND, NORMALISED_EPS, probe_observations
 from schemas.policy_shape import PolicyShape
 
 Floats = npt.NDArray[np.float32]
@@ -63,7 +55,7 @@ class Perceptron:
         self._moments = moments and (moments[0], np.sqrt(moments[1] + np.float32(NORMALISED_EPS)))
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Floats], shape: PolicyShape) -> Perceptron:
+    def of(cls, tensors: Mapping[str, Floats], shape: PolicyShape) -> Self:
         """Take the weights of a published file; DataError if they are not of this shape."""
         sizes = [shape.features, *shape.hidden, shape.outputs]
         normal = shape.continuous and not shape.squashed

@@ -4,14 +4,12 @@ A generator that resumes it plays it again from the beginning; calls with exactl
 from the record, tokens, log-probabilities and versions included.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from producers.conversation.calls import continued_completion, recorded_completion
 from producers.conversation.chat_template import ChatTemplate
@@ -50,7 +48,7 @@ class LoopParts:
     endless: bool = False
 
     @classmethod
-    async def create(cls, services: WorkflowServices) -> LoopParts:
+    async def create(cls, services: WorkflowServices) -> Self:
         """Load the parts. ConfigError if the tokenizer can't chat, or a parser is missing. vLLM's take seconds."""
         config, tokenizer = services.config, services.tokenizer
         if not isinstance(tokenizer, HfTokenizer):

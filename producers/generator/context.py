@@ -1,9 +1,8 @@
 """The objects that the parts of one generator share."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
+from typing import Self
 
 import structlog
 
@@ -54,7 +53,7 @@ class GeneratorContext:
         orders: OrderFollower,
         updates: WeightUpdater,
         run: JoinedRun,
-    ) -> GeneratorContext:
+    ) -> Self:
         """Load the configured tokenizer and workflow, and open the queues."""
         chosen = config.generator.workflow
         queue, partials = broker.task_queue(name, run), broker.partials(name)

@@ -4,11 +4,10 @@ It holds its lock (schemas/system/device_lock.py) from before its engine has mem
 After each sleep the newest weights are loaded and probed before the engine samples a token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Self
 
 import structlog
 
@@ -50,7 +49,7 @@ class EngineTurns:
         LockToucher([self._lock]).start()
 
     @classmethod
-    def of(cls, name: str, engine: Engine, orders: OrderFollower, updates: WeightUpdater) -> EngineTurns | None:
+    def of(cls, name: str, engine: Engine, orders: OrderFollower, updates: WeightUpdater) -> Self | None:
         """Return the turns of the generator ``name``; None if it shares no GPU."""
         found = shares_gpus(name)
         return cls(*found, engine, orders, updates) if found is not None else None

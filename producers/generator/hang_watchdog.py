@@ -3,8 +3,6 @@
 They have their own threads: a hung engine may also block the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import multiprocessing
@@ -13,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import structlog
 
@@ -89,7 +87,7 @@ class HangWatchdog:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stall-watch", daemon=True)
 
-    def __enter__(self) -> HangWatchdog:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

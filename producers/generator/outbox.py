@@ -4,13 +4,11 @@ Samples that become ready during one call to the broker leave together in the ne
 not: a state that can't be saved is skipped and logged, and its callers continue.
 """
 
-from __future__ import annotations
-
 import asyncio
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 import structlog
@@ -80,7 +78,7 @@ class Saved:
     starts: list[tuple[int, int]]
 
     @classmethod
-    def after(cls, before: Saved | None, partial: Partial, number: int, piece: Piece) -> Saved:
+    def after(cls, before: Self | None, partial: Partial, number: int, piece: Piece) -> Self:
         """Return the state after the broker has ``piece``, too."""
         earlier = before.starts[:number] if before is not None else []
         return cls(partial, [*earlier, (piece.start, len(partial.notes) - len(piece.partial.notes))])

@@ -4,10 +4,9 @@ A chat template writes one token for an image; the model reads as many as the im
 known by position, since the policy may sample the same token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from producers.images.settings import image_settings
 from schemas.config import TidemillConfig
@@ -25,7 +24,7 @@ class ImagePlaceholders:
     settings: ImageSettings
 
     @classmethod
-    def of(cls, config: TidemillConfig) -> ImagePlaceholders | None:
+    def of(cls, config: TidemillConfig) -> Self | None:
         """Return those of a run's model, None for a text model. ConfigError if the model reads no images."""
         settings = image_settings(config)
         if settings is None:

@@ -1,7 +1,5 @@
 """The workflow protocol: how a task becomes samples. A user's agent or environment is one class like this."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect
@@ -11,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 import structlog
@@ -133,7 +131,7 @@ class RolloutContext:
         return completion
 
     def each(
-        self, sample: Callable[[RolloutContext, TrajectoryBuilder], Awaitable[SampledCompletion]]
+        self, sample: Callable[[Self, TrajectoryBuilder], Awaitable[SampledCompletion]]
     ) -> AsyncIterator[SampledCompletion | FailedSample]:
         """Run ``sample`` for every index at once, each with an empty builder, and yield results as they come.
 

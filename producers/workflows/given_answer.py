@@ -1,7 +1,5 @@
 """Samples that are answers of the dataset, for supervised training beside samples that the policy generates."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import numpy as np

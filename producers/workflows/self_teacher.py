@@ -4,8 +4,6 @@ The generator asks its engine as soon as a sample is finished, because no other 
 The term ``teacher_self`` of the reward takes the answer from the sample's message.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,10 +1,8 @@
 """A sample as it is put together turn by turn, and the messages that it travels as."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy.typing as npt
@@ -143,9 +141,7 @@ class TrajectoryBuilder:
         self._prompt: str | None = None
         self._reason: FinishReason | None = None
 
-    def prompt(
-        self, ids: Sequence[int], text: str | None = None, images: Sequence[PlacedImage] = ()
-    ) -> TrajectoryBuilder:
+    def prompt(self, ids: Sequence[int], text: str | None = None, images: Sequence[PlacedImage] = ()) -> Self:
         """Begin with a prompt, which must come first and once. text: for display and rewards, decoded if None.
 
         images: those that some of the ids stand for.
@@ -157,7 +153,7 @@ class TrajectoryBuilder:
         self.images = list(images)
         return self
 
-    def generated(self, completion: Completion) -> TrajectoryBuilder:
+    def generated(self, completion: Completion) -> Self:
         """Add tokens that the policy sampled. Directly after other sampled tokens they extend the same turn."""
         start = len(self.tokens)
         self._append("assistant", completion.tokens, 1, completion.logprobs.tolist())
@@ -166,7 +162,7 @@ class TrajectoryBuilder:
         self._reason = completion.finish
         return self
 
-    def resumed(self, partial: Partial) -> TrajectoryBuilder:
+    def resumed(self, partial: Partial) -> Self:
         """Add what another generator sampled of this turn; ``generated`` continues from there."""
         start = len(self.tokens)
         tokens, logprobs = partial.tokens.numpy(), partial.logprobs.numpy()
@@ -175,7 +171,7 @@ class TrajectoryBuilder:
         self._reason = "abort"
         return self
 
-    def observed(self, ids: Sequence[int], role: str = "user") -> TrajectoryBuilder:
+    def observed(self, ids: Sequence[int], role: str = "user") -> Self:
         """Add tokens that the policy read and did not sample: a user's turn, the answer of a tool."""
         self._append(role, ids, 0, [0.0] * len(ids))
         return self

@@ -6,10 +6,8 @@ does not see adds zeros, which change nothing.
 Shapes: N tokens of S sequences, H heads, G of them with keys of their own, D size of a head, C columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +43,7 @@ class Places:
         self._blocks = [int((reach >= first).sum()) for first in range(0, int(reach[0]) + 1, KEYS)]
 
     @classmethod
-    def of_sequences(cls, starts: Tensor) -> Places:
+    def of_sequences(cls, starts: Tensor) -> Self:
         """Return the places of whole sequences; starts: int32 [S + 1], where each begins, and N."""
         lengths = starts.diff().long()
         rows = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)

@@ -1,7 +1,5 @@
 """Agents: programs that call the policy over HTTP, and whose conversations are trained."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

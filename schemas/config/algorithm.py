@@ -1,18 +1,12 @@
 """The algorithm: loss, advantage, KL penalty and rules on mismatched tokens."""
 
-from __future__ import annotations
-
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from schemas.config.base import ModelPath, Section, TermName, UserPath
 
-RECIPES = {
-    "dapo": ("token_mean", "grpo"),
-    "dr_grpo": ("constant", "centered"),
-    "gspo": ("sequence_mean", "grpo"),
-}
+RECIPES = {"dapo": ("token_mean", "grpo"), "dr_grpo": ("constant", "centered"), "gspo": ("sequence_mean", "grpo")}
 """Aggregation and advantage that belong to a loss in its paper; values in the configuration take precedence."""
 
 
@@ -87,7 +81,7 @@ class RejectionConfig(Section):
     upper: float | None = Field(None, description="Upper bound of the measure.")
 
     @model_validator(mode="after")
-    def _check_bounds(self) -> RejectionConfig:
+    def _check_bounds(self) -> Self:
         if self.lower is None and self.upper is None:
             raise ValueError("trainer.rejection: a rule must have lower or upper")
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
@@ -138,7 +132,7 @@ class SacConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _fits_the_buffer(self) -> SacConfig:
+    def _fits_the_buffer(self) -> Self:
         for name in ("batch", "start"):
             if (value := getattr(self, name)) > self.buffer:
                 raise ValueError(f"trainer.sac.{name} {value} must be at most trainer.sac.buffer, {self.buffer}")
@@ -192,13 +186,13 @@ class AdvantageConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _bounds_leave_room(self) -> AdvantageConfig:
+    def _bounds_leave_room(self) -> Self:
         if self.mean_between is not None and not self.mean_between[0] < self.mean_between[1]:
             raise ValueError("trainer.advantage.mean_between must be a smaller and a larger number, such as [0, 1]")
         return self
 
     @model_validator(mode="after")
-    def _names_are_compared(self) -> AdvantageConfig:
+    def _names_are_compared(self) -> Self:
         if self.by_name and self.name in {"raw", "reinforce_pp", "gae"}:
             raise ValueError(
                 f"trainer.advantage.by_name requires an advantage that compares a group's samples: {self.name} does not"

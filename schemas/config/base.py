@@ -1,7 +1,5 @@
 """The base of all sections of the configuration."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,10 +1,8 @@
 """Prompts and rewards: datasets, reward terms and evaluation."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializerFunctionWrapHandler, WrapSerializer, model_validator
 
@@ -48,7 +46,7 @@ class LabelledDataset(DatasetConfig):
     )
 
     @model_validator(mode="after")
-    def _take_label(self) -> LabelledDataset:
+    def _take_label(self) -> Self:
         if not self.label:
             self.label = re.sub(r"[^A-Za-z0-9_.-]", "_", self.name.rpartition(":")[2])[:64]
             self.model_fields_set.discard("label")
@@ -76,7 +74,7 @@ class CurriculumConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _band_has_room(self) -> CurriculumConfig:
+    def _band_has_room(self) -> Self:
         if not 0 <= self.between[0] < self.between[1] <= 1:
             raise ValueError(
                 "train.curriculum.between must be a smaller and a larger number from 0 to 1, such as [0.2, 0.8]"
@@ -102,7 +100,7 @@ class TrainDataset(LabelledDataset):
         " takes or skips a whole level by how often its prompts were solved.",
     )
 
-    def at_levels(self) -> list[TrainDataset]:
+    def at_levels(self) -> list[Self]:
         """Return the dataset of each level, or this dataset alone if it has no levels."""
         args = [{**self.args, **more} for more in self.levels or [{}]]
         return [self.model_copy(update={"args": own}) for own in args]
@@ -284,7 +282,7 @@ class EvalConfig(Section):
         return dataset.terms if dataset.terms is not None else self.terms
 
     @model_validator(mode="after")
-    def _datasets_are_told_apart(self) -> EvalConfig:
+    def _datasets_are_told_apart(self) -> Self:
         check_labels("eval.dataset", self.dataset)
         for dataset in self.dataset:
             n = self.sampling_of(dataset).n

@@ -1,9 +1,7 @@
 """Operation: launcher, which GPUs of a machine each side has, supervisor, control plane and probes."""
 
-from __future__ import annotations
-
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, HttpUrl, IPvAnyNetwork, model_validator
 
@@ -73,7 +71,7 @@ class PlacementConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _check_auto(self) -> PlacementConfig:
+    def _check_auto(self) -> Self:
         if (self.trainer == AUTO) != (self.generator == AUTO):
             raise ValueError("placement.trainer and placement.generator must both be auto, or both name GPUs")
         return self
@@ -179,7 +177,7 @@ class ControlConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _is_of_a_proxy(self) -> ControlConfig:
+    def _is_of_a_proxy(self) -> Self:
         if self.user_header and not self.trusted_proxies:
             raise ValueError(f"user_header {self.user_header} needs trusted_proxies: others could name any user")
         return self

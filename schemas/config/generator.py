@@ -1,10 +1,8 @@
 """Generation: sampling, the workflow and the generator service."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -106,7 +104,7 @@ class HttpEngineConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _launched_or_there(self) -> HttpEngineConfig:
+    def _launched_or_there(self) -> Self:
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"generator.http.url {hide_password(self.url)!r} must begin with http:// or https://")
         if self.dialect == "openai" and self.url is None:
@@ -173,7 +171,7 @@ class GeneratorConfig(Section):
     agents: AgentsConfig = Field(default_factory=AgentsConfig)
 
     @model_validator(mode="after")
-    def _check_exact(self) -> GeneratorConfig:
+    def _check_exact(self) -> Self:
         if self.exact and self.engine not in EXACT_ENGINES:
             raise ValueError(
                 f"generator.exact: generator.engine must be {' or '.join(EXACT_ENGINES)}, is {self.engine!r}"
@@ -186,7 +184,7 @@ class GeneratorConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_http(self) -> GeneratorConfig:
+    def _check_http(self) -> Self:
         if (self.engine == "http") != (self.http is not None):
             raise ValueError(
                 "generator.engine http requires generator.http with a dialect: sglang, vllm or openai"

@@ -4,8 +4,6 @@ Later sources win: file, then environment (``TIDEMILL_TRAINER__STEPS=10``), then
 arguments (``trainer.steps=10``). Values are YAML. Every mistake is one line, and so is a key that is given twice.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

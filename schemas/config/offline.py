@@ -1,7 +1,5 @@
 """Training without a broker: warm start, preference optimisation and reward models."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

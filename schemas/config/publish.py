@@ -1,7 +1,5 @@
 """How new weights reach the generators: the transports and their settings."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field

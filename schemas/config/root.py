@@ -1,8 +1,7 @@
 """The whole configuration. Its checks are of settings of different sections that exclude or need each other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Set
+from typing import Self
 
 from pydantic import model_validator
 
@@ -332,7 +331,7 @@ class TidemillConfig(Sections):
     """The whole configuration."""
 
     @model_validator(mode="after")
-    def _check(self) -> TidemillConfig:
+    def _check(self) -> Self:
         for check in (
             _check_lengths_and_rewards,
             _check_datasets,

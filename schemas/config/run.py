@@ -1,7 +1,5 @@
 """Sections for the whole run: name, model, bound on staleness, broker and log."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -57,8 +55,7 @@ class ModelConfig(Section):
         " Qwen2.5-VL uses one token for each 28 x 28 pixels.",
     )
     freeze_vision: bool = Field(
-        True,
-        description="Don't train the vision tower of a vision model, and don't publish it to the generators.",
+        True, description="Don't train the vision tower of a vision model, and don't publish it to the generators."
     )
     max_length: int = Field(2048, ge=8, description="Most tokens of prompt and completion together.")
     output_tokens: str | None = Field(

@@ -1,7 +1,5 @@
 """All sections of a configuration, and what follows from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,32 +8,10 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from schemas.config.base import Section, matching
 from schemas.config.data import SELF, EvalConfig, RewardConfig, RewardTerm, TrainDatasets, inherit_sampling
-from schemas.config.deploy import (
-    ControlConfig,
-    LauncherConfig,
-    NotifyConfig,
-    Placement,
-    ProbesConfig,
-    SupervisorConfig,
-)
-from schemas.config.generator import (
-    LIVE,
-    POOL_NAME,
-    REWARDING_WORKFLOWS,
-    GeneratorConfig,
-    PoolConfig,
-    SamplingConfig,
-)
+from schemas.config.deploy import ControlConfig, LauncherConfig, NotifyConfig, Placement, ProbesConfig, SupervisorConfig
+from schemas.config.generator import LIVE, POOL_NAME, REWARDING_WORKFLOWS, GeneratorConfig, PoolConfig, SamplingConfig
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
-from schemas.config.run import (
-    BrokerConfig,
-    FlowConfig,
-    LogConfig,
-    ModelConfig,
-    RunConfig,
-    TraceConfig,
-    count_slots,
-)
+from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, TraceConfig, count_slots
 from schemas.config.trainer import TrainerConfig
 
 PoolName = Annotated[

@@ -1,8 +1,6 @@
 """The trainer: optimizer, adapter, critic, checkpoints, and how its ranks share the model."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -46,7 +44,7 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises from 0 to lr.")
 
     @model_validator(mode="after")
-    def _check_offload(self) -> OptimizerConfig:
+    def _check_offload(self) -> Self:
         if self.offload and self.name == "adamw_8bit":
             raise ValueError(
                 "trainer.optimizer.offload true with name adamw_8bit: its packed state stays on the device; set name"
@@ -161,7 +159,7 @@ class ParallelConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _check_expert(self) -> ParallelConfig:
+    def _check_expert(self) -> Self:
         if self.expert not in (1, self.tensor):
             raise ValueError(
                 f"trainer.parallel.expert {self.expert} must be 1 or that of tensor, {self.tensor}: the ranks that"
@@ -399,7 +397,7 @@ class TrainerConfig(Section):
         return bool(self.kl.coef) and not self.lora_off and self.kl.reference != "teacher"
 
     @model_validator(mode="after")
-    def _check_reference(self) -> TrainerConfig:
+    def _check_reference(self) -> Self:
         if self.kl.reference == "lora_off" and self.lora is None:
             raise ValueError(
                 "trainer.kl.reference lora_off is the policy without its adapter, but trainer.lora is not set: set it,"
@@ -413,7 +411,7 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_parallel(self) -> TrainerConfig:
+    def _check_parallel(self) -> Self:
         # Your own launcher starts several trainers with one process each.
         if self.processes > 1 and self.processes % self.parallel.unit:
             raise ValueError(
@@ -433,7 +431,7 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_router_replay(self) -> TrainerConfig:
+    def _check_router_replay(self) -> Self:
         if self.router_replay and self.compile:
             raise ValueError(
                 "trainer.router_replay with trainer.compile: compiled layers cannot replay their experts;"
@@ -442,7 +440,7 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_optimizer(self) -> TrainerConfig:
+    def _check_optimizer(self) -> Self:
         if self.optimizer.name == "muon" and self.lora is not None:
             raise ValueError(
                 "trainer.optimizer.name muon with trainer.lora: an adapter trains two factors, of which neither is the"
@@ -451,7 +449,7 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_offload(self) -> TrainerConfig:
+    def _check_offload(self) -> Self:
         if self.activation_offload and self.activation_checkpointing in (False, "auto"):
             raise ValueError(
                 "trainer.activation_offload requires trainer.activation_checkpointing: set that to true or selective"
@@ -459,7 +457,7 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_critic(self) -> TrainerConfig:
+    def _check_critic(self) -> Self:
         if (self.advantage.name == "gae") != (self.critic is not None) and ":" not in self.advantage.name:
             raise ValueError(
                 "trainer.advantage.name gae and a trainer.critic section go together:"

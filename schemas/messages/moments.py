@@ -4,11 +4,9 @@ A trace travels as bytes, a line of JSON for each moment, so that services which
 anything, and add to it by appending.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -32,7 +30,7 @@ class Moment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     failed: bool = False
 
     @classmethod
-    def ending(cls, kind: MomentKind, name: str, seconds: float, tokens: int = 0, failed: bool = False) -> Moment:
+    def ending(cls, kind: MomentKind, name: str, seconds: float, tokens: int = 0, failed: bool = False) -> Self:
         """Return a moment of ``seconds`` that ends now."""
         now = now_us()
         return cls(kind, name, now - int(seconds * 1e6), now, tokens, failed)

@@ -5,11 +5,9 @@ may rewrite its history. Each is a segment. It is one row in training; the wire 
 may begin with the first tokens of an earlier segment's row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
@@ -105,7 +103,7 @@ class RoutedExperts(msgspec.Struct, frozen=True, gc=False):
     chosen: Array
 
     @classmethod
-    def of(cls, chosen: npt.NDArray[Any]) -> RoutedExperts:
+    def of(cls, chosen: npt.NDArray[Any]) -> Self:
         """Pack choices, uint8 or uint16 [T, L, k]."""
         dtype = "u1" if chosen.itemsize == 1 else "u2"
         return cls(chosen.shape[1], chosen.shape[2], Array.of(chosen.reshape(-1), dtype))

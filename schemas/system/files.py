@@ -4,8 +4,6 @@ A durable write survives a loss of power once the call has returned: the file is
 renamed, and its folder after.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -9,8 +9,6 @@ that a search for the service by its command line doesn't find the guardian too)
 the service is asked to end and soon killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -5,8 +5,6 @@ worker therefore end with it, and all of them end with this process. Workers see
 variables, without the service's secrets.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """How a process is distinguished from others, also from a later one with the same number."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

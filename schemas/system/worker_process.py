@@ -3,8 +3,6 @@
 A message is its length, 4 bytes little-endian, and MessagePack. A message of length 0 has no body.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -4,8 +4,6 @@ It is the only file of the broker that loads torch, so nothing imports it. It ho
 broadcast, an instance of the backend's class: it neither needs nor touches a default process group.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """The deadline of a call that runs beside others: a clock that stands still while the call waits for its turn."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ two lists of token ids, and the data of the task as keywords. Wrong reference da
 ValueError: such a sample is excluded. A wrong completion is an ordinary reward of 0.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -236,10 +234,7 @@ def _load_reward_model(path: str, batch_tokens: int = 16_384) -> None:
 
 
 @reward(
-    needs=("torch", "train"),
-    check=_check_reward_model,
-    settings=("path", "batch_tokens"),
-    prepare=_load_reward_model,
+    needs=("torch", "train"), check=_check_reward_model, settings=("path", "batch_tokens"), prepare=_load_reward_model
 )
 def reward_model(
     prompts: list[str],

@@ -7,8 +7,6 @@ Mathematical equality of answers written in LaTeX or plain text, by math-verify.
 Its own time limits turn a slow comparison into "wrong"; they are off, the worker's deadline counts.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import string

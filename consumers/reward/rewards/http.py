@@ -6,8 +6,6 @@ only a request that does no harm twice is repeated. Waiting, as ``Retry-After`` 
 the call that was refused, and of no other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import email.utils
 import json

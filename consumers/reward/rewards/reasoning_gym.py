@@ -4,8 +4,6 @@ Making it again, with the hash seed fixed, keeps what MessagePack would not: tup
 task's own objects. A digest makes sure that it is the same problem.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Rewards that servers give: a scorer of the user's own, and a reward model that vLLM serves."""
 
-from __future__ import annotations
-
 import json
 import numbers
 from typing import Any

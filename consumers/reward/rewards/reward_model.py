@@ -1,7 +1,5 @@
 """Scores by a trained reward model, such as ``tidemill reward-model`` makes; loads torch in the worker only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any

@@ -4,8 +4,6 @@ A teacher reads the policy's token ids, so it needs the policy's tokenizer; depl
 before a run starts. torch is loaded in the worker alone.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

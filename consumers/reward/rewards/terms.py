@@ -5,8 +5,6 @@ function does into a TermResult. A function that needs more than its signature s
 of these names; a plain one runs in a killable worker process with a deadline.
 """
 
-from __future__ import annotations
-
 import asyncio
 import difflib
 import importlib.util

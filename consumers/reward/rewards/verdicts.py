@@ -3,8 +3,6 @@
 Nothing is guessed: an answer that can't be read gives None, never 0.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 What they are about is text here: the answer in the completion's last box or ``<answer>`` tag, beside the reference.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from fractions import Fraction

@@ -6,13 +6,12 @@ wrote nonsense is not known. Each of them is then called again, alone, and the c
 schemas/system/guarded_process.py says what ends with a worker, and what a worker sees. Nothing is pickled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import msgspec
 
@@ -83,7 +82,7 @@ class WorkerPool:
         self._workers = [_Worker(setup, self._waiting, capacity, start_timeout_s, env) for _ in range(workers)]
         self._running: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> WorkerPool:
+    async def __aenter__(self) -> Self:
         self._running = [asyncio.create_task(worker.run()) for worker in self._workers]
         for task in self._running:
             task.add_done_callback(self._drop_all)

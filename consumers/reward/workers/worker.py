@@ -6,8 +6,6 @@ event loop for life, and says each second that it is alive. The worker of a func
 process ends with the connection, and with its guardian (schemas/system/guard.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib
@@ -17,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -45,7 +43,7 @@ class WorkerSetup(msgspec.Struct):
     timeout_s: float
 
     @classmethod
-    def of(cls, terms: Sequence[RewardTerm], base: Path, serves: Sequence[int], timeout_s: float) -> WorkerSetup:
+    def of(cls, terms: Sequence[RewardTerm], base: Path, serves: Sequence[int], timeout_s: float) -> Self:
         """Return the set-up of a worker of this process."""
         return cls([term.model_dump() for term in terms], str(base.resolve()), list(sys.path), list(serves), timeout_s)
 

@@ -10,8 +10,6 @@ Advantages that differ from token to token (discounted returns, with KL in the r
 is no step of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeAlias

@@ -5,11 +5,9 @@ denominators count the whole optimizer step, all micro-batches and ranks, before
 mask: a token that a loss masks or clips still counts. Groups are never split over ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +28,7 @@ class Totals:
     max_tokens: int
 
     @classmethod
-    def of(cls, lengths: npt.NDArray[np.int64], groups: npt.NDArray[np.int64], max_tokens: int) -> Totals:
+    def of(cls, lengths: npt.NDArray[np.int64], groups: npt.NDArray[np.int64], max_tokens: int) -> Self:
         """Count a step. lengths: loss tokens of each sequence; groups: index of its group; int64 [S]."""
         there = lengths > 0
         return cls(int(lengths.sum()), int(there.sum()), len(np.unique(groups[there])), max_tokens)

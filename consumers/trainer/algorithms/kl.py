@@ -5,8 +5,6 @@ k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d. These are about tokens of the policy i
 policy's: in the loss they are weighed by policy / rollout policy, in the reward the policy loss does that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeAlias
 

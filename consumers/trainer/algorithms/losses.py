@@ -8,13 +8,11 @@ Most losses look at one token and two policies. ``decoupled_ppo`` clips around a
 the rollout policy only weighs the data; ``gspo`` looks at the whole sequence, ``m2po`` at the whole step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import isclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -104,7 +102,7 @@ class BoundLoss:
     select_tokens: Callable[[Sequence[LossInputs], AllReduceSum], list[Tensor]] | None = None
 
     @classmethod
-    def load(cls, name: str, args: dict[str, Any], base: Path | None = None) -> BoundLoss:
+    def load(cls, name: str, args: dict[str, Any], base: Path | None = None) -> Self:
         """Load the loss called ``name``; ConfigError if it does not exist or does not take these arguments.
 
         base: where users' own files are looked up.

@@ -8,11 +8,10 @@ dividing by the kept tokens gives another loss.
 Everything here is pure: the step knows nothing of these parts, and they know nothing of averaging or of models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ class Rule:
     estimator: Estimator | None
 
     @classmethod
-    def of(cls, settings: RejectionConfig, base: Path | None = None) -> Rule:
+    def of(cls, settings: RejectionConfig, base: Path | None = None) -> Self:
         """Look up the measure of an entry; ConfigError if there is no such measure."""
         known = settings.measure == "ratio"
         return cls(settings, None if known else KL_ESTIMATORS.get(settings.measure, base))
@@ -89,7 +88,7 @@ class Objective:
     taught: bool = False
 
     @classmethod
-    def from_config(cls, settings: TrainerConfig, base: Path | None = None) -> Objective:
+    def from_config(cls, settings: TrainerConfig, base: Path | None = None) -> Self:
         """Build the objective; ConfigError if a name does not exist, or does not take its arguments."""
         loss, kl = settings.loss, settings.kl
         return cls(

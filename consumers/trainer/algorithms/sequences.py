@@ -3,8 +3,6 @@
 Which sequence a token belongs to is an id at the token; only loss tokens count, in the order in which they stand.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Comparison of the training state with a checkpoint, tensor by tensor and to the last bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

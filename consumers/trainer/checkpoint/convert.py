@@ -3,8 +3,6 @@
 Only the policy's weights are read: neither the optimizer nor a critic takes memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast

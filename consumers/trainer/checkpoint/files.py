@@ -3,8 +3,6 @@
 A marker with the size and digest of every file completes a checkpoint: ``damage`` says what has changed since.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

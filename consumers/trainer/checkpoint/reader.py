@@ -4,8 +4,6 @@ A checkpoint lies where other services may write, and may be another user's. PyT
 that ``.metadata`` or a value that is no tensor names.
 """
 
-from __future__ import annotations
-
 import enum
 import io
 import pickle

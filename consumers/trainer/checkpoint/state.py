@@ -5,8 +5,6 @@ alone, since the rest never changes. The states of the random generators are JSO
 numbers.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any, cast
 

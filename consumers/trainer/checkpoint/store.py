@@ -9,8 +9,6 @@ not; the rest is JSON. Every rank writes its part, so all of them need the same 
 bit for bit: the next step is that of ranks which never stopped.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import re
@@ -113,13 +111,7 @@ class CheckpointStore:
         """
         return self.write(
             self.take(
-                train,
-                step=step,
-                version=version,
-                leader_term=leader_term,
-                extra=extra,
-                copy=False,
-                evaluated=evaluated,
+                train, step=step, version=version, leader_term=leader_term, extra=extra, copy=False, evaluated=evaluated
             )
         )
 

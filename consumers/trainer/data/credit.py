@@ -10,8 +10,6 @@ row's own time does not count the other's tokens, like what a tool says: with ga
 a reward of the other row less discounted than in the sample's time. A KL penalty counts in its own row alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """The groups of a step: the samples of a prompt with their rewards, and the journal record that names them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

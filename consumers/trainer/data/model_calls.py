@@ -4,8 +4,6 @@ The sample's reward is the sum of what its calls earned. If a turn says what it 
 is the last call's, so that without such turns the last call has it all.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A sample without segments is one row, with its arrays as they are. In a row of a
 shares with an earlier row are context: the model reads them, and the other row trains them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

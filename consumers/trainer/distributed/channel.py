@@ -4,8 +4,6 @@ A rank may wait here for as long as a batch takes. There is no deadline, because
 gone.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch

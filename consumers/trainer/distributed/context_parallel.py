@@ -5,8 +5,6 @@ away its tokens' heads and gets all tokens of its own heads, so that any kernel 
 exchanges the result back.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ while its engine is awake. Rank 0 also holds the lock that makes generators slee
 process that dies, so that a crash in any state leaves the GPUs to the others.
 """
 
-from __future__ import annotations
-
 import time
 
 import structlog

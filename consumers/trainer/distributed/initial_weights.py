@@ -4,8 +4,6 @@ So main memory holds a model once, not once for each rank, and files are read on
 weights, on PyTorch's meta device.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

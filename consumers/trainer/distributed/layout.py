@@ -4,11 +4,9 @@ Ranks are numbered with tensor innermost, then context, shard and replicate: nei
 one machine.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transformers import AutoConfig
 from transformers.activations import ACT2FN
@@ -38,7 +36,7 @@ class Layout:
     expert: int = 1
 
     @classmethod
-    def of(cls, world: int, parallel: ParallelConfig) -> Layout:
+    def of(cls, world: int, parallel: ParallelConfig) -> Self:
         """Lay out ``world`` ranks; what the configuration leaves over is shard. ConfigError if nothing whole is."""
         if world % parallel.unit:
             raise ConfigError(

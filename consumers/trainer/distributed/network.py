@@ -4,8 +4,6 @@ gloo listens at the address of the machine's own name and tells the other ranks 
 loopback address, as Debian writes it to /etc/hosts, ranks of other machines cannot connect.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import MutableMapping

@@ -5,8 +5,6 @@ with their views and shared memory, and none of them is valid in between. Bytes 
 afterwards, NaN included.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """A rank's place in a group that shares one computation, and the modules that know theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """Which weights of a model transformers keeps in float32 though the rest is stored and computed in 16 bits."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -8,8 +8,6 @@ Every rank calls collectives in the same order. A rank that never comes fails th
 that dies is noticed earlier, by watchdog.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -17,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import structlog
 import torch
@@ -78,7 +76,7 @@ class Ranks:
         self.dp_rank = self.layout.dp_rank_of(self.rank)
 
     @classmethod
-    def of(cls, trainer: TrainerConfig) -> Ranks:
+    def of(cls, trainer: TrainerConfig) -> Self:
         """Join the ranks that the configuration names, computing with its ``threads``."""
         if trainer.threads:
             torch.set_num_threads(trainer.threads)

@@ -5,8 +5,6 @@ The output layer gives each rank logits of its own rows of the vocabulary (model
 what is in ``grad``, and would count a first micro-batch again at the second; sharding takes it away in between.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import cast
 

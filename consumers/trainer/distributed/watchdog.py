@@ -4,8 +4,6 @@ A killed process is noticed at once, because its connection closes; a silent mac
 being killed, which is safe at any point: the checkpoint and the journal hold everything needed.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import selectors

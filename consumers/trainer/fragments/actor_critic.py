@@ -1,7 +1,5 @@
 """The networks of model.kind mlp: an actor, which is published, and a critic, which only the trainer has."""
 
-from __future__ import annotations
-
 import copy
 import math
 from itertools import pairwise

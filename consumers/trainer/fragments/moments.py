@@ -5,8 +5,6 @@ observed is counted in the step that trains it, so that it follows from the frag
 were played.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

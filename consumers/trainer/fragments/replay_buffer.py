@@ -5,8 +5,6 @@ which are trained again after a restore. A draw is a function of a generator and
 it is the same then.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Sequence

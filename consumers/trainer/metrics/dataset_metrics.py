@@ -3,8 +3,6 @@
 Groups are counted when they are complete, before any is filtered out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A step trains the groups that teach something. How many are always or never solv
 shows only in all complete groups, so these are counted from one step to the next.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ tails, and those of a sample depend on one another. An excess is a fault only if
 standard errors over whole samples (a t-test against the allowed mean, which one strange sample can't pass).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,12 +5,11 @@ KL(rollout policy || policy) (http://joschu.net/blog/kl-approx.html), never nega
 effective sample size (sum r)^2 / (N * sum r^2), 1 when both policies agree.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -160,7 +159,7 @@ class StepMeter:
         self.samples = {sample: found for sample, found in enumerate(total) if found[0]}
 
     @classmethod
-    def combine(cls, meters: Sequence[StepMeter], epochs: int) -> StepMeter:
+    def combine(cls, meters: Sequence[Self], epochs: int) -> Self:
         """Combine the updates of a step, of all ranks: each token counts once, with its mean over the epochs.
 
         The gap to the rollout policy, and all of ``samples``, is that of the first update alone, before which the

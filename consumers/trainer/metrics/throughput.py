@@ -1,7 +1,5 @@
 """Speed and memory of a step: floating-point operations, the share of the hardware's peak, memory, tokens a second."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from collections.abc import Mapping

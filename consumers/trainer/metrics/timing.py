@@ -3,8 +3,6 @@
 The profiles of ``trainer.profile_steps`` are opened in https://ui.perfetto.dev.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ Layers may be computed again in backward, wholly or all but their attention, who
 sample's length; what is kept between layers may wait in main memory.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, Literal

@@ -4,8 +4,6 @@ Each layer by itself, so that it is compiled once for all of them, works under a
 the rest of the model stays as it is. Numbers of tokens are symbols: a batch of another size is not compiled again.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from importlib.util import find_spec

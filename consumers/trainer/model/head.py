@@ -7,8 +7,6 @@ part. If the vocabulary is cut over ranks, each computes the logits of its own r
 numbers of each token from the others.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

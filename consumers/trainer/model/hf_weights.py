@@ -4,8 +4,6 @@ A policy with an adapter publishes that alone, by peft's names; in a model folde
 head of a safetensors file is made here; vLLM's ``load_weights`` takes the file as it is.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

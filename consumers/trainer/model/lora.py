@@ -4,8 +4,6 @@ LoRA (arXiv 2106.09685): W + alpha / rank * B A with W frozen, B zero at first. 
 needs more digits of it, and every forward pass would cast them away. A and B are float32, like all that is trained.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

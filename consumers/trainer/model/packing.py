@@ -12,8 +12,6 @@ Whatever works on each token alone (projections, norms, the MLP) needs it once; 
 sequences.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

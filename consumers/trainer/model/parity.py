@@ -7,8 +7,6 @@ whether training computes what evaluation does, and whether no token sees later 
 configuration keeps its values, for training elsewhere.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any, TypeVar

@@ -5,8 +5,6 @@ Sequences are packed where the model allows it (packing.py), and the output laye
 whole rows.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The probe that every weight version is published with: tokens, and what the trainer's own weights say to them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

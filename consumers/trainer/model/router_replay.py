@@ -5,8 +5,6 @@ of all after it changes by much more than rounding. Replay takes the choice from
 chosen experts from the trainer's own router, so that its gradient stays (rollout routing replay, arXiv:2510.11370).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

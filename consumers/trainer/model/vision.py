@@ -5,8 +5,6 @@ tokens stand for an image is known by position, because the policy may sample th
 parts of the model are called here one by one, and a trial run compares the outcome with the model's own forward pass.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Samples of evaluations in the run's folder: samples/eval-VERSION.jsonl, a line for each held-out prompt."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection
 from pathlib import Path

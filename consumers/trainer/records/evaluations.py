@@ -4,8 +4,6 @@ A line is flushed to the disk before the next one is written, and a weight versi
 scored never changes, and a trainer that resumes a run first reads the file.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

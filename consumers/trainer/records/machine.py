@@ -4,8 +4,6 @@ Versions of packages, the machine, and the git commit of the folder in which the
 that starts writes it, and keeps those of earlier trainers in ``before``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

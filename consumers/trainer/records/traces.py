@@ -5,8 +5,6 @@ is lost, and training continues. The ids follow from run, task and sample: a ste
 has the same spans again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

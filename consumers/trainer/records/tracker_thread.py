@@ -4,8 +4,6 @@ Calls are done in the order in which they are given. If one raises or takes long
 and ``problem`` says why.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

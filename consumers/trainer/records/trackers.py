@@ -199,9 +199,7 @@ def _start(
     accelerator.log_with = [own(config.run.name, str(folder)) if own is not None else name]
     title, arguments = listed_as(config, name, folder, resumed=resumed)
     accelerator.init_trackers(
-        title,
-        config=None if resumed else _flat(config.model_dump(mode="json")),
-        init_kwargs={name: arguments},
+        title, config=None if resumed else _flat(config.model_dump(mode="json")), init_kwargs={name: arguments}
     )
     return list(accelerator.trackers)
 

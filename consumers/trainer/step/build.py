@@ -1,7 +1,5 @@
 """A run's training step, put together from its configuration: models, loss, advantages, optimizer."""
 
-from __future__ import annotations
-
 import torch
 
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS

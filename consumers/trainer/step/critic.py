@@ -3,8 +3,6 @@
 It gives the values that ``gae`` needs, before the step's first gradient, and is trained on the same step's returns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Everything random follows from run.seed and the step's number, so the same fragments give the same weights to the bit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, cast
 

@@ -9,8 +9,6 @@ is a power of two, so that it rounds nothing. If a gradient overflows, it is com
 sampling the step's data again would be expensive. bfloat16 and float32 reach down to 1e-38 and need no scale.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -3,8 +3,6 @@
 Ranks, checkpoints, weight versions and the loop around a step know nothing else of it.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Each has its state from the start: a checkpoint of step 0 has it, too. A weight 
 that of the embedding.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ The reference policy's log-probabilities, advantages of single tokens, and what 
 whole step. None of them costs a forward pass unless the configuration asks for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ New transitions go into the buffer, then there are as many updates as trainer.sa
 that of Stable-Baselines3. Everything random follows from run.seed and the step's number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

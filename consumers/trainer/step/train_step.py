@@ -5,8 +5,6 @@ epochs as configured. Gradients are sums of weighted token losses, so they don't
 update whose loss or gradient is not finite changes no weight, not the critic's either, and the step's result says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

@@ -4,15 +4,13 @@ It runs many episodes at once. An episode that reaches its deadline is asked to 
 the event loop, the process is killed with all its children, and its other episodes become ``neighbour``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import structlog
@@ -120,7 +118,7 @@ class AgentProcess:
         base: Path,
         settings: AgentsConfig,
         clock: Callable[[], float] = time.monotonic,
-    ) -> AgentProcess:
+    ) -> Self:
         """Start a process and wait until the agent is loaded.
 
         ConfigError if the agent can't be loaded, InfraError if the process does not start. clock: see AgentWorkers.

@@ -1,9 +1,8 @@
 """Requests in flight in the transformers engine, and the reports of its thread to the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -51,7 +50,7 @@ class RequestReport:
     whole: list[Completion] | None
 
     @classmethod
-    def end(cls, request: Request) -> RequestReport:
+    def end(cls, request: Request) -> Self:
         """Mark the request as finished with the tokens it has."""
         request.stop()
         return cls(request, [], [completion_of(row) for row in request.rows])

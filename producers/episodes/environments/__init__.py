@@ -1,7 +1,5 @@
 """Environments of other packages, in worker processes with an interpreter of their own where packages conflict."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _HERE = Path(__file__).parent

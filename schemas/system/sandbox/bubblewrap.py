@@ -4,8 +4,6 @@ The program sees /usr, its own files, and nothing else of this machine: no netwo
 service that runs as root starts it as an ordinary user, since the kernel's limit of processes doesn't hold for root.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Ways to run a program in a sandbox, the choice among them by what works on this machine, and a program's start."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

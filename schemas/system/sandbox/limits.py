@@ -1,7 +1,5 @@
 """Limits and files of a program in a sandbox, and its outcome."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

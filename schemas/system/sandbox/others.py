@@ -1,7 +1,5 @@
 """The commands of other ways to sandbox a program: sandlock, which needs no namespaces, gVisor, and none at all."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

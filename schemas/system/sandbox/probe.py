@@ -1,7 +1,5 @@
 """Properties of this machine's sandboxes, found by a program that tries to break out."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """A program that runs in a sandbox, however it was started: its streams and its end, with all that it started."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -13,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import IO, Literal, Protocol, Self
 
 from schemas.errors import InfraError
 from schemas.system import guard
@@ -140,7 +138,7 @@ class Running:
         self._ended = False
         self.code: int | None = None
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,8 +3,6 @@
 SETTINGS are keywords of sandlock's Sandbox, as JSON. Exit code 125 means that there is no sandbox.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ What a case expects of stdout or of a call never gets into the sandbox: a progra
 compared out here. A test made of assertions runs beside the program.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

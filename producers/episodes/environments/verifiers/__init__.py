@@ -3,8 +3,6 @@
 The package need not fit ours: program.py runs in an interpreter that has it, in both places.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 PROGRAM = Path(__file__).parent / "program.py"

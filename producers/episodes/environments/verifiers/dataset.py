@@ -1,7 +1,5 @@
 """The dataset ``verifiers``: the tasks of an environment of that package, made by the interpreter that has it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

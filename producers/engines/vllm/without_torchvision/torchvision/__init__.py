@@ -5,8 +5,6 @@ ourselves (schemas/images/), so none of it is called. The registry's torchvision
 build: it is linked to CUDA.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
