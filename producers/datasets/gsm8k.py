@@ -4,10 +4,10 @@ Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems" (arXiv 2110.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from producers.datasets.base import Example
-from producers.datasets.hf import load_table
+from producers.datasets.base import Dataset, Example
+from producers.datasets.hf import HuggingFace
 from producers.datasets.jsonl import Jsonl
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage
@@ -43,9 +43,9 @@ class Gsm8k:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Example:
-        question, solution = self._rows[index]
-        data = {"answer": gold_answer(solution)}
-        prompt = f"{question}\n\n{self._instruction}" if self._instruction else question
+        row = self._rows[index]
+        data = {"answer": gold_answer(str(row.data["answer"]))}
+        prompt = f"{row.text}\n\n{self._instruction}" if self._instruction else str(row.text)
         if not self._chat:
             return Example(text=f"{prompt}\n", data=data)
         messages = [ChatMessage("user", prompt)]
@@ -62,43 +62,12 @@ def gold_answer(solution: str) -> str:
     return answer.strip().replace(",", "")
 
 
-class _File:
-    """(question, solution) pairs of one published file."""
-
-    def __init__(self, file: Path) -> None:
-        self._lines = Jsonl(file.parent, file.name, prompt="question", fields=[])
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: int) -> tuple[str, str]:
-        example = self._lines[index]
-        return str(example.text), str(example.data["answer"])
-
-
-class _Table:
-    """(question, solution) pairs of a Hugging Face table."""
-
-    def __init__(self, table: Any) -> None:
-        missing = {"question", "answer"} - set(table.column_names)
-        if missing:
-            raise ConfigError(f"gsm8k: the dataset has no column {' and '.join(map(repr, sorted(missing)))}")
-        self._table = table
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: int) -> tuple[str, str]:
-        row = self._table[index]
-        return row["question"], row["answer"]
-
-
-def _open(base: Path, path: str, split: str) -> _File | _Table:
+def _open(base: Path, path: str, split: str) -> Dataset:
     folder = base / Path(path).expanduser()
     file = folder / f"{split}.jsonl"
     if file.is_file():
-        return _File(file)
+        return Jsonl(folder, file.name, prompt="question", fields=[])
     saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
     if folder.is_dir() and not saved:
         raise ConfigError(f"gsm8k: {folder} has no {split}.jsonl")
-    return _Table(load_table(base, path, split, None if saved else "main"))
+    return HuggingFace(base, path, split, None if saved else "main", prompt="question", fields=[])
