@@ -8,13 +8,15 @@ ValueError: such a sample is excluded. A wrong completion is an ordinary reward 
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from consumers.reward.rewards import grading, vision
 from consumers.reward.rewards import reward_model as models
 from consumers.reward.rewards.grading import final_number, gold_number
 from consumers.reward.rewards.programs import score as programs
-from consumers.reward.rewards.terms import reward
+from consumers.reward.rewards.terms import Positive, reward
 
 
 @reward(inline=True)
@@ -27,14 +29,14 @@ def episode(
     return reward
 
 
-def _check_supervised(field: str = "answer") -> None:
-    if not isinstance(field, str) or not field:
-        raise ValueError(f"field {field!r} must be the name of a field of the dataset, such as answer")
-
-
-@reward(inline=True, check=_check_supervised, settings=("field",), trains_only=True)
+@reward(inline=True, settings=("field",), trains_only=True)
 def supervised(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, field: str = "answer"
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    field: Annotated[str, Field(min_length=1)] = "answer",
 ) -> float:
     """Return 0: the sample is an answer of the dataset, which the trainer learns by cross-entropy.
 
@@ -54,9 +56,9 @@ def code(
     completion_ids: list[int],
     *,
     sandbox: str = "auto",
-    timeout_s: float = 5.0,
-    memory_mb: int = 512,
-    processes: int = 16,
+    timeout_s: Annotated[float, Field(gt=0)] = 5.0,
+    memory_mb: Positive = 512,
+    processes: Positive = 16,
     partial: bool = True,
     python: str | None = None,
     command: Sequence[str] | None = None,
@@ -103,10 +105,7 @@ def gsm8k(
     return float(found is not None and found == gold)
 
 
-def _check_length(max_tokens: int, overlong_buffer: int, factor: float = 1.0) -> None:
-    for name, value in (("max_tokens", max_tokens), ("overlong_buffer", overlong_buffer), ("factor", factor)):
-        if isinstance(value, bool) or not isinstance(value, int if name != "factor" else (int, float)) or value <= 0:
-            raise ValueError(f"{name} {value!r} must be a number above 0")
+def _check_length(max_tokens: int, overlong_buffer: int, **_: Any) -> None:
     if overlong_buffer > max_tokens:
         raise ValueError(f"overlong_buffer {overlong_buffer} is larger than max_tokens {max_tokens}")
 
@@ -118,9 +117,9 @@ def length(
     prompt_ids: list[int],
     completion_ids: list[int],
     *,
-    max_tokens: int,
-    overlong_buffer: int,
-    factor: float = 1.0,
+    max_tokens: Positive,
+    overlong_buffer: Positive,
+    factor: Annotated[float, Field(gt=0)] = 1.0,
     **data: Any,
 ) -> float:
     """Soft overlong penalty: 0 up to ``max_tokens - overlong_buffer`` tokens, then down to ``-factor``.
@@ -137,10 +136,8 @@ def _check_format(regex: str | None = None, tags: list[str] | None = None) -> No
             raise ValueError("give regex or tags, not both")
         try:
             re.compile(regex)
-        except (re.error, TypeError) as error:
+        except re.error as error:
             raise ValueError(f"regex {regex!r} is wrong: {error}") from error
-    elif tags is not None and (not isinstance(tags, list) or not tags or not all(isinstance(t, str) for t in tags)):
-        raise ValueError(f"tags {tags!r} must be a list of names such as [think, answer]")
 
 
 # A user's regular expression may backtrack for ever; only tags are bounded.
@@ -152,7 +149,7 @@ def format(
     completion_ids: list[int],
     *,
     regex: str | None = None,
-    tags: list[str] | None = None,
+    tags: Annotated[list[str], Field(min_length=1)] | None = None,
     **data: Any,
 ) -> float:
     """1 if the completion has the wanted form.
@@ -224,18 +221,7 @@ def reasoning_gym(
     return score(reasoning_gym, completion, require_tags)
 
 
-def _check_reward_model(path: str, batch_tokens: int = 16_384) -> None:
-    if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int) or batch_tokens < 1:
-        raise ValueError(f"batch_tokens {batch_tokens!r} must be a whole number of 1 or more")
-
-
-def _load_reward_model(path: str, batch_tokens: int = 16_384) -> None:
-    models.load(path)
-
-
-@reward(
-    needs=("torch", "train"), check=_check_reward_model, settings=("path", "batch_tokens"), prepare=_load_reward_model
-)
+@reward(needs=("torch", "train"), settings=("path", "batch_tokens"), prepare=lambda path, **_: models.load(path))
 def reward_model(
     prompts: list[str],
     completions: list[str],
@@ -244,7 +230,7 @@ def reward_model(
     *,
     path: str,
     row_ids: list[list[int]],
-    batch_tokens: int = 16_384,
+    batch_tokens: Positive = 16_384,
     **columns: Any,
 ) -> list[float]:
     """Return the scores of a reward model in the folder ``path``: a sequence classifier with one label.

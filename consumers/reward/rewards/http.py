@@ -92,6 +92,11 @@ def key_headers(api_key_env: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+def key_variables(api_key_env: str | None = None, **_: Any) -> list[str]:
+    """Return the names of the environment variables that hold the key of a server."""
+    return [api_key_env] if api_key_env else []
+
+
 def check_url(name: str, url: Any) -> None:
     """Raise ValueError unless this is the address of a server."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):

@@ -12,11 +12,13 @@ import json
 import re
 import weakref
 from collections import OrderedDict
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from consumers.reward.rewards.clock import call_clock
-from consumers.reward.rewards.http import Pace, check_url, key_headers, post_json
-from consumers.reward.rewards.terms import reward
+from consumers.reward.rewards.http import Pace, check_url, key_headers, key_variables, post_json
+from consumers.reward.rewards.terms import Positive, reward
 from consumers.reward.rewards.verdicts import check_parse, combine, read_verdict
 
 _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -27,33 +29,20 @@ _judges: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Judge]] 
 
 def _check(
     base_url: str,
-    model: str,
     template: str,
     parse: dict[str, Any],
-    system: str | None = None,
-    api_key_env: str | None = None,
     requests_per_minute: float | None = None,
     samples: int = 1,
-    combine: str = "mean",
-    cache: int = 10_000,
     request: dict[str, Any] | None = None,
+    **_: Any,
 ) -> None:
     check_url("base_url", base_url)
-    if not isinstance(template, str) or ("{completion}" not in template and "{messages}" not in template):
+    if "{completion}" not in template and "{messages}" not in template:
         raise ValueError("template must show the judge {completion} or {messages}")
     check_parse(parse)
-    for name, value, least in (("samples", samples, 1), ("cache", cache, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} {value!r} must be a whole number of {least} or more")
-    if combine not in ("mean", "majority"):
-        raise ValueError(f"combine {combine!r} must be mean or majority")
-    if requests_per_minute is not None and (
-        isinstance(requests_per_minute, bool)
-        or not isinstance(requests_per_minute, (int, float))
-        or requests_per_minute < samples
-    ):
+    if requests_per_minute is not None and requests_per_minute < samples:
         raise ValueError(f"requests_per_minute {requests_per_minute!r} must be a number of {samples} (samples) or more")
-    if request is not None and (not isinstance(request, dict) or {"model", "messages", "stream", "n"} & request.keys()):
+    if request is not None and {"model", "messages", "stream", "n"} & request.keys():
         raise ValueError("request must be settings such as {temperature: 0}, without model, messages, stream and n")
 
 
@@ -65,7 +54,7 @@ def _check(
         "base_url", "model", "template", "parse", "system", "api_key_env", "requests_per_minute", "samples", "combine",
         "cache", "request",
     ),
-    secrets=lambda **args: [args["api_key_env"]] if args.get("api_key_env") else [],
+    secrets=key_variables,
 )  # fmt: skip
 async def judge(
     prompt: str,
@@ -80,9 +69,9 @@ async def judge(
     system: str | None = None,
     api_key_env: str | None = None,
     requests_per_minute: float | None = None,
-    samples: int = 1,
-    combine: str = "mean",
-    cache: int = 10_000,
+    samples: Positive = 1,
+    combine: Literal["mean", "majority"] = "mean",
+    cache: Annotated[int, Field(ge=0)] = 10_000,
     request: dict[str, Any] | None = None,
     **data: Any,
 ) -> float:

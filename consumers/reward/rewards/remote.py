@@ -2,29 +2,20 @@
 
 import json
 import numbers
-from typing import Any
+from typing import Annotated, Any
 
-from consumers.reward.rewards.http import check_url, key_headers, post_json
+from pydantic import Field
+
+from consumers.reward.rewards.http import check_url, key_headers, key_variables, post_json
 from consumers.reward.rewards.terms import reward
-
-
-def _secrets(**args: Any) -> list[str]:
-    return [args["api_key_env"]] if args.get("api_key_env") else []
-
-
-def _check_remote(url: str, api_key_env: str | None = None, idempotent: bool = False, ids: bool = False) -> None:
-    check_url("url", url)
-    for name, value in (("idempotent", idempotent), ("ids", ids)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} {value!r} must be true or false")
 
 
 @reward(
     needs=("httpx", "reward"),
-    check=_check_remote,
+    check=lambda url, **_: check_url("url", url),
     concurrency=16,
     settings=("url", "api_key_env", "idempotent", "ids"),
-    secrets=_secrets,
+    secrets=key_variables,
 )
 async def remote(
     prompt: str,
@@ -69,20 +60,12 @@ async def remote(
     return float(value)
 
 
-def _check_server(
-    base_url: str, model: str | None = None, api_key_env: str | None = None, eos_id: int | None = None
-) -> None:
-    check_url("base_url", base_url)
-    if eos_id is not None and (isinstance(eos_id, bool) or not isinstance(eos_id, int) or eos_id < 0):
-        raise ValueError(f"eos_id {eos_id!r} must be the id of the token that ends a sequence")
-
-
 @reward(
     needs=("httpx", "reward"),
-    check=_check_server,
+    check=lambda base_url, **_: check_url("base_url", base_url),
     concurrency=64,
     settings=("base_url", "model", "api_key_env", "eos_id"),
-    secrets=_secrets,
+    secrets=key_variables,
 )
 async def reward_model_server(
     prompt: str,
@@ -94,7 +77,7 @@ async def reward_model_server(
     row_ids: list[int],
     model: str | None = None,
     api_key_env: str | None = None,
-    eos_id: int | None = None,
+    eos_id: Annotated[int, Field(ge=0)] | None = None,
     **data: Any,
 ) -> float:
     """Return the score of a reward model served by `vllm serve PATH --runner pooling`, a classifier with one label.

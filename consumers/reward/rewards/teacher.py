@@ -8,25 +8,16 @@ import json
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from consumers.reward.rewards.http import check_url, key_headers, post_json
+from consumers.reward.rewards.http import check_url, key_headers, key_variables, post_json
 from consumers.reward.rewards.reward_model import batches, same_tokenizer
-from consumers.reward.rewards.terms import reward
+from consumers.reward.rewards.terms import Positive, reward
 from schemas.codec import Array
 from schemas.messages import Segment, rows_of
-
-_DTYPES = ("float32", "bfloat16", "float16")
-
-
-def _check_teacher(model: str, batch_tokens: int = 4096, dtype: str = "float32", device: str = "cpu") -> None:
-    if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int) or batch_tokens < 1:
-        raise ValueError(f"batch_tokens {batch_tokens!r} must be a whole number of 1 or more")
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype {dtype!r} must be one of {', '.join(_DTYPES)}")
 
 
 def _prepare_teacher(model: str, batch_tokens: int = 4096, dtype: str = "float32", device: str = "cpu") -> None:
@@ -35,7 +26,6 @@ def _prepare_teacher(model: str, batch_tokens: int = 4096, dtype: str = "float32
 
 @reward(
     needs=("torch", "train"),
-    check=_check_teacher,
     settings=("model", "batch_tokens", "dtype", "device"),
     prepare=_prepare_teacher,
     teacher=True,
@@ -50,8 +40,8 @@ def teacher(
     row_ids: list[list[int]],
     segments: list[list[Segment]],
     sampling_temperature: list[float],
-    batch_tokens: int = 4096,
-    dtype: str = "float32",
+    batch_tokens: Positive = 4096,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     device: str = "cpu",
     **columns: Any,
 ) -> list[npt.NDArray[np.float32]]:
@@ -131,20 +121,12 @@ def teacher_self(
     return self_logprobs.numpy()
 
 
-def _secrets(**args: Any) -> list[str]:
-    return [args["api_key_env"]] if args.get("api_key_env") else []
-
-
-def _check_server(base_url: str, model: str, api_key_env: str | None = None) -> None:
-    check_url("base_url", base_url)
-
-
 @reward(
     needs=("httpx", "reward"),
-    check=_check_server,
+    check=lambda base_url, **_: check_url("base_url", base_url),
     concurrency=64,
     settings=("base_url", "model", "api_key_env"),
-    secrets=_secrets,
+    secrets=key_variables,
     teacher=True,
 )
 async def teacher_server(

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
+from pydantic import Field
 
 from consumers.reward.rewards import REWARDS
 from consumers.reward.rewards.signatures import (
@@ -44,6 +45,7 @@ from schemas.messages import REWARD_RANGE, ScoreStatus, check_logprobs, is_rewar
 F = TypeVar("F", bound=Callable[..., Any])
 Finish: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine to its end, as asyncio.run does."""
+Positive: TypeAlias = Annotated[int, Field(ge=1)]
 BATCH = 32
 """Samples of a call of a function of lists that does not say."""
 WAIT_MS = 5.0
@@ -68,7 +70,8 @@ def reward(
     inline: its time is bounded by the length of its input, so it runs in the service's own
     process without a deadline; or a function of its arguments that says so.
     needs: the import it cannot do without, and the extra of tidemill that brings it.
-    check: called with the arguments of the configuration, ValueError when one is wrong.
+    check: called with the arguments of the configuration, which have the types of the function's hints; ValueError when
+    one is wrong.
     settings: parameters that the configuration alone gives, whatever fields the task's data has.
     concurrency: calls of an async function in flight at once, in a worker of its own.
     secrets: names of environment variables that its worker is shown, of the arguments of the configuration.
@@ -275,13 +278,16 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
             close = difflib.get_close_matches(name, allowed, n=1)
             hint = f", did you mean {close[0]!r}?" if close else f": one of {', '.join(allowed) or 'none'}"
             raise ConfigError(f"{where}: unknown argument {name!r}{hint}")
-    _check_args(function, term.args, where)
+    defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    required = [name for name in allowed if builtin and defaults[name] is inspect.Parameter.empty]
+    args = convert_arguments(where, function, term.args, {*required, *(name for name in term.args if name in named)})
+    _check_args(function, args, where)
     needs = getattr(function, "needs", None)
     if needs is not None and importlib.util.find_spec(needs[0]) is None:
         raise ConfigError(f"{where} needs the package {needs[0]}: pip install 'tidemill[{needs[1]}]'")
     inline = getattr(function, "inline", False)
     if callable(inline):
-        inline = inline(**term.args)
+        inline = inline(**args)
     concurrency, batch, wait_ms = _sharing(term, function, form, where)
     secrets = getattr(function, "secrets", None)
     hidden = {*FIELDS} if builtin else set()
@@ -289,7 +295,7 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
         label=label,
         weight=term.weight,
         function=function,
-        args=convert_arguments(where, function, term.args, [name for name in term.args if name in named]),
+        args=args,
         accepts=None if takes_any else frozenset(named) - hidden,
         inline=bool(inline) and not inspect.iscoroutinefunction(function),
         fields=FIELDS & frozenset(named),
@@ -300,7 +306,7 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
         wait_s=wait_ms / 1000,
         chat=False if term.chat is None and takes_text(function) else term.chat,
         own=frozenset(() if form == "positional" else OWN[form]) & frozenset(named),
-        secrets=tuple(secrets(**term.args)) if secrets is not None else (),
+        secrets=tuple(secrets(**args)) if secrets is not None else (),
         datasets=None if term.datasets is None else frozenset(term.datasets),
         teacher=getattr(function, "teacher", False) is True,
         trains_only=any(getattr(function, name, False) is True for name in ("teacher", "trains_only")),

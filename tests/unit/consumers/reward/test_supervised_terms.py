@@ -75,7 +75,7 @@ def test_settings_that_do_not_fit_given_answers_are_refused(terms: Any, sections
 
 
 def test_the_name_of_the_field_is_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="field '' must be the name of a field"):
+    with pytest.raises(ConfigError, match="argument 'field': '' is not allowed"):
         check_reward([RewardTerm(name="supervised", args={"field": ""})], tmp_path)
 
 

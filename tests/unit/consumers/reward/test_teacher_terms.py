@@ -257,10 +257,10 @@ def test_settings_that_do_not_fit_a_teacher_are_refused(
 
 def test_arguments_of_teachers_are_checked(tmp_path: Path) -> None:
     for term, reason in (
-        ({**TEACHER, "args": {"model": "x", "dtype": "int8"}}, "dtype 'int8' must be one of"),
-        ({**TEACHER, "args": {"model": "x", "batch_tokens": 0}}, "batch_tokens 0 must be"),
+        ({**TEACHER, "args": {"model": "x", "dtype": "int8"}}, "'int8' is not allowed, must be 'float32', 'bfloat16'"),
+        ({**TEACHER, "args": {"model": "x", "batch_tokens": 0}}, "'batch_tokens': 0 is not allowed, must be greater"),
         ({**SERVER, "args": {"base_url": "teacher:8000", "model": "x"}}, "must begin with http"),
-        ({**SERVER, "args": {"base_url": "http://t/v1"}}, "missing a required argument: 'model'"),
+        ({**SERVER, "args": {"base_url": "http://t/v1"}}, "argument 'model' is required and missing"),
     ):
         with pytest.raises(ConfigError, match=reason):
             check_reward(terms(term), tmp_path)
