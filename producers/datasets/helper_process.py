@@ -1,7 +1,6 @@
 """The process of a dataset whose examples come from another interpreter, or need environment variables of their own."""
 
 import json
-import socket
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -64,11 +63,9 @@ class HelperProcess:
         return process
 
     def _exchange(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        connection = (self._process or self._start()).connection
+        process = self._process or self._start()
         try:
-            connection.settimeout(timeout_s)
-            connection.sendall(json.dumps(request).encode() + b"\n")
-            reply = _read_line(connection)
+            reply: dict[str, Any] = json.loads(process.ask(json.dumps(request).encode(), timeout_s))
         except TimeoutError:
             raise InfraError(f"{self._name} made no example within {timeout_s:g} s: {request}") from None
         except OSError as error:
@@ -76,14 +73,3 @@ class HelperProcess:
         if "error" in reply:
             raise DataError(f"dataset {self._name.replace('-', '_')!r}: {reply['error']}")
         return reply
-
-
-def _read_line(connection: socket.socket) -> dict[str, Any]:
-    parts: list[bytes] = []
-    while not parts or not parts[-1].endswith(b"\n"):
-        part = connection.recv(65536)
-        if not part:
-            raise ConnectionError("it closed its output")
-        parts.append(part)
-    reply: dict[str, Any] = json.loads(b"".join(parts))
-    return reply

@@ -31,10 +31,15 @@ PASSED_ON = re.compile(
 """Environment variables that workers see; by the last a supervisor recognizes what it started."""
 
 
-def environment(further: Collection[str] = ()) -> dict[str, str]:
-    """Return the environment of a worker. further: names of variables that it sees in addition."""
-    shown = {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name) or name in further}
-    return {**shown, "PYTHONHASHSEED": "0"}
+OWN = {"PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"}
+"""Variables that describe this interpreter, so that another one must not see them."""
+
+
+def environment(further: Collection[str] = (), own: bool = True) -> dict[str, str]:
+    """Return the environment of a worker. further: variables that it sees in addition. own: it is this interpreter."""
+    passed = {name for name in os.environ if PASSED_ON.fullmatch(name) and (own or name not in OWN)}
+    names = passed | os.environ.keys() & set(further)
+    return {**{name: os.environ[name] for name in names}, "PYTHONHASHSEED": "0"}
 
 
 class GuardedProcess:

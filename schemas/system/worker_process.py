@@ -41,6 +41,18 @@ class WorkerProcess(GuardedProcess):
             theirs.close()
             unused.pop_all()
 
+    def ask(self, line: bytes, timeout_s: float) -> bytes:
+        """Send a line and return the line that answers it. TimeoutError after ``timeout_s``, OSError at the end."""
+        deadline, reply = time.monotonic() + timeout_s, bytearray()
+        self.connection.settimeout(timeout_s)
+        self.connection.sendall(line + b"\n")
+        while not reply.endswith(b"\n"):
+            self.connection.settimeout(max(1e-6, deadline - time.monotonic()))
+            if not (part := self.connection.recv(1 << 16)):
+                raise ConnectionResetError("it closed its output")
+            reply += part
+        return bytes(reply)
+
     def kill(self) -> str:
         """Kill the program with everything below it, then close the connection; returns how the program ended."""
         with self.connection:

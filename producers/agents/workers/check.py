@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ def check_agent(
     except OSError as error:
         raise ConfigError(f"generator.workflow.args.run: {run} cannot be checked: {error}") from error
     try:
-        line = _ask(process.connection, setup)
+        line = process.ask(setup, CHECK_TIMEOUT_S)
     except OSError:
         line = b""
     finally:
@@ -60,18 +58,3 @@ def check_agent(
     if not isinstance(reply, AgentReady):
         late = f"it is not loaded after {CHECK_TIMEOUT_S:g} s" if how == "SIGKILL" else f"its process ended with {how}"
         raise ConfigError(f"generator.workflow.args.run: {run} cannot be checked: {late}")
-
-
-def _ask(connection: socket.socket, setup: bytes) -> bytes:
-    """Send the setup and return the line that comes back within the deadline."""
-    deadline = time.monotonic() + CHECK_TIMEOUT_S
-    connection.settimeout(CHECK_TIMEOUT_S)
-    connection.sendall(setup)
-    line = b""
-    while not line.endswith(b"\n"):
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        part = connection.recv(65536)
-        if not part:
-            return line
-        line += part
-    return line

@@ -134,7 +134,7 @@ class AgentProcess:
         reader, writer = await asyncio.open_connection(sock=process.connection, limit=_MOST_BYTES)
         started = cls(process, reader, writer, clock)
         try:
-            writer.write(setup)
+            writer.write(setup + b"\n")
             line = await asyncio.wait_for(reader.readline(), START_TIMEOUT_S)
             reply = SAID.decode(line) if line else None
         except TimeoutError:

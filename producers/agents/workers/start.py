@@ -14,21 +14,15 @@ from schemas.errors import ConfigError
 from schemas.system.guarded_process import environment
 from schemas.system.worker_process import WorkerProcess
 
-_OURS = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
-"""Variables of our environment that another interpreter must not see."""
-
 
 def start_runner(
     run: str, args: dict[str, Any], base: Path, settings: AgentsConfig, option: str = ""
 ) -> tuple[WorkerProcess, bytes]:
-    """Start a process for this agent; returns it, and the first line to send to it.
+    """Start a process for this agent; returns it, and the first line to send to it, without its end.
 
     ConfigError if there is no such interpreter, OSError if the system can't start it.
     """
     own = settings.python is None
-    shown = environment(settings.env)
-    if not own:
-        shown = {name: value for name, value in shown.items() if name not in _OURS or name in settings.env}
     python = sys.executable if own else str(base / (settings.python or ""))
     if not os.access(python, os.X_OK):
         raise ConfigError(f"generator.agents.python: {python} is not a program that can be run")
@@ -40,4 +34,4 @@ def start_runner(
         memory_mb=settings.memory_mb,
     )
     program = [python, str(Path(runner.__file__).parent), "agents", *([option] if option else [])]
-    return WorkerProcess(program, "agent-worker", shown), msgspec.json.encode(setup) + b"\n"
+    return WorkerProcess(program, "agent-worker", environment(settings.env, own)), msgspec.json.encode(setup)

@@ -16,8 +16,6 @@ from schemas.errors import ConfigError
 from schemas.messages import ChatMessage
 from schemas.system.guarded_process import environment
 
-_OURS = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
-
 
 class VerifiersTasks:
     """The tasks of an environment.
@@ -41,12 +39,11 @@ class VerifiersTasks:
         variables: list[str] | None = None,
     ) -> None:
         folder = (base or Path()).resolve()
-        program, shown = sys.executable, environment(variables or ())
+        program, shown = sys.executable, environment(variables or (), own=python is None)
         if python is not None:
             program = str(folder / python) if os.sep in python else python
             if shutil.which(program) is None:
                 raise ConfigError(f"dataset 'verifiers': python {python!r} must be an interpreter that can be run")
-            shown = {name: value for name, value in shown.items() if name not in _OURS}
         self._told = {"env": env, "args": args or {}, "base": str(folder)}
         asked = {**self._told, "split": split, "size": size}
         self._process = HelperProcess("verifiers", [program, str(PROGRAM)], shown, asked)
