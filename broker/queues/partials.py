@@ -14,7 +14,7 @@ import structlog
 
 from broker.connection.connection import Connection
 from schemas.codec import Array, BadMessage, decode, encode
-from schemas.messages import Partial, Piece, Span
+from schemas.messages import Partial, Piece, Span, add_spans
 
 log = structlog.get_logger()
 
@@ -102,13 +102,7 @@ def joined(sample: int, pieces: Sequence[Piece]) -> Partial:
     """Join pieces that follow one another into a partial sample."""
     spans: list[Span] = []
     for piece in pieces:
-        for span in piece.partial.spans:
-            last = spans[-1] if spans else None
-            start, end = span.start + piece.start, span.end + piece.start
-            if last is not None and last.version == span.version and last.end == start:
-                spans[-1] = Span(span.version, last.start, end)
-            else:
-                spans.append(Span(span.version, start, end))
+        add_spans(spans, piece.partial.spans, piece.start)
     return Partial(
         sample=sample,
         tokens=Array.of(np.concatenate([piece.partial.tokens.numpy() for piece in pieces]), "i4"),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from producers.conversation.calls import AnsweredCall, row_ids, row_images
 from producers.engines.routed_experts import RoutedExpertsArray, unknown
-from schemas.messages import PlacedImage, Segment, Span, Turn
+from schemas.messages import PlacedImage, Segment, Span, Turn, add_spans
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,7 @@ class Arrays:
         """Add an answer. number: of its call, in order of time."""
         start, completion = len(self.tokens), call.completion
         self._append("assistant", completion.tokens, 1, completion.logprobs.tolist(), number, call.reward)
-        for span in completion.spans:
-            last = self.spans[-1] if self.spans else None
-            if last is not None and last.version == span.version and last.end == start + span.start:
-                self.spans[-1] = Span(span.version, last.start, start + span.end)
-            else:
-                self.spans.append(Span(span.version, start + span.start, start + span.end))
+        add_spans(self.spans, completion.spans, start)
 
     def _append(
         self, role: str, ids: Sequence[int], mask: int, logprobs: list[float], call: int, reward: float | None

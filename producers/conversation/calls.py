@@ -10,7 +10,7 @@ import numpy as np
 from producers.conversation.messages import Message
 from producers.engines.base import Completion
 from schemas.codec import Array
-from schemas.messages import Call, PlacedImage, Span
+from schemas.messages import Call, PlacedImage, add_spans
 
 
 @dataclass
@@ -80,12 +80,7 @@ def continued_completion(call: Call, more: Completion) -> Completion:
     """Return a recorded beginning and its continuation as one completion."""
     start = len(call.tokens)
     spans = list(call.spans)
-    for span in more.spans:
-        last = spans[-1] if spans else None
-        if last is not None and last.version == span.version:
-            spans[-1] = Span(span.version, last.start, span.end + start)
-        else:
-            spans.append(Span(span.version, span.start + start, span.end + start))
+    add_spans(spans, more.spans, start)
     return Completion(
         [*call.tokens.numpy().tolist(), *more.tokens],
         np.concatenate([call.logprobs.numpy(), more.logprobs]),

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from producers.engines.sampling import max_new_tokens
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.messages import FinishReason, Sampling, Span, WeightSource
+from schemas.messages import FinishReason, Sampling, Span, WeightSource, add_spans
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,9 @@ class _Running:
     spans: list[Span] = field(default_factory=list)
 
     def step(self, script: SampleScript, version: int) -> None:
-        at = len(self.tokens)
+        add_spans(self.spans, [Span(version, len(self.tokens), len(self.tokens) + 1)])
         self.tokens.append(script.first + int(self.rng.integers(script.tokens)))
         self.logprobs.append(-float(self.rng.random()))
-        if self.spans and self.spans[-1].version == version:
-            self.spans[-1] = Span(version, self.spans[-1].start, at + 1)
-        else:
-            self.spans.append(Span(version, at, at + 1))
 
 
 class ScriptedEngine:
@@ -81,7 +77,7 @@ class ScriptedEngine:
         except TypeError as error:
             raise ConfigError(f"generator.args of the scripted engine: {error}") from error
         self._settings = settings
-        self._version = settings.version
+        self.version = settings.version
         self._requests = 0
         self._active = 0
         self._rounds = 0
@@ -89,10 +85,6 @@ class ScriptedEngine:
         self._running = asyncio.Event()
         self._running.set()
         self._aborted = asyncio.Event()
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def growth(self) -> int | None:
         """See Engine; the rounds of tokens so far."""
@@ -144,7 +136,7 @@ class ScriptedEngine:
         for index, sample in enumerate(samples):
             length = len(sample.tokens)
             if length < sample.until:
-                sample.step(self._script, self._version)
+                sample.step(self._script, self.version)
                 if progress and (length + 1 == sample.until or (every and (length + 1) % every == 0)):
                     progress(index, _completion(sample))
 
@@ -171,7 +163,7 @@ class ScriptedEngine:
     async def load(self, source: WeightSource, version: int) -> None:
         """Switch to ``version``; no file is read."""
         self._check_open()
-        self._version = version
+        self.version = version
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
         """Return zeros: there is no model whose weights a probe could check."""
@@ -194,7 +186,6 @@ class ScriptedEngine:
         await self.abort_all()
 
     async def wake(self) -> None:
-        """See SleepingEngine."""
         self._check_open()
 
     async def abort_all(self) -> None:

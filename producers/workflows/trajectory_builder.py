@@ -23,6 +23,7 @@ from schemas.messages import (
     Task,
     Trajectory,
     Turn,
+    add_spans,
 )
 
 
@@ -158,7 +159,7 @@ class TrajectoryBuilder:
         start = len(self.tokens)
         self._append("assistant", completion.tokens, 1, completion.logprobs.tolist())
         self._experts.add(completion, len(self.tokens))
-        self._add_spans(completion.spans, start)
+        add_spans(self.spans, completion.spans, start)
         self._reason = completion.finish
         return self
 
@@ -167,7 +168,7 @@ class TrajectoryBuilder:
         start = len(self.tokens)
         tokens, logprobs = partial.tokens.numpy(), partial.logprobs.numpy()
         self._append("assistant", tokens.tolist(), 1, logprobs.tolist())
-        self._add_spans(partial.spans, start)
+        add_spans(self.spans, partial.spans, start)
         self._reason = "abort"
         return self
 
@@ -224,15 +225,6 @@ class TrajectoryBuilder:
         self.tokens += ids
         self.loss_mask += [mask] * len(ids)
         self.logprobs += logprobs
-
-    def _add_spans(self, spans: Sequence[Span], offset: int) -> None:
-        """Add spans that count from ``offset``; a span with the version of the last span extends it."""
-        for span in spans:
-            last = self.spans[-1] if self.spans else None
-            if last is not None and last.version == span.version and last.end == span.start + offset:
-                self.spans[-1] = Span(span.version, last.start, span.end + offset)
-            else:
-                self.spans.append(Span(span.version, span.start + offset, span.end + offset))
 
 
 def _partial(sample: SampledCompletion | TrajectoryBuilder, end: int | None = None) -> Partial:

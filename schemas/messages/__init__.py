@@ -25,6 +25,7 @@ from schemas.messages.trajectories import (
     Trajectory,
     Turn,
     UncheckedTrajectory,
+    add_spans,
     check_logprobs,
     is_reward,
     rows_of,

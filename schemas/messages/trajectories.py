@@ -6,7 +6,7 @@ may begin with the first tokens of an earlier segment's row.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 import msgspec
@@ -53,6 +53,16 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: int
     start: int
     end: int
+
+
+def add_spans(spans: list[Span], more: Iterable[Span], offset: int = 0) -> None:
+    """Append spans that count from ``offset``; one that continues the last span at the same version extends it."""
+    for span in more:
+        last, start, end = spans[-1] if spans else None, span.start + offset, span.end + offset
+        if last is not None and last.version == span.version and last.end == start:
+            spans[-1] = Span(span.version, last.start, end)
+        else:
+            spans.append(Span(span.version, start, end))
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):

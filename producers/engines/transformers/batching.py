@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from producers.engines.transformers.key_values import KeyValueSlots
 from producers.engines.transformers.routed_experts import RoutedExpertsRecorder
-from schemas.messages import FinishReason, Span
+from schemas.messages import FinishReason, Span, add_spans
 
 PREFILL = 16384
 """Tokens of the prompts that are prefilled together, with padding."""
@@ -95,11 +95,7 @@ class BatchRow:
     def spans(self) -> list[Span]:
         """Weight versions, as spans over [0, G)."""
         spans: list[Span] = []
-        for at, version in enumerate(self.versions):
-            if spans and spans[-1].version == version:
-                spans[-1] = Span(version, spans[-1].start, at + 1)
-            else:
-                spans.append(Span(version, at, at + 1))
+        add_spans(spans, (Span(version, at, at + 1) for at, version in enumerate(self.versions)))
         return spans
 
 
