@@ -34,10 +34,11 @@ def _read_headers(path: Path) -> dict[str, dict[str, Any]]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path} holds no safetensors file")
-    return dict(entry for file in files for entry in _read_header(file).items())
+    return dict(entry for file in files for entry in read_header(file)[0].items())
 
 
-def _read_header(file: Path) -> dict[str, dict[str, Any]]:
+def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Read what a safetensors file says of each tensor, and where their data begins. DataError as above."""
     try:
         with file.open("rb") as stream:
             size = struct.unpack("<Q", stream.read(8))[0]
@@ -45,16 +46,16 @@ def _read_header(file: Path) -> dict[str, dict[str, Any]]:
                 raise DataError(f"{file} is not a safetensors file: header of {size} bytes")
             header: dict[str, dict[str, Any]] = json.loads(stream.read(size))
             header.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            data, end = 8 + size, max((entry["data_offsets"][1] for entry in header.values()), default=0)
             if not all(isinstance(entry["shape"], list) and entry["dtype"] for entry in header.values()):
                 raise ValueError("a tensor has no shape or type")
-        if file.stat().st_size != 8 + size + end:
-            raise DataError(f"{file} is cut short: {file.stat().st_size} of {8 + size + end} bytes")
+        if file.stat().st_size != data + end:
+            raise DataError(f"{file} is cut short: {file.stat().st_size} of {data + end} bytes")
     except OSError as error:
         raise DataError(f"{file} can't be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise DataError(f"{file} is not a safetensors file: {error}") from error
-    return header
+    return header, data
 
 
 _OLD_NAMES = (("visual.", "model.visual."), ("model.", "model.language_model."))
