@@ -97,14 +97,10 @@ def parse_results(fields: Mapping[bytes, bytes]) -> list[EvalResult]:
     return [
         EvalResult(
             version=version,
-            n=int(counts["n"]),
-            scored=int(counts.get("scored", 0)),
-            failed=int(counts.get("failed", 0)),
-            mean=_mean(counts),
             time=counts.get("time", 0.0),
             off_version=int(counts.get("off_version", 0)),
-            length=_length(counts),
             datasets=_by_dataset(counts),
+            **_totals(counts),
         )
         for version, counts in sorted(versions.items())
         if "n" in counts
@@ -124,25 +120,19 @@ def _by_dataset(fields: Mapping[str, float]) -> dict[str, DatasetResult]:
         elif colon:
             by_label.setdefault(label, {})[rest] = value
     return {
-        label: DatasetResult(
-            n=int(counts["n"]),
-            scored=int(counts.get("scored", 0)),
-            failed=int(counts.get("failed", 0)),
-            mean=_mean(counts),
-            length=_length(counts),
-            prompts=prompts.get(label, {}),
-        )
+        label: DatasetResult(prompts=prompts.get(label, {}), **_totals(counts))
         for label, counts in sorted(by_label.items())
         if "n" in counts
     }
 
 
-def _mean(counts: Mapping[str, float]) -> float:
-    return counts.get("sum", 0.0) / max(counts.get("scored", 0.0), 1.0)
-
-
-def _length(counts: Mapping[str, float]) -> float | None:
-    return counts["tokens"] / counts["scored"] if "tokens" in counts and counts.get("scored") else None
+def _totals(counts: Mapping[str, float]) -> dict[str, Any]:
+    """Return the fields that the results of an evaluation and of one dataset share."""
+    scored = int(counts.get("scored", 0))
+    length = counts["tokens"] / scored if "tokens" in counts and scored else None
+    mean = counts.get("sum", 0.0) / max(scored, 1)
+    failed = int(counts.get("failed", 0))
+    return {"n": int(counts["n"]), "scored": scored, "failed": failed, "mean": mean, "length": length}
 
 
 def pass_at(k: int, n: int, correct: int) -> float:
