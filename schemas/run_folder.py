@@ -50,23 +50,8 @@ PYTHON = "python"
 FILES = frozenset(
     {
         *(CONFIG, LOCK, SUMMARY, PLOT, METRICS, TRAINED, EVALUATIONS, SAMPLES, RESOURCES, ALERTS, ENVIRONMENT),
-        *(
-            ADDRESS,
-            CONTROL_TOKEN,
-            CHECKPOINTS,
-            DEVICES,
-            LOGS,
-            NODES,
-            PYTHON,
-            "redis_url",
-            "model",
-            "batches",
-            "exports",
-            "replay_buffer",
-            "weights",
-            "cache",
-            "broker",
-        ),
+        *(ADDRESS, CONTROL_TOKEN, CHECKPOINTS, DEVICES, LOGS, NODES, PYTHON),
+        *("redis_url", "model", "batches", "exports", "replay_buffer", "weights", "cache", "broker"),
         *("trackers", "profiles", "slurm"),
     }
 )

@@ -25,14 +25,9 @@ log = structlog.get_logger()
 
 FILE = "RUN.json"
 TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+    "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
 """Files of a model folder that make its tokenizer and chat template."""
 DIGESTS = {"model": "the config.json in model.path", "tokenizer": "the tokenizer in model.path"}
 """Entries of a record that are digests of files, in words."""

@@ -68,17 +68,9 @@ class EngineSettings:
 
 
 Ability = Literal[
-    "training",
-    "weights",
-    "seeds",
-    "stop",
-    "recompute",
-    "lora",
-    "growing_versions",
-    "cache_usage",
-    "routed_experts",
+    "training", "weights", "seeds", "stop", "recompute", "lora", "growing_versions", "cache_usage", "routed_experts",
     "output_tokens",
-]
+]  # fmt: skip
 ABILITIES: Mapping[Ability, str] = {
     "training": "every sampled token comes with its log-probability and version, and weights can be loaded",
     "weights": "log-probabilities are those of a model, whose weights load replaces and the probe checks",

@@ -13,17 +13,9 @@ from schemas.config.trainer import TrainerConfig
 from schemas.urls import hide_password
 
 REFUSED_SAMPLING = (
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "min_tokens",
-    "logits_processors",
-)
+    "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
+    "allowed_token_ids", "min_tokens", "logits_processors",
+)  # fmt: skip
 """Sampling settings of other libraries that make log-probabilities differ from the policy's."""
 
 LIVE = "live"

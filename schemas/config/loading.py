@@ -20,18 +20,11 @@ from schemas.system.files import atomic_write
 from schemas.urls import hide_password
 
 ENV_PREFIX = "TIDEMILL_"
-OTHER_VARIABLES = frozenset(
-    {
-        "TIDEMILL_CONTROL_READ_TOKEN",
-        "TIDEMILL_CONTROL_READ_TOKEN_FILE",
-        "TIDEMILL_CONTROL_TOKEN",
-        "TIDEMILL_CONTROL_TOKEN_FILE",
-        "TIDEMILL_CONTROL_URL",
-        "TIDEMILL_POOL",
-        "TIDEMILL_SUPERVISOR",
-        "TIDEMILL_VLLM_OWNER",
-    }
-)
+OTHER_VARIABLES = {
+    *("TIDEMILL_CONTROL_READ_TOKEN", "TIDEMILL_CONTROL_READ_TOKEN_FILE", "TIDEMILL_CONTROL_TOKEN"),
+    *("TIDEMILL_CONTROL_TOKEN_FILE", "TIDEMILL_CONTROL_URL", "TIDEMILL_POOL", "TIDEMILL_SUPERVISOR"),
+    "TIDEMILL_VLLM_OWNER",
+}
 """Variables that are no settings, and look like some."""
 LONGEST_VALUE = 100
 """Characters of a wrong value that are shown."""

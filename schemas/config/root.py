@@ -17,18 +17,9 @@ DRAIN_S = 60.0
 HAND_OVER_S = 5.0
 """Time that a generator needs to hand over unfinished episodes after their grace period."""
 TEXT_TRAINER = (
-    "lora",
-    "router_replay",
-    "compile",
-    "mask_truncated",
-    "micro_batch_tokens",
-    "aggregation",
-    "share_prefixes",
-    "activation_checkpointing",
-    "activation_offload",
-    "processes",
-    "parallel",
-)
+    "lora", "router_replay", "compile", "mask_truncated", "micro_batch_tokens", "aggregation", "share_prefixes",
+    "activation_checkpointing", "activation_offload", "processes", "parallel",
+)  # fmt: skip
 """Settings of the trainer that concern tokens or several ranks: with other policies they would do nothing."""
 GROUP_ADVANTAGES = ("centered", "grpo", "rloo", "lite_ppo", "max_rl")
 """Advantages that compare whole episodes from one state, where a policy acts in environments with numbers."""

@@ -5,18 +5,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 RunState = Literal[
-    "starting",
-    "running",
-    "pausing",
-    "paused",
-    "draining",
-    "stopping",
-    "stopped",
-    "finishing",
-    "finished",
-    "failed",
+    "starting", "running", "pausing", "paused", "draining", "stopping", "stopped", "finishing", "finished", "failed",
     "unreachable",
-]
+]  # fmt: skip
 """States of a run. unreachable: the broker does not answer, and all other fields are of ``time``."""
 OVER = ("finished", "failed", "stopped")
 """States in which a run has ended."""
