@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zstandard
@@ -80,30 +80,12 @@ class BatchFiles:
         return [(int(match[1]), int(match[2]), file) for match, file in found]
 
 
-def step_record(
-    groups: Sequence[Group],
-    *,
-    step: int,
-    version: int,
-    leader_term: int,
-    world: int,
-    parallel: dict[str, int],
-    lr: float = 0.0,
-    steps: int = 0,
-) -> StepRecord:
-    """Make the record of a step that trained these groups on weights ``version``, over ``world`` ranks.
-
-    lr, steps: of the schedule then, 0 as configured.
-    """
+def step_record(groups: Sequence[Group], **fields: Any) -> StepRecord:
+    """Make the record of a step that trained these groups in this process. fields: the other fields of the record."""
     # Imported here: reading the files needs no PyTorch.
     import torch
 
     return StepRecord(
-        step=step,
-        version=version,
-        leader_term=leader_term,
-        world=world,
-        parallel=parallel,
         threads=torch.get_num_threads(),
         torch=str(torch.__version__),
         groups=[
@@ -115,8 +97,7 @@ def step_record(
             )
             for group in groups
         ],
-        lr=lr,
-        steps=steps,
+        **fields,
     )
 
 

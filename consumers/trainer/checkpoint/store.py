@@ -94,26 +94,9 @@ class CheckpointStore:
         self._whole: Path | None = None
         """The checkpoint whose files were last found as they were written: reading them takes minutes."""
 
-    def save(
-        self,
-        train: Learner,
-        *,
-        step: int,
-        version: int,
-        leader_term: int,
-        extra: dict[str, Any],
-        evaluated: bool = False,
-    ) -> Path:
-        """Write everything that the next step depends on, and ``extra`` (JSON), as the newest checkpoint.
-
-        evaluated: as in ``take``. DiskError if the folder can't be written. A checkpoint of the same step and term is
-        replaced.
-        """
-        return self.write(
-            self.take(
-                train, step=step, version=version, leader_term=leader_term, extra=extra, copy=False, evaluated=evaluated
-            )
-        )
+    def save(self, train: Learner, **state: Any) -> Path:
+        """Take the state with the arguments of ``take``, and write it; see both."""
+        return self.write(self.take(train, copy=False, **state))
 
     def take(
         self,
@@ -126,9 +109,9 @@ class CheckpointStore:
         copy: bool = True,
         evaluated: bool = False,
     ) -> Taken:
-        """Take the state that ``save`` writes; with ``copy`` training may continue before it is written.
+        """Take everything that the next step depends on; with ``copy`` training may continue before it is written.
 
-        evaluated: an evaluation of this version is expected.
+        extra: JSON. evaluated: an evaluation of this version is expected.
         """
         state = {
             "format": _FORMAT,
@@ -155,7 +138,10 @@ class CheckpointStore:
         )
 
     def write(self, taken: Taken) -> Path:
-        """Write a state as the newest checkpoint; may run in another thread, on all ranks in the same order."""
+        """Write a state as the newest checkpoint; may run in another thread, on all ranks in the same order.
+
+        DiskError if the folder can't be written. A checkpoint of the same step and term is replaced.
+        """
         path, ranks, channel = taken.path, taken.ranks, taken.channel
         aside = self.folder / f".{path.name}.writing"
 
