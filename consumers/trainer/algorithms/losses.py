@@ -253,12 +253,6 @@ class DecoupledPpo:
     level: Literal["token", "sequence"] = "token"
     needs_proximal: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if self.weight_action not in ("mask", "clamp"):
-            raise ConfigError(f"decoupled_ppo: weight_action {self.weight_action!r} must be mask or clamp")
-        if self.level not in ("token", "sequence"):
-            raise ConfigError(f"decoupled_ppo: level {self.level!r} must be token or sequence")
-
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Compute the loss of one micro-batch; ConfigError without proximal log-probabilities."""
         if inputs.proximal_logprobs is None:
