@@ -7,6 +7,7 @@ client's library retries and gets the true status. Libraries do not retry stream
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -22,27 +23,19 @@ BUFFERED = 32768
 """The bytes that a connection buffers at once, so that a client gets all of the answer or none."""
 
 
+@dataclass(frozen=True, eq=False)
 class StreamingReply:
     """The ASGI response to one request: the answer of ``generation``, in the form of ``request``.
 
     errors: how the protocol writes an error. error_event: the same within a stream.
     """
 
-    def __init__(
-        self,
-        request: ModelRequest,
-        generation: Generation,
-        generations: Generations,
-        errors: Callable[[SessionError], JSON],
-        error_event: Callable[[SessionError], bytes],
-        keep_alive_s: float,
-    ) -> None:
-        self._request = request
-        self._generation = generation
-        self._generations = generations
-        self._errors = errors
-        self._error_event = error_event
-        self._keep_alive_s = keep_alive_s
+    request: ModelRequest
+    generation: Generation
+    generations: Generations
+    errors: Callable[[SessionError], JSON]
+    error_event: Callable[[SessionError], bytes]
+    keep_alive_s: float
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_disconnected(receive))
@@ -53,40 +46,40 @@ class StreamingReply:
                 delivered = await self._send(gone, send, begun)
         finally:
             gone.cancel()
-            self._generations.leave(self._generation, delivered)
+            self.generations.leave(self.generation, delivered)
 
     async def _wait(self, gone: asyncio.Future[None], send: Send) -> bool:
         """Wait for the answer or the client's end; returns whether the response has started."""
         begun = False
-        task = self._generation.task
+        task = self.generation.task
         while not task.done() and not gone.done():
             ends: set[asyncio.Future[Any]] = {task, gone}
-            await asyncio.wait(ends, timeout=self._keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, timeout=self.keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and not gone.done():
                 if not begun:
                     await send(self._start(200))
                     begun = True
-                await send(_body(b": waiting\n\n" if self._request.stream else b" "))
+                await send(_body(b": waiting\n\n" if self.request.stream else b" "))
         return begun
 
     async def _send(self, gone: asyncio.Future[None], send: Send, begun: bool) -> bool:
         """Send the answer; returns whether the client has it."""
         try:
-            answers = self._generation.task.result()
+            answers = self.generation.task.result()
         except asyncio.CancelledError:
             await self._fail(send, begun, SessionError(410, "session_ended", "the episode has ended"))
             return False
         except (SessionError, TidemillError) as error:
             await self._fail(send, begun, as_session_error(error))
             return False
-        created = self._generation.created
-        if self._request.stream:
-            head, tail = self._request.events(answers, created)
+        created = self.generation.created
+        if self.request.stream:
+            head, tail = self.request.events(answers, created)
         else:
-            whole = write_json(self._request.answer(answers, created))
+            whole = write_json(self.request.answer(answers, created))
             head, tail = whole[:-1], whole[-1:]
         if not begun:
-            await send(self._start(200, None if self._request.stream else len(head) + len(tail)))
+            await send(self._start(200, None if self.request.stream else len(head) + len(tail)))
         if len(head) > BUFFERED:
             await send(_body(head))
             await send(_body(b""))  # returns when the connection has buffered most of it
@@ -98,16 +91,16 @@ class StreamingReply:
         return True
 
     async def _fail(self, send: Send, begun: bool, error: SessionError) -> None:
-        body = write_json(self._errors(error))
+        body = write_json(self.errors(error))
         if not begun:
             await send(self._start(error.status, len(body), "application/json"))
             await send(_body(body, more=False))
-        elif self._request.stream:
-            await send(_body(self._error_event(error), more=False))
+        elif self.request.stream:
+            await send(_body(self.error_event(error), more=False))
         # else the response has no end, and the server breaks the connection
 
     def _start(self, status: int, length: int | None = None, kind: str | None = None) -> dict[str, object]:
-        kind = kind or ("text/event-stream; charset=utf-8" if self._request.stream else "application/json")
+        kind = kind or ("text/event-stream; charset=utf-8" if self.request.stream else "application/json")
         headers = [(b"content-type", kind.encode())]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
