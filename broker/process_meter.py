@@ -81,7 +81,8 @@ class ProcessMeter:
         self._tool = shutil.which(GPU_TOOL)
         self._before: dict[psutil.Process, ProcessUse] = {}
         self._at = 0.0
-        self._figures: dict[str, float] = {}
+        self.figures: dict[str, float] = {}
+        """The newest metrics; {} before the first measurement, ``cpu`` from the second one on."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="process-meter", daemon=True)
 
@@ -92,11 +93,6 @@ class ProcessMeter:
     def stop(self) -> None:
         """Stop measuring; the thread is a daemon and need not be joined."""
         self._stop.set()
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """The newest metrics; {} before the first measurement, ``cpu`` from the second one on."""
-        return self._figures
 
     def measure(self, now: float) -> None:
         """Measure now. A process that ended since the last measurement is left out."""
@@ -112,7 +108,7 @@ class ProcessMeter:
             self._gpu, self._gpu_due = read_gpu_memory(self._tool), now + GPU_EVERY_S
         if self._gpu:
             figures["gpu_memory_bytes"] = float(sum(self._gpu.get(process.pid, 0) for process in measured))
-        self._before, self._at, self._figures = measured, now, figures
+        self._before, self._at, self.figures = measured, now, figures
 
     def _run(self) -> None:
         rest = 0.0

@@ -31,19 +31,20 @@ class HfTokenizer:
     def __init__(self, path: str, trust_remote_code: bool = False) -> None:
         self._path = path
         self._folder = resolve_folder(path)
-        self._tokenizer = _load(self._folder, trust_remote_code)
+        self.hf = _load(self._folder, trust_remote_code)
+        """The library's own object, for libraries that need it."""
 
     @property
     def eos_id(self) -> int:
         """Return the id of the end of sequence. ConfigError if there is none."""
-        if self._tokenizer.eos_token_id is None:
+        if self.hf.eos_token_id is None:
             raise ConfigError(f"the tokenizer in {self._path} has no end-of-sequence token")
-        return int(self._tokenizer.eos_token_id)
+        return int(self.hf.eos_token_id)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer: the tokenizer's end of sequence, and those that the model's files name."""
-        found = {self._tokenizer.eos_token_id}
+        found = {self.hf.eos_token_id}
         for name in ("generation_config.json", "config.json"):
             config = _read_json(self._folder / name)
             for part in (config, config.get("text_config")):
@@ -52,35 +53,30 @@ class HfTokenizer:
         return frozenset(int(value) for value in found if isinstance(value, int))
 
     @property
-    def hf(self) -> PreTrainedTokenizerBase:
-        """Return the library's own object, for libraries that need it."""
-        return self._tokenizer
-
-    @property
     def pad_id(self) -> int | None:
         """Return the id of padding, or None."""
-        return None if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
+        return None if self.hf.pad_token_id is None else int(self.hf.pad_token_id)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens, which text splits at."""
-        added = self._tokenizer.added_tokens_decoder.items()
-        return frozenset(self._tokenizer.all_special_ids) | {id for id, token in added if token.special}
+        added = self.hf.added_tokens_decoder.items()
+        return frozenset(self.hf.all_special_ids) | {id for id, token in added if token.special}
 
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token: no text has fewer tokens than its length by this."""
-        return max(map(len, self._tokenizer.get_vocab()), default=1)
+        return max(map(len, self.hf.get_vocab()), default=1)
 
     @property
     def chat_template(self) -> str:
         """Return the source of the chat template, or of all of them; '' if there is none."""
-        found = self._tokenizer.chat_template or ""
+        found = self.hf.chat_template or ""
         return found if isinstance(found, str) else "\n".join(found.values())
 
     def save(self, folder: Path) -> None:
         """Write its files beside a model's."""
-        self._tokenizer.save_pretrained(folder)
+        self.hf.save_pretrained(folder)
 
     def prompt_ids(self, task: Task) -> list[int]:
         """Return the token ids of the prompt. Text gets the tokens that the tokenizer adds (such as <bos>)."""
@@ -89,7 +85,7 @@ class HfTokenizer:
         elif task.messages is not None:
             ids = self._chat_ids([{"role": m.role, "content": m.plain} for m in task.messages])
         else:
-            ids = list(self._tokenizer(task.text or "")["input_ids"])
+            ids = list(self.hf(task.text or "")["input_ids"])
         if not ids:
             raise DataError(f"task {task.task_id} has an empty prompt")
         return ids
@@ -134,10 +130,10 @@ class HfTokenizer:
     @cached_property
     def _own_arguments(self) -> frozenset[str]:
         """Names that the library's call itself takes, so that a template can't have them."""
-        return frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters) | {"messages", "self"}
+        return frozenset(inspect.signature(self.hf.apply_chat_template).parameters) | {"messages", "self"}
 
     def _apply_template(self, messages: list[dict[str, Any]], **settings: Any) -> Any:
-        if not (self._tokenizer.chat_template or settings.get("chat_template")):
+        if not (self.hf.chat_template or settings.get("chat_template")):
             raise DataError(
                 f"there are chat messages, but the tokenizer in {self._path} has no chat template:"
                 " use a chat model, or a dataset of plain text"
@@ -145,13 +141,13 @@ class HfTokenizer:
         from jinja2 import TemplateError
 
         try:
-            return self._tokenizer.apply_chat_template(messages, return_dict=False, **settings)
+            return self.hf.apply_chat_template(messages, return_dict=False, **settings)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise DataError(f"the chat template refuses the messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a piece of text, nothing added."""
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.hf(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return text without special tokens, spaces as they are."""
@@ -166,15 +162,15 @@ class HfTokenizer:
         if self._own_decode is not None:
             return str(self._own_decode(list(ids), **settings))
         # An array: of a list the library looks at the type of each element, which takes longer than the decoding.
-        return str(self._tokenizer.decode(np.asarray(ids, dtype=np.int64), **settings))
+        return str(self.hf.decode(np.asarray(ids, dtype=np.int64), **settings))
 
     @cached_property
     def _own_decode(self) -> Callable[..., str] | None:
         """Return what the library's ``decode`` calls, which is four times as fast; None if it is overridden."""
         from transformers import PreTrainedTokenizerBase
 
-        plain = type(self._tokenizer).decode is PreTrainedTokenizerBase.decode
-        return getattr(self._tokenizer, "_decode", None) if plain else None
+        plain = type(self.hf).decode is PreTrainedTokenizerBase.decode
+        return getattr(self.hf, "_decode", None) if plain else None
 
 
 class NoTokenizer(HfTokenizer):

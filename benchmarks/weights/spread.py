@@ -94,7 +94,7 @@ def _read(pipe: Connection, url: str, run: str, name: str, kind: str, folder: Pa
                 ended, used = time.monotonic(), time.process_time() - cpu
                 pipe.send((ended, ended - started, used, nccl is not None and nccl.received > received))
                 if dies and node is not None:
-                    while node.sent_bytes < manifest.state.size // 10 or node.connections <= node.streams:
+                    while node.server.sent_bytes < manifest.state.size // 10 or node.server.connections <= node.streams:
                         time.sleep(0.0005)
                     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -135,7 +135,7 @@ class Publisher:
     @property
     def sent_bytes(self) -> int:
         """Bytes that the trainer sent to readers with ``peer``; with ``nccl`` only to those that missed a broadcast."""
-        return self.transport.node.sent_bytes if isinstance(self.transport, PeerOrigin) else 0
+        return self.transport.node.server.sent_bytes if isinstance(self.transport, PeerOrigin) else 0
 
 
 TO_GENERATORS = Table(

@@ -44,7 +44,8 @@ class TrainerSession:
     def __init__(self, connection: Connection, max_bytes: int) -> None:
         self._connection = connection
         self._max_bytes = max_bytes
-        self._leader_term = ""
+        self.leader_term = ""
+        """Leader term of this trainer; "" before ``take_over``."""
         self._server = ""
         self._connections = 0
         self._losses = -1
@@ -68,15 +69,10 @@ class TrainerSession:
             )
         answer = [part.decode() for part in reply]
         leader_term, step, version, broker_lifetime, started, lost, surplus, refused = answer
-        self._leader_term = leader_term
+        self.leader_term = leader_term
         return Takeover(
             leader_term, int(step), int(version), broker_lifetime, started, lost == "1", int(surplus), refused.strip()
         )
-
-    @property
-    def leader_term(self) -> str:
-        """Leader term of this trainer; "" before ``take_over``."""
-        return self._leader_term
 
     def _server_id(self) -> str:
         info: Any = self._connection.run("looking at the server", lambda client: client.info("server"))
@@ -122,12 +118,12 @@ class TrainerSession:
         return cast(Diagnosis, answer.decode())
 
     def _current(self, leader_term: str | None) -> None:
-        if leader_term == self._leader_term:
+        if leader_term == self.leader_term:
             return
-        if leader_term is None or term_number(leader_term) < term_number(self._leader_term):
+        if leader_term is None or term_number(leader_term) < term_number(self.leader_term):
             raise BrokerLost("the broker has forgotten this trainer")
         add_counts(self._connection, {FENCED: 1})
-        raise FencedError(f"trainer {self._leader_term} was replaced by {leader_term} and stops")
+        raise FencedError(f"trainer {self.leader_term} was replaced by {leader_term} and stops")
 
     def claim_scores(self, count: int) -> list[ScoredSample]:
         """Read outcomes that this trainer has not seen, without waiting; first those claimed before a lost reply."""
@@ -144,7 +140,7 @@ class TrainerSession:
         return with_group(
             self._connection,
             lambda: ensure_group(self._connection, self._connection.keys.scored, TRAINER),
-            lambda: self._fenced(self._connection.run_script(script, self._leader_term, *args)),
+            lambda: self._fenced(self._connection.run_script(script, self.leader_term, *args)),
         )
 
     def wait_for_scores(self, timeout_ms: int = BLOCK_MS) -> None:
@@ -186,7 +182,7 @@ class TrainerSession:
         entries = _entries(scored_ids)
         answer = self._fenced(
             self._connection.run_script(
-                "close_group", task_id, outcome, reason, self._leader_term, _in_255(solve_rate), *entries
+                "close_group", task_id, outcome, reason, self.leader_term, _in_255(solve_rate), *entries
             )
         )
         self._seen.difference_update(entries)
@@ -195,7 +191,7 @@ class TrainerSession:
     def journal_batch(self, record: BatchRecord) -> None:
         """Write the batch of a step to the journal, before the step; it does not change afterwards."""
         self._fenced(
-            self._connection.run_script("journal_batch", self._leader_term, record.step, encode(record, 1 << 30))
+            self._connection.run_script("journal_batch", self.leader_term, record.step, encode(record, 1 << 30))
         )
 
     def read_journal(self) -> dict[int, BatchRecord]:
@@ -222,7 +218,7 @@ class TrainerSession:
         tasks = [part for group in record.groups for part in (group.task_id, _in_255(rates.get(group.task_id)))]
         self._fenced(
             self._connection.run_script(
-                "complete_step", self._leader_term, record.step + 1, record.new_version, samples, *tasks
+                "complete_step", self.leader_term, record.step + 1, record.new_version, samples, *tasks
             )
         )
 
@@ -240,13 +236,13 @@ class TrainerSession:
             counts = (len(tasks), len(scored))
             self._fenced(
                 self._connection.run_script(
-                    "commit_step", self._leader_term, record.step, *counts, *tasks, *scored, *bodies
+                    "commit_step", self.leader_term, record.step, *counts, *tasks, *scored, *bodies
                 )
             )
             self._seen.difference_update(scored)
         if records:
             self._fenced(
-                self._connection.run_script("forget_consumers", self._leader_term, int(SILENT_CONSUMER_S * 1000))
+                self._connection.run_script("forget_consumers", self.leader_term, int(SILENT_CONSUMER_S * 1000))
             )
         add_counts(
             self._connection, {COMMITS: len(records), COMMIT_SECONDS: time.monotonic() - began if records else 0}
@@ -298,15 +294,15 @@ class TrainerSession:
             (entry,) = _entries([outcome.scored_id])
             letters[entry] = encode(letter) if outcome.task_id < 0 else b""
         args = [part for pair in letters.items() for part in pair]
-        self._fenced(self._connection.run_script("discard_scores", self._leader_term, *args))
+        self._fenced(self._connection.run_script("discard_scores", self.leader_term, *args))
         self._seen.difference_update(letters)
 
     def finish_run(self) -> None:
         """Mark the run as finished, so that every service ends."""
-        self._fenced(self._connection.run_script("finish_run", self._leader_term))
+        self._fenced(self._connection.run_script("finish_run", self.leader_term))
 
     def _fenced(self, answer: Any) -> Any:
-        return accepted(self._connection, answer, self._leader_term)
+        return accepted(self._connection, answer, self.leader_term)
 
 
 def _entries(scored_ids: Iterable[bytes]) -> list[bytes]:

@@ -7,7 +7,7 @@ starts a new row.
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -331,14 +331,7 @@ class Conversation:
         if template.bridge_off is not None:
             return None, "no bridge"
         closed = bool(tokens) and parent.completion.finish == "stop" and template.is_special(tokens[-1])
-        turn = NewTurn(
-            turn.before,
-            turn.answer,
-            turn.new,
-            template.token_text(tokens[-1]) if closed else None,
-            turn.tools,
-            turn.args,
-        )
+        turn = replace(turn, closing=template.token_text(tokens[-1]) if closed else None)
         find = find_suffix if self._history == "held" else find_kept_suffix
         text = find(template, turn)
         if text is None:

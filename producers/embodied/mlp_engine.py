@@ -169,14 +169,10 @@ class MlpEngine:
             raise ConfigError(f"generator.args {', '.join(settings.args)}: the engine mlp takes no arguments")
         self._shape = PolicyShape.read(settings.model_path)
         self._policy: Perceptron | None = None
-        self._version = settings.version
+        self.version = settings.version
         self._acted = self._playing = self._aborts = 0
         self._paused = self._closed = False
         self._changed = threading.Condition()
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def growth(self) -> int | None:
         """See Engine; the number of actions so far."""
@@ -210,7 +206,7 @@ class MlpEngine:
                 self._changed.wait(_LOOK_S)
             if self._aborts != begun or self._closed:
                 return None
-            policy, version = self._policy, self._version
+            policy, version = self._policy, self.version
             if policy is None:
                 raise InfraError("the engine mlp has no weights yet")
             outputs = policy.outputs(observations)
@@ -242,7 +238,7 @@ class MlpEngine:
         except OSError as error:
             raise InfraError(f"weights version {version} cannot be read: {error}") from error
         with self._changed:
-            self._policy, self._version = policy, version
+            self._policy, self.version = policy, version
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> Floats:
         """Return the log-probabilities of the probe, float32 [T - 1]; NaN before the first weights are loaded."""

@@ -34,25 +34,21 @@ class RequestGate:
 
     def __init__(self) -> None:
         self._closed = 0
-        self._rejections = 0
+        self.rejections = 0
+        """The number of calls of ``reject_waiting``."""
         self._changed = asyncio.Condition()
-
-    @property
-    def rejections(self) -> int:
-        """Count the calls of ``reject_waiting``."""
-        return self._rejections
 
     async def wait_open(self, rejections: int | None = None) -> bool:
         """Wait until the gate is open; False if ``reject_waiting`` was called first.
 
         rejections: their number when the request arrived; by default the number at this call.
         """
-        then = self._rejections if rejections is None else rejections
-        if self._rejections != then or not self._closed:
-            return self._rejections == then
+        then = self.rejections if rejections is None else rejections
+        if self.rejections != then or not self._closed:
+            return self.rejections == then
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._closed or self._rejections != then)
-            return self._rejections == then
+            await self._changed.wait_for(lambda: not self._closed or self.rejections != then)
+            return self.rejections == then
 
     @asynccontextmanager
     async def held_closed(self) -> AsyncIterator[None]:
@@ -66,7 +62,7 @@ class RequestGate:
 
     async def reject_waiting(self) -> None:
         """Reject all requests that wait before the gate now."""
-        self._rejections += 1
+        self.rejections += 1
         await self._notify()
 
     async def _notify(self) -> None:
@@ -86,7 +82,7 @@ class GatedEngine(ABC, Generic[Core, Images]):
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._version = settings.version
+        self.version = settings.version
         self._core: Core | None = None
         self._failure: asyncio.Future[str]
         self._requests: dict[str, asyncio.Task[Any]] = {}
@@ -139,10 +135,6 @@ class GatedEngine(ABC, Generic[Core, Images]):
     @abstractmethod
     async def abort(self, names: Sequence[str]) -> None:
         """End these requests with the tokens they have; a name that the core does not know is ignored."""
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def growth(self) -> int | None:
         """See Engine; the tokens sampled so far."""
@@ -234,7 +226,7 @@ class GatedEngine(ABC, Generic[Core, Images]):
         try:
             await self.pause_core(self._settings.recompute)
             await self.replace_weights(path, version)
-            self._version = version
+            self.version = version
             self._loads += 1
             swapped = True
         finally:
@@ -252,7 +244,6 @@ class GatedEngine(ABC, Generic[Core, Images]):
                 await self._paused.enter_async_context(self._gate.held_closed())
 
     async def resume(self) -> None:
-        """See Engine."""
         async with self._update:
             self._alive()
             await self.resume_core()

@@ -41,7 +41,8 @@ class OrderFollower:
         self._changed = changed
         self._turned = asyncio.Condition()
         self._following = asyncio.Lock()
-        self._open = False
+        self.is_open = False
+        """Whether the engine may sample: there is no reason to pause, and the engine has resumed."""
         self._ended = False
         self._holders = 0
         self._engine_runs = False
@@ -55,11 +56,6 @@ class OrderFollower:
         self.times_lent = 0
 
     @property
-    def is_open(self) -> bool:
-        """Whether the engine may sample: there is no reason to pause, and the engine has resumed."""
-        return self._open
-
-    @property
     def is_asleep(self) -> bool:
         """Whether the engine leaves its device to the trainer, or has not been checked since."""
         return "device in use" in self.reasons
@@ -67,7 +63,7 @@ class OrderFollower:
     @property
     def is_frozen(self) -> bool:
         """Whether the engine is paused by an order."""
-        return self.control.pause == "freeze" and not self._open
+        return self.control.pause == "freeze" and not self.is_open
 
     def capacity(self, configured: int) -> int:
         """Return the most samples in flight at once, ``configured`` unless an order changed it."""
@@ -143,7 +139,7 @@ class OrderFollower:
 
     async def _close(self) -> None:
         async with self._turned:
-            self._open = False
+            self.is_open = False
             if self._closed_since is None:
                 self._closed_since = time.monotonic()
             await self._turned.wait_for(lambda: not self._holders)
@@ -155,9 +151,9 @@ class OrderFollower:
         if self._engine_paused:
             await self._engine.resume()
             self._engine_paused = False
-        if not self._open:
+        if not self.is_open:
             async with self._turned:
-                self._open = True
+                self.is_open = True
                 if self._closed_since is not None:
                     self._closed_s += time.monotonic() - self._closed_since
                     self._closed_since = None
@@ -183,7 +179,7 @@ class OrderFollower:
     async def wait_open(self) -> bool:
         """Wait until no pause is in force; return False if the generator ends instead."""
         async with self._turned:
-            await self._turned.wait_for(lambda: self._open or self._ended)
+            await self._turned.wait_for(lambda: self.is_open or self._ended)
             return not self._ended
 
     @asynccontextmanager
@@ -193,8 +189,8 @@ class OrderFollower:
         Yields False without waiting if the generator ends or its engine is asleep.
         """
         async with self._turned:
-            await self._turned.wait_for(lambda: self._open or self._ended or self.is_asleep)
-            opened = self._open and not self._ended
+            await self._turned.wait_for(lambda: self.is_open or self._ended or self.is_asleep)
+            opened = self.is_open and not self._ended
             self._holders += opened
         try:
             yield opened

@@ -57,17 +57,13 @@ class BroadcastProcess:
         self._settings = settings
         self._host = host
         self._lock = threading.Lock()
-        self._closed = False
+        self.closed = False
+        """Whether it has ended and takes part in no more broadcasts."""
         self._process: WorkerProcess | None = None
         self._stream: socket.socket | None = None
         self._backends: tuple[str, ...] | None = None
         self._problem = "no CUDA device with NCCL was found"
         self.communicator = 0
-
-    @property
-    def closed(self) -> bool:
-        """Whether it has ended and takes part in no more broadcasts."""
-        return self._closed
 
     def start(self) -> None:
         """Start the process, which is ready some seconds later. Without torch, or if that fails, only log a warning."""
@@ -76,7 +72,7 @@ class BroadcastProcess:
             log.warning("torch is missing here: weights come from peers, by no broadcast")
             return
         with self._lock:
-            if self._closed or self._process is not None:
+            if self.closed or self._process is not None:
                 return
             shown = environment([name for name in os.environ if _SHOWN.fullmatch(name)])
             try:
@@ -119,7 +115,7 @@ class BroadcastProcess:
         InfraError if that failed or took too long; then the process is usable again, or is restarted.
         """
         stream = self._stream
-        if stream is None or self._closed:
+        if stream is None or self.closed:
             raise InfraError("this process takes part in no more broadcasts")
         silence_s = self._settings.silence_s
         order = TakePart(
@@ -187,5 +183,5 @@ class BroadcastProcess:
 
     def close(self) -> None:
         """End the process; a broadcast under way fails."""
-        self._closed = True
+        self.closed = True
         self._end()

@@ -36,7 +36,8 @@ class StoredPayload:
         self._readers: dict[str, float] = {}
         self._changed = threading.Condition()
         self._sending = 0
-        self._closed = False
+        self.closed = False
+        """Whether the file may change now, so that nothing of it may be sent."""
 
     def add(self, chunk: int) -> None:
         """Record that a chunk is there."""
@@ -66,7 +67,7 @@ class StoredPayload:
     def take(self, first: int, count: int, reader: str, stalled: bool, now: float) -> int:
         """Reserve chunks from ``first`` on; return how many the reader gets. ``give_back`` must follow."""
         with self._changed:
-            if self._closed or not 0 <= first < self.count:
+            if self.closed or not 0 <= first < self.count:
                 return 0
             offered = self._offered(reader, stalled, now)[first : first + count]
             missing = np.flatnonzero(~offered)
@@ -83,15 +84,10 @@ class StoredPayload:
                 self._given[first : first + count] -= 1
             self._changed.notify_all()
 
-    @property
-    def closed(self) -> bool:
-        """Whether the file may change now, so that nothing of it may be sent."""
-        return self._closed
-
     def close(self) -> None:
         """Stop serving; return when nothing is being sent, or after CLOSE_S."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             quiet = self._changed.wait_for(lambda: not self._sending, CLOSE_S)
         if quiet:
             self.file.close()

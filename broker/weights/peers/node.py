@@ -43,22 +43,12 @@ class PeerNode:
         self._key = b""
         self._keyed = threading.Event()
         context, self._fingerprint = make_certificate() if self.registry.tls else (None, "")
-        self._server = PeerServer(self._store, bound, settings.port, self._wait_key, context)
+        self.server = PeerServer(self._store, bound, settings.port, self._wait_key, context)
         self._beginning = threading.Lock()
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._announcing = threading.Lock()
         self._thread = threading.Thread(target=self._renew, name="peer lease", daemon=True)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of weights sent so far."""
-        return self._server.sent_bytes
-
-    @property
-    def connections(self) -> int:
-        """Number of open connections of readers."""
-        return self._server.connections
 
     def put(self, name: str, path: Path, size: int, at_once: bool = True) -> None:
         """Serve a whole payload. at_once: register it before this returns; otherwise a moment later.
@@ -95,7 +85,7 @@ class PeerNode:
             begun = self._thread.ident is not None
         if begun:
             self._thread.join(RENEW_S)
-        self._server.close()
+        self.server.close()
         for name in self._store.names():
             self._store.remove(name)
         sign_off(self._sign_off)
@@ -112,14 +102,14 @@ class PeerNode:
     def _begin(self) -> None:
         with self._beginning:
             if self._thread.ident is None and not self._stop.is_set():
-                self._server.start()
+                self.server.start()
                 self._thread.start()
 
     def _record(self) -> Peer:
         return Peer(
             self.id,
             self._host,
-            self._server.port,
+            self.server.port,
             socket.gethostname(),
             self._origin,
             self._store.names(),

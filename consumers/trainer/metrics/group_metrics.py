@@ -29,7 +29,8 @@ class GroupMeter:
         self._excluded = 0
         self._rewards: list[float] = []
         self._dropped: Counter[str] = Counter()
-        self._in_vain = 0
+        self.in_vain = 0
+        """Number of filtered groups since the last one that taught something, or the last step."""
 
     def add(self, rewards: Sequence[float], signal: bool, solved: Sequence[float] = ()) -> None:
         """Count a complete group by the rewards of its scored samples; signal: whether these differ.
@@ -50,11 +51,11 @@ class GroupMeter:
     def drop(self, reason: str) -> None:
         """Count a group that ends without being trained."""
         self._dropped[reason] += 1
-        self._in_vain += reason in FILTERS
+        self.in_vain += reason in FILTERS
 
     def keep(self) -> None:
         """Record a complete group that teaches something."""
-        self._in_vain = 0
+        self.in_vain = 0
 
     def describe(self) -> str:
         """Say, as the end of a sentence, which groups were dropped since the last step."""
@@ -65,11 +66,6 @@ class GroupMeter:
     def filtered(self) -> int:
         """Number of complete groups since the last step that were left out because they teach nothing."""
         return sum(self._dropped[reason] for reason in FILTERS)
-
-    @property
-    def in_vain(self) -> int:
-        """Number of filtered groups since the last one that taught something, or the last step."""
-        return self._in_vain
 
     def describe_filtered(self) -> str:
         """Say in a clause how many complete groups since the last step taught nothing, and why."""

@@ -88,7 +88,6 @@ class CriticStep:
         self.update = GradientUpdate(self.critic, optimizer, ranks, settings.optimizer.max_grad_norm, dtype)
 
     def parts(self) -> dict[str, tuple[nn.Module, GradientUpdate]]:
-        """See Learner."""
         return {"critic": (self.critic, self.update)}
 
     @torch.no_grad()

@@ -71,7 +71,6 @@ class PpoStep(Learner):
     normalise: bool = False
 
     def parts(self) -> dict[str, tuple[nn.Module, GradientUpdate]]:
-        """See Learner."""
         return super().parts() | ({} if self.critic is None else self.critic.parts())
 
     def run(self, batch: Any, version: int) -> StepResult:

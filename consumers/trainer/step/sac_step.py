@@ -51,7 +51,6 @@ class SacStep(Learner):
     seed: int
 
     def parts(self) -> dict[str, tuple[nn.Module, GradientUpdate]]:
-        """See Learner."""
         return {**super().parts(), "critic": self.critic, "temperature": self.temperature}
 
     def state(self) -> dict[str, Any]:
@@ -59,7 +58,6 @@ class SacStep(Learner):
         return self.buffer.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See Learner."""
         self.buffer.restore(state)
 
     def run(self, batch: Any, version: int) -> StepResult:

@@ -52,7 +52,6 @@ class TrainStep(Learner):
     epochs: int = 1
 
     def parts(self) -> dict[str, tuple[nn.Module, GradientUpdate]]:
-        """See Learner."""
         return super().parts() | ({} if self.critic is None else self.critic.parts())
 
     def frozen(self) -> Sequence[nn.Module]:

@@ -58,8 +58,9 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         if settings.http is None:
             raise ConfigError(_NO_SERVER)
         self._http: HttpEngineConfig = settings.http
-        self._dialect = make_dialect(settings.http.dialect)
-        self.lacks: Mapping[Ability, str] = self._dialect.lacks
+        self.dialect = make_dialect(settings.http.dialect)
+        """The server's protocol."""
+        self.lacks: Mapping[Ability, str] = self.dialect.lacks
         self.release = ""
         self._versions = [settings.version]
         self._server: LaunchedServer | None = None
@@ -76,11 +77,6 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         """The connection to the server itself, for benchmarks. InfraError if it is not running."""
         return self._alive()
 
-    @property
-    def dialect(self) -> Dialect:
-        """The server's protocol."""
-        return self._dialect
-
     def sampled_tokens(self) -> int:
         return self._received
 
@@ -94,20 +90,20 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         key = read_key(self._http)
         if self._http.url is None:
             self._place = PrivatePlace()
-            command = await asyncio.to_thread(self._dialect.command, self._settings, folder, self._place)
-            self._server = LaunchedServer(command, self._dialect.environment(self._settings))
-            client = self._dialect.client(self._place, key)
+            command = await asyncio.to_thread(self.dialect.command, self._settings, folder, self._place)
+            self._server = LaunchedServer(command, self.dialect.environment(self._settings))
+            client = self.dialect.client(self._place, key)
         else:
             client = ServerClient(self._http.url, key)
         self._core = client
         try:
             await self._wait_healthy(client)
-            self.release = await self._dialect.check(client, self._settings, folder)
+            self.release = await self.dialect.check(client, self._settings, folder)
             if self._server is None:
-                await self._swap(folder, self._version)
-                await self._dialect.resume(client)
+                await self._swap(folder, self.version)
+                await self.dialect.resume(client)
             else:
-                await self._dialect.set_version(client, self._version)
+                await self.dialect.set_version(client, self.version)
         except Refused as error:
             await self.close()
             raise InfraError(f"the server {client.shown} can't be used: {error}") from error
@@ -194,9 +190,9 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         every = self._settings.report_every if progress is not None else None
         # Servers may abort by the beginning of an id, so no id may be the beginning of another.
         name = f"{self._session}-{next(self._ids)}."
-        sample = GrowingSample(self._version, loads=len(self._versions) - 1)
+        sample = GrowingSample(self.version, loads=len(self._versions) - 1)
         events = min(every or _EVENT_TOKENS, _EVENT_TOKENS)
-        body = self._dialect.request(name, ids, sampling, index, max_tokens, events, self._salt())
+        body = self.dialect.request(name, ids, sampling, index, max_tokens, events, self._salt())
 
         def report() -> None:
             if progress is not None and every is not None and sample.is_due(every):
@@ -216,10 +212,10 @@ class HttpEngine(GatedEngine[ServerClient, None]):
     async def _stream(
         self, client: ServerClient, sample: GrowingSample, body: Body, report: Callable[[], None]
     ) -> None:
-        async with client.stream(self._dialect.path, body) as events:
+        async with client.stream(self.dialect.path, body) as events:
             async for event in events:
                 before = len(sample.tokens)
-                self._dialect.read(sample, event)
+                self.dialect.read(sample, event)
                 self._received += len(sample.tokens) - before
                 report()
         if sample.finish is None:
@@ -230,7 +226,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         versions = [span.version for span in completion.spans]
         in_use = iter(self._versions[loads:])
         if not all(version in in_use for version in versions):
-            self._fail(f"the server reports weight versions {versions} for a sample, but {self._version} is in use")
+            self._fail(f"the server reports weight versions {versions} for a sample, but {self.version} is in use")
             self._alive()
 
     async def _checked(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -254,24 +250,24 @@ class HttpEngine(GatedEngine[ServerClient, None]):
 
     async def probe(self, ids: list[int], images: None) -> npt.NDArray[np.float32]:
         client, salt = self._alive(), self._salt()
-        asked = self._checked(lambda: self._dialect.logprobs(client, ids, salt))
+        asked = self._checked(lambda: self.dialect.logprobs(client, ids, salt))
         return np.asarray(await self._first(asyncio.create_task(asked)), dtype=np.float32)
 
     async def pause_core(self, clear_cache: bool) -> None:
-        await self._ask(self._dialect.pause(self._alive(), clear_cache))
+        await self._ask(self.dialect.pause(self._alive(), clear_cache))
 
     async def resume_core(self) -> None:
-        await self._ask(self._dialect.resume(self._alive()))
+        await self._ask(self.dialect.resume(self._alive()))
 
     async def replace_weights(self, path: Path, version: int) -> None:
         for sample in self._samples.values():
             sample.updated = True
         self._versions.append(version)
         recompute, deadline_s = self._settings.recompute, self._http.update_s
-        await self._ask(self._dialect.load(self._alive(), path, version, recompute, deadline_s))
+        await self._ask(self.dialect.load(self._alive(), path, version, recompute, deadline_s))
 
     async def abort(self, names: Sequence[str]) -> None:
-        await self._ask(self._dialect.abort(self._alive(), names, self._paused is not None))
+        await self._ask(self.dialect.abort(self._alive(), names, self._paused is not None))
 
     async def _ask(self, call: Awaitable[T]) -> T:
         """Return what a request gives on which the engine depends; any error fails the engine."""
@@ -321,7 +317,6 @@ class SglangEngine(HttpEngine):
         self._asleep = True
 
     async def wake(self) -> None:
-        """See SleepingEngine."""
         if self._asleep:
             await self._ask(SglangDialect().wake(self._alive()))
         self._asleep, self._woken = False, True

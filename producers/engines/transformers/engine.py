@@ -51,7 +51,7 @@ class TransformersEngine:
                 "generator.engine transformers does not read images: for model.kind vision set it to vllm"
             )
         self._settings = settings
-        self._version = settings.version
+        self.version = settings.version
         self._commands: queue.SimpleQueue[Callable[[], None] | Request] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: str | None = "it was not started"
@@ -66,10 +66,6 @@ class TransformersEngine:
         self._paused = False
         self._closing = False
         self._steps = 0
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def growth(self) -> int | None:
         """See Engine; the tokens sampled so far for each row in flight."""
@@ -164,7 +160,6 @@ class TransformersEngine:
         await self._ask(self._sleep)
 
     async def wake(self) -> None:
-        """See SleepingEngine."""
         await self._ask(lambda: self._move(_device()))
 
     async def abort_all(self) -> None:
@@ -251,9 +246,9 @@ class TransformersEngine:
         joining = self._take_waiting()
         if joining:
             self._active += joining
-            self._batch.join([(request.prompt, request.rows) for request in joining], self._version)
+            self._batch.join([(request.prompt, request.rows) for request in joining], self.version)
         if self._batch.rows:
-            self._batch.step(self._version)
+            self._batch.step(self.version)
             self._steps += 1
         every = self._settings.report_every
         reports: list[RequestReport] = []
@@ -299,7 +294,7 @@ class TransformersEngine:
         except Exception as error:
             self._failure = f"loading weight version {version} broke off, its weights are undefined: {error}"
             raise
-        self._version = version
+        self.version = version
         if self._settings.recompute:
             self._batch.recompute()
 

@@ -102,24 +102,20 @@ class ExactBatch(ContinuousBatch):
         self._draw(joined, states.repeat_interleave(counts, 0), version)
 
     def step(self, version: int) -> None:
-        """See ContinuousBatch."""
         states = self._read(self._cache, self._slot_of, [row.tokens[-1:] for row in self.rows])
         self._draw(self.rows, states, version)
         self.drop_finished()
 
     def recompute(self) -> None:
-        """See ContinuousBatch."""
         if self.rows:
             self._cache = Rows()
             self._slot_of = self._cache.add(len(self.rows))
             self._read(self._cache, self._slot_of, [[*row.prompt, *row.tokens[:-1]] for row in self.rows])
 
     def clear(self) -> None:
-        """See ContinuousBatch."""
         self.rows, self._cache, self._slot_of = [], Rows(), []
 
     def drop_finished(self) -> None:
-        """See ContinuousBatch."""
         kept = [index for index, row in enumerate(self.rows) if row.finish is None]
         for slot in {*self._slot_of} - {self._slot_of[index] for index in kept}:
             self._cache.lengths[slot] = FREE

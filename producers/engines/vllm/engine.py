@@ -95,7 +95,7 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
         self._failure = asyncio.get_running_loop().create_future()
         # In a thread: booting takes many seconds, and this service must send heartbeats meanwhile.
         await asyncio.to_thread(self._boot)
-        await self._rpc(self._alive().update_weight_version(str(self._version)))
+        await self._rpc(self._alive().update_weight_version(str(self.version)))
 
     def _boot(self) -> None:
         folder = self._read_model()
@@ -186,7 +186,6 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
         await self._rpc(self._alive().sleep(level=1, mode="keep"))
 
     async def wake(self) -> None:
-        """See SleepingEngine."""
         await self._rpc(self._alive().wake_up())
         self._woken = True
 

@@ -201,7 +201,7 @@ def run_trainer(url: str, run: str, folder: str) -> None:
     for line in sys.stdin:
         version = int(line)
         (out / "part").write_bytes(np.random.default_rng(version).bytes(BYTES))
-        started, sent = time.monotonic(), origin.node.sent_bytes
+        started, sent = time.monotonic(), origin.node.server.sent_bytes
         broker.weight_publication(origin, keep=2).publish(
             out / "part", version=version, step=version, leader_term=term, tensors=[], probe=None
         )
@@ -209,7 +209,7 @@ def run_trainer(url: str, run: str, folder: str) -> None:
             version=version,
             seconds=time.monotonic() - started,
             communicator=origin.process.communicator,
-            sent=origin.node.sent_bytes - sent,
+            sent=origin.node.server.sent_bytes - sent,
         )
 
 

@@ -111,16 +111,16 @@ def test_eight_generators_at_once_get_it_and_the_trainer_sends_it_twice_at_most(
     with ThreadPoolExecutor(8) as threads:
         paths = list(threads.map(lambda pair: pair[0].fetch(run.manifest), copies))
     assert all(path.read_bytes() == run.data for path in paths)
-    assert run.origin.node.sent_bytes <= 2.2 * len(run.data)
-    sent = sum(node.sent_bytes for _, node in copies)
+    assert run.origin.node.server.sent_bytes <= 2.2 * len(run.data)
+    sent = sum(node.server.sent_bytes for _, node in copies)
     assert sent >= 5.8 * len(run.data), "the rest came from one another"
 
 
 def test_who_comes_later_gets_it_from_other_generators(patient: None, run: Run) -> None:
     run.fetch("g0")
-    before = run.origin.node.sent_bytes
+    before = run.origin.node.server.sent_bytes
     run.fetch("g1")
-    assert run.origin.node.sent_bytes == before
+    assert run.origin.node.server.sent_bytes == before
 
 
 def test_a_generator_has_it_from_another_though_the_trainer_is_gone(run: Run) -> None:
@@ -152,12 +152,12 @@ def test_a_peer_that_ends_while_others_read_from_it_costs_them_nothing(patient: 
     readers = [run.generator(f"g{index}")[0] for index in (1, 2)]
     with ThreadPoolExecutor(2) as threads:
         reading = [threads.submit(reader.fetch, run.manifest) for reader in readers]
-        until(lambda: first.sent_bytes > 0, "they read from it")
+        until(lambda: first.server.sent_bytes > 0, "they read from it")
         first.close()
         again = run.start_trainer()
         paths = [found.result(30) for found in reading]
     assert all(path.read_bytes() == run.data for path in paths)
-    assert again.node.sent_bytes <= 2.2 * len(run.data)
+    assert again.node.server.sent_bytes <= 2.2 * len(run.data)
 
 
 @pytest.mark.parametrize("behaviour", ["silent", "refused"])
@@ -273,7 +273,7 @@ def test_a_peer_that_ends_while_it_serves_under_tls_costs_nothing(secured: None,
     copy, _ = run.generator("g1")
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(copy.fetch, run.manifest)
-        until(lambda: first.sent_bytes > 0, "it reads from it")
+        until(lambda: first.server.sent_bytes > 0, "it reads from it")
         first.close()
         assert reading.result(30).read_bytes() == run.data
 

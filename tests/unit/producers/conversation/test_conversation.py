@@ -52,7 +52,7 @@ def answer(text: str) -> dict[str, Any]:
 
 def row_texts(template: StoppingTemplate, found: Trajectory) -> list[str]:
     ids = found.tokens.numpy()
-    return [template._tokenizer._tokenizer.decode(ids[row.places]) for row in found.rows()]
+    return [template._tokenizer.hf.decode(ids[row.places]) for row in found.rows()]
 
 
 def test_a_conversation_of_three_turns_is_one_row(template: StoppingTemplate) -> None:
