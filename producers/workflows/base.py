@@ -23,7 +23,7 @@ from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, describe_error
 from schemas.messages import LiveEpisode, Partial, PlacedImage, Sampling, Task
 from schemas.messages.moments import Moment, MomentKind
-from schemas.plugins import check_arguments, check_method, fit_arguments
+from schemas.plugins import check_method, fit_arguments
 from schemas.system.lifecycle import leaving_aside
 
 log = structlog.get_logger()
@@ -228,10 +228,10 @@ def find_workflow(name: str, args: dict[str, Any], base: Path) -> Callable[[], W
     check_method("generator.workflow", found, "run", ("rollout",))
     if inspect.iscoroutinefunction(found.run):
         raise ConfigError(f"generator.workflow {name}: run must yield or return an async iterator, not be a coroutine")
-    check_arguments("generator.workflow", found, args)
+    fitted = fit_arguments("generator.workflow", found, args)
     if (check := getattr(found, "check", None)) is not None:
         check(base, **args)
-    return functools.partial(found, **fit_arguments("generator.workflow", found, args))
+    return functools.partial(found, **fitted)
 
 
 @asynccontextmanager

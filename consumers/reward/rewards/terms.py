@@ -61,7 +61,7 @@ def reward(
     settings: tuple[str, ...] = (),
     concurrency: int | None = None,
     secrets: Callable[..., list[str]] | None = None,
-    prepare: Callable[..., None] | None = None,
+    prepare: Callable[..., object] | None = None,
     teacher: bool = False,
     trains_only: bool = False,
 ) -> Callable[[F], F]:

@@ -13,17 +13,17 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import structlog
+from pydantic import Field
 
 from producers.conversation.images import Content, content_of, join_content, task_messages
 from producers.conversation.messages import Message
 from producers.episodes.environments import ENVIRONMENTS
 from producers.episodes.environments.worker import EnvironmentWorker
 from producers.episodes.episode import Episode, EpisodeEnded, LoopParts
-from producers.episodes.tools.tools import check_limits
 from producers.episodes.user_code import DeadlineExceeded, call_user
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, play_each
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -61,8 +61,8 @@ class EnvironmentLoop:
         environment: str,
         args: dict[str, Any] | None = None,
         python: str | None = None,
-        max_turns: int | None = None,
-        timeout_s: float = 60.0,
+        max_turns: Annotated[int, Field(ge=1)] | None = None,
+        timeout_s: Annotated[float, Field(gt=0)] = 60.0,
         history: bool = True,
     ) -> None:
         self._history = history
@@ -76,9 +76,7 @@ class EnvironmentLoop:
         self._parts: LoopParts | None = None
 
     @staticmethod
-    def check(
-        base: Path, environment: Any = None, args: Any = None, python: Any = None, history: Any = True, **limits: Any
-    ) -> None:
+    def check(base: Path, environment: Any = None, args: Any = None, python: Any = None, **_: Any) -> None:
         """Raise ConfigError unless the environment has reset and step, and takes its arguments.
 
         One for another interpreter is looked for at the start.
@@ -87,9 +85,6 @@ class EnvironmentLoop:
             raise ConfigError(f"generator.workflow.args.python {python!r} must be an interpreter that can be run")
         if python is None or environment in ENVIRONMENTS:
             _find_environment(ENVIRONMENTS.get(environment, environment), args or {}, base)
-        if not isinstance(history, bool):
-            raise ConfigError(f"generator.workflow.args.history {history!r} must be true or false")
-        check_limits(limits, whole=("max_turns",))
 
     async def start(self, services: WorkflowServices) -> None:
         base = services.config.base

@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import structlog
+from pydantic import Field
 
 from producers.conversation.images import Content, map_texts, name_images
 from producers.conversation.messages import Message
@@ -41,10 +42,10 @@ class Tools:
     def __init__(
         self,
         tools: list[Any],
-        parallel: int = 4,
-        timeout_s: float = 30.0,
-        longest_result: int = 4000,
-        max_calls: int | None = None,
+        parallel: Annotated[int, Field(ge=1)] = 4,
+        timeout_s: Annotated[float, Field(gt=0)] = 30.0,
+        longest_result: Annotated[int, Field(ge=1)] = 4000,
+        max_calls: Annotated[int, Field(ge=1)] | None = None,
     ) -> None:
         self._entries = tools
         self._parallel = parallel
@@ -56,10 +57,9 @@ class Tools:
         self._parts: LoopParts | None = None
 
     @staticmethod
-    def check(base: Path, tools: Any = None, **limits: Any) -> None:
-        """Raise ConfigError unless the tools can be described to the policy, and the limits are numbers above 0."""
+    def check(base: Path, tools: Any = None, **_: Any) -> None:
+        """Raise ConfigError unless the tools can be described to the policy."""
         ToolBox(tools, base)
-        check_limits(limits, whole=("parallel", "longest_result", "max_calls"))
 
     async def start(self, services: WorkflowServices) -> None:
         self._tools = ToolBox(self._entries, services.config.base)
@@ -162,14 +162,3 @@ def shorten(text: str, longest: int) -> str:
         return text
     head = (longest + 1) // 2
     return f"{text[:head]}\n[{len(text) - longest} characters left out]\n{text[len(text) - longest // 2 :]}"
-
-
-def check_limits(limits: dict[str, Any], whole: Sequence[str]) -> None:
-    """Raise ConfigError for a limit of the workflow that is not a number above 0, or not a whole number."""
-    for name, value in limits.items():
-        if value is None and name.startswith("max_"):
-            continue
-        number = isinstance(value, int if name in whole else int | float) and not isinstance(value, bool)
-        if not number or not value > 0:
-            kind = "a whole number" if name in whole else "a number"
-            raise ConfigError(f"generator.workflow.args.{name} {value!r} must be {kind} above 0")

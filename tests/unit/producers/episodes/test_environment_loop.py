@@ -247,7 +247,7 @@ def test_what_an_environment_returns_is_read_with_care():
         ({"environment": "Guess"}, r"environment 'Guess': name a class as file\.py:Name"),
         ({"environment": "games.py:NoStep"}, r"NoStep has no method step\(text\)"),
         ({"environment": "games.py:Guess", "args": {"smallest": 1}}, "unexpected keyword argument 'smallest'"),
-        ({"environment": "games.py:Guess", "max_turns": 0}, r"args\.max_turns 0 must be a whole number above 0"),
+        ({"environment": "games.py:Guess", "max_turns": 0}, r"'max_turns': 0 is not allowed, must be"),
         ({}, r"missing a required argument|environment None: name a class"),
     ],
 )
