@@ -61,7 +61,7 @@ def code(
     processes: Positive = 16,
     partial: bool = True,
     python: str | None = None,
-    command: Sequence[str] | None = None,
+    command: list[str] | None = None,
     **data: Any,
 ) -> float:
     """Return the share of the task's cases that the program in the completion passes, each run in a sandbox.

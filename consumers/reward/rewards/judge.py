@@ -41,7 +41,7 @@ def _check(
         raise ValueError("template must show the judge {completion} or {messages}")
     check_parse(parse)
     if requests_per_minute is not None and requests_per_minute < samples:
-        raise ValueError(f"requests_per_minute {requests_per_minute!r} must be a number of {samples} (samples) or more")
+        raise ValueError(f"requests_per_minute {requests_per_minute:g} must be a number of {samples} (samples) or more")
     if request is not None and {"model", "messages", "stream", "n"} & request.keys():
         raise ValueError("request must be settings such as {temperature: 0}, without model, messages, stream and n")
 

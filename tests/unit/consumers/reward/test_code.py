@@ -160,7 +160,7 @@ def test_the_data_of_a_task_does_not_choose_the_sandbox(tmp_path: Path) -> None:
         ({"sandbox": "jail"}, "sandbox 'jail' must be one of auto, bwrap, sandlock, gvisor, none"),
         ({"timeout_s": 0}, "'timeout_s': 0 is not allowed, must be greater than 0"),
         ({"memory_mb": 1.5}, "'memory_mb': 1.5 is not allowed, must be a valid integer"),
-        ({"command": "node"}, "'command': 'node' is not allowed, must be a valid sequence"),
+        ({"command": "node"}, "'command': 'node' is not allowed, must be a valid list"),
         ({"command": ["node"]}, r"command \['node'\] must be a list that has {file}"),
         ({"time": 1}, "unknown argument 'time'"),
     ],
