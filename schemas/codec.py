@@ -119,6 +119,14 @@ def decode(data: bytes, cls: type[M], max_bytes: int = DEFAULT_MAX_BYTES) -> M:
     return message
 
 
+def try_decode(data: bytes, cls: type[M], max_bytes: int = DEFAULT_MAX_BYTES) -> M | None:
+    """Parse a message as ``decode`` does; None if it can't be read, as one of another version of Tidemill."""
+    try:
+        return decode(data, cls, max_bytes)
+    except BadMessage:
+        return None
+
+
 def _learn(cls: type[Message]) -> tuple[msgspec.msgpack.Decoder[Any], bytes]:
     head = _encoder.encode({"type": cls.__struct_config__.tag, "schema": SCHEMA_VERSION})[1:]
     with _learning:

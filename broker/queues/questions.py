@@ -3,13 +3,12 @@
 Nothing depends on them: a question that no generator takes in time is deleted, and a lost one is not reported.
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
 from broker.connection.connection import Connection
-from schemas.codec import BadMessage, Message, decode, encode
+from schemas.codec import encode, try_decode
 from schemas.messages import Question, QuestionAnswer
 
-M = TypeVar("M", bound=Message)
 MOST_WAITING = 16
 MOST_ANSWERS = 64
 LARGEST = 1 << 22
@@ -41,7 +40,7 @@ class Questions:
         for _, entries in found or []:
             for entry, fields in entries:
                 position = entry
-                answer = _decoded(fields.get(b"b", b""), QuestionAnswer)
+                answer = try_decode(fields.get(b"b", b""), QuestionAnswer, LARGEST)
                 if answer is not None and answer.id == id:
                     return answer, position
         return None, position
@@ -49,15 +48,8 @@ class Questions:
     def take(self) -> Question | None:
         """Take the oldest question, for this generator alone; None if there is none."""
         body = self._connection.run_script("take_question")
-        return None if body is None else _decoded(body, Question)
+        return None if body is None else try_decode(body, Question, LARGEST)
 
     def answer(self, answer: QuestionAnswer) -> None:
         """Publish the answer to a question."""
         self._connection.run_script("answer_question", encode(answer, LARGEST), MOST_ANSWERS)
-
-
-def _decoded(body: bytes, kind: type[M]) -> M | None:
-    try:
-        return decode(body, kind, LARGEST)
-    except BadMessage:
-        return None  # of another version of Tidemill

@@ -8,7 +8,7 @@ from typing import Any
 
 from broker.connection.connection import Connection
 from broker.connection.stream_pages import KEEP_LINES, Entry, read_page
-from schemas.codec import BadMessage, decode, encode
+from schemas.codec import encode, try_decode
 from schemas.messages import Event
 
 
@@ -58,12 +58,9 @@ def _stored(entries: Iterable[Entry]) -> list[StoredEvent]:
     """Decode entries of the stream, without those that are not events."""
     events = []
     for entry_id, fields in entries:
-        try:
-            event = decode(fields.get(b"b", b""), Event)
-        except BadMessage:
-            continue
-        id = entry_id.decode()
-        events.append(StoredEvent(id, int(id.partition("-")[0]) / 1000, event))
+        if (event := try_decode(fields.get(b"b", b""), Event)) is not None:
+            id = entry_id.decode()
+            events.append(StoredEvent(id, int(id.partition("-")[0]) / 1000, event))
     return events
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import redis
 
 from broker.connection.connection import Connection
-from schemas.codec import BadMessage, decode, encode
+from schemas.codec import encode, try_decode
 from schemas.messages import Heartbeat
 
 FORGOTTEN_S = 600
@@ -94,7 +94,4 @@ class Heartbeats:
 
 def parse_heartbeat(body: bytes) -> Heartbeat | None:
     """Parse a heartbeat as it was sent; None if it is empty or of another version of Tidemill."""
-    try:
-        return decode(body, Heartbeat)
-    except BadMessage:
-        return None
+    return try_decode(body, Heartbeat)

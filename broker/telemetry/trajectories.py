@@ -12,7 +12,7 @@ from broker.connection.stream_pages import Entry, read_page
 from broker.queues.bodies import body_name, read_bodies
 from broker.queues.consumer_group import number
 from broker.queues.scores import outcomes_in
-from schemas.codec import BadMessage, decode, encode
+from schemas.codec import encode, try_decode
 from schemas.messages import Score, Trajectory
 
 KEEP = 256
@@ -208,13 +208,13 @@ class TrajectoryStore:
         scores: dict[tuple[int, int], Score] = {}
         for _, fields in found:
             for sample, _, body in outcomes_in(fields):
-                score = _score(body)
+                score = try_decode(body, Score)
                 if score is not None:
                     scores[number(fields.get(b"t")), sample] = score
         return scores
 
     def _live(self, id: bytes, body: bytes | None, scores: dict[tuple[int, int], Score]) -> StoredTrajectory | None:
-        trajectory = self._body(body or b"")
+        trajectory = try_decode(body or b"", Trajectory, self._max_bytes)
         if trajectory is None:
             return None
         score = scores.get((trajectory.task_id, trajectory.sample))
@@ -223,17 +223,11 @@ class TrajectoryStore:
 
     def _kept(self, reading: _Reading, after: str | None, newest: bool) -> Iterator[StoredTrajectory]:
         for id, fields in self._pages(self._connection.keys.recent, reading, after, newest):
-            trajectory = self._body(fields.get(b"b", b""))
+            trajectory = try_decode(fields.get(b"b", b""), Trajectory, self._max_bytes)
             if trajectory is not None:
-                score, step = _score(fields.get(b"r", b"")), number(fields.get(b"p"))
+                score, step = try_decode(fields.get(b"r", b""), Score), number(fields.get(b"p"))
                 cursor = f"{TRAINED}:{id.decode()}"
                 yield StoredTrajectory(trajectory, score, "trained", _time(id), step, cursor)
-
-    def _body(self, body: bytes) -> Trajectory | None:
-        try:
-            return decode(body, Trajectory, self._max_bytes)
-        except BadMessage:
-            return None
 
 
 def choose(trained: Sequence[tuple[Trajectory, float]], step: int) -> list[tuple[Trajectory, float]]:
@@ -248,13 +242,6 @@ def choose(trained: Sequence[tuple[Trajectory, float]], step: int) -> list[tuple
         step % len(trained),
     )
     return [trained[i] for i in dict.fromkeys(picks)][:PER_STEP]
-
-
-def _score(body: bytes) -> Score | None:
-    try:
-        return decode(body, Score)
-    except BadMessage:
-        return None
 
 
 def _time(id: bytes) -> float:
