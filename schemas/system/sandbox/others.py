@@ -38,8 +38,7 @@ def sandlock_command(
         "env": here,
         "cwd": here["HOME"],
     }
-    job = str(folder / "job")
-    wanted = [*limits.prlimit(count_processes=False), *(part.replace("{job}", job) for part in program)]
+    wanted = plain_command(program, limits, folder)
     return [sys.executable, "-I", sandlock_stage.__file__, json.dumps(settings), *wanted]
 
 
