@@ -90,7 +90,7 @@ def scale(
         list[str], typer.Argument(metavar="ROLE=N...", help="For example generator=3 reward=2, or generator.POOL=3.")
     ],
 ) -> None:
-    """Change the number of generators or reward services, of `tidemill up` or on Kubernetes."""
+    """Change the number of generators or reward services, of `tidemill up` and `tidemill node`, or on Kubernetes."""
     counts = {}
     # All are checked before the first is ordered.
     for assignment in replicas:

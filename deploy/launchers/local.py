@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import redis
 import structlog
 
+from broker.client import Broker
+from deploy.control_plane.status.scaling import machines, order_replicas
 from deploy.launchers.gpus import VISIBLE, Auto, Gpu, GpuPlan, check_count, find_gpus, plan_gpus
 from deploy.launchers.pool_gpus import plan_pools
 from deploy.planning.search import wanted_generators
@@ -16,8 +19,8 @@ from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.services import Scaler
 from deploy.supervisor.silent_holders import SILENT_S, SilentHolders
 from schemas.config import TidemillConfig
-from schemas.control_api import RunStatus
-from schemas.errors import ConfigError
+from schemas.control_api import RunStatus, ServiceStatus
+from schemas.errors import ConfigError, TidemillError
 from schemas.run_folder import DEVICES
 from schemas.system.device_lock import VARIABLE, SharedGpus
 
@@ -28,28 +31,35 @@ BALANCE_S = 600.0
 
 
 class Balance:
-    """The number of generators that follows the plan of what the run measures (``placement.balance``)."""
+    """The number of generators, on all machines, that follows the plan of what the run measures (``balance``)."""
 
     def __init__(self, config: TidemillConfig, now: float) -> None:
         self._config, self._due, self._since, self._running = config, now + BALANCE_S, 0, 0
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="balance")
-        self._planning: Future[int | None] | None = None
+        self._planning: Future[None] | None = None
 
-    def tick(self, now: float, scaler: Scaler, step: int) -> None:
-        """Plan in a thread when it is due, and scale when the plan is there. now: monotonic seconds."""
-        if self._planning is None:
-            if now >= self._due:
-                self._due, self._running = now + BALANCE_S, scaler.replicas("generator")
-                self._planning = self._threads.submit(wanted_generators, self._config, self._running, self._since)
+    def tick(self, now: float, running: int, step: int, services: Sequence[ServiceStatus]) -> None:
+        """Plan and order in a thread when it is due. now: monotonic seconds. running: generators that are ordered."""
+        if running != self._running:
+            # What was measured with another number says nothing about this one.
+            self._since, self._running = step + 1 if self._running else 0, running
+        if self._planning is None and now >= self._due:
+            self._due = now + BALANCE_S
+            self._planning = self._threads.submit(self._plan, running, self._since, services)
+        elif self._planning is not None and self._planning.done():
+            planning, self._planning = self._planning, None
+            planning.result()
+
+    def _plan(self, running: int, since: int, services: Sequence[ServiceStatus]) -> None:
+        elsewhere = sum(room for name, room in machines("generator", services).items() if name != "generator")
+        wanted = wanted_generators(self._config, running, since, elsewhere)
+        if wanted is None or wanted == running:
             return
-        if not self._planning.done():
-            return
-        planning, self._planning = self._planning, None
-        wanted = planning.result()
-        if wanted is not None and wanted != self._running:
-            self._since = step + 1
-            logger.info("generators follow the plan", before=self._running, now=wanted)
-            scaler.scale("generator", wanted)
+        logger.info("generators follow the plan", before=running, now=wanted)
+        try:
+            order_replicas(Broker.connect(self._config).run_control, services, "generator", wanted, "balance")
+        except (TidemillError, redis.RedisError) as error:
+            logger.warning("generators cannot follow the plan", error=str(error))
 
 
 class Local(Processes):
@@ -110,8 +120,9 @@ class Local(Processes):
             logger.warning("killed: it was silent with GPUs that it shares", service=name, silent_s=SILENT_S)
             if (process := self._holders.get(name)) is not None:
                 process.kill()
-        if self._balance is not None and status is not None and status.state == "running":
-            self._balance.tick(time.monotonic(), scaler, status.step)
+        ordered = None if status is None else status.scaling.replicas.get("generator")
+        if self._balance is not None and status is not None and status.state == "running" and ordered is not None:
+            self._balance.tick(time.monotonic(), ordered, status.step, status.services)
 
     def _gpus(self, role: str, name: str) -> list[str]:
         """Return names of the service's devices; ConfigError when this process sees too few."""

@@ -7,7 +7,9 @@ run's folder, and machines come and go: what a lost one was doing, others do aga
 import re
 import socket
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from broker.client import Broker
@@ -20,11 +22,13 @@ from deploy.logs import configure_logging, lossy
 from deploy.services.finished_run import FinishedRunWatch
 from deploy.services.main import command
 from deploy.services.spot_notice import watch_spot_notices
+from deploy.supervisor.commands import CommandFollower
 from deploy.supervisor.events import TimelineWriter
 from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.services import Change, ServiceSpec
 from deploy.supervisor.supervisor import Supervisor
 from schemas.config import ProbesConfig, TidemillConfig, of_node, save_config
+from schemas.control_api.orders import scaled_role
 from schemas.errors import ERROR_EXIT, HOPELESS, OK_EXIT, ConfigError
 from schemas.run_folder import LOGS, NODES
 
@@ -49,9 +53,9 @@ class Node(Processes):
             given = ", ".join(f"pools.{name}.nodes {list(pool.nodes)}" for name, pool in config.pools.items())
             raise ConfigError(f"no pool has the node {self.name!r}: name it there, or another --name ({given})")
         self._gpus = find_gpus() if gpus is None else gpus
-        kinds = {f"generator-{pool}-{self.name}" if pool else f"generator-{self.name}": pool for pool in pools}
-        self.plan = plan_node({kind: pools[pool] for kind, pool in kinds.items()}, self._gpus)
-        self.generators = {name: kinds[name.rpartition("-")[0]] for name in self.plan.placed or {}}
+        self._kinds = {f"generator-{pool}-{self.name}" if pool else f"generator-{self.name}": pool for pool in pools}
+        self.plan = plan_node({kind: pools[pool] for kind, pool in self._kinds.items()}, self._gpus)
+        self.generators = {name: self._kinds[name.rpartition("-")[0]] for name in self.plan.placed or {}}
         """The pool of each generator, by name; empty without pools."""
         if not self.generators:
             raise ConfigError(f"node {self.name!r} has no generator: set generator.replicas to 1 or more")
@@ -62,6 +66,13 @@ class Node(Processes):
         if gpus := (self.plan.placed or {}).get(name):
             environment = {**environment, VISIBLE: ",".join(self._gpus[index].name for index in gpus)}
         return super().start(argv, name, role, log, environment, mark)
+
+    def spec(self, file: Path, kind: str, pool: str, index: int) -> ServiceSpec:
+        """Return generator ``index`` of a kind; ConfigError if this machine has no room for it."""
+        if (name := f"{kind}-{index}") not in self.generators:
+            raise ConfigError(f"node {self.name!r} has no room for {name}")
+        argv = command("generator", str(file), *(["--pool", pool] if pool else []), "--stay", "--name", name)
+        return ServiceSpec(name, argv, role="generator", pool=pool, essential=False)
 
     def run(self, config: TidemillConfig) -> int:
         """Supervise the generators until the run is finished or this process is asked to end; return the exit code."""
@@ -78,17 +89,20 @@ class Node(Processes):
             print(f"{change.service}: {change.text}", file=lossy(sys.stderr))
             timeline.put(change)
 
+        supervisor = Supervisor(config.supervisor, config.folder / LOGS, note, self)
+        commands = CommandFollower(supervisor, broker, node=self.name)
         with (
-            HeartbeatThread(broker, f"node-{self.name}", "node", lambda: ("running", -1, {}), sole=True),
+            HeartbeatThread(broker, f"node-{self.name}", "node", commands.describe, commands.look, 0.0, sole=True),
             timeline.to(broker),
-            Supervisor(config.supervisor, config.folder / LOGS, note, self) as supervisor,
+            supervisor,
         ):
             watch.start()
             watch_spot_notices(config)
-            for name, pool in self.generators.items():
-                argv = command("generator", str(file), *(["--pool", pool] if pool else []), "--stay", "--name", name)
-                supervisor.add(ServiceSpec(name, argv, role="generator", pool=pool, essential=False))
-            outcome = supervisor.run()
+            counts = Counter(self.generators.values())
+            commands.begin({scaled_role("generator", pool): counts[pool] for pool in self._kinds.values()})
+            for kind, pool in self._kinds.items():
+                supervisor.add_role(scaled_role("generator", pool), partial(self.spec, file, kind, pool), counts[pool])
+            outcome = supervisor.run(lambda: commands.follow(commands.orders))
             supervisor.stop()
         if outcome.cause is None:
             return OK_EXIT

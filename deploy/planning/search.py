@@ -180,10 +180,11 @@ def place(config: TidemillConfig, gpus: int) -> tuple[PlacementConfig, str]:
     return placement, f"placement auto, rates {known.source['trained']}: {in_words(plan)}; "
 
 
-def wanted_generators(config: TidemillConfig, running: int, since: int) -> int | None:
+def wanted_generators(config: TidemillConfig, running: int, since: int, elsewhere: int = 0) -> int | None:
     """Return the fewest generators of a placement that give nearly its best throughput at what the run measures.
 
-    None while it has measured too little. running: generators now; since: the first step with so many.
+    None while it has measured too little. running: generators now; since: the first step with so many. elsewhere: how
+    many more other machines have room for, which are given up first.
     """
     placement, width = config.placement, engine_width(config)
     known = figures(config, since=since, generators=running)
@@ -191,7 +192,7 @@ def wanted_generators(config: TidemillConfig, running: int, since: int) -> int |
         return None
     own, engines = set(parse_ranges(placement.trainer)), placement.engines(width)
     shared = [not own.isdisjoint(numbers) for numbers in engines]
-    layouts = [_layout(config, n, len(own), sum(shared[:n])) for n in range(1, len(engines) + 1)]
+    layouts = [_layout(config, n, len(own), sum(shared[:n])) for n in range(1, len(engines) + elsewhere + 1)]
     speeds = [_speed(simulate(layout, known.rates, known.mix, STEPS)) for layout in layouts]
     return next(n for n, speed in enumerate(speeds, 1) if speed >= NEARLY * max(speeds))
 

@@ -1,6 +1,7 @@
-"""Follows the users' orders to the supervisor in the broker: numbers of replicas, and the end of the run.
+"""Follows the users' orders to a supervisor in the broker: numbers of replicas, and the end of the run.
 
-At the start the numbers of the configuration are written into the broker, and earlier orders are ignored.
+At the start the numbers of the configuration are written into the broker, and earlier orders are ignored. Each machine
+of `tidemill node` has numbers of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ import structlog
 from broker.client import Broker
 from broker.flow.run_control import ControlState
 from deploy.supervisor.supervisor import RunOutcome, Supervisor
+from schemas.control_api.orders import ROOM, on_node
 from schemas.errors import ConfigError, TidemillError
 
 BY = "tidemill up"
@@ -21,16 +23,24 @@ log = structlog.get_logger()
 class CommandFollower:
     """Carries out orders: ``follow`` is called at every tick, ``describe`` for the heartbeat.
 
-    refuse: why a run may not have so many replicas by role, or nothing. ``ordered``: whether an order has ended the
-    run. Set ``stopping`` when services are being stopped.
+    refuse: why a run may not have so many replicas by role, or nothing. node: the machine, "" for `tidemill up`, which
+    alone ends the run. ``ordered``: whether an order has ended the run. Set ``stopping`` when services are being
+    stopped. ``orders``: those that ``look`` has read.
     """
 
     def __init__(
-        self, supervisor: Supervisor, broker: Broker, refuse: Callable[[Mapping[str, int]], str] = lambda _: ""
+        self,
+        supervisor: Supervisor,
+        broker: Broker,
+        refuse: Callable[[Mapping[str, int]], str] = lambda _: "",
+        node: str = "",
     ) -> None:
         self._supervisor = supervisor
         self._broker = broker
         self._refuse = refuse
+        self._node = node
+        self._rooms: dict[str, float] = {}
+        self.orders: ControlState | None = None
         self._stop_seen = 0
         self._done: dict[str, int] = {}
         self.stopping = False
@@ -39,26 +49,33 @@ class CommandFollower:
     def begin(self, replicas: Mapping[str, int]) -> None:
         """Write the initial numbers of replicas, and remember which orders are old."""
         for role, count in replicas.items():
-            self._broker.run_control.scale(role, count, BY)
+            self._broker.run_control.scale(on_node(role, self._node), count, BY)
         orders = self._broker.run_control.read() or ControlState()
         self._stop_seen = orders.stop
         self._done = dict(orders.scaled)
+        self._rooms = {f"{ROOM}{role}": float(count) for role, count in replicas.items()}
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
-        """Return state, weight version (none) and metrics (none) for the supervisor's heartbeat."""
-        return "stopping" if self.stopping else "running", -1, {}
+        """Return state, weight version (none) and the room by role for the supervisor's heartbeat."""
+        return "stopping" if self.stopping else "running", -1, self._rooms
+
+    def look(self) -> None:
+        """Read the orders, once begun; any thread may wait for the broker here."""
+        if self._rooms:
+            self.orders = self._broker.run_control.read()
 
     def follow(self, orders: ControlState | None) -> None:
         """Carry out new orders, each once."""
         if orders is None or self.stopping:
             return
-        if orders.stop > self._stop_seen:
+        if orders.stop > self._stop_seen and not self._node:
             self.ordered = True
             self._supervisor.end()
             return
-        for role, replicas in orders.replicas.items():
-            number = orders.scaled.get(role, 0)
-            if self._done.get(role) == number:
+        for name, replicas in orders.replicas.items():
+            role, _, node = name.partition("@")
+            number = orders.scaled.get(name, 0)
+            if node != self._node or self._done.get(name) == number:
                 continue
             try:
                 if replicas > self._supervisor.replicas(role) and (problem := self._refuse(orders.replicas)):
@@ -66,9 +83,9 @@ class CommandFollower:
                 self._supervisor.scale(role, replicas)
             except ConfigError as error:
                 log.warning("cannot scale", role=role, replicas=replicas, error=str(error))
-            self._done[role] = number
+            self._done[name] = number
         # A broker that lost its data counts from 0 again.
-        self._done = {role: number for role, number in self._done.items() if role in orders.replicas}
+        self._done = {name: number for name, number in self._done.items() if name in orders.replicas}
 
     def record(self, outcome: RunOutcome) -> None:
         """Write into the broker how the run ended, unless the trainer has reported that it is finished."""

@@ -67,7 +67,8 @@ class PlacementConfig(Section):
     balance: bool = Field(
         False,
         description="Whether the number of generators follows the plan of the rates that this run measures, with at"
-        " most one change in ten minutes. There are never more than placement.generator has GPUs for.",
+        " most one change in ten minutes. There are never more than placement.generator has GPUs for, and those that"
+        " `tidemill node` started.",
     )
 
     @model_validator(mode="after")

@@ -81,6 +81,15 @@ def scaled_role(role: str, pool: str = "") -> str:
     return f"{role}.{pool}" if pool else role
 
 
+def on_node(kind: str, node: str) -> str:
+    """Return what the order of a kind of services is called to one machine: its node, or "" for `tidemill up`."""
+    return f"{kind}@{node}" if node else kind
+
+
+ROOM = "room:"
+"""Begins the figure in a supervisor's heartbeat that says how many services of a kind its machine has room for."""
+
+
 class ScaleRequest(RequestBody):
     """Body of POST /v1/scale."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter
 
 from deploy.control_plane.routes.context import By, Context, InContext
-from deploy.control_plane.status.scaling import NO_SUPERVISOR, scale_command
+from deploy.control_plane.status.scaling import NO_SUPERVISOR, order_replicas, scale_command
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api import (
     Accepted,
@@ -149,7 +149,7 @@ async def stop(context: InContext, by: By) -> Accepted:
 
 @router.post("/scale")
 async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
-    """Set the number of replicas of a role, through the supervisor of `tidemill up` or a Deployment on Kubernetes."""
+    """Set the number of replicas of a role, through supervisors or a Deployment on Kubernetes."""
     if body.role == "reward" and body.replicas == 0:
         raise Refusal(409, "a run needs one reward service at least: pause it instead")
     kind = scaled_role(body.role, body.pool)
@@ -163,8 +163,9 @@ async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
 
 
 def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
-    """Give the order to Kubernetes or to the supervisor; Refusal without either."""
-    scaling, kind = context.poller.latest.scaling, scaled_role(body.role, body.pool)
+    """Give the order to Kubernetes or to the supervisors; Refusal without either."""
+    status, kind = context.poller.latest, scaled_role(body.role, body.pool)
+    scaling = status.scaling
     by_whom, kinds = scaling.by, scaling.replicas
     of_pools = body.pool or (body.role == "generator" and context.plan.pools)
     if kind not in kinds and (by_whom == "supervisor" or (of_pools and kinds)):
@@ -175,7 +176,10 @@ def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
         return context.deployments.scale(kind, body.replicas)
     if by_whom != "supervisor":
         raise Refusal(409, NO_SUPERVISOR + scale_command(context.plan.scale_hint, body.role, str(body.replicas)))
-    return context.broker.run_control.scale(kind, body.replicas, by)
+    try:
+        return order_replicas(context.broker.run_control, status.services, kind, body.replicas, by)
+    except RefusedError as error:
+        raise Refusal(409, str(error)) from error
 
 
 @router.patch("/settings")

@@ -62,7 +62,7 @@ class PlannedRun:
 
     folder: of the run. held_out: whether it has held-out prompts. has_accuracy: whether evaluations have an accuracy
     and not only a reward. playground: whether users may ask the policy. chat: whether its model has a chat template.
-    live: conversations of users. on_nodes: pools that `tidemill node` starts. quota: of devices.
+    live: conversations of users. quota: of devices.
     """
 
     run: str
@@ -71,7 +71,6 @@ class PlannedRun:
     batch: int = 0
     max_samples: int = 0
     pools: Sequence[str] = ()
-    on_nodes: Sequence[str] = ()
     n: int = 1
     scale_hint: str = ""
     folder: Path = Path()
@@ -93,7 +92,6 @@ class PlannedRun:
             batch=config.trainer.batch_groups,
             max_samples=config.generator.max_samples,
             pools=tuple(config.pools),
-            on_nodes=tuple(name for name, pool in config.pools.items() if pool.nodes),
             n=config.sampling.n,
             scale_hint=config.control.scale_hint or "",
             folder=config.folder,
@@ -229,7 +227,7 @@ class Collector:
                     "changed": sorted(ledger.settings),
                 }
             ),
-            scaling=scaling(orders, beats, now, self._plan.scale_hint, pools, self._plan.on_nodes).model_copy(
+            scaling=scaling(orders, services, self._plan.scale_hint, pools).model_copy(
                 update={"max_devices": self._plan.quota.most}
             ),
             dead_letters=ledger.dead_letters,

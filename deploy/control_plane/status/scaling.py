@@ -1,13 +1,12 @@
-"""The number of replicas of a run: whether an order can change it, or else the command that does."""
+"""The number of replicas of a run: whether and on which machines an order can change it, or the command that does."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from broker.flow.run_control import ControlState
-from deploy.control_plane.status.run_state import is_live
-from schemas.control_api import Scaling
-from schemas.control_api.orders import scaled_role
-from schemas.messages import Heartbeat
+from broker.flow.run_control import ControlState, RunControl
+from schemas.control_api import Scaling, ServiceStatus
+from schemas.control_api.orders import ROOM, on_node, scaled_role
+from schemas.errors import RefusedError
 
 SCALABLE = ("generator", "reward")
 NO_SUPERVISOR = "no supervisor of this run is running (`tidemill up` did not start it), so no service takes the order; "
@@ -15,28 +14,49 @@ NO_SUPERVISOR = "no supervisor of this run is running (`tidemill up` did not sta
 
 
 def scaling(
-    orders: ControlState,
-    beats: Sequence[Heartbeat],
-    now: float,
-    hint: str = "",
-    pools: Sequence[str] = (),
-    on_nodes: Collection[str] = (),
+    orders: ControlState, services: Sequence[ServiceStatus], hint: str = "", pools: Sequence[str] = ()
 ) -> Scaling:
-    """Return whether an order can change the number of replicas, and how many there are to be.
-
-    on_nodes: pools that other machines start, as many as these have room for.
-    """
-    possible = any(beat.role == "supervisor" and is_live(beat, now) for beat in beats)
+    """Return whether an order can change the number of replicas, and how many there are to be."""
+    live = [service for service in services if service.live]
+    possible = any(service.role == "supervisor" for service in live)
     refusal = NO_SUPERVISOR + scale_command(hint, "generator", "N")
-    alive = Counter(scaled_role(beat.role, beat.pool) for beat in beats if beat.role in SCALABLE and is_live(beat, now))
-    kinds = [*(scaled_role("generator", pool) for pool in pools or [""] if pool not in on_nodes), "reward"]
-    replicas = {kind: orders.replicas.get(kind, alive[kind]) for kind in kinds}
+    alive = Counter(scaled_role(service.role, service.pool) for service in live if service.role in SCALABLE)
+    replicas = {}
+    for kind in [*(scaled_role("generator", pool) for pool in pools or [""]), "reward"]:
+        wanted = [orders.replicas[name] for name in {kind, *machines(kind, services)} if name in orders.replicas]
+        replicas[kind] = sum(wanted) if wanted else alive[kind]
     return Scaling(
         possible=possible,
         by="supervisor" if possible else "nobody",
         replicas=replicas if possible else {},
         refusal="" if possible else refusal,
     )
+
+
+def machines(kind: str, services: Sequence[ServiceStatus]) -> dict[str, int]:
+    """Return how many services of a kind each machine has room for, by the name of the order to it."""
+    room, there = f"{ROOM}{kind}", [service for service in services if service.live]
+    nodes = {service.name: service.name.removeprefix("node-") if service.role == "node" else "" for service in there}
+    return {on_node(kind, nodes[one.name]): int(one.figures[room]) for one in there if room in one.figures}
+
+
+def order_replicas(run_control: RunControl, services: Sequence[ServiceStatus], kind: str, total: int, by: str) -> bool:
+    """Order so many services of a kind, and return whether that changes anything; RefusedError without room for them.
+
+    The machine of `tidemill up` has as many as it was configured to have, the others share the rest evenly as far as
+    they have room, and what is left goes to the first again.
+    """
+    rooms = machines(kind, services)
+    counts = {kind: min(total, rooms.pop(kind))} if kind in rooms else {}
+    left = total - sum(counts.values())
+    for at, name in enumerate(sorted(rooms, key=rooms.__getitem__)):
+        counts[name] = min(rooms[name], left // (len(rooms) - at))
+        left -= counts[name]
+    if kind in counts:
+        counts[kind] += left
+    elif left:
+        raise RefusedError(f"the machines of `tidemill node` that are here have room for {total - left} {kind}")
+    return any([run_control.scale(name, count, by) for name, count in counts.items()])
 
 
 def scale_command(hint: str, role: str, replicas: str) -> str:

@@ -17,6 +17,7 @@ from broker.client import Broker
 from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
+from deploy.control_plane.address import address_of
 from deploy.services.main import command
 from schemas.config import BrokerConfig
 from schemas.errors import ERROR_EXIT, OK_EXIT
@@ -62,12 +63,10 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     server.stop()
 
 
-@pytest.mark.timeout(300)
-def test_a_machine_is_lost_and_comes_back_and_nothing_is_lost_or_trained_twice(
-    server: EmbeddedServer, tmp_path: Path
-) -> None:
-    config = {
-        "model": {"path": str(make_tiny_model(tmp_path / "model")), "dtype": "float32", "max_length": 32},
+def settings(folder: Path, pools: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """Return a configuration whose generators do not compute, for each machine."""
+    return {
+        "model": {"path": str(make_tiny_model(folder / "model")), "dtype": "float32", "max_length": 32},
         "train": {"name": "arithmetic"},
         "sampling": {"n": 4, "max_tokens": 16},
         "reward": {"terms": [{"name": "exact"}]},
@@ -78,11 +77,7 @@ def test_a_machine_is_lost_and_comes_back_and_nothing_is_lost_or_trained_twice(
             "lease_s": 3,
             "probe_tolerance": 1e3,
         },
-        "pools": {
-            "one": {"nodes": ["left"], "generator": {"replicas": 2}},
-            "other": {"nodes": ["r*"], "env": {"SEARCH": "/own:$OF_MACHINE"}},
-        },
-        "broker": {"url": server.url},
+        "pools": pools,
         "trainer": {
             "steps": STEPS,
             "batch_groups": 8,
@@ -91,17 +86,28 @@ def test_a_machine_is_lost_and_comes_back_and_nothing_is_lost_or_trained_twice(
             "mismatch": {"action": "report"},
             "publish": {"transport": "redis"},
         },
-        "control": {"enabled": False},
+        "control": {"port": 0},
         "supervisor": {"max_restarts": 20, "backoff_s": 0.2},
+        **sections,
     }
-    own = {key: value for key, value in config.items() if key != "broker"}
+
+
+@pytest.mark.timeout(300)
+def test_a_machine_is_lost_and_comes_back_and_nothing_is_lost_or_trained_twice(
+    server: EmbeddedServer, tmp_path: Path
+) -> None:
+    pools = {
+        "one": {"nodes": ["left"], "generator": {"replicas": 2}},
+        "other": {"nodes": ["r*"], "env": {"SEARCH": "/own:$OF_MACHINE"}},
+    }
+    own = settings(tmp_path, pools, control={"enabled": False})
     broker = Broker(Connection(server.url, Keys("tidemill", "e2e"), 10), BrokerConfig())
 
     def at_work() -> dict[str, float]:
         beats = [beat for beat in broker.heartbeats.list() if beat.role == "generator"]
         return {beat.service: beat.figures.get("samples_in_flight", 0) for beat in beats}
 
-    run = UpRun(tmp_path, config)
+    run = UpRun(tmp_path, {**own, "broker": {"url": server.url}})
     left, right = (Machine(tmp_path, own, name, server.url) for name in ("left", "right"))
     try:
         run.wait_until(
@@ -140,3 +146,30 @@ def test_a_machine_is_lost_and_comes_back_and_nothing_is_lost_or_trained_twice(
     samples = trained_samples(run)
     assert len(samples) == len(set(samples)) == STEPS * 8 * 4
     assert not [name for name in os.listdir(run.folder / "logs") if name.startswith("generator")]
+
+
+@pytest.mark.timeout(300)
+def test_a_pool_on_two_machines_has_as_many_generators_as_are_ordered(server: EmbeddedServer, tmp_path: Path) -> None:
+    own = settings(tmp_path, {"far": {"nodes": ["*"], "generator": {"replicas": 2}}})
+    own["trainer"]["steps"] = 100_000
+    run = UpRun(tmp_path, {**own, "broker": {"url": server.url}})
+    left, right = (Machine(tmp_path, own, name, server.url) for name in ("left", "right"))
+
+    def generators() -> list[str]:
+        return [one["name"] for one in run.ask("/v1/status")["services"] if one["pool"] == "far" and one["live"]]
+
+    everyone = [f"generator-far-{name}-{number}" for name in ("left", "right") for number in (0, 1)]
+    try:
+        run.wait_until(lambda: address_of(run.folder) is not None, "the control plane")
+        run.wait_until(lambda: generators() == everyone, "all generators")
+        for number, names in ((3, [everyone[0], *everyone[2:]]), (0, []), (1, [everyone[2]]), (4, everyone)):
+            answer = run.ask("/v1/scale", {"role": "generator", "pool": "far", "replicas": number})
+            assert answer["changed"]
+            run.wait_until(lambda names=names: generators() == names, f"{number} generators")  # type: ignore[misc]
+            assert run.ask("/v1/status")["scaling"]["replicas"]["generator.far"] == number
+        run.ask("/v1/settings", {"steps": run.steps() + 5}, method="PATCH")
+        run.finish_whole()
+        assert (left.process.wait(60), right.process.wait(60)) == (OK_EXIT, OK_EXIT)
+    finally:
+        for process in (run.process, left.process, right.process):
+            process.kill()

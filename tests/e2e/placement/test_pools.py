@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.control_plane.address import address_of, own_token
+from deploy.control_plane.address import address_of
 from tests.support.runs.up_runs import UpRun, trained_samples
 
 STEPS = 150
@@ -30,15 +28,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     module.build(folder, 0)
     return folder
-
-
-def ask(run: UpRun, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Send a request to the run's control plane."""
-    headers = {"Authorization": f"Bearer {own_token(run.folder)}", "Content-Type": "application/json"}
-    url = (address_of(run.folder) or "").rstrip("/") + path
-    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.loads(answer.read())
 
 
 @pytest.mark.timeout(300)
@@ -83,14 +72,14 @@ def test_two_pools_train_one_policy_also_when_a_generator_of_one_is_killed(
     assert killed is not None
     assert "SEARCH" not in killed.environ()
     killed.kill()
-    ask(run, "/v1/scale", {"role": "generator", "pool": "quick", "replicas": 1})
+    run.ask("/v1/scale", {"role": "generator", "pool": "quick", "replicas": 1})
 
     def of_pools(figure: str) -> list[Any]:
-        return [pool[figure] for pool in ask(run, "/v1/status")["pools"]]
+        return [pool[figure] for pool in run.ask("/v1/status")["pools"]]
 
     run.wait_until(lambda: of_pools("generators") == [1, 1], "one generator of each pool")
     run.wait_until(lambda: None not in of_pools("logprob_gap"), "samples of both pools")
-    status = ask(run, "/v1/status")
+    status = run.ask("/v1/status")
     assert status["scaling"]["replicas"] == {"generator.real": 1, "generator.quick": 1, "reward": 1}
     assert {one["name"]: one["pool"] for one in status["services"] if one["pool"]}["generator-real-0"] == "real"
     summary = run.finish()

@@ -210,3 +210,23 @@ def test_an_order_beyond_the_quota_is_not_followed(broker: Broker, tmp_path: Pat
             broker.run_control.scale("generator", ordered, "ann")
             commands.follow(broker.run_control.read())
             assert supervisor.replicas("generator") == running
+
+
+def test_a_machine_follows_the_orders_to_it_and_ends_with_no_run(broker: Broker, tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with Supervisor(SupervisorConfig(), tmp_path / "logs") as supervisor:
+        commands = CommandFollower(supervisor, broker, node="left")
+        commands.look()
+        assert commands.orders is None, "what was ordered before is old"
+        commands.begin({"generator": 2})
+        assert commands.describe()[2] == {"room:generator": 2.0}
+        supervisor.add_role(
+            "generator", lambda index: ServiceSpec(f"generator-left-{index}", argv, role="generator"), 2
+        )
+        broker.run_control.stop("ann")
+        for name, ordered, running in (("generator", 0, 2), ("generator@right", 1, 2), ("generator@left", 1, 1)):
+            broker.run_control.scale(name, ordered, "ann")
+            commands.look()
+            commands.follow(commands.orders)
+            assert supervisor.replicas("generator") == running
+        assert not commands.ordered

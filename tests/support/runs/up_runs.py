@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import psutil
 import yaml
 
+from deploy.control_plane.address import address_of, own_token
 from deploy.services.main import command
 from schemas.run_folder import surviving_lines
 
@@ -72,6 +74,14 @@ class UpRun:
             except json.JSONDecodeError:
                 continue
         return found
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, method: str | None = None) -> Any:
+        """Send a request to the run's control plane."""
+        headers = {"Authorization": f"Bearer {own_token(self.folder)}", "Content-Type": "application/json"}
+        url = (address_of(self.folder) or "").rstrip("/") + path
+        request = Request(url, None if body is None else json.dumps(body).encode(), headers, method=method)
+        with urlopen(request, timeout=10) as answer:
+            return json.loads(answer.read())
 
     def wait_until(self, condition: Callable[[], bool], what: str, deadline_s: float = 120.0) -> None:
         """Wait for something to happen in the run; fails with the run's output when it doesn't."""

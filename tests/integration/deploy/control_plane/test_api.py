@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -22,6 +22,9 @@ from tests.support.broker.control_plane import DEADLINE_S, ControlPlane
 from tests.support.broker.one_group import WEIGHTS, publish_weights
 from tests.support.broker.prompt_groups import make_task, make_trajectory
 from tests.support.broker.trainer_sessions import take_over
+
+ROOMS = {"room:generator": 1.0, "room:reward": 1.0}
+NODES_HAVE = "the machines of `tidemill node` that are here have room for"
 
 
 @pytest.fixture
@@ -108,7 +111,7 @@ def test_scale_and_stop_are_refused_where_nobody_could_obey(api: ControlPlane) -
     assert status == 409
     assert "kubectl scale deployment generator --replicas=3" in problem["detail"]
     assert api.ask("POST", "/v1/stop")[0] == 409
-    with HeartbeatThread(api.broker, "up", "supervisor", lambda: ("running", -1, {})):
+    with HeartbeatThread(api.broker, "up", "supervisor", lambda: ("running", -1, ROOMS)):
         api.wait("the supervisor", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["possible"])
         assert api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 3})[1]["changed"]
         assert api.ask("POST", "/v1/scale", {"role": "trainer", "replicas": 3})[0] == 422
@@ -120,7 +123,7 @@ def test_scale_and_stop_are_refused_where_nobody_could_obey(api: ControlPlane) -
 def test_a_pool_is_scaled_by_its_name(broker: Broker) -> None:
     with (
         ControlPlane(broker, "pools", pools={"fast": {}, "old": {}}) as api,
-        HeartbeatThread(broker, "up", "supervisor", lambda: ("running", -1, {})),
+        HeartbeatThread(broker, "up", "supervisor", lambda: ("running", -1, {"room:generator.old": 1.0})),
     ):
         api.wait("the supervisor", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["possible"])
         answer = api.ask("POST", "/v1/scale", {"role": "generator", "pool": "old", "replicas": 2})[1]
@@ -136,10 +139,34 @@ def test_a_pool_is_scaled_by_its_name(broker: Broker) -> None:
     assert orders.replicas == {"generator.old": 2}
 
 
+def test_a_pool_of_other_machines_is_scaled_on_those_that_are_here(broker: Broker) -> None:
+    order = {"role": "generator", "pool": "far"}
+    with ControlPlane(broker, "nodes", pools={"far": {"nodes": ["*"]}, "here": {}}) as api, ExitStack() as stack:
+
+        def start(name: str, role: str, kind: str, room: float) -> None:
+            figures = {f"room:generator.{kind}": room}
+            stack.enter_context(HeartbeatThread(broker, name, role, lambda: ("running", -1, figures)))
+
+        start("up", "supervisor", "here", 1.0)
+        api.wait("the supervisor", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["possible"])
+        status, problem = api.ask("POST", "/v1/scale", {**order, "replicas": 1})
+        assert (status, problem["detail"]) == (409, f"{NODES_HAVE} 0 generator.far")
+        start("node-b", "node", "far", 1.0)
+        start("node-a", "node", "far", 4.0)
+        api.wait("the nodes", lambda: len(api.ask("GET", "/v1/status")[1]["services"]) == 3)
+        assert api.ask("POST", "/v1/scale", {**order, "replicas": 4})[0] == 200
+        orders = broker.run_control.read()
+        assert orders is not None
+        assert orders.replicas == {"generator.far@a": 3, "generator.far@b": 1}
+        status, problem = api.ask("POST", "/v1/scale", {**order, "replicas": 6})
+        assert (status, problem["detail"]) == (409, f"{NODES_HAVE} 5 generator.far")
+        api.wait("the number", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["replicas"]["generator.far"] == 4)
+
+
 def test_a_run_is_not_scaled_beyond_its_quota(broker: Broker) -> None:
     with (
         ControlPlane(broker, "quota", quota=4) as api,
-        HeartbeatThread(broker, "up", "supervisor", lambda: ("running", -1, {})),
+        HeartbeatThread(broker, "up", "supervisor", lambda: ("running", -1, ROOMS)),
     ):
         api.wait("the supervisor", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["possible"])
         assert api.ask("GET", "/v1/status")[1]["scaling"]["max_devices"] == 4

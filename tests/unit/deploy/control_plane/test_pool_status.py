@@ -74,11 +74,15 @@ def test_an_order_names_the_pool_and_without_pools_all_is_as_it_was() -> None:
     }
 
 
-def test_pools_of_other_machines_take_no_orders() -> None:
-    collector = Collector(None, PlannedRun("run", pools=("fast", "old"), on_nodes=("fast",)))  # type: ignore[arg-type]
-    found = collector._status(LEDGER, LAGS, BEATS, [], 100.0)
-    assert [pool.name for pool in found.pools] == ["fast", "old"]
-    assert found.scaling.replicas == {"generator.old": 1, "reward": 1}
+def test_what_is_ordered_from_machines_that_are_here_is_counted_and_not_from_others() -> None:
+    collector = Collector(None, PlannedRun("run", pools=("fast", "old")))  # type: ignore[arg-type]
+    orders = ControlState(replicas={"generator.fast@a": 4, "generator.fast@b": 1, "generator.fast@lost": 7})
+    ledger = LEDGER.__class__(**{**vars(LEDGER), "control": orders})
+    nodes = [beat(f"node-{name}", "", role="node", at=at) for name, at in (("a", 100.0), ("b", 100.0), ("lost", 1.0))]
+    for node in nodes:
+        node.figures["room:generator.fast"] = 9.0
+    found = collector._status(ledger, LAGS, [*BEATS, *nodes], [], 100.0)
+    assert found.scaling.replicas == {"generator.fast": 5, "generator.old": 1, "reward": 1}
 
 
 def test_pools_are_shown_on_the_page_in_the_status_and_to_prometheus() -> None:

@@ -7,15 +7,18 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from deploy.launchers import local
 from deploy.launchers.gpus import Gpu, plan_gpus
 from deploy.launchers.local import BALANCE_S, Balance
 from deploy.planning.cluster import ClusterRates, LengthMix
 from deploy.planning.search import best, simulate, wanted_generators
 from schemas.config import TidemillConfig, parse_config, save_config
-from schemas.errors import ConfigError
+from schemas.control_api import ServiceStatus
+from schemas.errors import ConfigError, InfraError
 from schemas.run_folder import CONFIG, METRICS
 
 
@@ -54,6 +57,24 @@ def measure(folder: Path, training_s: float, sampled: float, first: int = 0) -> 
                 "perf/generated_tokens_per_s": sampled,
             }
             file.write(json.dumps(line) + "\n")
+
+
+def supervisor(name: str, role: str, room: int) -> ServiceStatus:
+    return ServiceStatus(
+        name=name,
+        role=role,
+        host="h",
+        pid=1,
+        state="running",
+        version=None,
+        silent_s=0.0,
+        live=True,
+        paused=False,
+        tokens_per_s=0.0,
+        load=None,
+        acknowledged={},
+        figures={"room:generator": room},
+    )
 
 
 def test_one_gpu_is_shared_and_on_several_the_best_layout_is_taken(tmp_path: Path) -> None:
@@ -108,44 +129,50 @@ def test_a_planned_split_is_within_5_percent_of_the_best_of_all(trained: float) 
     assert found.outcome.tokens_per_s >= 0.95 * fastest
 
 
-class Replicas:
-    """The supervisor's part: how many generators there are, and what was asked for."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.asked = count, list[int]()
-
-    def replicas(self, role: str) -> int:
-        return self.count
-
-    def scale(self, role: str, count: int) -> None:
-        self.asked.append(count)
-        self.count = count
-
-
-def test_generators_follow_the_measured_rates_once_in_ten_minutes(tmp_path: Path) -> None:
+def test_generators_follow_the_measured_rates_once_in_ten_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [7]
+    monkeypatch.setattr(local, "order_replicas", lambda control, services, kind, total, by: asked.append(total))
+    monkeypatch.setattr(local, "Broker", MagicMock())
     config = make(tmp_path, {"trainer": "0", "generator": "1-7", "balance": True})
     assert wanted_generators(config, 7, 0) is None, "nothing is measured"
     measure(tmp_path, training_s=9.0, sampled=14_000.0)
-    balance, replicas = Balance(config, now=0.0), Replicas(7)
+    balance = Balance(config, now=0.0)
 
     def tick_until_planned(now: float) -> None:
-        balance.tick(now, replicas, step=19)
+        balance.tick(now, asked[-1], 19, [])
         end = time.monotonic() + 30
         while balance._planning is not None:
             assert time.monotonic() < end
-            balance.tick(now, replicas, step=19)
+            balance.tick(now, asked[-1], 19, [])
             time.sleep(0.01)
 
-    balance.tick(BALANCE_S - 1, replicas, step=19)
+    balance.tick(BALANCE_S - 1, 7, 19, [])
     assert balance._planning is None, "too soon"
     tick_until_planned(BALANCE_S)
-    assert len(replicas.asked) == 1
-    assert replicas.count < 3, "one generator samples as fast as the trainer trains"
+    assert len(asked) == 2
+    assert asked[-1] < 3, "one generator samples as fast as the trainer trains"
     tick_until_planned(2 * BALANCE_S)
-    assert len(replicas.asked) == 1, "nothing is measured since the change"
+    assert len(asked) == 2, "nothing is measured since the change"
     measure(tmp_path, training_s=0.5, sampled=2000.0, first=20)
     tick_until_planned(2 * BALANCE_S + 1)
-    assert len(replicas.asked) == 1, "too soon after the last plan"
+    assert len(asked) == 2, "too soon after the last plan"
     tick_until_planned(3 * BALANCE_S)
-    assert replicas.asked[1:] == [replicas.count]
-    assert replicas.count > 4, "the trainer trains much faster now"
+    assert len(asked) == 3
+    assert asked[-1] > 4, "the trainer trains much faster now"
+
+
+def test_generators_of_other_machines_are_planned_too_and_a_lost_broker_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(tmp_path, {"trainer": "0", "generator": "1", "balance": True})
+    measure(tmp_path, training_s=0.5, sampled=2000.0)
+    assert wanted_generators(config, 7, 0) == 1, "all that this machine has"
+    assert wanted_generators(config, 7, 0, elsewhere=6) in (5, 6, 7)
+    planner, connect = MagicMock(return_value=3), MagicMock(side_effect=InfraError("no answer"))
+    monkeypatch.setattr(local, "wanted_generators", planner)
+    monkeypatch.setattr("deploy.launchers.local.Broker.connect", connect)
+    Balance(config, 0.0)._plan(7, 0, [supervisor("up", "supervisor", 1), supervisor("node-b", "node", 6)])
+    planner.assert_called_once_with(config, 7, 0, 6)
+    connect.assert_called_once()
