@@ -23,7 +23,7 @@ from deploy.cli.options import (
     print_json,
     result_alone,
 )
-from schemas.errors import ERROR_EXIT
+from schemas.errors import ERROR_EXIT, ConfigError
 
 app = typer.Typer()
 
@@ -92,6 +92,15 @@ def trainer(
 ) -> None:
     """Run the trainer in as many ranks as asked for, or as one rank if torchrun started it."""
     loaded = load(config, overrides)
+    from schemas.system.device_lock import SharedGpus
+
+    placement = loaded.placement
+    if placement is not None and placement.shared and SharedGpus.from_environment() is None:
+        raise ConfigError(
+            f"placement.trainer {placement.trainer} and placement.generator {placement.generator} share GPU"
+            f" {placement.shared[0]}, which only `tidemill up` can do, on one machine: name other GPUs, or remove"
+            " placement"
+        )
     arguments = ["trainer", str(config), *(overrides or []), "--name", name or "trainer"]
     in_ranks(loaded, arguments, ranks=ranks, machines=machines_of(nodes, node_rank, meet))
     from deploy.services.main import run_role

@@ -34,8 +34,10 @@ def build_launcher(config: TidemillConfig) -> Launcher:
     return launcher
 
 
-def check_pools(config: TidemillConfig, launcher: str, replicas: int | None = None) -> None:
-    """Raise ConfigError if this launcher can't place the pools, or a number of generators is given beside them."""
+def check_places(config: TidemillConfig, launcher: str, replicas: int | None = None) -> None:
+    """Raise ConfigError if this launcher can't place services as configured, or pools have ``replicas`` beside them."""
+    if config.placement is not None:
+        raise ConfigError(f"placement is for `tidemill up` on one machine: remove it, {launcher} finds the GPUs")
     for name, pool in config.pools.items():
         if pool.nodes:
             raise ConfigError(

@@ -16,9 +16,8 @@ from typing import Any
 import yaml
 
 from deploy.checks.preflight import check
-from deploy.launcher_options import KubernetesOptions
-from deploy.launchers.factory import check_pools
-from deploy.launchers.gpus import check_count
+from deploy.launchers.factory import check_places
+from deploy.launchers.gpus import Auto, check_count
 from deploy.planning.cluster import engine_width
 from schemas.config import TidemillConfig, dump_config, of_pool
 from schemas.errors import OK_EXIT, ConfigError
@@ -90,7 +89,7 @@ class Kubernetes(KubernetesOptions):
         return sorted(written, key=lambda path: (path.name == "apply.sh", path.name))
 
     def _check(self, config: TidemillConfig) -> None:
-        check_pools(config, "Kubernetes")
+        check_places(config, "Kubernetes")
         if units := [name for name, pool in config.pools.items() if pool.units]:
             raise ConfigError(f"pools.{units[0]}.units: pods don't see which units others have; make a pool of each")
         if config.pools and self.keda:

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from broker.connection.connection import find_url
-from deploy.launcher_options import RayOptions
-from deploy.launchers.factory import check_pools
-from deploy.launchers.gpus import GpuPlan, check_count, shared_utilization
+from deploy.launchers.factory import check_places
+from deploy.launchers.gpus import Auto, GpuPlan, check_count, shared_utilization
 from deploy.planning.cluster import engine_width
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
@@ -254,7 +253,7 @@ class Ray(RayOptions):
     """The launcher ``ray``."""
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        check_pools(config, "Ray", self.generators if self.max_generators is None else self.max_generators)
+        check_places(config, "Ray", self.generators if self.max_generators is None else self.max_generators)
         replicas = sum(one.generator.replicas for one in by_pool(config).values())
         least = replicas if self.generators is None else self.generators
         most = least if self.max_generators is None else self.max_generators

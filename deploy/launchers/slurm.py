@@ -16,8 +16,7 @@ from pathlib import Path
 from string import Template
 
 from deploy.checks.preflight import check
-from deploy.launcher_options import SlurmOptions
-from deploy.launchers.factory import check_pools
+from deploy.launchers.factory import check_places
 from deploy.launchers.gpus import Auto, ask, check_count
 from deploy.planning.cluster import engine_width
 from deploy.run.folder import settle_configuration
@@ -53,7 +52,7 @@ class Slurm(SlurmOptions):
             raise ConfigError(
                 f"--fresh does not work with Slurm: for a new run, `tidemill purge` and rm -r {config.folder}"
             )
-        check_pools(config, "Slurm", self.generators)
+        check_places(config, "Slurm", self.generators)
         check_record(config)
         self._check(config)
         dealt = self.deal(config)

@@ -10,6 +10,7 @@ import pytest
 from deploy.services import torchrun
 from deploy.services.torchrun import Machines
 from schemas.errors import CONFIG_EXIT, OK_EXIT, ConfigError
+from schemas.system.device_lock import VARIABLE, SharedGpus
 from tests.support.runs.command_line import run_tidemill
 from tests.support.runs.programs import free_port
 
@@ -79,3 +80,22 @@ def test_several_machines_need_a_place_to_meet() -> None:
         CONFIG_EXIT,
         "tidemill: --nodes needs --meet HOST:PORT, the address of machine 0\n",
     )
+
+
+@pytest.mark.parametrize("where", [[], ["--nodes", "2", "--node-rank", "1", "--meet", "trainer-0:29500"]])
+def test_gpus_are_shared_in_turns_by_the_command_that_starts_both_sides_alone(
+    where: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer without the locks would compute while a generator's engine is awake on its GPU."""
+    monkeypatch.setattr(torchrun, "launch", lambda *_: OK_EXIT)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    shared = ["trainer.processes=2", "placement.trainer=0-1", "placement.generator=1-2"]
+    done = run_tidemill("trainer", "examples/arithmetic/config.yaml", *shared, *where)
+    assert (done.returncode, done.stderr) == (
+        CONFIG_EXIT,
+        "tidemill: placement.trainer 0-1 and placement.generator 1-2 share GPU 1, which only `tidemill up` can do, on"
+        " one machine: name other GPUs, or remove placement\n",
+    )
+    monkeypatch.setenv(VARIABLE, SharedGpus("devices", [0]).to_environment())
+    done = run_tidemill("trainer", "examples/arithmetic/config.yaml", *shared, *where)
+    assert done.returncode == OK_EXIT, done.stderr

@@ -135,7 +135,7 @@ def test_each_pool_has_a_deployment_that_is_named_after_it(inside: Inside, clust
 
 
 def test_a_supervisor_comes_first_and_a_lost_api_server_is_said(api: ControlPlane, cluster: FakeKubernetes) -> None:
-    with HeartbeatThread(api.broker, "up", "supervisor", lambda: ("running", -1, {})):
+    with HeartbeatThread(api.broker, "up", "supervisor", lambda: ("running", -1, {"room:generator": 1.0})):
         api.wait("the supervisor", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["by"] == "supervisor")
         assert api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 3})[1]["changed"]
     assert cluster.replicas["generator"] == 4

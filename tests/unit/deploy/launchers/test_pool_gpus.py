@@ -103,6 +103,18 @@ def test_what_a_launcher_cannot_do_with_pools_is_said_in_a_line(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("launcher", [Slurm(), Ray(), Kubernetes()])
+def test_a_placement_is_refused_by_what_places_services_on_several_machines(
+    launcher: Slurm | Kubernetes | Ray, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        launcher.launch(config(run={"folder": str(tmp_path / "run")}, pools={}, placement="auto"))
+    assert str(raised.value) == (
+        f"placement is for `tidemill up` on one machine: remove it, {type(launcher).__name__} finds the GPUs"
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_variables_are_those_of_the_machine_and_unknown_ones_are_empty() -> None:
     values = {"A": "/x:$PATHS:${HOME}/y", "B": "$MISSING", "C": "5$"}
     assert expand(values, {"PATHS": "/p", "HOME": "/h"}) == {"A": "/x:/p:/h/y", "B": "", "C": "5$"}
