@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +17,10 @@ from deploy.cli.app import app
 from deploy.launchers.gpus import Gpu
 from deploy.launchers.node import Node, run_node
 from deploy.launchers.pool_gpus import plan_pools
+from deploy.launchers.slurm import Slurm
 from deploy.run.up import SupervisedRun
 from deploy.supervisor.process import Processes
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig, parse_config, save_config
 from schemas.errors import ConfigError
 
 WIDE = {"engine": "vllm", "args": {"tensor_parallel_size": 2}}
@@ -23,6 +29,21 @@ POOLS: dict[str, Any] = {
     "wide": {"nodes": ["l40s-*"], "generator": WIDE},
     "few": {"nodes": ["l40s-1", "arm"], "generator": {"replicas": 1}},
 }
+
+
+DEADLINE_S = 120.0
+PAGE = Path(__file__).parents[4] / "docs" / "deploy" / "slurm.md"
+NODE = """\
+import pathlib, signal, sys
+from deploy.launchers.node import Node
+from schemas.config import load_config
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+node = Node(load_config(pathlib.Path(sys.argv[2])), sys.argv[4])
+print(*sys.argv[1:], node.plan.text, sep="|", flush=True)
+signal.pause()
+"""
+"""What stands for ``tidemill``: it deals the GPUs out, and ends when it is asked to."""
 
 
 def config(**sections: Any) -> TidemillConfig:
@@ -127,3 +148,41 @@ def test_the_brokers_url_is_given_as_such_or_in_a_file_whatever_the_configuratio
     url = given.replace("FILE", str(tmp_path / "url"))
     done = CliRunner().invoke(app, ["node", str(file), "--broker", url, "--name", "a"])
     assert (done.exit_code, asked) == (0, ["redis://10.0.0.1:6379/0"])
+
+
+def test_a_job_of_slurm_has_the_generators_of_its_node_and_goes_back_into_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script of the documentation, in the environment that Slurm gives a job that asked for two of four GPUs."""
+    programs = {
+        "tidemill": f'exec {sys.executable} -c "$NODE" "$@"',
+        "scontrol": 'echo "$@"',
+        "nvidia-smi": "printf '%s, GPU-%sa, 81920\\n' 0 0 1 1 2 2 3 3",
+    }
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    run = config(run={"name": "big", "folder": str(tmp_path / "runs" / "big")}, generator={"engine": "vllm"})
+    monkeypatch.chdir(tmp_path)
+    Slurm(setup=f"PATH={tmp_path}:$PATH").write(run)
+    save_config(run, tmp_path / "my.yaml")
+    (tmp_path / "runs" / "big" / "slurm" / "redis_url").write_text("redis://10.0.0.1:6379/0\n")
+    block = re.search(r"```bash title=\"node.sbatch\"\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert block is not None
+    given = {"NODE": NODE, "SLURMD_NODENAME": "gpu-7", "SLURM_JOB_ID": "41", "CUDA_VISIBLE_DEVICES": "1,3"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        job = subprocess.Popen(["bash", "-c", block[1].replace("NAME/", "big/")], stdout=file, stderr=file)
+    end = time.monotonic() + DEADLINE_S
+    while "|" not in output.read_text():
+        assert job.poll() is None, output.read_text()
+        assert time.monotonic() < end, output.read_text()
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(DEADLINE_S) == 0
+    assert output.read_text().splitlines() == [
+        "node|my.yaml|--name|gpu-7|GPUs: 1 generator-gpu-7-0; 3 generator-gpu-7-1",
+        "requeue 41",
+    ]
