@@ -75,15 +75,18 @@ def team(
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Serve a page on this port of 127.0.0.1; 0: any free port.")
     ] = None,
+    user_header: Annotated[
+        str | None, typer.Option(help="Header in which a proxy names the page's user; others are rejected.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the runs of several control planes and brokers: state, owner, devices and what waiting costs."""
+    """Show the runs of several control planes and brokers: state, owner, devices, waiting, and the last order."""
     from deploy.client.team import serve, show
 
     if port is None:
         show(file, as_json)
     else:
-        serve(file, port)
+        serve(file, port, user_header)
 
 
 @app.command(rich_help_panel=AFTER)

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.client.client import Client
+from deploy.client.find import date, find
 from deploy.client.transport import over_http
 from schemas.errors import ConfigError, TidemillError
 from schemas.urls import hide_password
@@ -39,7 +40,9 @@ AT_ONCE = 32
 """Places, and runs of a broker, that are asked at the same time."""
 RUN_SHARE = 0.8
 """Share of that time in which each run of a broker must have been read."""
-COLUMNS = ("owner", "run", "state", "step", "machine", "devices", "of", "device hours", "waited")
+COLUMNS = ("owner", "run", "state", "step", "machine", "devices", "of", "device hours", "waited", "last order")
+LOOKED_BACK = 200
+"""Events of a run among which its last order is looked for."""
 HOSTS = ("localhost", "127.0.0.1")
 STYLE = "body{font:15px system-ui;margin:2em}td,th{text-align:left;padding:.3em 1em}.unreachable,.failed{color:#b00}"
 
@@ -112,10 +115,10 @@ def _rows(place: Place, folder: Path, deadline_s: float) -> list[dict[str, Any]]
     if place.control is not None:
         token = (folder / place.token_file).read_text(encoding="utf-8").strip() if place.token_file else None
         client = Client(place.control, token, lambda m, url, head, data, _: over_http(m, url, head, data, deadline_s))
-        return [_row(place, client.get("/v1/status"))]
+        events = client.get("/v1/timeline", limit=LOOKED_BACK, order="newest")["events"]
+        return [_row(place, client.get("/v1/status"), events)]
     from broker.connection.connection import check_server_now, open_client
     from broker.connection.runs import list_runs
-    from deploy.client.find import find
     from deploy.control_plane.status.collector import PlannedRun
     from deploy.control_plane.status.poller import DirectStatus
 
@@ -123,8 +126,10 @@ def _rows(place: Place, folder: Path, deadline_s: float) -> list[dict[str, Any]]
     check_server_now(url)
 
     def read(run: RunInfo) -> list[dict[str, Any]]:
-        status = DirectStatus(find(run.name, url, run.prefix), PlannedRun(run.name)).refresh()
-        return [_row(place, status.model_dump(mode="json"))]
+        broker = find(run.name, url, run.prefix)
+        noted = broker.events.page(LOOKED_BACK, None, newest=True)[0]
+        events = [{**msgspec.to_builtins(each.event), "time": each.time} for each in noted]
+        return [_row(place, DirectStatus(broker, PlannedRun(run.name)).refresh().model_dump(mode="json"), events)]
 
     runs = sorted(list_runs(open_client(url)), key=lambda run: (-run.changed, run.name))
     # A damaged run, or one of another version of Tidemill, delays no other; the place answers in time.
@@ -132,8 +137,9 @@ def _rows(place: Place, folder: Path, deadline_s: float) -> list[dict[str, Any]]
     return [row for run, answer in answers for row in _shown(place, answer, "cannot be read in time", run.name)]
 
 
-def _row(place: Place, status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is shown of a run. device_hours: held so far. waited: the share of them in which devices waited."""
+def _row(place: Place, status: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what is shown of a run. events: of its timeline, newest first."""
+    order = next((event for event in events if "by" in event["data"] and event["name"] != "service"), None)
     live = [service for service in status["services"] if service["live"]]
     held = sum(uses.get("held", 0.0) for uses in status["ledger"]["devices"].values())
     waited = sum(uses.get("wait", 0.0) for uses in status["ledger"]["devices"].values())
@@ -151,11 +157,12 @@ def _row(place: Place, status: Mapping[str, Any]) -> dict[str, Any]:
         "waited_device_hours": round(waited / 3600, 2),
         "place": hide_password(place.control or place.broker or ""),
         "problem": status["cause"],
+        "last_order": order and {"time": order["time"], "by": order["data"]["by"], "text": order["text"]},
     }
 
 
 def _unreachable(place: Place, why: str) -> dict[str, Any]:
-    nothing = dict.fromkeys(("run", "step", "steps", "machine", "devices", "max_devices", "device_hours"))
+    nothing = dict.fromkeys(("run", "step", "steps", "machine", "devices", "max_devices", "device_hours", "last_order"))
     where = hide_password(place.control or place.broker or "")
     shown = {"owner": place.owner, "state": "unreachable", "place": where, "problem": why}
     return {**nothing, **shown, "waited_device_hours": None}
@@ -168,8 +175,9 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     held, waited = row["device_hours"], row["waited_device_hours"]
     share = f"{waited:.2f} h, {waited / held:.0%}" if held else "-"
     quota = "-" if row["max_devices"] is None else str(row["max_devices"])
-    step = f"{row['step']} of {row['steps']}"
-    return [row["owner"], row["run"], row["state"], step, row["machine"], str(row["devices"]), quota, f"{held}", share]
+    step, devices = f"{row['step']} of {row['steps']}", str(row["devices"])
+    order = f"{date(row['last_order']['time'])} {row['last_order']['text']}" if row["last_order"] else "-"
+    return [row["owner"], row["run"], row["state"], step, row["machine"], devices, quota, f"{held}", share, order]
 
 
 def show(file: Path, as_json: bool) -> None:
@@ -184,29 +192,37 @@ def show(file: Path, as_json: bool) -> None:
     Console().print(table)
 
 
-def page(rows: list[dict[str, Any]]) -> str:
-    """Return the page of a team's runs."""
+def page(rows: list[dict[str, Any]], user: str = "") -> str:
+    """Return the page of a team's runs. user: who looks at it."""
     head = "".join(f"<th>{name}" for name in COLUMNS)
     lines = [(row["state"], "".join(f"<td>{html.escape(cell)}" for cell in cells(row))) for row in rows]
     body = "".join(f'<tr class="{html.escape(state)}">{line}' for state, line in lines)
     total = sum(row["devices"] or 0 for row in rows)
     return (
         f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="10"><title>Runs</title>'
-        f"<style>{STYLE}</style><h1>{len(rows)} runs, {total} devices</h1><table><tr>{head}{body}</table>"
+        f"<style>{STYLE}</style><h1>{len(rows)} runs, {total} devices</h1><p>{html.escape(user)}</p>"
+        f"<table><tr>{head}{body}</table>"
     )
 
 
-def make_server(file: Path, port: int) -> ThreadingHTTPServer:
-    """Return a server of the page, on this machine alone; who should see it from elsewhere comes through a proxy."""
+def make_server(file: Path, port: int, user_header: str | None = None) -> ThreadingHTTPServer:
+    """Return a server of the page, on this machine alone; who should see it from elsewhere comes through a proxy.
+
+    user_header: header in which the proxy names the user; a request without it is rejected.
+    """
     places = read_places(file)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             # A page of another site must not read this one under a name of its own.
             known = self.headers.get("Host", "").rpartition(":")[0] in HOSTS and self.path == "/"
-            body = page(look(places, file.parent)).encode() if known else b"not found"
-            self.send_response(200 if known else 404)
-            self.send_header("Content-Type", "text/html; charset=utf-8" if known else "text/plain")
+            user = self.headers.get(user_header or "", "")
+            status, text = (404, "not found") if not known else (403, f"the proxy names no user in {user_header}")
+            if known and (user or user_header is None):
+                status, text = 200, page(look(places, file.parent), user)
+            body = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", f"text/{'html' if status == 200 else 'plain'}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -217,8 +233,8 @@ def make_server(file: Path, port: int) -> ThreadingHTTPServer:
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)
 
 
-def serve(file: Path, port: int) -> None:
+def serve(file: Path, port: int, user_header: str | None = None) -> None:
     """Serve the page until Ctrl-C."""
-    with make_server(file, port) as server, suppress(KeyboardInterrupt):
+    with make_server(file, port, user_header) as server, suppress(KeyboardInterrupt):
         print(f"the runs are at http://127.0.0.1:{server.server_port}/, until Ctrl-C", flush=True)
         server.serve_forever()

@@ -17,6 +17,7 @@ from broker.client import Broker
 from deploy.control_plane.address import listen
 from deploy.control_plane.app import make_app
 from deploy.control_plane.routes.context import Context
+from deploy.control_plane.server import server_settings
 from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.poller import StatusPoller
@@ -44,7 +45,7 @@ class ControlPlane:
         live: dict[str, Any] | None = None,
         pools: dict[str, Any] | None = None,
         quota: int | None = None,
-        **control: str,
+        **control: Any,
     ) -> None:
         held = {"eval": {"dataset": {"name": "arithmetic"}, "every": 50}} if held_out else {}
         config = parse_config(
@@ -67,7 +68,7 @@ class ControlPlane:
         plan = PlannedRun.of(config)
         poller = StatusPoller(broker, plan, deployments, every_s=EVERY_S)
         app = make_app(Context(plan, "control", broker, poller, hub, deployments), token, read_token=reader)
-        self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+        self.server = uvicorn.Server(server_settings(app, config.control))
         self.hub = hub
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
 
