@@ -6,6 +6,7 @@ The program is the one on the PATH if it is new enough, else the one of the valk
 import atexit
 import contextlib
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -18,9 +19,10 @@ import redis
 
 from broker.connection.connection import open_client
 from schemas.errors import ConfigError, InfraError
+from schemas.system.guarded_process import GuardedProcess
 from schemas.urls import hide_password
 
-START_DEADLINE_S = 30.0
+START_DEADLINE_S, STOP_DEADLINE_S = 30.0, 10.0
 
 
 def find_server() -> str:
@@ -48,6 +50,8 @@ def _major(path: str) -> int:
 class EmbeddedServer:
     """A server process: ``start()`` returns the URL once it answers; ``stop()`` ends it cleanly.
 
+    It ends with this process, however this process ends.
+
     It listens on a Unix socket in a folder that only its user can read, and on 127.0.0.1 only if a port is given. Who
     can see a socket can order the server, also where a sandbox shows files to be read only: so the socket's folder is
     a temporary one, outside of what sandboxes show, and ``folder`` has a link to it. The link's name is derived from
@@ -59,7 +63,7 @@ class EmbeddedServer:
         self._link = self.folder / f"server-{hashlib.blake2b(str(self.folder).encode(), digest_size=4).hexdigest()}"
         self.fsync = fsync
         self.port = port
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: GuardedProcess | None = None
 
     @property
     def socket(self) -> Path:
@@ -112,20 +116,23 @@ class EmbeddedServer:
     def start(self) -> str:
         """Start the server and wait until it answers; InfraError with the end of its log after 30 s."""
         self.prepare()
-        self.process = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        wait_ready(self.url, START_DEADLINE_S, self.folder / "broker.log")
+        self.process = GuardedProcess(self.command(), "broker", os.environ, subprocess.DEVNULL, subprocess.DEVNULL)
+        try:
+            wait_ready(self.url, START_DEADLINE_S, self.folder / "broker.log")
+        except InfraError:
+            self.stop()
+            raise
         return self.url
 
     def stop(self) -> None:
         """Stop the server, which saves its data; kill it after 10 s."""
         if self.process is None:
             return
-        self.process.terminate()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(10)
+        self.process.order_end()
+        end = time.monotonic() + STOP_DEADLINE_S
+        while self.process.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        self.process.kill()
         self.process = None
 
 

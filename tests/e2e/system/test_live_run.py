@@ -179,7 +179,6 @@ def test_a_policy_learns_from_its_users_and_no_reward_is_lost(tmp_path: Path, ow
                 if victim == "broker":
                     assert own_server.process is not None
                     own_server.process.kill()
-                    own_server.process.wait()
                     own_server.start()
                 elif (service := run.service(victim)) is not None:
                     service.kill()

@@ -1,6 +1,7 @@
 """rediss:// with a private CA, to a server with TLS and to one behind a TLS front; mistakes are reported at once."""
 
 import contextlib
+import os
 import socket
 import ssl
 import subprocess
@@ -20,6 +21,7 @@ from broker.weights.transports import PeerOrigin, PeerReader
 from schemas.config import BrokerConfig
 from schemas.config.publish import PeerConfig
 from schemas.errors import ConfigError
+from schemas.system.guarded_process import GuardedProcess
 from tests.support.broker.one_group import fetch_weights, move_one_group, publish_weights
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.runs.programs import free_port, skip_or_fail
@@ -42,7 +44,7 @@ class TlsServer(EmbeddedServer):
     def start(self) -> str:
         """As any server; without TLS in it, which ends it at once, there is only the front to test with."""
         self.prepare()
-        self.process = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        self.process = GuardedProcess(self.command(), "broker", os.environ, subprocess.DEVNULL, subprocess.DEVNULL)
         end = time.monotonic() + START_DEADLINE_S
         while not self.socket.exists():
             if self.process.poll() is not None:

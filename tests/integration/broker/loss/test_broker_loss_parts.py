@@ -48,7 +48,6 @@ def restart_with(server: EmbeddedServer, size: int) -> None:
     """Kill the server, and start it with the append-only file it had when it was ``size`` bytes long."""
     assert server.process is not None
     server.process.kill()
-    server.process.wait(10)
     part = newest_part(server)
     with part.open("r+b") as file:
         file.truncate(size)
