@@ -18,7 +18,7 @@ import yaml
 from deploy.checks.preflight import check
 from deploy.launchers.factory import check_places
 from deploy.launchers.gpus import Auto, check_count
-from deploy.planning.cluster import engine_width
+from deploy.planning.cluster import DeviceQuota, engine_width
 from schemas.config import TidemillConfig, dump_config, of_pool
 from schemas.errors import OK_EXIT, ConfigError
 
@@ -96,6 +96,7 @@ class Kubernetes(KubernetesOptions):
             raise ConfigError("--keda excludes pools, whose tasks wait together: `tidemill scale RUN generator.POOL=N`")
         if self.trainer_nodes < 1:
             raise ConfigError(f"Kubernetes needs 1 or more trainer nodes, not {self.trainer_nodes}")
+        self._quota(config)
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", self._namespace(config)):
             raise ConfigError(
                 f"namespace {self._namespace(config)!r} must have 1 to 63 lower-case letters, digits and hyphens"
@@ -116,6 +117,16 @@ class Kubernetes(KubernetesOptions):
                 )
             if self.trainer_nodes > 1:
                 raise ConfigError(f"a volume of one node ({OF_ONE_NODE}) excludes {self.trainer_nodes} trainer nodes")
+
+    def _quota(self, config: TidemillConfig) -> DeviceQuota:
+        """Return the run's quota; ConfigError if it is too small for the trainer and a generator of each kind."""
+        ranks = self._gpus(config, "trainer") or config.trainer.processes
+        return DeviceQuota.check(config, self.trainer_nodes * ranks, 1)
+
+    def _most_generators(self, config: TidemillConfig) -> int | None:
+        """Return how many generators KEDA may start within the run's quota; None without one."""
+        quota = self._quota(config)
+        return None if quota.most is None else (quota.most - quota.trainer) // engine_width(config)
 
     def _namespace(self, config: TidemillConfig) -> str:
         return self.namespace or f"tidemill-{config.run.name}"
@@ -150,6 +161,7 @@ class Kubernetes(KubernetesOptions):
 
     def _values(self, config: TidemillConfig, data: Mapping[str, Any], named: Sequence[Path]) -> dict[str, Any]:
         """Return the chart's values: what ``_kustomization`` and ``_patches`` say."""
+        most = self._most_generators(config)
         storage = {"size": self.storage, "accessMode": self.access_mode, "className": self.storage_class or ""}
         return {
             "config": yaml.safe_dump(data, sort_keys=False, allow_unicode=True),
@@ -175,7 +187,7 @@ class Kubernetes(KubernetesOptions):
             },
             "storage": storage,
             "broker": {"own": self.broker},
-            "autoscaling": {"by": "keda" if self.keda else "hpa"},
+            "autoscaling": {"by": "keda" if self.keda else "hpa", **({"generator": {"max": most}} if most else {})},
         }
 
     def _pool_objects(self, config: TidemillConfig, text: str) -> list[dict[str, Any]]:
@@ -245,6 +257,8 @@ class Kubernetes(KubernetesOptions):
             patches.append(_patch("apps/v1", "Deployment", "generator", {"template": {"spec": generator}}))
         if self.keda:
             patches += [_scaled(role, self._namespace(config)) for role in ("reward", "generator")]
+            if most := self._most_generators(config):
+                patches[-1]["spec"]["maxReplicaCount"] = most
         return patches
 
 

@@ -23,7 +23,7 @@ from typing import Any, Self
 from broker.connection.connection import find_url
 from deploy.launchers.factory import check_places
 from deploy.launchers.gpus import Auto, GpuPlan, check_count, shared_utilization
-from deploy.planning.cluster import engine_width
+from deploy.planning.cluster import DeviceQuota, engine_width
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.services import Exit, RunningService, Scaler
@@ -259,6 +259,7 @@ class Ray(RayOptions):
         most = least if self.max_generators is None else self.max_generators
         if not 1 <= least <= most:
             raise ConfigError(f"Ray needs 1 or more generators and a maximum not below it, not {least} to {most}")
+        DeviceQuota.check(config, generators=None if config.pools else most)
         check_count("trainer_gpus", self.trainer_gpus, whole=False)
         check_count("generator_gpus", self.generator_gpus, whole=False)
         with RayCluster(self, config, least, most) as cluster:

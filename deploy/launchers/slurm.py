@@ -18,7 +18,7 @@ from string import Template
 from deploy.checks.preflight import check
 from deploy.launchers.factory import check_places
 from deploy.launchers.gpus import Auto, ask, check_count
-from deploy.planning.cluster import engine_width
+from deploy.planning.cluster import DeviceQuota, engine_width
 from deploy.run.folder import settle_configuration
 from schemas.config import TidemillConfig, by_pool
 from schemas.errors import OK_EXIT, ConfigError
@@ -56,6 +56,7 @@ class Slurm(SlurmOptions):
         check_record(config)
         self._check(config)
         dealt = self.deal(config)
+        DeviceQuota.check(config, self.trainer_nodes * max(1, _number(dealt.trainer_gpus)), self.generators)
         gpus = {pool: self.deal(one).generator_gpus for pool, one in by_pool(config).items()}
         if dealt is not self:
             each = [f"{count} for each generator{f' of {pool}' if pool else ''}" for pool, count in gpus.items()]

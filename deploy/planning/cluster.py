@@ -6,7 +6,7 @@ Nothing here does I/O; seconds are those of the real system.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -53,11 +53,17 @@ class DeviceQuota:
         return cls(config.supervisor.max_devices, config.trainer.processes, widths)
 
     @classmethod
-    def check(cls, config: TidemillConfig) -> None:
-        """Raise ConfigError if a run would start with more devices."""
-        replicas = {scaled_role("generator", pool): one.generator.replicas for pool, one in by_pool(config).items()}
-        if problem := cls.of(config).problem(replicas):
-            raise ConfigError(f"{problem}: set fewer generator.replicas or trainer.processes")
+    def check(cls, config: TidemillConfig, trainer: int | None = None, generators: int | None = None) -> DeviceQuota:
+        """Return the quota of a run; ConfigError if the run would start with more devices.
+
+        trainer, generators: devices of the trainer, and generators of each kind, where a launcher has its own numbers.
+        """
+        quota = cls.of(config)
+        quota = quota if trainer is None else replace(quota, trainer=trainer)
+        sizes = {scaled_role("generator", pool): one.generator.replicas for pool, one in by_pool(config).items()}
+        if problem := quota.problem(sizes if generators is None else dict.fromkeys(sizes, generators)):
+            raise ConfigError(f"{problem}: set fewer generators or ranks of the trainer")
+        return quota
 
     def held(self, replicas: Mapping[str, int]) -> int:
         """Return the devices of the trainer and of so many replicas by kind."""

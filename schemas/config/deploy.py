@@ -121,8 +121,8 @@ class SupervisorConfig(Section):
     max_devices: int | None = Field(
         None,
         ge=1,
-        description="Most devices of the run: those of trainer.processes and of all generators. A start that needs more"
-        " is rejected, as is an order that would scale beyond. null: no bound.",
+        description="Most devices of the run: those of the trainer's ranks and of all generators. A start that needs"
+        " more is rejected, as is an order that would scale beyond. null: no bound.",
     )
     spot_notices: Literal["aws", "gcp", "azure"] | None = Field(
         None,

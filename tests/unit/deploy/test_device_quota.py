@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.launchers.kubernetes import Kubernetes
+from deploy.launchers.ray import Ray
+from deploy.launchers.slurm import Slurm
 from deploy.planning.cluster import DeviceQuota
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
@@ -27,6 +31,24 @@ def test_a_run_beyond_its_quota_is_refused_in_one_line() -> None:
     text = r"^3 generator and the trainer's 2 would hold 8 devices, and supervisor\.max_devices is 7: set fewer .*"
     with pytest.raises(ConfigError, match=text):
         DeviceQuota.check(config(7))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "held"),
+    [
+        (Slurm(generators=40, generator_gpus=2, trainer_nodes=2, trainer_gpus=8), "40 generator and the trainer's 16"),
+        (Ray(generators=1, max_generators=9), "9 generator and the trainer's 2"),
+        (Kubernetes(trainer_nodes=4), "1 generator and the trainer's 8"),
+    ],
+)
+def test_a_launcher_with_numbers_of_its_own_is_refused_in_one_line(
+    launcher: Any, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.launchers.slurm.check", lambda *_, **__: None)
+    run = {"name": "many", "folder": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match=rf"^{held} would hold \d+ devices, and supervisor\.max_devices is 9: set"):
+        launcher.launch(config(9, run=run))
+    assert not (tmp_path / "run").exists()
 
 
 def test_pools_count_with_the_devices_of_their_own_engines() -> None:

@@ -148,6 +148,15 @@ def test_every_object_is_in_the_namespace_of_the_run(file: Path) -> None:
     assert not [kind for kind, _ in objects if kind == "HorizontalPodAutoscaler"], "one autoscaler, not two"
 
 
+def test_keda_starts_no_more_generators_than_the_run_may_hold(file: Path) -> None:
+    quota = "supervisor.max_devices=21"
+    objects = render(file, quota, keda=True)
+    assert objects["ScaledObject", "generator"]["spec"]["maxReplicaCount"] == 8, "of two GPUs each, beside four"
+    folder = file.parent / "chart"
+    Kubernetes(folder=folder, helm=True, keda=True).prepare(load_config(file, [quota], environment={}))
+    assert yaml.safe_load((folder / "values.yaml").read_text())["autoscaling"]["generator"] == {"max": 8}
+
+
 def test_a_volume_of_one_node_is_mounted_by_trainer_and_control_alone(file: Path) -> None:
     objects = render(file, access_mode="ReadWriteOnce", storage_class="fast")
     claim = objects["PersistentVolumeClaim", "tidemill-runs"]["spec"]
