@@ -2,9 +2,10 @@
 
     python -m benchmarks.memory.publish_memory --ranks 2 --layers 14 --hidden 512
     python -m benchmarks.memory.publish_memory --ranks 2 --layers 24 --hidden 1280
+    python -m benchmarks.memory.publish_memory --ranks 2 --layers 14 --hidden 512 --apart
 
 The model has random weights. Each rank reports the peak of its resident memory, less what it had before, beside the
-largest tensor in the type of the file.
+largest tensor in the type of the file. ``--apart``: only rank 0 sees the folder of versions, and gathers each tensor.
 """
 
 from __future__ import annotations
@@ -40,19 +41,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--folder", type=Path, help="of a model that is there already")
+    parser.add_argument("--apart", action="store_true", help="only rank 0 sees the folder of versions")
     given = parser.parse_args()
     if "RANK" in os.environ:
-        measure(given.folder)
+        measure(given.folder, given.apart)
         return
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), given.layers, given.hidden)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.ranks)]
-        module = ["-m", "benchmarks.memory.publish_memory", "--folder", folder]
+        module = ["-m", "benchmarks.memory.publish_memory", "--folder", folder, *(["--apart"] if given.apart else [])]
         subprocess.run([*command, *module], check=True, timeout=600)
 
 
-def measure(folder: Path) -> None:
-    """Publish, export and save on this rank; prints a line."""
+def measure(folder: Path, apart: bool) -> None:
+    """Publish, export and save on this rank; prints a line. apart: rank 0 alone sees the folder of versions."""
     torch.set_num_threads(1)
     config = TidemillConfig.model_validate(
         {
@@ -70,8 +72,9 @@ def measure(folder: Path) -> None:
     out.mkdir(exist_ok=True)
     snapshots, store = Snapshots(policy, "bfloat16", ranks), CheckpointStore(out / "checkpoints")
     mark = ranks.broadcast_text(Snapshots.create(out / "weights") if ranks.is_main else "")
+    seen = out / ("weights" if ranks.is_main or not apart else "elsewhere")
     peaks = {
-        "publish": peak_of(lambda: snapshots.take(out / "weights", mark).fill()),
+        "publish": peak_of(lambda: snapshots.take(seen, mark).fill()),
         "probe": peak_of(lambda: reference_logprobs(policy, [5, 6])),
         "export": peak_of(lambda: save_model(policy, out / "model", "bfloat16", ranks)),
         "checkpoint": peak_of(lambda: store.save(step, step=0, version=0, leader_term=1, extra={})),
