@@ -1,14 +1,18 @@
 """``tidemill doctor --gpu``: whether this machine's device computes the configured model right, and can be shared.
 
-In turns: the trainer's attention kernel beside PyTorch's own attention, the policy's log-probabilities of the probe,
-and the engine, which is started, probed, put to sleep, woken and closed. After each, memory must be free again.
+In turns: a matrix product on each GPU and a sum over all of them, the trainer's attention kernel beside PyTorch's own
+attention, the policy's log-probabilities of the probe, and the engine, which is started, probed, put to sleep, woken
+and closed. After each, memory must be free again.
 """
 
 import asyncio
+import json
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -21,6 +25,7 @@ from consumers.trainer.model.packing import choose_kernel, try_kernel
 from consumers.trainer.model.policy import DTYPES
 from consumers.trainer.model.probe import probe_tokens, reference_logprobs
 from deploy.checks.finding import Finding, judged, one_line
+from deploy.services.main import command
 from producers.engines.base import Engine, PromptImage, SleepingEngine
 from producers.engines.factory import engine_name, make_engine, prepare_engine
 from producers.generator.service import engine_settings
@@ -31,8 +36,8 @@ from schemas.errors import ConfigError, TidemillError
 from schemas.images import probe_image
 from schemas.model_folder import resolve_folder
 
-START_S, CALL_S = 150.0, 60.0
-"""Seconds in which an engine must have started, and in which any other call must have returned."""
+START_S, CALL_S, RANKS_S = 150.0, 60.0, 300.0
+"""Seconds in which an engine must have started, any other call must have returned, and ranks must have ended."""
 FREE_S = 20.0
 """Seconds in which memory that was given back must be free: a driver may report it only after a moment."""
 KEPT = 0.02
@@ -83,6 +88,19 @@ def check_gpu(config: TidemillConfig) -> list[Finding]:
     engine = make_engine(engine_class, settings, config.base)
     judge = ProbeJudge(config.model.dtype, config.generator.probe_tolerance)
     return [attention, *asyncio.run(check_engine(engine_name(engine_class), engine, reference, judge, memory))]
+
+
+def check_devices(file: Path, overrides: Sequence[str], count: int) -> list[Finding]:
+    """Make the checks of ``doctor --ranks`` with ``count`` ranks, in processes that then have no memory here."""
+    argv = command("doctor", str(file), *overrides, f"trainer.processes={count}", "--ranks", "--json")
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=RANKS_S, check=False)
+        return [Finding(**found) for found in json.loads(done.stdout)]
+    except subprocess.TimeoutExpired:
+        text = f"{count} ranks have not ended within {RANKS_S:.0f} s"
+    except ValueError:
+        text = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return [Finding("ranks", "fail", text, "`tidemill doctor --ranks` has the rest of its output")]
 
 
 def check_attention(config: TidemillConfig, device: torch.device) -> Finding:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from consumers.trainer.distributed.ranks import Ranks, reason
 from deploy.checks.finding import Finding, judged
+from deploy.planning.cards import CARDS, find_links, recognize_card
 from schemas.config import TidemillConfig
 from schemas.errors import InfraError
 
@@ -34,6 +35,10 @@ TAKEN = 0.1
 """Share of a GPU's memory that others may have in use."""
 WRONG = 5e-3
 """Largest relative error of a product: TF32 has about 1e-3."""
+PRODUCT = 8192
+"""Rows and columns of the matrices whose product is timed on a GPU."""
+LEAST_PRODUCT, LEAST_SUM = 0.3, 0.2
+"""Least shares of the data sheet's arithmetic and link that a product and a sum over the ranks should reach."""
 PACKAGES = ("tidemill", "torch", "transformers", "accelerate")
 
 
@@ -110,10 +115,22 @@ def compare(reports: Sequence[RankReport], collective: Collective | None, folder
         judged("device memory", not taken, "; ".join(taken) or "free", "end the other processes on that GPU", "warn"),
     ]
     if collective is not None:
-        rate = f"{collective.gb_per_s:.2f} GB/s of each rank" if collective.correct else "wrong result"
-        advice = "the connection or its driver is broken: try NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1"
-        findings.append(judged("sum over ranks", collective.correct, f"{rate} over {collective.backend}", advice))
+        findings.append(_sum_finding(collective, recognize_card(reports[0].device) if len(hosts) == 1 else None))
     return findings
+
+
+def _sum_finding(collective: Collective, card: str | None) -> Finding:
+    """Judge a sum. card: of ranks on one machine, whose link is known."""
+    if not collective.correct:
+        advice = "the connection or its driver is broken: try NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1"
+        return Finding("sum over ranks", "fail", f"wrong result over {collective.backend}", advice)
+    text, share = f"{collective.gb_per_s:.2f} GB/s of each rank over {collective.backend}", 1.0
+    if card is not None:
+        link = find_links(None, card).inside
+        share = collective.gb_per_s / link
+        text = f"{text}, {share:.0%} of the {link:g} of {card}'s link"
+    advice = "sharding waits for the link: `nvidia-smi topo -m` shows whether the GPUs are connected by NVLink"
+    return judged("sum over ranks", share >= LEAST_SUM, text, advice, "warn")
 
 
 def _devices(reports: Sequence[RankReport]) -> Finding:
@@ -144,8 +161,14 @@ def _speeds(reports: Sequence[RankReport]) -> Finding:
         usual = median(other.product_s for other in reports if other.device == report.device)
         if report.device != "CPU" and report.product_s > SLOW * usual:
             slow.append(f"{report.name} takes {report.product_s / usual:.1f} times the usual time")
+    text = "alike"
+    if (card := recognize_card(reports[0].device)) is not None:
+        reached = 2 * PRODUCT**3 / max(report.product_s for report in reports) / 1e12 / CARDS[card].tflops
+        text = f"products reach {reached:.0%} of {card}'s {CARDS[card].tflops:g} TFLOP/s"
+        if reached < LEAST_PRODUCT and not slow:
+            slow.append(text)
     advice = "every step waits for the slowest rank: look at the temperature, power and clock of that GPU"
-    return judged("speed", not slow, "; ".join(slow) or "alike", advice, "warn")
+    return judged("speed", not slow, "; ".join(slow) or text, advice, "warn")
 
 
 def _measure(ranks: Ranks, folder: Path) -> RankReport:
@@ -180,7 +203,7 @@ def _product(device: torch.device) -> tuple[float, float]:
     a, b = (torch.randn(512, 512, generator=generator, dtype=torch.float64) for _ in range(2))
     found = (a.float().to(device) @ b.float().to(device)).double().cpu()
     error = float((found - a @ b).abs().max() / (a @ b).abs().max())
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
+    size, dtype = (PRODUCT, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
     x = torch.ones(size, size, dtype=dtype, device=device)
     return _seconds(lambda: x @ x, device), error
 

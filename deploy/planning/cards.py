@@ -5,6 +5,9 @@ What sharding gathers and reduces is done beside the arithmetic; what tensor and
 for.
 """
 
+from __future__ import annotations
+
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +90,12 @@ def find_card(gpu: str) -> Card:
     if (card := CARDS.get(gpu.lower())) is None:
         raise ConfigError(f"--gpu {gpu!r} is not known, must be one of {', '.join(CARDS)}")
     return card
+
+
+def recognize_card(device: str) -> str | None:
+    """Return the name here of a card that its driver calls ``device``; None for one that is not known."""
+    words = re.findall(r"[a-z]+\d+[a-z]*|\d+", device.lower())
+    return next((name for name in CARDS if set(name.split("-")) <= set(words)), None)
 
 
 def find_links(text: str | None, gpu: str) -> Links:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 
 from deploy.checks.finding import Finding
 from deploy.doctor import gpu
-from deploy.doctor.gpu import Device, ProbeReference, check_attention, check_engine
+from deploy.doctor.gpu import Device, ProbeReference, check_attention, check_devices, check_engine
 from producers.generator.weight_probe import ProbeJudge
 from schemas.errors import InfraError
 from tests.support.configurations import minimal_config
@@ -137,6 +139,32 @@ def test_an_engine_without_sleep_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
     found = {finding.name: finding for finding in check(Restless())}
     assert "no sleep" in found["sleep"].text
     assert "probe after sleep" not in found
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("""print('[{"name": "products", "level": "ok", "text": "right"}]')""", Finding("products", "ok", "right")),
+        ("raise SystemExit('tidemill: no two ranks met')", Finding("ranks", "fail", "tidemill: no two ranks met")),
+        ("import os; os._exit(7)", Finding("ranks", "fail", "exit code 7")),
+        ("import time; time.sleep(600)", Finding("ranks", "fail", "2 ranks have not ended within 2 s")),
+    ],
+)
+def test_what_ranks_of_their_own_find_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, found: Finding
+) -> None:
+    asked: list[str] = []
+
+    def stand_in(*arguments: str) -> list[str]:
+        asked.extend(arguments)
+        return [sys.executable, "-c", code]
+
+    monkeypatch.setattr(gpu, "command", stand_in)
+    monkeypatch.setattr(gpu, "RANKS_S", 2.0 if "sleep" in code else 60.0)
+    (one,) = check_devices(tmp_path / "my.yaml", ["run.seed=3"], 2)
+    assert (one.name, one.level, one.text) == (found.name, found.level, found.text)
+    assert bool(one.advice) == (one.level == "fail")
+    assert asked == ["doctor", str(tmp_path / "my.yaml"), "run.seed=3", "trainer.processes=2", "--ranks", "--json"]
 
 
 @pytest.mark.parametrize("problem", ["", "its result is wrong"])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from deploy.doctor import ranks
 from deploy.doctor.ranks import Collective, RankReport, check_ranks, compare
+from deploy.planning.cards import recognize_card
 from schemas.config import ParallelConfig
 from schemas.errors import InfraError
 from tests.support.configurations import minimal_config
@@ -70,6 +71,36 @@ def test_a_wrong_sum_is_a_problem() -> None:
     assert problems(GOOD, msgspec.structs.replace(SUM, correct=False)) == [
         ("sum over ranks", "fail", "wrong result over nccl")
     ]
+
+
+@pytest.mark.parametrize(("rate", "level"), [(180.0, "ok"), (20.0, "warn")])
+def test_a_sum_on_one_machine_is_compared_with_its_link(rate: float, level: str) -> None:
+    here = [msgspec.structs.replace(one, host="node-0", device="NVIDIA H100 80GB HBM3") for one in GOOD]
+    found = compare(here, msgspec.structs.replace(SUM, gb_per_s=rate), Path("/shared/run"))[-1]
+    assert (found.name, found.level) == ("sum over ranks", level)
+    assert found.text == f"{rate:.2f} GB/s of each rank over nccl, {rate / 450:.0%} of the 450 of h100's link"
+
+
+def test_products_are_compared_with_the_data_sheet_of_their_device() -> None:
+    assert "products reach 56% of h100's 989 TFLOP/s" in [one.text for one in compare(GOOD, SUM, Path("/run"))]
+    throttled = [msgspec.structs.replace(one, product_s=0.01) for one in GOOD]
+    assert problems(throttled) == [("speed", "warn", "products reach 11% of h100's 989 TFLOP/s")]
+
+
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
+        ("NVIDIA GH200 480GB", None),
+        ("CPU", None),
+    ],
+)
+def test_a_card_is_known_by_its_drivers_name(device: str, card: str | None) -> None:
+    assert recognize_card(device) == card
 
 
 def test_ranks_on_processors_may_share_one_and_differ_in_speed() -> None:
