@@ -65,7 +65,10 @@ def test_a_rehearsed_step_has_the_bytes_of_a_real_one(tmp_path: Path, trainer: d
     assert peak == pytest.approx(real["peak"], rel=PEAK_TOLERANCE)
 
 
-@pytest.mark.parametrize(("family", "frozen"), [("qwen2_5_vl", True), ("qwen3_vl", False)])
+@pytest.mark.parametrize(
+    ("family", "frozen"),
+    [("qwen2_5_vl", True), ("qwen3_vl", False), pytest.param("qwen3_vl", True, marks=MORE)],
+)
 def test_a_vision_model_has_the_bytes_of_its_tower_and_images(tmp_path: Path, family: Family, frozen: bool) -> None:
     write_tiny_vision_model(tmp_path, family)
     base = configuration(tmp_path)
