@@ -62,9 +62,7 @@ class Watched(ScriptedEngine):
 """
 
 
-def test_pools_run_where_ray_has_what_they_need_each_with_its_variables(
-    tmp_path: Path, cluster: Any, broker_url: str
-) -> None:
+def test_pools_run_where_ray_has_what_they_need_with_their_env(tmp_path: Path, cluster: Any, broker_url: str) -> None:
     cluster.add_node(num_cpus=1, resources={"special": 2})
     run, diary = tmp_path / "run", tmp_path / "diary-"
     (tmp_path / "watched.py").write_text(ENGINE)
@@ -113,9 +111,7 @@ def test_pools_run_where_ray_has_what_they_need_each_with_its_variables(
     assert {"pool/special/tokens", "pool/common/tokens"} <= tokens
 
 
-def test_a_run_on_ray_goes_on_when_a_node_is_lost_with_all_generators(
-    tmp_path: Path, cluster: Any, broker_url: str
-) -> None:
+def test_a_run_on_ray_outlives_the_node_of_all_generators(tmp_path: Path, cluster: Any, broker_url: str) -> None:
     node = cluster.add_node(num_cpus=1)
     run = tmp_path / "run"
     model = make_tiny_model(tmp_path / "model", max_length=64)

@@ -1,7 +1,5 @@
 """Machines that join a run by ``tidemill node``: two of them imitated on this one, each with a pool of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -61,10 +59,10 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     server.stop()
 
 
-def settings(folder: Path, pools: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    """Return a configuration whose generators do not compute, for each machine."""
-    return {
-        "model": {"path": str(make_tiny_model(folder / "model")), "dtype": "float32", "max_length": 32},
+@pytest.mark.timeout(300)
+def test_a_machine_that_is_lost_and_returns_loses_and_repeats_nothing(server: EmbeddedServer, tmp_path: Path) -> None:
+    config = {
+        "model": {"path": str(make_tiny_model(tmp_path / "model")), "dtype": "float32", "max_length": 32},
         "train": {"name": "arithmetic"},
         "sampling": {"n": 4, "max_tokens": 16},
         "reward": {"terms": [{"name": "exact"}]},

@@ -1,7 +1,5 @@
 """Two kinds of generators in one run of ``tidemill up``, each with its own settings, variables and interpreter."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

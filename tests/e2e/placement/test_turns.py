@@ -1,7 +1,5 @@
 """A whole run whose trainer and generators use the same GPUs in turns; the GPUs are imitated."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -142,9 +140,7 @@ def test_with_one_gpu_for_both_each_may_be_killed_at_any_time(tmp_path: Path, mo
 
 @pytest.mark.matrix("two whole runs; what auto chooses is a unit test")
 @pytest.mark.timeout(300)
-def test_auto_may_give_a_run_that_resumes_another_number_of_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_may_resume_a_run_on_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoint is of one rank, and what it measured is changed so that two are planned."""
     steps = 8
     config = configuration(tmp_path, "0", "0", steps)

@@ -333,9 +333,7 @@ async def test_a_pause_lets_no_token_out_and_an_update_in_it_leaves_it_paused(su
 
 
 @pytest.mark.parametrize("loads", [False, True])
-async def test_a_sleep_hands_requests_back_and_a_woken_engine_samples_nothing_before_its_check(
-    subject: Subject, loads: bool
-) -> None:
+async def test_sleep_hands_requests_back_and_nothing_is_sampled_before_a_check(subject: Subject, loads: bool) -> None:
     engine = subject.engine
     if not isinstance(engine, SleepingEngine):
         pytest.skip(f"{subject.kind} keeps its device")

@@ -149,9 +149,7 @@ def test_the_prefix_cache_of_another_version_is_never_used(
             holds(SHARED, completion, {version: seed}, completion.spans)
 
 
-def test_one_adapter_is_held_however_many_versions_there_were(
-    engine: VllmEngine, files: dict[int, Path | None], run: Await
-) -> None:
+def test_one_adapter_is_held_after_many_versions(engine: VllmEngine, files: dict[int, Path | None], run: Await) -> None:
     for version in range(40, 46):
         run(engine.load(FileSource(files[1 + version % 2]), version))  # type: ignore[arg-type]
     assert list(run(engine.llm.list_loras())) == [1]

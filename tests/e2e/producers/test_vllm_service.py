@@ -109,9 +109,7 @@ def spoil(file: Path) -> None:
     save_file({**tensors, name: tensors[name] * 1.5}, file, {"format": "pt"})
 
 
-def test_weights_spoilt_after_they_were_checked_are_taken_back_and_none_of_their_tokens_leaves(
-    world: World, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_spoilt_after_a_check_are_taken_back(world: World, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     broker, engine, fetch = world.broker, world.engine, LocalWeights.fetch
 
     def spoilt(self: LocalWeights, manifest: Manifest) -> Path:
@@ -141,9 +139,7 @@ def test_weights_spoilt_after_they_were_checked_are_taken_back_and_none_of_their
 
 
 @pytest.mark.parametrize("update", ["keep", "recompute", "drain"])
-def test_no_token_is_sampled_once_a_freeze_is_acknowledged_though_new_weights_came(
-    world: World, run: Run, monkeypatch: pytest.MonkeyPatch, update: str
-) -> None:
+def test_an_acknowledged_freeze_is_final(world: World, run: Run, monkeypatch: pytest.MonkeyPatch, update: str) -> None:
     broker, engine = world.broker, world.engine
     monkeypatch.setattr(engine, "_settings", replace(engine._settings, recompute=update == "recompute"))
     world.publish(1, seed=0)
@@ -168,9 +164,7 @@ def test_no_token_is_sampled_once_a_freeze_is_acknowledged_though_new_weights_ca
     run(run_generator_while(world.config(update=update), broker, Lent(engine), scene))
 
 
-def test_no_more_is_taken_than_runs_without_preemption_in_a_small_cache(
-    world: World, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_cache_takes_what_runs_unpreempted(world: World, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     preempted: list[int] = []
     final, params, tokens = vllm_module.final_output, vllm_module.sampling_params, 200
 

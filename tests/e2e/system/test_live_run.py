@@ -1,7 +1,5 @@
 """A run that learns from conversations: unmodified clients talk, another program rewards, and everything is killed."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -11,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import openai
@@ -80,7 +78,7 @@ class Users:
         self.seats: dict[int, str] = {}
         self.errors: list[str] = []
 
-    def __enter__(self) -> Users:
+    def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
         return self

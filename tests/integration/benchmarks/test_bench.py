@@ -133,9 +133,7 @@ def test_weights_give_every_figure_and_leave_nothing(kind: str, tmp_path: Path, 
     assert not list(open_client(server.url).scan_iter(match="*bench*"))
 
 
-def test_a_version_reaches_all_generators_though_one_that_they_read_from_is_killed(
-    tmp_path: Path, server: EmbeddedServer
-) -> None:
+def test_a_version_reaches_all_generators_though_a_peer_is_killed(tmp_path: Path, server: EmbeddedServer) -> None:
     row = measure_spread("peer", 3, 30, 1, server.url, tmp_path)
     assert row["egress"] <= 2.2
     assert (row["killed_arrived"], row["killed_by"]) == (3, -signal.SIGKILL)

@@ -1,7 +1,5 @@
 """``tidemill broker``: a server that other machines reach, with a password, which keeps what it stored."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import socket

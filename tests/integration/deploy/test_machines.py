@@ -1,7 +1,5 @@
 """A trainer on several machines, started by `tidemill trainer` on each: exit codes are those of one process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

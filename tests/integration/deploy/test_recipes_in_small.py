@@ -3,8 +3,6 @@
 The policy's answers are scripted, so that some are right. The search agent and its retriever are in the unit tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -137,9 +135,7 @@ def read(title: str, recipe: Recipe, folder: Path, overrides: list[str]) -> Tide
 
 
 @pytest.mark.parametrize("title", RECIPES)
-async def test_a_recipe_samples_is_rewarded_and_trains(
-    title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_recipe_samples_rewards_and_trains(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, model = RECIPES[title], tiny_chat_model(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,5 @@
 """Starting and deleting runs: one line for what is refused, and what is alive or not ours stays as it is."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -118,9 +116,7 @@ def test_a_second_run_of_the_same_name_is_refused_by_name_and_the_first_stays(
     assert owner.id == "theirs"
 
 
-def test_a_run_goes_on_with_its_own_model_only_and_its_record_stays(
-    shared: Broker, models: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_run_continues_with_its_own_model_only(shared: Broker, models: tuple[Path, Path], tmp_path: Path) -> None:
     run = shared.connection.keys.run
     file = write_config(tmp_path / "mine", models[0], run)
     claim_folder(load_config(file))
@@ -136,9 +132,7 @@ def test_a_run_goes_on_with_its_own_model_only_and_its_record_stays(
     assert shared.owner.read() is None
 
 
-def test_a_run_whose_checkpoints_were_deleted_is_begun_anew_only_with_fresh(
-    shared: Broker, models: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_without_its_checkpoints_a_run_needs_fresh(shared: Broker, models: tuple[Path, Path], tmp_path: Path) -> None:
     file = write_config(tmp_path / "mine", models[0], shared.connection.keys.run)
     config = load_config(file)
     shared.owner.claim(Owner.of("the one before", config.folder))
@@ -181,9 +175,7 @@ def test_a_copied_folder_takes_nothing_over_while_the_run_is_alive(
     assert owner.folder == str(first.folder)
 
 
-def test_fresh_deletes_nothing_of_a_run_that_is_alive(
-    shared: Broker, models: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_fresh_deletes_nothing_of_a_live_run(shared: Broker, models: tuple[Path, Path], tmp_path: Path) -> None:
     file = write_config(tmp_path / "mine", models[0], shared.connection.keys.run)
     record = claim_folder(load_config(file))
     shared.owner.claim(Owner.of(record.id, tmp_path / "mine" / "run"))
@@ -251,9 +243,7 @@ def test_of_several_ranks_the_first_alone_records_the_run(
     assert read_record(config.folder) is not None
 
 
-def test_a_wrong_configuration_ends_all_services_at_once_with_one_line_and_no_table(
-    tmp_path: Path, server: EmbeddedServer
-) -> None:
+def test_a_wrong_configuration_ends_all_services_with_one_line(tmp_path: Path, server: EmbeddedServer) -> None:
     (tmp_path / "mine.py").write_text(LAUNCHER)
     folder = tmp_path / "run"
     folder.mkdir()

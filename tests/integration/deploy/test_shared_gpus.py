@@ -1,7 +1,5 @@
 """A service that is stopped with a shared GPU: no other may take it, so it is killed, and its successor may."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -33,9 +31,7 @@ time.sleep(600)
 """
 
 
-def test_a_stopped_generator_is_killed_and_its_successor_has_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_generator_is_killed_and_another_has_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silent_holders, "SILENT_S", 1.0)
     monkeypatch.setattr(silent_holders, "LOOK_S", 0.2)
     devices, launcher = tmp_path / "devices", Local()

@@ -1,7 +1,5 @@
 """The local supervisor with real processes: restarts, orderly ends, and nothing left behind whatever happens."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What the supervisor does to a service is in the timeline, also when the broker comes late, and in the live view."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
@@ -99,9 +97,7 @@ def test_settings_that_changed_since_the_last_attempt_are_in_the_timeline(
     assert texts(broker) == [f"up: resumes with changed settings: trainer.steps {first.trainer.steps} -> 20"]
 
 
-def test_a_changed_configuration_replaces_what_a_user_set_before_and_the_rest_is_named(
-    server: EmbeddedServer, broker: Broker, tmp_path: Path
-) -> None:
+def test_a_changed_configuration_replaces_what_was_set(server: EmbeddedServer, broker: Broker, tmp_path: Path) -> None:
     first = live_config(tmp_path)
     name = broker.connection.keys.run
     first = first.model_copy(
@@ -139,9 +135,7 @@ def test_the_live_view_does_not_say_twice_what_the_supervisor_did(broker: Broker
     assert observer.other_events[0].time > 0
 
 
-def test_while_the_broker_is_down_the_last_look_is_shown_as_such_and_nothing_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_the_broker_is_down_the_last_look_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.run.observer.QUIET_S", 0.2)
     server = EmbeddedServer(tmp_path / "broker")
     settings = BrokerConfig(deadline_s=60)

@@ -1,7 +1,5 @@
 """A service that waits for a broker which is not there ends soon after it is asked to, and says that it was asked."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Turns on shared GPUs under kills and stops, and the faults of the protocol that the walk would see."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

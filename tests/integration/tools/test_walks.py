@@ -1,7 +1,5 @@
 """The walks of docs/architecture.md are those that a running system takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,13 +1,11 @@
 """A run's control plane in this process, and a client of it."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -72,7 +70,7 @@ class ControlPlane:
         self.hub = hub
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
 
-    def __enter__(self) -> ControlPlane:
+    def __enter__(self) -> Self:
         self.thread.start()
         self.wait("the first look", lambda: self.ask("GET", "/readyz")[0] == 200)
         return self

@@ -1,13 +1,11 @@
 """A small Kubernetes API server over TLS: the scale subresource of a few Deployments, with a bearer token."""
 
-from __future__ import annotations
-
 import json
 import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 NAMESPACE = "tidemill"
 
@@ -30,7 +28,7 @@ class FakeKubernetes:
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
-    def __enter__(self) -> FakeKubernetes:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -1,7 +1,5 @@
 """An environment that counts its steps, and can be told to end, fail, crash, hang, or be slow."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

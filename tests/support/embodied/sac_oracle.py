@@ -6,8 +6,6 @@ needs stable-baselines3 (2.9.2 made the file), which no test installs. The noise
 the same update of ours.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,7 @@
 """One batch of samples with all that a policy loss reads, the same for another system's code and for Tidemill's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +27,7 @@ class FixedBatch:
     rewards: Floats
 
     @classmethod
-    def make(cls, n: int, turns: bool = False, seed: int = 7, groups: int = 4, tokens: int = 10) -> FixedBatch:
+    def make(cls, n: int, turns: bool = False, seed: int = 7, groups: int = 4, tokens: int = 10) -> Self:
         """Make a batch; turns: with tokens of tools, which are not trained, between those of the policy.
 
         Some ratios are far outside of every clip, and those of some sequences, too.
@@ -60,7 +58,7 @@ class FixedBatch:
             rewards.reshape(-1).astype(np.float32),
         )
 
-    def chosen(self, samples: npt.NDArray[np.bool_]) -> FixedBatch:
+    def chosen(self, samples: npt.NDArray[np.bool_]) -> "FixedBatch":
         """Return the batch of these samples only; bool [S]."""
         arrays: dict[str, Any] = {
             name: getattr(self, name)[samples] for name in self.__dataclass_fields__ if name != "n"
@@ -89,7 +87,7 @@ class ControlBatch:
     ends: npt.NDArray[np.bool_]
 
     @classmethod
-    def make(cls, seed: int = 3, steps: int = 12, envs: int = 6) -> ControlBatch:
+    def make(cls, seed: int = 3, steps: int = 12, envs: int = 6) -> Self:
         """Make a batch in which ratios and values leave their clips."""
         rng = np.random.default_rng(seed)
         logprobs, old_values = rng.normal(-1, 1, (steps, envs)), rng.normal(0, 1, (steps + 1, envs))

@@ -3,8 +3,6 @@
 With one vLLM for all chat templates of an installed trl: ``python -m tests.support.producers.sampled_episodes``.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -14,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -171,7 +169,7 @@ class Stage:
         self._number = 0
         self._url = ""
 
-    async def __aenter__(self) -> Stage:
+    async def __aenter__(self) -> Self:
         self._url = await self._server.start()
         return self
 

@@ -3,12 +3,10 @@
 So two trainers of it, disturbed or not, must come to the same weights. Its pipeline can be given other data, too.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from broker.client import Broker
 from broker.queues.tasks import TaskQueue
@@ -81,7 +79,7 @@ class Pipeline:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Pipeline:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -3,8 +3,6 @@
 They are forked from a process that has loaded PyTorch and the trainer already, so that each takes a second and not ten.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket

@@ -1,7 +1,5 @@
 """What tests run on two ranks: a model of which rank 0 alone has the files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trainers as real processes that kill themselves (SIGKILL) at a named point of the step or of the save."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -4,8 +4,6 @@ Rank 0 reports the largest relative error of any parameter's gradient, that of t
 parameters were in main memory once before.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import dataclass, field

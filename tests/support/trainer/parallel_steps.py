@@ -1,7 +1,5 @@
 """What tests run on several ranks: steps under one layout after another, each from a checkpoint of another."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """What tests run on every rank of a trainer: each algorithm that looks beyond a rank's own samples, and the
 trainers without generators. Rank 0 reports what came out."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict

@@ -3,8 +3,6 @@
 It resumes the newest checkpoint of the run's folder, and saves one at the end.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A real step on this CPU, measured: bytes by PyTorch's own allocator, FLOPs and collectives as they are called."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training steps over a model in memory, for tests that need neither a run's folder nor a model's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from consumers.trainer.model.policy import Policy

@@ -1,7 +1,5 @@
 """A trainer of a tiny real model in this process: how it is made, run, watched, and what it has trained."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

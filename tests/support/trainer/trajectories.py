@@ -1,7 +1,5 @@
 """Hand-made trajectories with random contents for trainer tests."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import pairwise

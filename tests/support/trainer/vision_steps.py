@@ -1,7 +1,5 @@
 """Steps of a vision model on every rank of a trainer: of groups with images, with text alone, or both."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path

@@ -131,9 +131,7 @@ def test_a_search_goes_over_pages_newest_first_and_says_whether_it_saw_all(conne
     assert (few.items, few.examined, few.complete) == ([], PAGE, False)
 
 
-def test_a_search_ends_after_so_many_bytes_and_no_reply_is_large(
-    connection: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_reads_few_bytes_in_small_replies(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     count, replies = 60, []
     for task in range(count):
         add_trajectory(connection, task, encode(make_trajectory(task, completion=1000)))

@@ -71,9 +71,7 @@ def test_a_placement_that_cannot_be_is_refused_in_a_line(changed: dict[str, Any]
         ({"engine": "vllm", "args": {"tensor_parallel_size": 4}}, "'1-2' has 2 GPUs, must be a multiple of 4"),
     ],
 )
-def test_a_placement_that_the_machine_or_the_engine_does_not_fit_is_refused(
-    generator: dict[str, Any], message: str
-) -> None:
+def test_a_placement_must_fit_the_machine_and_the_engine(generator: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(config(generator=generator), 4 if generator else 2)
 
@@ -105,9 +103,7 @@ def test_generators_on_gpus_of_the_trainer_share_them(trainer: set[int], generat
     assert ("in turns" in plan.text) is bool(plan.sharing)
 
 
-def test_the_trainer_and_its_generators_are_told_that_they_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_and_its_generators_learn_that_they_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.launchers.local.find_gpus", lambda: [Gpu(str(index), 80.0) for index in range(3)])
     monkeypatch.setattr("deploy.launchers.local.run_up", lambda *_: 0)
     launcher, told = Local(), {}

@@ -45,9 +45,7 @@ def test_every_recipe_says_what_you_have_and_want_and_is_listed() -> None:
 
 
 @pytest.mark.parametrize(("said", "reward"), [("the Kara sea.", 1.0), ("Baltic Sea", 0.0)])
-async def test_the_search_agent_reads_passages_and_its_answer_is_compared(
-    tmp_path: Path, said: str, reward: float
-) -> None:
+async def test_the_search_agent_reads_passages_and_is_scored(tmp_path: Path, said: str, reward: float) -> None:
     pytest.importorskip("mcp")
     config = load_config(SEARCH, ["generator.engine=scripted"], {})
     example = build_dataset(config.train[0].at_levels()[0], config.base)[0]

@@ -70,9 +70,7 @@ def test_a_long_text_is_cut() -> None:
         ("raise ValueError('two\\nlines')\n", "ValueError: two lines"),
     ],
 )
-def test_a_module_that_ends_or_fails_at_its_import_is_a_wrong_configuration_in_one_line(
-    tmp_path: Path, code: str, reason: str
-) -> None:
+def test_a_module_that_fails_at_its_import_is_a_wrong_configuration(tmp_path: Path, code: str, reason: str) -> None:
     (tmp_path / "mine.py").write_text(code)
     with pytest.raises(ConfigError) as refused:
         load("mine.py:reward", "reward", tmp_path)

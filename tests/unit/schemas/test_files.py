@@ -199,9 +199,7 @@ def test_a_run_keeps_its_identity_and_another_folder_has_another(tmp_path: Path)
         ({"sampling": {"n": 4}}, r"sampling\.n 8, which cannot become 4"),
     ],
 )
-def test_what_a_run_cannot_change_is_named_and_nothing_is_written(
-    tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
+def test_what_a_run_cannot_change_is_named_and_unwritten(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     make_model(tmp_path / "model")
     claim_folder(configuration(tmp_path))
     before = record_file(tmp_path / "run").read_bytes()
@@ -239,9 +237,7 @@ def test_a_run_and_its_model_may_be_moved_but_no_other_weights_put_in_place(tmp_
         claim_folder(configuration(elsewhere))
 
 
-def test_a_folder_in_place_of_a_model_of_the_hub_is_named_with_what_can_be_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_in_place_of_a_hub_model_is_named_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hub = {"model": {"path": "org/model"}}
     claim_folder(configuration(tmp_path, hub))

@@ -1,7 +1,5 @@
 """Fragments are checked where they are made and where they are read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

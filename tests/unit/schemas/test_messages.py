@@ -113,9 +113,7 @@ def test_versions_refer_to_the_tokens_that_they_cover() -> None:
         ({"task_id": -1}, "task_id"),
     ],
 )
-def test_wrong_values_are_refused_where_they_are_made_and_where_they_are_read(
-    changes: dict[str, object], reason: str
-) -> None:
+def test_wrong_values_are_refused_where_made_and_where_read(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         trajectory(**changes)
     forged = msgpack.unpackb(encode(trajectory()))

@@ -1,7 +1,5 @@
 """The faults that the walk of turns plants are still faults of the code that there is."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import textwrap

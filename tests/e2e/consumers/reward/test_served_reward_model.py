@@ -1,7 +1,5 @@
 """A reward model that vLLM serves gives the scores that it gives in the reward service's own worker."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

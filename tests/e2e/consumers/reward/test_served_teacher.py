@@ -1,7 +1,5 @@
 """A teacher that vLLM serves gives the log-probabilities that it gives in the reward service's own worker."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One student with two teachers, each in a process of its own: it becomes as good as each of them at its half."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A trainer of two ranks as its user starts it: ranks wait as long as a pause takes, and each may be killed."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

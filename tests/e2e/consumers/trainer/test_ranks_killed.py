@@ -1,7 +1,5 @@
 """One of several ranks is killed, in a step or a save: the next ones end with the weights of an undisturbed run."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from pathlib import Path

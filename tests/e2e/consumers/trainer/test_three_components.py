@@ -1,7 +1,5 @@
 """One run whose datasets are trained by different components: a reward, given answers, a teacher, the policy itself."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -70,9 +70,7 @@ def episode(model: Path) -> Trajectory:
 
 
 @pytest.mark.parametrize("look", ["light", "dark", "phone"])
-def test_an_episode_is_read_as_its_conversation_and_row_by_row(
-    browser: Browser, broker: Broker, tmp_path: Path, look: str
-) -> None:
+def test_an_episode_is_read_by_message_and_by_row(browser: Browser, broker: Broker, tmp_path: Path, look: str) -> None:
     model = make_tiny_model(tmp_path / "model")
     take_over(broker)
     broker.ledger.admit(make_task(0))

@@ -167,9 +167,7 @@ def connect(name: Name) -> Callable[[], Broker]:
 
 
 @pytest.mark.parametrize("stale_reads", [True, False], ids=["READONLY", "MASTERDOWN"])
-def test_a_service_goes_on_with_the_new_primary_behind_the_same_name(
-    name: Name, connect: Callable[[], Broker], stale_reads: bool
-) -> None:
+def test_a_service_continues_with_the_new_primary(name: Name, connect: Callable[[], Broker], stale_reads: bool) -> None:
     broker = connect()
     broker.heartbeats.send(beat := Heartbeat(service="g", role="generator", host="h", pid=1, state="running"))
     take_over(broker)
@@ -183,9 +181,7 @@ def test_a_service_goes_on_with_the_new_primary_behind_the_same_name(
     assert there.xlen(broker.connection.keys.tasks) == 1
 
 
-def test_who_waits_at_a_primary_that_becomes_a_replica_waits_on_at_the_new_one(
-    name: Name, connect: Callable[[], Broker]
-) -> None:
+def test_who_waits_at_a_demoted_primary_waits_on_at_the_new_one(name: Name, connect: Callable[[], Broker]) -> None:
     broker = connect()
     take_over(broker)
     position = broker.ledger.change_position()
@@ -201,9 +197,7 @@ def test_who_waits_at_a_primary_that_becomes_a_replica_waits_on_at_the_new_one(
     assert open_client(name.servers[1].url).exists(broker.connection.keys.ctl)
 
 
-def test_a_server_that_stays_read_only_is_given_up_after_the_deadline(
-    name: Name, connect: Callable[[], Broker]
-) -> None:
+def test_a_server_that_stays_read_only_is_given_up_at_the_deadline(name: Name, connect: Callable[[], Broker]) -> None:
     broker = connect()
     broker.connection.deadline_s = 0.3
     take_over(broker)

@@ -17,9 +17,7 @@ from tests.support.broker.one_group import move_one_group
 ROLES = ("feeder", "generator", "reward", "trainer", "observer")
 
 
-def test_each_write_that_is_refused_for_want_of_replicas_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_write_refused_for_want_of_replicas_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = EmbeddedServer(tmp_path)
     server.start()
     beside = open_client(server.url)

@@ -291,9 +291,7 @@ def as_of_schema_one(broker: Broker) -> None:
     client.hset(keys.services, "trainer", b"\x82\xa4type\xa9heartbeat\xa6schema\x01")
 
 
-def test_a_run_of_an_older_version_is_refused_and_can_be_purged(
-    make_broker: Callable[..., Broker], server: EmbeddedServer
-) -> None:
+def test_a_run_of_an_older_version_is_only_purged(make_broker: Callable[..., Broker], server: EmbeddedServer) -> None:
     as_of_schema_one(make_broker("oldrun"))
     config = config_of("oldrun", server)
     expected = (
@@ -313,9 +311,7 @@ def test_a_run_of_an_older_version_is_refused_and_can_be_purged(
 
 
 @pytest.mark.parametrize("schema", [SCHEMA_VERSION + 1, 1])
-def test_the_schema_of_a_run_is_written_when_its_trainer_takes_over(
-    make_broker: Callable[..., Broker], server: EmbeddedServer, schema: int
-) -> None:
+def test_a_takeover_writes_the_schema(make_broker: Callable[..., Broker], server: EmbeddedServer, schema: int) -> None:
     run = f"schema-{schema}"
     broker = make_broker(run)
     take_over(broker)
@@ -326,9 +322,7 @@ def test_the_schema_of_a_run_is_written_when_its_trainer_takes_over(
     assert Broker.connect(config_of(run, server), any_schema=True).purge() > 0
 
 
-def test_a_run_whose_control_state_is_of_another_type_is_left_to_its_trainer(
-    make_broker: Callable[..., Broker], server: EmbeddedServer
-) -> None:
+def test_foreign_control_state_is_for_the_trainer(make_broker: Callable[..., Broker], server: EmbeddedServer) -> None:
     broker = make_broker("odd")
     broker.connection.client.set(broker.connection.keys.ctl, "x")
     assert Broker.connect(config_of("odd", server))

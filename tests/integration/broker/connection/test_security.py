@@ -67,9 +67,7 @@ def connect(url: str, keys: Keys = KEYS, **settings: object) -> Broker:
     return Broker(Connection(url, keys, config.deadline_s), config)
 
 
-def test_a_group_passes_every_hop_with_each_service_under_its_own_user(
-    roles: dict[str, Broker], tmp_path: Path
-) -> None:
+def test_a_group_passes_every_hop_each_service_under_its_own_user(roles: dict[str, Broker], tmp_path: Path) -> None:
     training = move_one_group(roles, tmp_path)
     publish_weights(roles["trainer"], training.leader_term, 2, tmp_path)
     assert fetch_weights(roles["generator"], tmp_path).version == 2

@@ -89,9 +89,7 @@ def test_who_dies_between_two_parts_has_opened_nothing_and_the_next_one_opens_al
     assert [item.message for item in broker.task_queue("g").read(200, 10)] == tasks
 
 
-def test_what_a_feeder_that_died_has_sent_goes_when_another_evaluation_is_opened(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_a_dead_feeder_go_with_the_next_evaluation(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     take_over(broker)
     watch_scripts(broker, monkeypatch, die_at=1)
     with pytest.raises(KeyboardInterrupt):
@@ -104,9 +102,7 @@ def test_what_a_feeder_that_died_has_sent_goes_when_another_evaluation_is_opened
     assert set(count_entries(broker).values()) == {0}
 
 
-def test_parts_that_the_broker_lost_before_the_evaluation_was_opened_are_sent_again(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_lost_before_the_evaluation_opened_are_resent(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     take_over(broker)
     tasks, calls, real = held_out(0, 100), list[str](), broker.connection._evaluate
 

@@ -288,7 +288,7 @@ def test_a_task_that_nobody_can_read_ends_its_group_and_the_queue_goes_on(broker
     assert client.xlen(keys.tasks) == 1
 
 
-def test_a_task_that_kills_a_generator_which_comes_back_at_once_ends_in_the_dead_letters(
+def test_a_task_that_kills_each_restarted_generator_is_a_dead_letter(
     make_broker: Callable[..., Broker],
 ) -> None:
     broker = make_broker(max_deliveries=2)
@@ -336,9 +336,7 @@ def test_keys_of_the_pipeline_stay_within_the_most_live_groups(broker: Broker) -
     assert found["bodies"] == SAMPLES * groups
 
 
-def test_the_broker_keeps_the_newest_evaluations_and_those_under_way(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_broker_keeps_new_evaluations_and_those_under_way(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "KEPT_EVALUATIONS", 3)
     take_over(broker)
     generators, rewards, lengths = broker.task_queue("g"), broker.score_queue("r"), list[int]()

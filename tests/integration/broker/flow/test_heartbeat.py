@@ -97,9 +97,7 @@ reward: {{terms: [{{name: exact}}]}}
     assert "Traceback" not in done.stderr
 
 
-def test_a_name_is_free_at_once_when_the_process_that_had_it_is_dead(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_free_as_soon_as_its_process_is_dead(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "WATCH_S", 3600.0)
     dead = subprocess.Popen(["true"])
     dead.wait(10)
@@ -111,15 +109,13 @@ def test_a_name_is_free_at_once_when_the_process_that_had_it_is_dead(
     check_name(broker, "g")
 
 
-def test_a_name_is_free_when_the_process_that_had_it_elsewhere_beats_no_more(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_free_when_its_remote_process_is_silent(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "WATCH_S", 0.3)
     broker.heartbeats.send(Heartbeat(service="g", role="generator", host="h", pid=1, state="running", place="x"))
     check_name(broker, "g")
 
 
-def test_of_two_that_look_for_a_name_at_the_same_moment_one_gets_it_however_long_it_stands_still(
+def test_of_two_that_look_for_a_name_at_the_same_moment_one_gets_it_though_it_stands_still(
     broker: Broker,
 ) -> None:
     other = Heartbeat(service="g", role="generator", host="h", pid=1, state="running", place="another system")
@@ -171,9 +167,7 @@ def lose_first_answer(broker: Broker, answers: list[object]) -> None:
     broker.connection._evaluate = evaluate  # type: ignore[method-assign]
 
 
-def test_the_end_of_a_service_does_not_wait_for_a_broker_that_hangs(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_ends_without_a_broker_that_hangs(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answered, ended = threading.Event(), threading.Event(), threading.Event()
 
     def hang(service: str) -> None:

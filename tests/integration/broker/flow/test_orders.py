@@ -125,9 +125,7 @@ def test_broker_and_configuration_agree_on_every_combination(broker: Broker) -> 
                 assert fits is (slots_problem(staleness, batch, window) is None), (staleness, batch, window)
 
 
-def test_restored_settings_that_a_changed_window_leaves_no_room_for_give_way_and_that_is_told(
-    broker: Broker, tmp_path: Path
-) -> None:
+def test_restored_settings_beyond_a_changed_window_give_way_with_a_word(broker: Broker, tmp_path: Path) -> None:
     take_over_as(broker, WINDOWED)
     broker.ledger.change_settings({"batch": 1, "staleness": 3, "concurrency": 5})
     _, taken = take_over_as(broker, change_request(WINDOWED, window=5, leader_term_floor=1))
@@ -153,9 +151,7 @@ def test_a_setting_that_was_given_back_does_not_return_with_an_older_checkpoint(
 
 
 @pytest.mark.parametrize(("name", "typo", "most"), [("batch", 100_000, 32), ("staleness", 1000, 32)])
-def test_a_value_far_above_the_configured_one_is_rejected_with_its_limit(
-    broker: Broker, name: str, typo: int, most: int
-) -> None:
+def test_a_value_far_above_the_configured_is_rejected(broker: Broker, name: str, typo: int, most: int) -> None:
     take_over_as(broker, WINDOWED)
     with pytest.raises(RefusedError, match=f"{name} {typo} is not allowed: at most {most} in a run configured with 4"):
         broker.ledger.change_settings({name: typo})

@@ -272,9 +272,7 @@ def fail_group(broker: Broker, training: TrainerSession, task_id: int) -> str:
 
 
 @pytest.mark.parametrize("known", ["unfinished", "not yet admitted"])
-def test_a_failed_group_that_a_mended_broker_makes_again_is_not_requeued_beside_that(
-    broker: Broker, known: str
-) -> None:
+def test_a_failed_group_that_a_mended_broker_makes_again_is_not_requeued(broker: Broker, known: str) -> None:
     training = take_over(broker)
     before = checkpoint(training)
     letter = fail_group(broker, training, 0)

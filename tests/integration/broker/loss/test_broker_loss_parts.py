@@ -139,9 +139,7 @@ def test_a_score_for_a_broker_that_was_wiped_changes_nothing(broker: Broker) -> 
 
 
 @pytest.mark.parametrize("stream", ["tasks", "trajectories", "scored"])
-def test_a_deleted_group_or_stream_group_is_made_again_and_nothing_is_trained_twice(
-    broker: Broker, stream: str
-) -> None:
+def test_a_deleted_group_or_stream_group_is_made_again_and_trained_once(broker: Broker, stream: str) -> None:
     training = take_over(broker)
     for task_id in (0, 1):
         assert broker.ledger.admit(make_task(task_id)).answer == "ok"
@@ -193,9 +191,7 @@ def test_leases_that_a_clock_set_back_has_dated_into_the_future_still_end(broker
     assert [delivery.message.task_id for delivery in found] == [0]
 
 
-def test_a_group_that_is_deleted_while_leases_are_dated_is_made_again(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_deleted_as_leases_are_dated_is_made_again(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     take_over(broker)
     broker.ledger.admit(make_task(0))
     broker.task_queue("dead").read(1, 10)
@@ -245,9 +241,7 @@ def test_a_server_that_is_replaced_just_after_it_was_given_a_script_gets_it_agai
     assert len(given) == 2
 
 
-def test_waiting_for_scores_outlives_a_stream_that_vanishes_between_two_looks(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_for_scores_outlives_a_vanished_stream(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     training = take_over(broker)
     wipe(broker)
     monkeypatch.setattr(redis.Redis, "exists", lambda *_: 1)  # It was there a moment ago.
@@ -257,9 +251,7 @@ def test_waiting_for_scores_outlives_a_stream_that_vanishes_between_two_looks(
 
 
 @pytest.mark.parametrize("name", ["weights", "chunks"])
-def test_weights_are_published_again_after_a_foreign_value_in_their_key(
-    broker: Broker, tmp_path: Path, name: str
-) -> None:
+def test_weights_replace_a_foreign_value_in_their_key(broker: Broker, tmp_path: Path, name: str) -> None:
     training = take_over(broker)
     broker.connection.authority = True
     publish_weights(broker, training.leader_term, 1, tmp_path)

@@ -43,9 +43,7 @@ def test_a_second_delivery_neither_replaces_a_body_nor_leaves_one(broker: Broker
     assert [body.oldest_version for body in bodies if isinstance(body, Trajectory)] == [0, 0]
 
 
-def test_a_delivery_whose_answer_was_lost_is_repeated_without_harm(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_delivery_whose_answer_is_lost_is_repeated(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     take_over(broker)
     broker.ledger.admit(make_task(0))
     real, calls = broker.connection._evaluate_with_fields, list[object]()

@@ -89,9 +89,7 @@ def test_what_a_lost_answer_held_is_taken_up_and_not_counted_again(broker: Broke
 
 
 @pytest.mark.parametrize("back", ["under its own name", "after the lease", "as another"])
-def test_a_task_that_kills_its_generator_each_time_is_given_up_at_its_bound(
-    make_broker: Callable[..., Broker], back: str
-) -> None:
+def test_a_task_that_kills_its_generators_is_given_up_at_last(make_broker: Callable[..., Broker], back: str) -> None:
     broker = make_broker(max_deliveries=3)
     take_over(broker)
     broker.ledger.admit(make_task(0))
@@ -172,9 +170,7 @@ def consumers(broker: Broker, stream: str, group: str) -> set[str]:
     return {item["name"].decode() for item in broker.connection.client.xinfo_consumers(key, group)}
 
 
-def test_workers_that_are_long_gone_are_forgotten_with_a_commit_but_not_what_they_hold(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_forgets_workers_long_gone_but_not_their_work(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     take_over(broker).claim_scores(1)
     training = take_over(broker, fresh=False)
     broker.ledger.admit_all([make_task(task_id) for task_id in range(2)])

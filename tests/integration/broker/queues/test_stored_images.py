@@ -117,9 +117,7 @@ def watch_calls(broker: Broker, monkeypatch: pytest.MonkeyPatch, before: Callabl
     return sizes
 
 
-def test_images_of_an_evaluation_are_sent_in_parts_and_each_once(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluations_images_are_sent_in_parts_once_each(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     take_over(broker)
     images = [bytes([number]) * (5 * MB) for number in range(8)]
     sizes = watch_calls(broker, monkeypatch, lambda number: None)
@@ -136,9 +134,7 @@ def test_images_of_an_evaluation_are_sent_in_parts_and_each_once(
     assert (result.complete, result.n, stored(broker)) == (True, 9, 0)
 
 
-def test_an_evaluation_whose_feeder_died_while_it_sent_images_was_not_opened(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_whose_feeder_died_sending_is_not_open(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its successor opens another one, and the images of both go with that."""
     take_over(broker)
     images = [bytes([number]) * (9 * MB) for number in range(4)]
@@ -161,9 +157,7 @@ def test_an_evaluation_whose_feeder_died_while_it_sent_images_was_not_opened(
     assert (result.version, result.complete, stored(broker)) == (1, True, 0)
 
 
-def test_images_that_a_broker_lost_before_their_evaluation_was_opened_are_sent_again(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_lost_before_their_evaluation_opened_are_resent(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     take_over(broker)
     images = [bytes([number]) * (9 * MB) for number in range(2)]
 

@@ -124,9 +124,7 @@ POINTS: list[tuple[Point, bool | None]] = [
 @pytest.mark.matrix("every moment by every fault; test_weight_roll and the tests below hold the protocol")
 @pytest.mark.parametrize("fault", ["stopped", "killed"])
 @pytest.mark.parametrize(("point", "by_broadcast"), POINTS, ids=[point for point, _ in POINTS])
-def test_a_generator_that_is_struck_costs_the_others_no_version_and_the_next_is_broadcast(
-    run: Run, fault: str, point: Point, by_broadcast: bool | None
-) -> None:
+def test_a_struck_generator_costs_others_nothing(run: Run, fault: str, point: Point, by_broadcast: bool | None) -> None:
     run.settle(run.struck)
     run.struck.arm(fault, point)
     run.publish()
@@ -145,9 +143,7 @@ def test_a_generator_that_is_struck_costs_the_others_no_version_and_the_next_is_
 @pytest.mark.matrix("every moment by every fault; test_weight_roll and the tests below hold the protocol")
 @pytest.mark.parametrize("fault", ["stopped", "killed"])
 @pytest.mark.parametrize("point", ["in the roll", "in the broadcast"])
-def test_a_trainer_that_is_struck_costs_no_version_and_the_next_is_broadcast(
-    run: Run, fault: str, point: Point
-) -> None:
+def test_a_struck_trainer_costs_no_version_and_the_next_is_broadcast(run: Run, fault: str, point: Point) -> None:
     run.settle()
     run.trainer.arm(fault, point)
     run.begin_publish()
@@ -210,9 +206,7 @@ def faulty(make_broker: Callable[..., Broker], tmp_path: Path, monkeypatch: pyte
         yield FaultyRun(make_broker, tmp_path, stack)
 
 
-def test_damaged_bytes_are_never_loaded_and_come_again_from_peers(
-    faulty: FaultyRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_bytes_are_never_loaded_but_come_from_peers(faulty: FaultyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def damage(self: BroadcastProcess, membership: Membership, file: Path, size: int, roll: RollCall) -> None:
         with file.open("r+b") as stream:
             stream.write(b"damage")
@@ -228,9 +222,7 @@ def test_damaged_bytes_are_never_loaded_and_come_again_from_peers(
     assert faulty.reader.received == 0
 
 
-def test_after_failures_in_a_row_versions_come_from_peers_for_a_while(
-    faulty: FaultyRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_failures_versions_come_from_peers_for_now(faulty: FaultyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
     def fail(*_: object) -> None:
@@ -245,9 +237,7 @@ def test_after_failures_in_a_row_versions_come_from_peers_for_a_while(
     assert names == [f"v{version}" for version in (*range(1, MOST_FAILURES + 1), MOST_FAILURES + PAUSE + 1)]
 
 
-def test_a_broker_that_is_gone_in_the_roll_costs_the_broadcast_alone(
-    faulty: FaultyRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broker_gone_in_the_roll_costs_only_the_broadcast(faulty: FaultyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object) -> None:
         raise InfraError("the broker is gone")
 

@@ -257,9 +257,7 @@ def test_a_trainer_that_went_back_gives_no_number_twice(
     assert successor.is_at(generator.fetch(newest))
 
 
-def test_a_newest_version_that_someone_else_made_is_no_base(
-    broker: Broker, trainer: ChangingWeights, tmp_path: Path, kind: str
-) -> None:
+def test_a_version_of_another_is_no_base(broker: Broker, trainer: ChangingWeights, tmp_path: Path, kind: str) -> None:
     trainer.publish(1)
     broker.connection.client.xdel(broker.connection.keys.weights, "1-1")
     assert trainer.publish(2).whole, "what this trainer holds is not what the broker has"

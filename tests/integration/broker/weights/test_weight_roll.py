@@ -201,9 +201,7 @@ def test_a_member_leaves_a_roll_that_its_trainer_never_closes(call: Call, monkey
     assert nobody_came(call), "it is not on the roll when the trainer comes back"
 
 
-def test_who_waits_for_a_roll_is_woken_and_does_not_ask_all_the_time(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_for_a_roll_is_woken_and_does_not_poll(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer by answers, a member by the end of the call: a handful of questions each, however long it takes."""
     monkeypatch.setattr("broker.weights.collective.roll.BLOCK_MS", 9000)
     call.meet("v1", "ab")

@@ -1,7 +1,5 @@
 """What training without generators reads, and what a reward model judges: prompts as generators encode them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,9 +82,7 @@ def holds(row: list[int], part: list[int]) -> bool:
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
 @pytest.mark.parametrize("train", ["dpo", "reward model", "sft"])
-def test_training_reads_prompts_as_generators_encode_them(
-    model: ModelConfig, tmp_path: Path, kind: str, train: str
-) -> None:
+def test_training_reads_what_generators_encode(model: ModelConfig, tmp_path: Path, kind: str, train: str) -> None:
     prompts = PROMPTS[kind]
     pairs = preferences(prompts)
     with read_tokens() as read:
@@ -151,9 +147,7 @@ def test_the_reward_service_gives_the_trained_scores(model: ModelConfig, tmp_pat
     assert result.margin == pytest.approx((rewards[0] - rewards[1] + rewards[2] - rewards[3]) / 2, rel=1e-3)
 
 
-def test_of_an_episode_of_several_rows_a_reward_model_reads_the_one_with_the_last_answer(
-    model: ModelConfig, tmp_path: Path
-) -> None:
+def test_of_several_rows_a_reward_model_reads_the_one_with_the_last_answer(model: ModelConfig, tmp_path: Path) -> None:
     """One row after the other is nothing that the policy saw; prompt and completion are those of the last answer."""
     pairs = preferences(PROMPTS["text"])
     settings = RewardModelConfig.model_validate(section(tmp_path / "out"))

@@ -1,7 +1,5 @@
 """DPO, IPO and a reward model on a tiny model: they learn a preference that can be checked, and leave a whole model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Supervised training and its optimizer step: stops at the mark, small passes, a whole model or nothing."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Sequence
@@ -153,9 +151,7 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     assert torch.equal(weights[0], weights[1])
 
 
-def test_the_learning_rate_does_not_rise_again_when_the_accuracy_falls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_learning_rate_stays_low_when_accuracy_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, used = iter([0.0, 0.0, 0.0, 0.0, 0.6, 0.8, 0.3, 0.1] + 99 * [1.0]), list[float]()
     lr = sft._Training._lr
     monkeypatch.setattr(sft._Training, "_accuracy", lambda training: next(seen))

@@ -1,7 +1,5 @@
 """The reward service on a real server, and a reward model in its worker."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

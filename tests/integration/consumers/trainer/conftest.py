@@ -1,7 +1,5 @@
 """A trainer on the real server, made as often as a test asks for one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

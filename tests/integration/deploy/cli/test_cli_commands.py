@@ -151,7 +151,7 @@ def test_runs_are_listed_with_their_memory_and_deleted_after_asking(make_broker:
     assert deleted["deleted_keys"] > 0
 
 
-def test_settings_change_while_the_run_goes_on_and_wrong_ones_change_nothing(
+def test_settings_change_while_it_runs_and_wrong_ones_change_nothing(
     make_broker: Callable[..., Broker],
 ) -> None:
     broker = make_broker("set-run")

@@ -1,7 +1,5 @@
 """``tidemill team``: runs of several control planes and brokers beside one another, and those that do not answer."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -108,9 +108,7 @@ def api(broker: Broker, inside: Inside) -> Iterator[ControlPlane]:
         yield api
 
 
-def test_the_control_plane_scales_the_deployment_and_says_who_ordered_it(
-    api: ControlPlane, cluster: FakeKubernetes
-) -> None:
+def test_the_control_plane_scales_the_deployment_and_says_for_whom(api: ControlPlane, cluster: FakeKubernetes) -> None:
     api.wait("the Deployments", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["possible"])
     answer = api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 6}, x_tidemill_by="ann")[1]
     assert (answer["changed"], answer["done"], answer["waiting_for"]) == (True, False, ["kubernetes"])

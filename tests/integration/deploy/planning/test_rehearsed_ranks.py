@@ -1,7 +1,5 @@
 """A step rehearsed for many ranks beside the same step on real ones, over gloo: memory, FLOPs and collectives."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -113,9 +113,7 @@ def kinds_of_failures(broker: Broker) -> list[str]:
     return [decode(body, Score, 1 << 20).failure for _, place, body in outcomes if place == b"-"]
 
 
-async def test_an_agents_calls_become_one_sample_of_one_row(
-    broker: Broker, config: TidemillConfig, tmp_path: Path
-) -> None:
+async def test_an_agents_calls_become_a_sample_of_a_row(broker: Broker, config: TidemillConfig, tmp_path: Path) -> None:
     prepare(broker, tmp_path, 2)
     engine = make_engine(config, min_length=4, max_length=12)
 
@@ -199,9 +197,7 @@ async def test_an_episode_goes_on_elsewhere_with_the_calls_it_had(broker: Broker
             assert len(found.rows()) == 1
 
 
-async def test_a_generator_whose_run_is_finished_gives_its_episodes_no_time_to_end(
-    broker: Broker, model: Path, tmp_path: Path
-) -> None:
+async def test_a_finished_run_gives_its_episodes_no_time_to_end(broker: Broker, model: Path, tmp_path: Path) -> None:
     """They would run for longer than a generator may take to end here."""
     config = agent_config(model, tmp_path, "waits", grace_s=10 * END_S)
     training = take_over(broker)

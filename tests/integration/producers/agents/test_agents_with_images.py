@@ -90,9 +90,7 @@ class SeeingEngine(Engine):
         return await super().generate(prompt_ids, sampling, **more)
 
 
-async def test_images_of_an_agent_come_to_the_trainer_and_are_freed_with_the_group(
-    broker: Broker, model: Path, tmp_path: Path
-) -> None:
+async def test_an_agents_images_are_trained_and_freed_with_a_group(broker: Broker, model: Path, tmp_path: Path) -> None:
     config = make_config(model, tmp_path)
     settings = read_image_settings(model)
     image, body = prepare_image(picture("red"), settings)

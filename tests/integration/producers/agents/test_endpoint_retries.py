@@ -1,7 +1,5 @@
 """Broken connections: a retry makes no second model call, and an answer that no client received is forgotten."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -10,7 +8,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -37,7 +35,7 @@ class Connection:
         head = f"POST /s/{TOKEN}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
         self._request = f"{head}X-Stainless-Retry-Count: {retry}\r\nConnection: close\r\n\r\n".encode() + content
 
-    async def ask(self) -> Connection:
+    async def ask(self) -> Self:
         self.reader, self._writer = await asyncio.open_connection(self._host, int(self._port), limit=2**20)
         self._writer.write(self._request)
         await self._writer.drain()

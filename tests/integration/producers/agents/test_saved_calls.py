@@ -82,9 +82,7 @@ class HoldsLast(Engine):
 
 
 @pytest.mark.parametrize("end", ["asked to end", "killed"])
-async def test_the_calls_of_an_unfinished_episode_are_there_for_the_next_generator(
-    model: Path, broker: Broker, tmp_path: Path, end: str
-) -> None:
+async def test_calls_are_there_for_the_next_generator(model: Path, broker: Broker, tmp_path: Path, end: str) -> None:
     training = take_over(broker)
     publish_version(broker, training, tmp_path, 1)
     broker.ledger.admit(make_task(0))

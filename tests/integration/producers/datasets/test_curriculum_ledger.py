@@ -76,9 +76,7 @@ def statistics(broker: Broker) -> list[PromptStatistic]:
     return [PromptStatistic.unpack(body[at : at + BYTES]) for at in range(0, len(body), BYTES)]
 
 
-def test_prompts_that_are_never_solved_are_skipped_and_the_ledger_stays_balanced(
-    broker: Broker, config: TidemillConfig
-) -> None:
+def test_prompts_never_solved_are_skipped_and_the_ledger_balances(broker: Broker, config: TidemillConfig) -> None:
     run = Run(broker, config, take_over(broker, steps=10_000))
     run.advance(20)
     state = broker.ledger.read_state()
@@ -94,9 +92,7 @@ def test_prompts_that_are_never_solved_are_skipped_and_the_ledger_stays_balanced
     assert all(one.solved == 0 and one.groups for one in known[LEARNABLE:])
 
 
-def test_a_restarted_feeder_gives_the_same_task_ids_as_one_that_lives(
-    make_broker: Callable[..., Broker], config: TidemillConfig
-) -> None:
+def test_a_restarted_feeder_gives_the_same_task_ids(make_broker: Callable[..., Broker], config: TidemillConfig) -> None:
     # Every round has a new feeder in one run; the other's lives from the beginning to the end.
     restarted = make_broker("restarted")
     run = Run(restarted, config, take_over(restarted, steps=10_000))
@@ -123,9 +119,7 @@ def saved(training: TrainerSession) -> TakeoverRequest:
     return change_request(request, prompts=again.prompts)
 
 
-def test_a_wiped_broker_loses_only_what_is_newer_than_the_checkpoint_and_nothing_is_trained_twice(
-    broker: Broker, config: TidemillConfig
-) -> None:
+def test_a_wiped_broker_loses_only_what_is_newer_than_the_checkpoint(broker: Broker, config: TidemillConfig) -> None:
     run = Run(broker, config, take_over(broker, steps=10_000))
     run.advance(8)
     checkpointed = saved(run.training)
@@ -143,9 +137,7 @@ def test_a_wiped_broker_loses_only_what_is_newer_than_the_checkpoint_and_nothing
     assert broker.ledger.read_state().balanced
 
 
-def test_after_a_wipe_at_a_checkpoint_the_task_ids_are_those_of_a_run_without(
-    make_broker: Callable[..., Broker], config: TidemillConfig
-) -> None:
+def test_after_a_wipe_the_task_ids_are_the_same(make_broker: Callable[..., Broker], config: TidemillConfig) -> None:
     plain, wiped = make_broker("plain"), make_broker("wiped")
     runs = [Run(one, config, take_over(one, steps=10_000)) for one in (plain, wiped)]
     for run in runs:

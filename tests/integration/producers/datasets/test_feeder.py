@@ -62,9 +62,7 @@ def texts(broker: Broker) -> list[tuple[int, str, str]]:
     return [(item.message.task_id, item.message.dataset, item.message.text or "") for item in read]
 
 
-def test_datasets_are_mixed_by_weight_and_a_restarted_feeder_goes_on_where_each_was(
-    broker: Broker, tmp_path: Path
-) -> None:
+def test_datasets_are_mixed_by_weight_and_each_continues_after_a_restart(broker: Broker, tmp_path: Path) -> None:
     config = configured(tmp_path)
     training = take_over(broker, batch=2, staleness=3)
     assert feed_until(Feeder(config, broker, mixture(), []), lambda: broker.ledger.read_state().active == 8) == []
@@ -110,9 +108,7 @@ def answer(broker: Broker) -> None:
         rewards.publish([(item, Score(reward=0.5 + correct, correct=correct))])
 
 
-def test_each_dataset_is_evaluated_with_its_own_sampling_and_has_its_own_figures(
-    broker: Broker, tmp_path: Path
-) -> None:
+def test_each_dataset_is_evaluated_with_its_own_sampling_and_figures(broker: Broker, tmp_path: Path) -> None:
     config = configured(tmp_path, eval=EVAL)
     take_over(broker)
     held_out = [Numbers(6), Numbers(4)]
@@ -151,9 +147,7 @@ def test_the_figures_of_each_dataset_outlive_a_wiped_broker(broker: Broker, tmp_
     assert restored == EvalResult(**{**vars(result), "mean": pytest.approx(result.mean)})
 
 
-def test_an_evaluation_that_was_under_way_when_the_broker_was_wiped_leaves_nothing_behind(
-    broker: Broker, tmp_path: Path
-) -> None:
+def test_an_evaluation_under_way_in_a_wipe_leaves_nothing_behind(broker: Broker, tmp_path: Path) -> None:
     config = configured(tmp_path, eval=EVAL)
     training = take_over(broker)
     saved = checkpoint(training)
@@ -218,9 +212,7 @@ def config(tmp_path: Path) -> TidemillConfig:
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_example_fails_alone_and_those_around_it_are_admitted(
-    broker: Broker, config: TidemillConfig, kind: str
-) -> None:
+def test_a_bad_example_fails_alone_among_good_ones(broker: Broker, config: TidemillConfig, kind: str) -> None:
     make, reason = BAD[kind]
     take_over(broker, batch=2, staleness=1)
     feeder = Feeder(config, broker, only(Examples(make)), [])
@@ -234,9 +226,7 @@ def test_a_bad_example_fails_alone_and_those_around_it_are_admitted(
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_held_out_example_counts_as_failed_and_the_rest_is_evaluated(
-    broker: Broker, config: TidemillConfig, kind: str
-) -> None:
+def test_a_bad_held_out_example_fails_and_others_are_scored(broker: Broker, config: TidemillConfig, kind: str) -> None:
     make, reason = BAD[kind]
     take_over(broker, batch=2, staleness=1)
     feeder = Feeder(config, broker, only(Examples(lambda: Example(text="1"))), [Examples(make)])
@@ -260,9 +250,7 @@ def test_a_run_of_bad_examples_only_ends_with_their_reason(broker: Broker, confi
     assert broker.ledger.read_state().failed["dead_letter"] >= 16
 
 
-def test_a_dataset_that_may_answer_later_ends_the_feeder_and_costs_no_prompt(
-    broker: Broker, config: TidemillConfig
-) -> None:
+def test_a_dataset_that_may_answer_later_ends_the_feeder_at_no_cost(broker: Broker, config: TidemillConfig) -> None:
     take_over(broker, batch=2, staleness=1)
     feeder = Feeder(config, broker, only(Examples(refuse(InfraError("the server is down")))), [])
     (error,) = feed_until(feeder, lambda: False)

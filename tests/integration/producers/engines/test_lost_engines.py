@@ -110,9 +110,7 @@ async def test_a_killed_server_ends_the_generator_and_its_samples_go_to_others(
     assert claimed_by_another(broker) == {0, 1}
 
 
-async def test_nothing_that_a_server_samples_after_an_update_that_went_wrong_leaves_the_generator(
-    model: Path, tmp_path: Path, broker: Broker
-) -> None:
+async def test_nothing_sampled_after_a_failed_update_leaves(model: Path, tmp_path: Path, broker: Broker) -> None:
     training = take_over(broker, staleness=100)
     publish(broker, training, model, tmp_path, 1)
     broker.ledger.admit_all([make_task(0, 2, 4), *(make_task(k, 2, LONG) for k in (1, 2))])
@@ -153,9 +151,7 @@ def write_config(folder: Path, engine: str, url: str) -> Path:
     return file
 
 
-def test_a_generator_ends_when_its_engine_hangs_and_leaves_its_work_to_others(
-    make_broker: Callable[..., Broker], tmp_path: Path
-) -> None:
+def test_a_generator_whose_engine_hangs_leaves_its_work(make_broker: Callable[..., Broker], tmp_path: Path) -> None:
     broker = make_broker("hung")
     training = take_over(broker)
     publish_weights(broker, training.leader_term, 1, tmp_path)
@@ -174,9 +170,7 @@ def test_a_generator_ends_when_its_engine_hangs_and_leaves_its_work_to_others(
     assert (delivery.message.task_id, delivery.redelivered) == (0, True)
 
 
-def test_a_generator_that_is_asked_to_end_while_its_engine_loads_ends_at_once(
-    make_broker: Callable[..., Broker], tmp_path: Path
-) -> None:
+def test_a_generator_asked_to_end_in_a_load_ends_at_once(make_broker: Callable[..., Broker], tmp_path: Path) -> None:
     broker = make_broker("hung")
     file = write_config(tmp_path, "Loads", broker.connection.url)
     with start_service("generator", file, "loads", broker.connection.url) as process:

@@ -223,9 +223,7 @@ def config(tmp_path: Path) -> TidemillConfig:
     )
 
 
-async def test_an_engine_follows_a_chain_of_deltas_and_passes_every_probe(
-    config: TidemillConfig, broker: Broker, tmp_path: Path
-) -> None:
+async def test_an_engine_follows_a_chain_of_deltas(config: TidemillConfig, broker: Broker, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", hidden=32, layers=1)
     learner, stop = Learner(broker, model, tmp_path / "out"), StopFlag()
     engine = TransformersEngine(EngineSettings(str(model), "bfloat16", max_length=64, max_samples=4))
@@ -249,9 +247,7 @@ async def test_an_engine_follows_a_chain_of_deltas_and_passes_every_probe(
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_neox", "gpt_oss", "mixtral", "qwen3_moe"])
-async def test_what_a_trainer_publishes_of_a_mixture_is_what_the_engine_computes_with(
-    tmp_path: Path, family: str
-) -> None:
+async def test_what_a_trainer_publishes_of_a_mixture_is_what_engines_compute(tmp_path: Path, family: str) -> None:
     """A version changes the answers to the trainer's own, buffers that are saved with the model included."""
     folder = make_family(tmp_path / "model", family)
     policy = Policy(load_model(folder, "float32"))

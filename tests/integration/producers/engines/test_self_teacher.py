@@ -1,7 +1,5 @@
 """The policy as its own teacher: what it says after another prompt, by the weights of the sample or not at all."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -71,9 +69,7 @@ def sampled(folder: Path, task: Task, use: Use) -> Any:
     ("task", "args"),
     [(TEXT, WITH_ANSWER), (msgspec.structs.replace(CHAT, messages=CHAT.messages[:2]), {"system": "The answer is 7."})],
 )
-def test_it_is_what_the_model_says_of_the_same_tokens_after_another_prompt(
-    folder: Path, task: Task, args: dict[str, str]
-) -> None:
+def test_it_is_what_the_model_says_after_another_prompt(folder: Path, task: Task, args: dict[str, str]) -> None:
     async def ask(engine: Any, tokenizer: HfTokenizer, rollout: RolloutContext, samples: Any) -> Any:
         given = [await ask_self(engine, tokenizer, task, rollout.prompt_ids, sample, args, 60.0) for sample in samples]
         return tokenizer.prompt_ids(other_prompt(task, **args)), len(rollout.prompt_ids), samples, given

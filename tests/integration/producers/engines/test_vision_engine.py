@@ -90,7 +90,7 @@ def sampled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return policy_of(folder), msgspec.msgpack.decode(out.read_bytes(), type=Found)
 
 
-def test_the_trainer_gives_samples_with_images_the_log_probabilities_they_were_sampled_with(
+def test_the_trainer_agrees_with_the_log_probabilities_of_samples_with_images(
     sampled: tuple[Policy, Found],
 ) -> None:
     policy, found = sampled
@@ -128,7 +128,7 @@ def test_the_probe_sees_the_picture_and_tells_another_from_it(sampled: tuple[Pol
     assert np.abs(ours - found.other).max() > 1e-2
 
 
-def test_new_weights_come_without_the_frozen_tower_and_change_what_the_probe_says(
+def test_new_weights_without_the_frozen_tower_change_what_the_probe_says(
     sampled: tuple[Policy, Found],
 ) -> None:
     policy, found = sampled
@@ -146,7 +146,7 @@ def test_new_weights_come_without_the_frozen_tower_and_change_what_the_probe_say
     assert np.abs(np.array(found.probe) - found.reloaded).max() > 1e-2
 
 
-def test_episodes_with_images_in_any_turn_are_trained_with_the_log_probabilities_they_were_sampled_with(
+def test_the_trainer_agrees_with_log_probabilities_of_episodes_with_images(
     sampled: tuple[Policy, Found],
 ) -> None:
     policy, found = sampled

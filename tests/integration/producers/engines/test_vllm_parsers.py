@@ -47,9 +47,7 @@ def test_the_names_in_its_source_are_those_it_registers():
         "<tool_call>not JSON</tool_call>",
     ],
 )
-def test_our_hermes_parser_agrees_with_vllms(
-    tokenizer: HfTokenizer, ask: Ask, monkeypatch: pytest.MonkeyPatch, text: str
-):
+def test_our_hermes_parser_is_like_vllms(tokenizer: HfTokenizer, ask: Ask, monkeypatch: pytest.MonkeyPatch, text: str):
     ours = ask(make_parser("hermes", None, tokenizer, vllm=True), text)
     monkeypatch.setattr(factory, "OWN", {"tool_parser": [], "reasoning_parser": []})
     theirs = ask(make_parser("hermes", None, tokenizer, vllm=True), text)
@@ -93,9 +91,7 @@ def test_a_call_of_an_unknown_tool_is_counted_and_stays_content(tokenizer: HfTok
     assert (found.content, found.tool_calls, found.failures) == ("[sub(a=1)]", [], 1)
 
 
-def test_a_parser_of_vllms_fills_no_log_with_what_a_policy_spoils(
-    tokenizer: HfTokenizer, ask: Ask, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_parser_of_vllms_fills_no_log(tokenizer: HfTokenizer, ask: Ask, monkeypatch: pytest.MonkeyPatch):
     heard: list[logging.LogRecord] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", heard.append)

@@ -265,18 +265,14 @@ class Forgetful(Spoilt):
                 yield sample
 
 
-async def test_samples_that_a_workflow_forgets_fail_by_name(
-    broker: Broker, config: TidemillConfig, tmp_path: Path
-) -> None:
+async def test_samples_that_a_workflow_forgets_fail(broker: Broker, config: TidemillConfig, tmp_path: Path) -> None:
     config.generator.workflow.name = f"{__name__}:Forgetful"
     assert await generate(broker, config, tmp_path, 4) == [(task_id, 0) for task_id in range(4)]
     assert {one.letter.sample for one in broker.dead_letters.list()} == {1}
     assert "ended without this sample" in broker.dead_letters.list()[0].letter.reason
 
 
-async def test_messages_without_a_chat_template_fail_their_task_alone(
-    broker: Broker, config: TidemillConfig, tmp_path: Path
-) -> None:
+async def test_messages_without_a_template_fail_alone(broker: Broker, config: TidemillConfig, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(config.model.path, base)
     (base / "chat_template.jinja").unlink()

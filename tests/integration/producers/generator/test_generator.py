@@ -39,9 +39,7 @@ from tests.support.servers.metadata_server import metadata_server
 TASKS = 60
 
 
-async def test_a_finished_sample_leaves_before_a_slower_one_of_its_group(
-    model: Path, broker: Broker, tmp_path: Path
-) -> None:
+async def test_a_finished_sample_leaves_before_slower_ones(model: Path, broker: Broker, tmp_path: Path) -> None:
     begin_run(broker, tmp_path, make_task(0, n=8))
     config = make_config(model, tmp_path)
 
@@ -51,9 +49,7 @@ async def test_a_finished_sample_leaves_before_a_slower_one_of_its_group(
         assert len({entry_id.partition(b"-")[0] for entry_id, _ in entries}) > 1, "published at several moments"
 
 
-async def test_weights_that_fail_their_probe_are_taken_back_and_no_token_of_theirs_leaves(
-    model: Path, broker: Broker, tmp_path: Path
-) -> None:
+async def test_weights_that_fail_their_probe_are_taken_back(model: Path, broker: Broker, tmp_path: Path) -> None:
     training = begin_run(broker, tmp_path, *(make_task(task_id) for task_id in range(3)), staleness=4)
     config = make_config(model, tmp_path)
     engine = make_engine(config, min_length=300, max_length=600)
@@ -88,9 +84,7 @@ async def test_weights_that_do_not_fit_leave_the_old_ones_in_use(model: Path, br
 
 
 @pytest.mark.parametrize("how", ["spoilt too", "gone"])
-async def test_a_generator_that_can_not_go_back_publishes_nothing_more_and_ends(
-    model: Path, broker: Broker, tmp_path: Path, how: str
-) -> None:
+async def test_a_generator_that_cannot_go_back_ends(model: Path, broker: Broker, tmp_path: Path, how: str) -> None:
     training = begin_run(broker, tmp_path, make_task(0))
     config = make_config(model, tmp_path)
     engine = make_engine(config, min_length=900, max_length=900, token_s=0.02)
@@ -131,9 +125,7 @@ async def test_a_refused_version_that_no_newer_one_follows_ends_the_process(
     assert engine.loaded == [1, 2, 1]
 
 
-async def test_a_generator_stops_sampling_what_another_has_taken_over(
-    model: Path, broker: Broker, tmp_path: Path
-) -> None:
+async def test_a_generator_stops_sampling_what_another_took_over(model: Path, broker: Broker, tmp_path: Path) -> None:
     begin_run(broker, tmp_path, make_task(0))
     config = make_config(model, tmp_path, lease_s=1.5)
     engine = make_engine(config, min_length=900, max_length=900, token_s=0.1)
@@ -279,9 +271,7 @@ def evaluated(config: TidemillConfig) -> TidemillConfig:
     return parse_config(settings | {"eval": {"dataset": {"name": "arithmetic"}, "every": 2}})
 
 
-async def test_an_evaluation_is_of_its_version_though_newer_weights_are_there(
-    model: Path, broker: Broker, tmp_path: Path
-) -> None:
+async def test_an_evaluation_is_of_its_version_not_the_newest(model: Path, broker: Broker, tmp_path: Path) -> None:
     training = begin_run(broker, tmp_path, *(make_task(task_id) for task_id in range(4)))
     config = evaluated(make_config(model, tmp_path, max_samples=4))
     engine = make_engine(config, min_length=20, max_length=100)
@@ -301,9 +291,7 @@ async def test_an_evaluation_is_of_its_version_though_newer_weights_are_there(
         assert (result.version, result.n, result.off_version) == (2, 12, 0)
 
 
-async def test_an_evaluation_of_weights_that_nobody_has_any_more_is_answered_and_says_so(
-    model: Path, broker: Broker, tmp_path: Path
-) -> None:
+async def test_an_evaluation_of_lost_weights_is_answered_as_such(model: Path, broker: Broker, tmp_path: Path) -> None:
     training = take_over(broker)
     publish_version(broker, training, tmp_path, 3)
     broker.evals.open(2, [eval_task(2, index) for index in range(5)])

@@ -40,9 +40,7 @@ class TwoTurns:
             yield trajectory.finish()
 
 
-async def test_with_drain_every_sample_is_of_one_version_however_many_requests_it_takes(
-    model: Path, broker: Broker, tmp_path: Path
-) -> None:
+async def test_with_drain_every_sample_is_of_one_version(model: Path, broker: Broker, tmp_path: Path) -> None:
     training = begin_run(broker, tmp_path, *(make_task(task_id, n=1) for task_id in range(8)))
     workflow = {"name": f"{__name__}:TwoTurns"}
     config = make_config(model, tmp_path, update="drain", max_samples=4, workflow=workflow)
@@ -57,9 +55,7 @@ async def test_with_drain_every_sample_is_of_one_version_however_many_requests_i
 
 
 @pytest.mark.parametrize("update", ["keep", "recompute", "drain"])
-async def test_a_freeze_stops_generation_though_new_weights_are_on_their_way(
-    model: Path, broker: Broker, tmp_path: Path, update: str
-) -> None:
+async def test_a_freeze_stops_generation_in_an_update(model: Path, broker: Broker, tmp_path: Path, update: str) -> None:
     training = begin_run(broker, tmp_path, make_task(0, n=4))
     config = make_config(model, tmp_path, update=update)
     # They take a minute, which is longer than anything here is waited for.
@@ -80,9 +76,7 @@ async def test_a_freeze_stops_generation_though_new_weights_are_on_their_way(
         assert versions_in(found) == {1} if update == "drain" else versions_in(found) == {1, 2}
 
 
-async def test_who_drains_for_new_weights_hands_back_at_once_when_asked_to_end(
-    model: Path, broker: Broker, tmp_path: Path
-) -> None:
+async def test_a_drain_for_weights_hands_back_when_asked_to_end(model: Path, broker: Broker, tmp_path: Path) -> None:
     training = begin_run(broker, tmp_path, make_task(0))
     config = make_config(model, tmp_path, update="drain")
     engine = make_engine(config, min_length=900, max_length=900, token_s=0.05)
@@ -144,9 +138,7 @@ async def test_a_task_that_waits_for_newer_weights_is_handed_back(model: Path, b
     assert (delivery.message.task_id, delivery.version) == (0, 2)
 
 
-async def test_a_task_that_comes_back_without_a_token_because_its_generators_end_is_never_given_up(
-    model: Path, broker: Broker, tmp_path: Path
-) -> None:
+async def test_a_task_that_ending_generators_return_is_kept(model: Path, broker: Broker, tmp_path: Path) -> None:
     begin_run(broker, tmp_path, make_task(0))
     config = make_config(model, tmp_path)
     config.broker.max_deliveries = 1

@@ -58,9 +58,7 @@ async def test_a_text_is_gone_on_with_token_by_token(model: Path, broker: Broker
         assert np.isfinite(tokens["logprob"]).all()
 
 
-async def test_a_question_is_answered_beside_training_and_nothing_of_it_is_trained(
-    model: Path, broker: Broker, tmp_path: Path
-) -> None:
+async def test_a_question_is_answered_and_nothing_of_it_is_trained(model: Path, broker: Broker, tmp_path: Path) -> None:
     status, answer = await ask_beside(model, broker, tmp_path, {"prompt": "1+1=", "max_tokens": 7}, tasks=3)
     assert (status, len(answer["replies"])) == (200, 1)
     state = broker.ledger.read_state()
@@ -101,9 +99,7 @@ class BrokenEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no kernel"), ConfigError("no such adapter"), KeyError("x" * 5000)])
-async def test_a_question_that_breaks_the_engine_is_answered_with_its_error(
-    model: Path, broker: Broker, tmp_path: Path, error: Exception
-) -> None:
+async def test_a_question_gets_the_engines_error(model: Path, broker: Broker, tmp_path: Path, error: Exception) -> None:
     begin_run(broker, tmp_path)
     config = make_config(model, tmp_path)
     engine = BrokenEngine(EngineSettings("none", "float32", 2000, 8))

@@ -86,9 +86,7 @@ def damage(broker: Broker, how: str) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("how", ["missing", "damaged"])
-async def test_a_version_that_is_put_right_is_loaded_after_all(
-    config: TidemillConfig, broker: Broker, tmp_path: Path, how: str
-) -> None:
+async def test_a_version_put_right_is_loaded(config: TidemillConfig, broker: Broker, tmp_path: Path, how: str) -> None:
     async with updating(config, broker, tmp_path) as (updates, engine, training):
         repair = publish_damaged(broker, training, tmp_path, how)
         assert "version 2 cannot be fetched" in await alarm(broker)
@@ -135,9 +133,7 @@ async def test_generators_fetch_a_version_again_at_different_moments(
     assert asked[:6] == [(0.25, 0.5), (0.5, 1.0), (1.0, 2.0), (2.0, 4.0), (4.0, 8.0), (5.0, 10.0)]
 
 
-async def test_a_newer_version_replaces_one_that_cannot_be_fetched(
-    config: TidemillConfig, broker: Broker, tmp_path: Path
-) -> None:
+async def test_a_newer_version_replaces_an_unfetchable(config: TidemillConfig, broker: Broker, tmp_path: Path) -> None:
     async with updating(config, broker, tmp_path) as (updates, engine, training):
         publish_damaged(broker, training, tmp_path, "missing")
         await alarm(broker)
@@ -146,9 +142,7 @@ async def test_a_newer_version_replaces_one_that_cannot_be_fetched(
         assert engine.versions == [1, 3]
 
 
-async def test_a_full_disk_of_the_generator_is_waited_for(
-    config: TidemillConfig, broker: Broker, tmp_path: Path
-) -> None:
+async def test_a_generator_waits_for_a_full_disk(config: TidemillConfig, broker: Broker, tmp_path: Path) -> None:
     async with updating(config, broker, tmp_path) as (updates, _, training):
         folder = tmp_path / "cache"
         folder.rmdir()
@@ -243,9 +237,7 @@ async def test_a_refusal_counts_only_when_it_leaves_a_generator_without_weights(
     assert (found.version, found.count, found.usable) == (1, 0, True)
 
 
-async def test_an_engine_that_sleeps_loads_nothing_and_loads_the_newest_when_it_wakes(
-    config: TidemillConfig, broker: Broker, tmp_path: Path
-) -> None:
+async def test_a_sleeping_engine_loads_at_its_wake(config: TidemillConfig, broker: Broker, tmp_path: Path) -> None:
     async with updating(config, broker, tmp_path) as (updates, engine, training):
         await updates._orders.lend_device(True)
         for version in (2, 3):
@@ -279,9 +271,7 @@ async def test_an_engine_that_wakes_with_the_newest_weights_is_probed_and_ends_i
         await updates._orders.end()
 
 
-async def test_a_version_whose_update_waits_for_tasks_is_left_to_the_wake(
-    config: TidemillConfig, broker: Broker, tmp_path: Path
-) -> None:
+async def test_an_update_that_waits_is_left_to_the_wake(config: TidemillConfig, broker: Broker, tmp_path: Path) -> None:
     """With update drain, an episode that waits for the engine keeps its weights, and none waits for the other."""
     config.generator.update = "drain"
     async with updating(config, broker, tmp_path) as (updates, engine, training):

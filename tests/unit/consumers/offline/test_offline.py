@@ -1,7 +1,5 @@
 """Offline training: losses on preference pairs against their formulas, and when a warm-started model is up to date."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The reward ``code``: what counts as passed, what an infrastructure failure is, and what programs can't cheat with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

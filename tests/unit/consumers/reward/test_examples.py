@@ -1,7 +1,5 @@
 """The examples are valid as they stand, and their data and rewards fit together."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The built-in reward functions as their users call them, and the answer rules of visual questions."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The judge: what it reads is what counts, what it can't read is excluded, and a slow judge costs no other sample."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rewards of servers: a scorer is asked again only when it can't have begun, and vLLM is asked as vLLM understands."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

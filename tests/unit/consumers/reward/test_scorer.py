@@ -1,7 +1,5 @@
 """The scorer: rewards are weighted sums of terms, and a wrong term is reported before anything starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

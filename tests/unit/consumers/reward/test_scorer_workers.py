@@ -1,7 +1,5 @@
 """Workers of the scorer: whatever a reward function does, only its own sample pays for it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess
@@ -108,9 +106,7 @@ async def test_a_worker_that_cannot_start_is_an_infrastructure_error(base: Path)
             await pool.call(0, empty)
 
 
-async def test_a_system_without_room_for_another_process_is_an_infrastructure_error_and_no_hang(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_no_room_for_another_process_is_an_infrastructure_error(base: Path, monkeypatch: pytest.MonkeyPatch):
     real, refused = subprocess.Popen, threading.Event()
 
     def popen(*args, **options):
@@ -165,9 +161,7 @@ def test_workers_die_with_their_parent_even_while_a_function_hangs(base: Path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows what a process started")
 @pytest.mark.parametrize(("do", "status"), [("hang", "timeout"), ("exit", "error")])
-def test_a_daemon_that_a_call_started_ends_with_its_worker(
-    base: Path, monkeypatch: pytest.MonkeyPatch, do: str, status: str
-):
+def test_a_daemon_of_a_call_ends_with_its_worker(base: Path, monkeypatch: pytest.MonkeyPatch, do: str, status: str):
     monkeypatch.chdir(base)
     (result,) = score(terms("mine.py:daemonizing"), base, trajectory(do=do), timeout_s=2.0)
     assert result.status == status

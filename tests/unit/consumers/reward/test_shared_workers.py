@@ -1,7 +1,5 @@
 """Workers with many calls in flight: what one call does costs no other, and functions of lists get lists."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path
@@ -158,9 +156,7 @@ async def test_a_call_that_hangs_among_others_is_alone_excluded_and_its_worker_s
         ("block", "timeout", "no result within 1 s, its worker was killed"),
     ],
 )
-async def test_a_call_that_takes_its_worker_along_is_excluded_and_the_others_are_called_again(
-    base: Path, kind: str, status: str, reason: str
-):
+async def test_a_call_that_kills_its_worker_is_excluded_alone(base: Path, kind: str, status: str, reason: str):
     async with scoring(base, of("judged"), timeout_s=1.0) as scorer:
         bad, *others = await scorer.score_all([trajectory(do=kind, wait=0.2), *[trajectory(wait=0.4)] * 5])
     assert found(bad) == (status, reason)

@@ -1,7 +1,5 @@
 """Reward functions name what they need, and those written for AReaL, verl, TRL and RLinf run as they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The term ``supervised``: what a configuration may say with it, and what becomes of its samples before training."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -131,8 +129,6 @@ def test_the_tokens_are_those_of_supervised_fine_tuning(tokenizer: HfTokenizer, 
         ({"answer": "15"}, 5, "more than model.max_length 5"),
     ],
 )
-def test_a_row_without_a_fitting_answer_fails_with_the_reason(
-    tokenizer: HfTokenizer, data: dict[str, Any], longest: int, reason: str
-) -> None:
+def test_a_row_needs_a_fitting_answer(tokenizer: HfTokenizer, data: dict[str, Any], longest: int, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         given(tokenizer, longest, text="12+3=", data=data)

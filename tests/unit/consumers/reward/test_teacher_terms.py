@@ -1,7 +1,5 @@
 """Teachers as terms: what they give is checked, mixed and sent with the score, and a failure excludes the sample."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json
@@ -247,9 +245,7 @@ SERVER: dict[str, Any] = {"name": "teacher_server", "args": {"base_url": "http:/
         ),
     ],
 )
-def test_settings_that_do_not_fit_a_teacher_are_refused(
-    tmp_path: Path, chosen: list[Any], sections: dict[str, Any], reason: str
-) -> None:
+def test_settings_must_fit_a_teacher(tmp_path: Path, chosen: list[Any], sections: dict[str, Any], reason: str) -> None:
     named = [{"name": term} if isinstance(term, str) else term for term in chosen]
     with pytest.raises(ConfigError, match=reason):
         config(tmp_path, *named, **sections)

@@ -1,7 +1,5 @@
 """The trainer's pause, and what an older version has written: refused in one line."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from types import SimpleNamespace

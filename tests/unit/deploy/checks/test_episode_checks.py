@@ -71,9 +71,7 @@ def test_evaluations_that_hold_weights_back_for_less_are_told(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("template", "level"), [("append only", "ok"), ("space before answers", "ok"), ("none", "warn")]
 )
-def test_whether_turns_are_joined_is_tried_on_the_models_own_template(
-    tmp_path: Path, template: str, level: str
-) -> None:
+def test_whether_turns_are_joined_is_tried_on_the_models_template(tmp_path: Path, template: str, level: str) -> None:
     write_tokenizer(tmp_path, stops=STOPS.get(template, []))
     source = SOURCES.get(template, "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}")
     (tmp_path / "chat_template.jinja").write_text(source, encoding="utf-8")

@@ -147,9 +147,7 @@ def test_a_hub_id_is_one_question_and_one_line_without_a_network(folder: Path, m
     )
 
 
-def test_a_package_that_is_missing_is_told_where_services_run_here(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_told_where_services_run_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On other machines, as Ray starts them, packages are theirs."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = parse_config(yaml.safe_load((folder / "config.yaml").read_text()) | {"generator": {"engine": "vllm"}})
@@ -158,9 +156,7 @@ def test_a_package_that_is_missing_is_told_where_services_run_here(
     assert preflight.check_packages(config, here=False) == "engine vllm"
 
 
-def test_several_processes_of_vllm_on_a_cpu_are_refused_before_anything_starts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_of_vllm_on_a_cpu_are_refused_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "is_cpu_build", lambda: True)
     generator = {"engine": "vllm", "args": {"tensor_parallel_size": 2}}
     config = parse_config(yaml.safe_load((folder / "config.yaml").read_text()) | {"generator": generator})
@@ -270,9 +266,7 @@ def test_a_batch_of_more_prompts_than_there_are_is_a_warning(folder: Path) -> No
         ({"trainer": {"trackers": ["none.py:Mine"]}}, "trainer.trackers 'none.py:Mine' cannot be imported"),
     ],
 )
-def test_arguments_are_bound_as_the_services_will_bind_them(
-    folder: Path, sections: dict[str, Any], message: str
-) -> None:
+def test_arguments_are_bound_as_services_will_bind_them(folder: Path, sections: dict[str, Any], message: str) -> None:
     found = user_code_findings(folder, **{"trainer": {"batch_groups": 8}, **sections})[-1]
     assert found.level == "fail"
     assert message in found.text
@@ -288,9 +282,7 @@ def test_arguments_are_bound_as_the_services_will_bind_them(
         ({"kl": {"estimator": "mine.py:f"}}, "def f(): ...", "trainer.kl.estimator must be callable with (difference)"),
     ],
 )
-def test_algorithms_of_a_user_must_be_callable_as_the_trainer_calls_them(
-    folder: Path, setting: dict[str, Any], code: str, message: str
-) -> None:
+def test_a_users_algorithms_must_be_callable(folder: Path, setting: dict[str, Any], code: str, message: str) -> None:
     (folder / "mine.py").write_text(code)
     found = user_code_findings(folder, trainer={"batch_groups": 8, **setting})[-1]
     assert (found.name, found.level) == ("algorithm", "fail")
@@ -472,9 +464,7 @@ def test_up_warns_of_a_reward_that_fails_on_the_first_prompt(
     assert line.startswith("tidemill: warning: no reward for an empty answer of the first prompt: exact: TypeError: ")
 
 
-def test_a_run_is_not_kept_waiting_for_rewards_that_need_a_server_or_take_long(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_run_waits_for_rewards_that_need_a_server_or_are_slow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_code, "QUICK_S", 0.2)
     (folder / "mine.py").write_text(
         "import time\n"

@@ -115,9 +115,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(command: str, config:
         ("sampling.n=1", "sampling.n is 1"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
-    override: str, message: str, config: str, tmp_path: Path
-) -> None:
+def test_what_cannot_work_is_refused_at_the_start(override: str, message: str, config: str, tmp_path: Path) -> None:
     done = run_tidemill("up", config, override, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr

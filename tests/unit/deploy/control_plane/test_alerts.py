@@ -170,9 +170,7 @@ def hook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     server.server_close()
 
 
-def test_a_webhook_and_a_command_are_told_how_the_run_ended(
-    tmp_path: Path, hook: tuple[str, list[dict[str, Any]]]
-) -> None:
+def test_a_webhook_and_a_command_learn_how_it_ended(tmp_path: Path, hook: tuple[str, list[dict[str, Any]]]) -> None:
     url, got = hook
     write = "import sys, pathlib; pathlib.Path('told.json').write_text(sys.stdin.read())"
     settings = config(tmp_path, webhook=url, command=[sys.executable, "-c", write])

@@ -79,9 +79,7 @@ def test_before_is_version_0_or_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [63, 64, 65, 200, 256])
-def test_a_line_that_is_too_large_is_left_out_and_the_file_is_read_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_too_large_a_line_is_left_out_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """However much of it is there at each look. size: bytes of the line, the limit is 64."""
     monkeypatch.setattr("deploy.control_plane.files.lines.LARGEST", 64)
     path = tmp_path / "lines.jsonl"
@@ -99,9 +97,7 @@ def test_a_line_that_is_too_large_is_left_out_and_the_file_is_read_on(
         assert [*found, *file.read()] == [whole, *kept, last], cut
 
 
-def test_a_file_that_is_replaced_within_a_line_that_is_too_large_is_read_from_its_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_replaced_within_a_large_line_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.control_plane.files.lines.LARGEST", 64)
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b"x" * 100)
@@ -173,9 +169,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "samples" / "train-00000001.jsonl").read_text().splitlines()]
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_deleted_while_it_is_listed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path / "run", steps=4)
     for step in (2, 4):
         path = folder / "checkpoints" / f"step-{step:08d}-t0001"

@@ -1,7 +1,5 @@
 """What ``tidemill doctor`` says: the memory that a run needs, and the server of the engine http."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -70,9 +68,7 @@ MIXTRAL = LLAMA_8B | {"model_type": "mixtral", "num_local_experts": 8, "vocab_si
 @pytest.mark.parametrize(
     ("config", "billions"), [(QWEN_HALF_B, 0.494), (LLAMA_8B, 8.03), (GPT2, 0.124), (MIXTRAL, 46.7)]
 )
-def test_parameters_of_well_known_models_are_counted_from_their_configuration(
-    config: dict[str, Any], billions: float
-) -> None:
+def test_parameters_of_known_models_are_counted_from_configurations(config: dict[str, Any], billions: float) -> None:
     size = model_size(config)
     assert size is not None
     assert size.parameters / 1e9 == pytest.approx(billions, rel=0.01)
@@ -180,9 +176,7 @@ def test_without_gpus_only_what_would_be_needed_is_told() -> None:
     assert trainer[2].endswith("GB on each GPU")
 
 
-def test_doctor_tells_how_gpus_are_dealt_out_and_what_each_side_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_tells_which_gpus_each_side_has_and_their_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     run = config().model_copy(update={"model": config().model.model_copy(update={"path": str(tmp_path)})})
     for module in ("deploy.doctor.doctor", "deploy.launchers.local"):

@@ -1,7 +1,5 @@
 """``doctor --gpu`` on an imitated device: each way in which an engine fails there is a line of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Sequence
@@ -168,9 +166,7 @@ def test_what_ranks_of_their_own_find_is_taken_over(
 
 
 @pytest.mark.parametrize("problem", ["", "its result is wrong"])
-def test_a_kernel_that_disagrees_with_sdpa_is_named(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, problem: str
-) -> None:
+def test_a_kernel_that_differs_from_sdpa_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
     make_tiny_model(tmp_path, hidden=32, layers=1)
     config = minimal_config(model={"path": str(tmp_path), "dtype": "bfloat16"})
     assert "sdpa, each sequence alone, on cpu" in check_attention(config, torch.device("cpu")).text

@@ -1,7 +1,5 @@
 """What ranks report of themselves is compared: each thing that would stop or slow a training is named with its rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """How GPUs are assigned without settings, with an imitation of the programs that list them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +41,7 @@ def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install("nvidia-smi", tmp_path, monkeypatch, "\n".join(f"{i}, GPU-{i}aa, 81920" for i in range(4)))
 
 
-def test_the_drivers_program_and_the_environment_say_which_gpus_there_are(
-    four: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_driver_and_environment_say_which_gpus_there_are(four: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_gpus() == gpus(4)
     monkeypatch.setenv(VISIBLE, "3,GPU-1aa")
     assert find_gpus() == [Gpu("3", 80.0), Gpu("GPU-1aa", 80.0)]
@@ -139,9 +135,7 @@ def test_what_cannot_fit_is_refused_in_one_line(there: int, settings: dict[str, 
         (3, 2, 2, r"launcher.args.trainer_gpus \+ generator_gpus is 4, but there are 3 GPUs"),
     ],
 )
-def test_more_than_the_machine_has_is_refused_in_one_line(
-    there: int, trainer: int | Auto, generator: int | Auto, message: str
-) -> None:
+def test_too_many_gpus_are_refused(there: int, trainer: int | Auto, generator: int | Auto, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}.*auto"):
         plan_gpus(config(), gpus(there), trainer, generator)
 
@@ -154,9 +148,7 @@ def test_numbers_that_are_given_stand() -> None:
             Local(trainer_gpus=wrong)  # type: ignore[arg-type]
 
 
-def test_tidemill_up_deals_out_what_the_machine_has(
-    four: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_up_assigns_all_gpus(four: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[TidemillConfig] = []
     monkeypatch.setattr("deploy.launchers.local.run_up", lambda config, starter, fresh: seen.append(config))
     local = Local()

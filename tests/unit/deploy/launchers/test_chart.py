@@ -1,7 +1,5 @@
 """The Helm chart, rendered by Helm's own engine: its schema, names, secrets, and the plain files made from it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The scripts that try a whole system on Docker or Kubernetes, as far as neither is needed."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """docker-compose.yml and the Dockerfile, as far as no Docker engine is needed; deploy/compose-test.sh needs one."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sysconfig

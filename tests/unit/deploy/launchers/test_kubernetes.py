@@ -1,7 +1,5 @@
 """The Kubernetes files: valid by Kubernetes' own schemas, hardened, and in step with the names in the code."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator
@@ -145,9 +143,7 @@ def test_an_end_that_no_restart_mends_fails_the_job_and_a_drained_node_does_not(
 
 
 @pytest.mark.parametrize(("asked", "ends", "code"), [(False, 0, 0), (False, 2, 2), (True, 0, 75), (True, 1, 1)])
-def test_a_trainer_that_is_asked_to_end_has_not_finished_its_job(
-    tmp_path: Path, asked: bool, ends: int, code: int
-) -> None:
+def test_a_trainer_asked_to_end_has_not_finished_its_job(tmp_path: Path, asked: bool, ends: int, code: int) -> None:
     """Kubernetes takes a pod that ends with 0 for the end of the Job, also one that was deleted or drained."""
     command = job()["spec"]["template"]["spec"]["containers"][0]["command"]
     assert command[:2] == ["tini", "--"]

@@ -1,7 +1,5 @@
 """`tidemill kubernetes`: a folder for kubectl, with the configuration, its files and every size written once."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -184,9 +182,7 @@ def test_a_volume_of_one_node_is_mounted_by_trainer_and_control_alone(file: Path
         ([], {"extra_files": ["nothing.py"]}, "--file nothing.py: no such file"),
     ],
 )
-def test_what_cannot_work_is_one_line_and_nothing_is_written(
-    file: Path, overrides: list[str], options: dict[str, Any], text: str
-) -> None:
+def test_what_cannot_work_writes_nothing(file: Path, overrides: list[str], options: dict[str, Any], text: str) -> None:
     folder = file.parent / "objects"
     with pytest.raises(ConfigError) as caught:
         Kubernetes(folder=folder, **options).prepare(load_config(file, overrides, environment={}))

@@ -1,7 +1,5 @@
 """Launchers: built-in or the user's own class, the GPUs of one machine, and scripts for Slurm."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys
@@ -98,9 +96,7 @@ def test_a_launcher_of_ones_own_starts_the_run(tmp_path: Path) -> None:
         ("mine.py:Mine", {}, "missing a required argument: 'file'; it takes file, code"),
     ],
 )
-def test_a_mistake_is_one_line_with_what_is_allowed(
-    name: str, args: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_mistake_is_one_line_on_what_is_right(name: str, args: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     with pytest.raises(ConfigError, match=message) as refused:
         build_launcher(config(name, tmp_path, **args))

@@ -1,12 +1,5 @@
 """What `tidemill node` starts on a machine, and what it refuses before anything starts."""
 
-from __future__ import annotations
-
-import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +104,7 @@ def test_a_generator_sees_the_gpus_that_it_has(monkeypatch: pytest.MonkeyPatch) 
         ({}, "a b", 0, "--name 'a b' must be up to 63 letters, digits, dots, hyphens and underscores"),
     ],
 )
-def test_what_a_machine_cannot_start_is_said_in_a_line(
-    sections: dict[str, Any], name: str, count: int, message: str
-) -> None:
+def test_what_a_machine_cannot_start_is_a_line(sections: dict[str, Any], name: str, count: int, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         Node(config(**sections), name, gpus(count))
     assert str(raised.value).startswith(message)

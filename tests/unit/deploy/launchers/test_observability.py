@@ -1,7 +1,5 @@
 """The Prometheus files with Prometheus' own tool: valid, and each alert fires when it should and not otherwise."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
@@ -80,9 +78,7 @@ def test_every_alert_has_a_case() -> None:
 
 
 @pytest.mark.parametrize(("alert", "bad", "good"), CASES, ids=[case[0] for case in CASES])
-def test_an_alert_fires_when_it_should_and_not_otherwise(
-    alert: str, bad: Series, good: list[Series], tmp_path: Path
-) -> None:
+def test_an_alert_fires_when_it_should_and_no_more(alert: str, bad: Series, good: list[Series], tmp_path: Path) -> None:
     promtool("check", "rules", str(FOLDER / "alerts.yaml"))
     file = tmp_path / "tests.yaml"
     cases = [look(alert, bad, fires=True), *(look(alert, series, fires=False) for series in good)]

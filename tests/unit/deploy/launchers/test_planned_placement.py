@@ -1,7 +1,5 @@
 """``placement: auto`` and ``balance``: the layout and the number of generators follow what the run measured."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

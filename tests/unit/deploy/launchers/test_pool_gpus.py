@@ -1,7 +1,5 @@
 """Pools on this machine's GPUs, and the launchers that start none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Functions of a script of TRL's come into a file of their own, with what they need, and without the training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

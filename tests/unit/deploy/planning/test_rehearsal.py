@@ -1,7 +1,5 @@
 """A rehearsed step has the bytes of a real one, and sizes of known models; what cannot be sized is refused."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

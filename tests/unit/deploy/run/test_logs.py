@@ -1,7 +1,5 @@
 """Log lines, and the numbers of a run that are read from them."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import json
@@ -168,9 +166,7 @@ def test_the_reward_before_training_is_unknown_when_version_0_was_not_evaluated(
     assert (summary["reward_before"], summary["reward_after"]) == (None, 0.7)
 
 
-def test_evaluations_that_the_broker_forgot_are_in_the_runs_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluations_the_broker_forgot_are_in_the_runs_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.run.ending.BROKER_DEADLINE_S", 0.1)
     config = minimal_config(
         run={"folder": str(tmp_path)},
@@ -222,9 +218,7 @@ def test_a_long_run_is_summarised_and_drawn_line_by_line(tmp_path: Path) -> None
         ("consumers.trainer.records.trackers", lambda trackers, file: trackers._last_step(file)),
     ],
 )
-def test_metrics_of_a_long_run_are_read_line_by_line(
-    tmp_path: Path, module: str, read: Callable[[ModuleType, Path], object]
-) -> None:
+def test_metrics_are_read_line_by_line(tmp_path: Path, module: str, read: Callable[[ModuleType, Path], object]) -> None:
     more = {f"reward/term_{number}/mean": 0.1 for number in range(400)}
     known = {name: 1.0 for name in ("time/total_s", "time/forward_s", "train/tokens")}
     known |= {f"train/length_{name}": 9.0 for name in ("mean", "median", "p95")}

@@ -1,7 +1,5 @@
 """What ``tidemill up`` finds in a run's folder: deleted is only what is ours, and earlier attempts are kept aside."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -39,9 +37,7 @@ def configuration(folder: Path, **trainer: Any) -> TidemillConfig:
     ("reason", "done", "asked", "finished"),
     [("finished", 360, 360, True), ("finished", 360, 100, True), ("finished", 360, 361, False), ("asked", 9, 9, False)],
 )
-def test_a_run_is_finished_when_all_its_steps_are_done(
-    tmp_path: Path, reason: str, done: int, asked: int, finished: bool
-) -> None:
+def test_a_run_is_finished_after_its_steps(tmp_path: Path, reason: str, done: int, asked: int, finished: bool) -> None:
     assert not is_finished(tmp_path, asked)
     (tmp_path / "summary.json").write_text(json.dumps({"exit_reason": reason, "steps": done}))
     assert is_finished(tmp_path, asked) is finished

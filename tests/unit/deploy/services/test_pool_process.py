@@ -115,9 +115,7 @@ def test_no_two_processes_have_one_unit_and_a_killed_one_has_none(
     assert hold(holders, *robots)[1] == one
 
 
-def test_a_generator_has_the_variables_of_its_unit_and_keeps_it_as_another_program(
-    tmp_path: Path, holders: ExitStack
-) -> None:
+def test_a_generator_has_its_units_variables_and_keeps_it_in_an_exec(tmp_path: Path, holders: ExitStack) -> None:
     """The command of a service ends in a line of the pool's interpreter, which is imitated."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$ROBOT $CAMERAS $TIDEMILL_POOL"\nexec cat\n')

@@ -1,7 +1,5 @@
 """When the supervisor restarts a service, asks for another generator or gives one up, and how services are named."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path
@@ -194,9 +192,7 @@ def test_the_line_that_says_why(tmp_path: Path, text: str, line: str) -> None:
         ("ValueError: x\ntidemill: the broker is gone\n", 1, "ValueError: x"),
     ],
 )
-def test_a_line_is_named_as_the_cause_of_an_end_only_when_it_can_be(
-    tmp_path: Path, text: str, code: int, line: str
-) -> None:
+def test_a_line_is_the_cause_of_an_end_only_when_it_can_be(tmp_path: Path, text: str, code: int, line: str) -> None:
     log = tmp_path / "x.log"
     log.write_text(text)
     assert last_error(log, code=code) == line

@@ -75,9 +75,7 @@ def address() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("run", "calls"), [("agent.py:run", 3), ("agent.py:plain", 1)])
-async def test_each_episode_has_a_client_of_its_own_session_and_they_share_connections(
-    tmp_path: Path, address: str, run: str, calls: int
-):
+async def test_each_episode_has_its_client_on_shared_connections(tmp_path: Path, address: str, run: str, calls: int):
     (tmp_path / "agent.py").write_text(AGENT)
 
     async def play() -> list[AgentResult]:

@@ -178,9 +178,7 @@ json.dump({"reward": said["reward"], "metrics": found}, open(os.environ["TIDEMIL
 """
 
 
-def test_a_program_in_the_sandbox_reaches_the_endpoint_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_in_the_sandbox_reaches_only_the_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox()
     base, asked = tmp_path / "base", []
     base.mkdir()
@@ -258,9 +256,7 @@ json.dump({"reward": 1, "metrics": found}, open(os.environ["TIDEMILL_RESULT"], "
 
 
 @pytest.mark.parametrize("hidden", [True, False])
-def test_a_program_in_the_sandbox_does_not_see_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool
-) -> None:
+def test_a_sandboxed_program_sees_nothing_of_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool) -> None:
     """The broker's socket in the configuration's folder would make it an administrator of the run."""
     sandbox()
     tmp_path.chmod(0o755)

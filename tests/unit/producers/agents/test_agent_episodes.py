@@ -157,9 +157,7 @@ def test_what_an_agent_prints_is_log_and_no_message(base: Path, capfd: pytest.Ca
         ("wrong.py:NUMBER", {}, "wrong.py:NUMBER must be a function or a class, is int"),
     ],
 )
-def test_an_agent_that_cannot_be_loaded_is_one_line_at_the_start(
-    base: Path, run: str, args: dict[str, Any], reason: str
-):
+def test_an_agent_that_cannot_be_loaded_is_one_line_at_first(base: Path, run: str, args: dict[str, Any], reason: str):
     (base / "broken.py").write_text("1 / 0\n")
     (base / "wrong.py").write_text(
         "NUMBER = 1\ndef other(task, prompt): ...\nasync def stream(task):\n    yield 1\ndef fine(task): ...\n"

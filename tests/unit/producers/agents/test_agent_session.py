@@ -81,9 +81,7 @@ async def test_an_argument_that_no_template_can_have_is_named(tokenizer: HfToken
     assert caught.value.status == 400
 
 
-async def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(
-    tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_text_that_cannot_fit_is_not_tokenized(tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     play = Scene(tokenizer)
     monkeypatch.setattr(tokenizer, "encode", lambda text: pytest.fail("it was"))
     with pytest.raises(SessionError, match="4096 tokens, the prompt has at least 10000") as caught:
@@ -196,7 +194,7 @@ async def test_a_session_that_ends_answers_410_and_records_nothing_more(tokenize
     assert error.value.status == 410
 
 
-async def test_an_aborted_call_is_handed_over_as_far_as_it_is_and_its_agent_is_told_nothing(
+async def test_an_aborted_call_is_handed_over_as_far_as_it_is_without_an_answer(
     tokenizer: HfTokenizer,
 ) -> None:
     play = Scene(tokenizer, "one", "...abcdefgh", cut=5)
@@ -220,9 +218,7 @@ async def test_an_aborted_call_is_handed_over_as_far_as_it_is_and_its_agent_is_t
     assert successor.session.counts.replayed == 1
 
 
-async def test_what_was_sampled_when_the_episode_is_handed_over_is_waited_for(
-    tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_hand_over_waits_for_what_was_sampled(tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     play = Scene(tokenizer, "one")
     reading = asyncio.Event()
     to_thread = asyncio.to_thread
@@ -256,9 +252,7 @@ async def test_notes_are_kept_when_they_are_saved_and_only_so_many(tokenizer: Hf
     assert list(play.session.notes) == ["order"]
 
 
-async def test_each_call_is_digested_once_however_many_there_were_before(
-    tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_each_call_is_digested_once_and_no_more(tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bytes] = []
     real = conversation.digest_key
     monkeypatch.setattr(conversation, "digest_key", lambda digest, n: made.append(digest) or real(digest, n))

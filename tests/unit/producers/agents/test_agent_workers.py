@@ -67,9 +67,7 @@ def test_an_agent_that_misbehaves_ends_in_time_and_its_neighbour_goes_on(base: P
         ("exits", "died", "its process ended: exit code 7, os._exit(7)"),
     ],
 )
-def test_an_agent_whose_process_must_end_costs_its_neighbour_only_a_new_beginning(
-    base: Path, do: str, kind: str, reason: str
-):
+def test_an_agent_whose_process_must_end_costs_its_neighbour_a_restart(base: Path, do: str, kind: str, reason: str):
     async def work(workers: AgentWorkers) -> tuple[AgentResult, AgentResult, AgentResult]:
         neighbour = job("wait", name="neighbour", seconds=60.0, deadline_s=60)
         result, ended = await asyncio.gather(workers.run(job(do, deadline_s=1.5)), workers.run(neighbour))
@@ -206,9 +204,7 @@ def test_a_process_that_computes_for_long_gives_signs_of_life(base: Path, monkey
     assert (result.kind, result.reward) == ("returned", 4.0)
 
 
-def test_what_is_left_of_an_ended_episode_costs_its_process_only_when_that_is_empty(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_an_ended_episode_leaves_costs_its_process_when_that_is_empty(base: Path, monkeypatch: pytest.MonkeyPatch):
     """A plain function can't be ended; its process takes nothing new, and is ended after its last episode."""
     monkeypatch.setattr(process, "LINGER_S", 0.1)
 

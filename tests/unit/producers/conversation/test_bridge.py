@@ -90,9 +90,7 @@ def test_after_two_tool_calls(tokenizer: HfTokenizer, name: str, closing: str | 
 @pytest.mark.parametrize(
     ("name", "kept"), [("append only", True), ("old reasoning dropped", False), ("last closing differs", False)]
 )
-def test_history_as_the_template_writes_it_is_joined_only_where_it_keeps_the_answer(
-    tokenizer: HfTokenizer, name: str, kept: bool
-) -> None:
+def test_history_is_joined_only_if_the_template_keeps_the_answer(tokenizer: HfTokenizer, name: str, kept: bool) -> None:
     template = named_template(tokenizer, name)
     turn = NewTurn([USER], ANSWER, [SURE], STOPS[name][0])
     assert find_kept_suffix(template, turn) == (find_suffix(template, turn) if kept else None)

@@ -132,7 +132,7 @@ def test_another_image_in_the_same_place_is_another_prompt(template: ChatTemplat
     assert red.digest == Scene(template).prompt(user("wh", "at?", RED)).digest
 
 
-def test_rows_share_what_is_before_an_image_that_differs_and_all_of_one_that_is_the_same(
+def test_rows_share_what_is_before_an_image_that_differs_and_equal_images(
     template: ChatTemplate,
 ) -> None:
     scene = Scene(template)
@@ -158,9 +158,7 @@ def test_a_sampled_token_is_not_shared_with_an_image_of_the_same_tokens(template
     check_places(scene.trajectory())
 
 
-def test_texts_between_images_may_be_cut_otherwise_and_special_tokens_in_them_stay_text(
-    template: ChatTemplate, tokenizer: HfTokenizer
-) -> None:
+def test_special_tokens_in_texts_between_images_stay_text(template: ChatTemplate, tokenizer: HfTokenizer) -> None:
     scene = Scene(template)
     first = scene.ask(user(RED, "a <|image_pad|> ", "b"))
     assert first.ids.count(PAD) == 4
@@ -181,9 +179,7 @@ def test_texts_between_images_may_be_cut_otherwise_and_special_tokens_in_them_st
     ],
     ids=["http", "path", "no base64", "wrong base64", "svg", "bytes", "oblong", "pixels"],
 )
-def test_an_image_that_cannot_be_used_is_refused_with_the_reason(
-    template: ChatTemplate, part: str, reason: str
-) -> None:
+def test_an_image_that_cannot_be_used_is_refused_with_reason(template: ChatTemplate, part: str, reason: str) -> None:
     wrong = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": part}}]}
     with pytest.raises(DataError, match=reason):
         Scene(template).prompt(user("?"), wrong)

@@ -68,9 +68,7 @@ def test_an_answer_is_split_into_reasoning_content_and_calls(parser: AnswerParse
         "",
     ],
 )
-def test_a_call_that_cannot_be_read_is_counted_and_stays_content(
-    parser: AnswerParser, tokenizer: HfTokenizer, body: str
-):
+def test_a_call_that_is_unreadable_is_counted_and_stays_text(parser: AnswerParser, tokenizer: HfTokenizer, body: str):
     text = f"So: <tool_call>{body}</tool_call>"
     found = answer(parser, tokenizer, text)
     assert (found.content, found.tool_calls, found.failures) == (text, [], 1)
@@ -187,9 +185,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 )
 @example(calls=[("a", {"x": "</tool_call>"})], space=None, ascii_only=True)
 @settings(max_examples=100, deadline=None)
-def test_calls_that_were_written_are_read_again(
-    calls: list[tuple[str, dict[str, Any]]], space: int | None, ascii_only: bool
-):
+def test_written_calls_are_read_again(calls: list[tuple[str, dict[str, Any]]], space: int | None, ascii_only: bool):
     written = [
         json.dumps({"name": name, "arguments": arguments}, indent=space, ensure_ascii=ascii_only)
         for name, arguments in calls

@@ -48,9 +48,7 @@ def test_trl_is_installed_for_its_templates() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_real_template_proves_itself_and_is_joined_in_every_turn_that_it_can_show(
-    tokenizer: HfTokenizer, file: Path
-) -> None:
+def test_a_real_template_is_joined_in_every_turn_that_it_can_show(tokenizer: HfTokenizer, file: Path) -> None:
     template = real_template(tokenizer, file)
     assert check_bridge(template) is None
     rows = []

@@ -94,7 +94,7 @@ def test_what_is_wrong_with_a_row_is_said_by_its_place(row: dict[str, Any], prob
         read(row)
 
 
-def test_a_table_of_the_datasets_library_has_columns_of_images_and_messages_with_places_for_them(
+def test_a_table_of_datasets_has_columns_of_images_and_messages_with_places(
     tmp_path: Path,
 ) -> None:
     datasets = pytest.importorskip("datasets")
@@ -173,9 +173,7 @@ def test_a_file_names_images_beside_it_and_a_missing_one_is_found_when_it_is_ope
         ("geometry3k", "make_figures", {"prompt": "problem", "image": "images"}),
     ],
 )
-def test_an_example_makes_rows_that_its_configuration_trains_on(
-    example: str, name: str, columns: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_example_makes_rows_for_its_config(example: str, name: str, columns: dict[str, str], tmp_path: Path) -> None:
     config = load_config(EXAMPLES / example / "config.yaml")
     assert config.model.kind == "vision"
     assert {key: config.train[0].args.get(key, "prompt") for key in columns} == columns

@@ -161,9 +161,7 @@ def test_a_prompt_without_a_group_is_always_taken(name: str) -> None:
         ({"name": "thompson"}, 0.5, 0.97),
     ],
 )
-def test_the_share_that_is_taken_follows_the_solve_rate(
-    settings: dict[str, Any], solved: float, expected: float
-) -> None:
+def test_the_share_taken_follows_the_solve_rate(settings: dict[str, Any], solved: float, expected: float) -> None:
     assert share(curriculum(**settings), solved) == pytest.approx(expected, abs=0.03)
 
 

@@ -1,7 +1,5 @@
 """Environments that are stepped together: ends, last observations, processes that are lost, and what is refused."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

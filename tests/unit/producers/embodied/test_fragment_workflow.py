@@ -1,7 +1,5 @@
 """What the workflow refuses before a run starts, and an evaluation whose environments crash."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

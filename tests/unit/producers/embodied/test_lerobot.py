@@ -1,7 +1,5 @@
 """Datasets in LeRobot's formats 2 and 3 as demonstrations: frames with the tokens of the actions that follow."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -85,9 +83,7 @@ def shade(example: Example) -> int:
 
 
 @pytest.mark.parametrize(("version", "files"), [("v3.0", False), ("v2.1", False), ("v2.1", True)])
-def test_each_frame_has_the_prompt_of_the_environment_and_the_tokens_of_what_followed(
-    tmp_path: Path, version: str, files: bool
-) -> None:
+def test_each_frame_has_the_environments_prompt_and_the_next_tokens(tmp_path: Path, version: str, files: bool) -> None:
     found = read(write(tmp_path / "data", version, files=files), chunk=2)
     examples = [found[index] for index in range(len(found))]
     assert [example.data["answer"] for example in examples] == [

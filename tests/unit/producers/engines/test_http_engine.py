@@ -99,9 +99,7 @@ async def test_requests_after_an_update_share_no_cache_with_those_before(model: 
         ("/resume", (500, {"error": "no"})),
     ],
 )
-async def test_any_other_answer_to_an_update_than_success_ends_the_engine(
-    model: Path, path: str, answer: tuple[int, Any]
-) -> None:
+async def test_an_update_without_success_ends_the_engine(model: Path, path: str, answer: tuple[int, Any]) -> None:
     async with started(model) as (engine, server):
         server.answers[path] = answer
         with pytest.raises(InfraError):
@@ -123,9 +121,7 @@ async def test_any_other_answer_to_an_update_than_success_ends_the_engine(
     ],
     ids=["none", "short", "gap", "not ours", "never loaded"],
 )
-async def test_a_sample_whose_versions_are_not_known_is_never_given_out(
-    model: Path, spans: list[dict[str, Any]]
-) -> None:
+async def test_a_sample_of_unknown_versions_is_never_given_out(model: Path, spans: list[dict[str, Any]]) -> None:
     await spoil(model, lambda server: setattr(server, "spans", spans))
 
 
@@ -184,9 +180,7 @@ async def test_an_event_of_another_form_ends_the_engine(model: Path, change: dic
     ],
     ids=["no UTF-8", "deep", "encoding"],
 )
-async def test_a_stream_that_cannot_be_decoded_ends_the_engine(
-    model: Path, body: bytes, headers: dict[str, str]
-) -> None:
+async def test_a_stream_that_is_undecodable_ends_the_engine(model: Path, body: bytes, headers: dict[str, str]) -> None:
     await spoil(model, lambda server: server.raw.update({"/inference/v1/generate": Response(body, headers=headers)}))
 
 

@@ -215,9 +215,7 @@ async def test_requests_that_come_together_are_prefilled_together(models: tuple[
         assert len(passes) == 3  # one pass a token of all samples
 
 
-async def test_prompts_that_are_too_many_for_one_pass_go_through_several(
-    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-):
+async def test_many_prompts_go_through_several_passes(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(batching, "PREFILL", 8)
 
     async with running_engine(models[0]) as engine:
@@ -246,9 +244,7 @@ async def test_a_mixtures_experts_are_told_of_every_token_that_was_read(tmp_path
                 assert np.array_equal(np.sort(completion.routed_experts, -1), expected)
 
 
-async def test_nobody_notes_experts_unasked_and_a_model_without_any_is_refused(
-    tmp_path: Path, models: tuple[Path, Path]
-):
+async def test_nobody_notes_experts_unasked_and_a_model_needs_some(tmp_path: Path, models: tuple[Path, Path]):
     async with running_engine(make_mixture(tmp_path / "mixture")) as engine:
         (completion,) = await engine.generate(PROMPTS[0], Sampling(max_tokens=3))
         assert completion.routed_experts is None

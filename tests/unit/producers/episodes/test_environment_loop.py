@@ -256,9 +256,7 @@ def test_wrong_arguments_are_told_before_any_model_loads(base: Path, args: dict[
         find_workflow("environment", args, base)
 
 
-async def test_a_game_against_itself_is_a_row_for_each_player_with_that_players_rewards(
-    base: Path, tokenizer: HfTokenizer
-):
+async def test_a_game_against_itself_is_a_row_for_each_player_with_its_rewards(base: Path, tokenizer: HfTokenizer):
     task = chat_task("You play Nim.")
     sample = await one(base, tokenizer, lambda prompt: "2" if "5 left" in prompt else "1", "Nim", task)
     assert isinstance(sample, SampledCompletion)

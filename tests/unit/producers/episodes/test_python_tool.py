@@ -145,9 +145,7 @@ async def test_episodes_have_interpreters_of_their_own(tmp_path: Path) -> None:
         assert [m["content"] for m in sample.data["messages"] if m["role"] == "tool"] == ["1", "2"]
 
 
-async def test_a_sandbox_that_cannot_be_started_fails_the_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sandbox_that_cannot_start_fails_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise InfraError("the sandbox could not be started: no more processes")
 

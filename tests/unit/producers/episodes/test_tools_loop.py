@@ -27,7 +27,6 @@ from tests.support.producers.played_episodes import (
 )
 
 TOOLS = '''
-from __future__ import annotations
 import asyncio, sys, threading
 from typing import Annotated, Literal
 from pydantic import Field

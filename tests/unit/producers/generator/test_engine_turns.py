@@ -128,9 +128,7 @@ async def test_a_generator_that_starts_waits_for_the_trainer(gpu: SharedGpu) -> 
     gpu.turns.close()
 
 
-async def test_a_trainer_that_asks_while_the_lock_is_taken_has_the_gpu(
-    gpu: SharedGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_trainer_asking_while_the_lock_is_taken_wins(gpu: SharedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([True, False, False])
     real = DeviceLock.is_free
 

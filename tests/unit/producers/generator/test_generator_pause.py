@@ -191,7 +191,7 @@ async def test_a_silent_broker_pauses_and_its_answer_ends_that_reason_alone(monk
     assert engine.calls == ["pause", "resume"]
 
 
-async def test_the_clock_of_deadlines_stands_still_while_nothing_may_be_sampled(
+async def test_the_clock_of_deadlines_stands_still_in_pauses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0

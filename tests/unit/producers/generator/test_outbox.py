@@ -47,9 +47,7 @@ def partial(length: int) -> Partial:
         ((True, False, True), [(0, 0), (1, 4), (0, 0)]),
     ],
 )
-async def test_a_sample_begins_anew_where_a_piece_of_it_was_refused(
-    answers: tuple[bool, ...], sent: list[tuple[int, int]]
-) -> None:
+async def test_a_sample_restarts_at_a_refused_piece(answers: tuple[bool, ...], sent: list[tuple[int, int]]) -> None:
     async def save() -> list[tuple[int, int]]:
         partials = Answers(*answers)
         saver = PartialSaver(cast(Partials, partials))
@@ -160,9 +158,7 @@ b_half, b_cut = call("b", 2, "abort"), call("b", 2)
         ([episode(a, n="1"), episode(a, b, n="1"), episode(a, b, n="2")], [(0, 0), (1, 1), (0, 0)]),
     ],
 )
-def test_of_an_episode_calls_are_sent_once_and_those_that_changed_again(
-    states: list[Partial], sent: list[tuple[int, int]]
-) -> None:
+def test_an_episodes_calls_are_sent_once_and_changes_again(states: list[Partial], sent: list[tuple[int, int]]) -> None:
     assert kept_of(*states) == (sent, states[-1])
 
 

@@ -102,7 +102,7 @@ def test_a_correct_engine_passes_every_version_and_a_wrong_layer_fails(std: floa
 
 
 @pytest.mark.parametrize("std", [1.0, LARGE])
-def test_a_layer_off_by_a_thousandth_is_found_in_float32_and_beside_the_rounding_of_bfloat16_in_part(
+def test_a_layer_off_by_a_thousandth_is_found_in_float32_and_in_part_in_bfloat16(
     std: float,
 ) -> None:
     """Of weights of 0.05. In bfloat16 it adds to differences that are as large as its own."""

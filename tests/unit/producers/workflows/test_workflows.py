@@ -262,7 +262,7 @@ def run(workflow: Any) -> None:
     asyncio.run(scene())
 
 
-def test_the_collector_looks_at_objects_of_the_start_again_only_when_the_workflow_has_ended(
+def test_the_collector_sees_objects_of_the_start_again_after_the_workflow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lifecycle, "_imports_aside", False)

@@ -1,7 +1,5 @@
 """Configuration mistakes are one line that names field, value and what is allowed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

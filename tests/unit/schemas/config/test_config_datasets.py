@@ -1,7 +1,5 @@
 """The configuration of several datasets: one stands for a list of one, labels tell them apart, terms name them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

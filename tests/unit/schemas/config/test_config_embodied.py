@@ -1,7 +1,5 @@
 """Settings of policies that act in environments with numbers: what would do nothing is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

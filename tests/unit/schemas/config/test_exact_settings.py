@@ -1,7 +1,5 @@
 """What generator.exact refuses, each in one line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

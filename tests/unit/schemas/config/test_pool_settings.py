@@ -1,7 +1,5 @@
 """Pools: a pool's generators have the settings of ``generator`` with those of the pool in their place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

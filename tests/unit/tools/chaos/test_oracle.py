@@ -189,9 +189,7 @@ def test_an_error_of_a_reward_excludes_a_sample_though_its_answer_was_lost(
 
 
 @pytest.mark.parametrize(("admitted", "promises"), [(0.5, ["lost"]), (1.2, [])])
-def test_a_failure_whose_answer_was_lost_excludes_a_sample_that_was_not_published_since_its_admission(
-    admitted: float, promises: list[str]
-) -> None:
+def test_a_failure_whose_answer_was_lost_excludes_an_unpublished_sample(admitted: float, promises: list[str]) -> None:
     partial = trainer(step(2.0, 0, [0]), step(3.0, 1, [1]))
     partial.lines[-1].data["x"].pop()
     feeder = log("feeder.4", (admitted, "admit", {"t": 1, "a": "ok", "c": 2}))

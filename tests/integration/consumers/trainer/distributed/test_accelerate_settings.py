@@ -1,7 +1,5 @@
 """What accelerate reads from the environment, as ``accelerate launch`` leaves it there, changes no training."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

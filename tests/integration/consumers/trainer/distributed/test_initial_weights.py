@@ -1,7 +1,5 @@
 """Of several ranks one reads the model, and the others have no weights until they get their part of its."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -39,9 +37,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_rank_that_does_not_read_has_no_weights_before_it_gets_its_part(
-    ranks: list[dict[str, Any]], name: str
-) -> None:
+def test_a_rank_that_does_not_read_has_no_weights_before_its_part(ranks: list[dict[str, Any]], name: str) -> None:
     first, second = (rank[name] for rank in ranks)
     assert first["held"] > 0
     assert first["critic_bytes"] > 10_000

@@ -1,7 +1,5 @@
 """Ranks of several machines meet over gloo, also where a machine's own name is a loopback address."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

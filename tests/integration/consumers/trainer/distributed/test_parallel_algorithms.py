@@ -1,8 +1,6 @@
 """Where ranks share layers and tokens as on one: the critic, the reference, an adapter, and the trainers without
 generators (DPO, IPO, reward model, SFT)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

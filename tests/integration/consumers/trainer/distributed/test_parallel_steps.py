@@ -1,7 +1,5 @@
 """Whole steps on four ranks, or two, however they share the model: the gradient and training are those of one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -229,9 +227,7 @@ def test_what_was_tested_there_did_something(reports: dict[int, dict[str, Any]])
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "reward model", "sft"])
-def test_a_trainer_without_generators_learns_the_same_on_two_ranks(
-    reports: dict[int, dict[str, Any]], name: str
-) -> None:
+def test_a_trainer_without_generators_learns_alike_on_two_ranks(reports: dict[int, dict[str, Any]], name: str) -> None:
     """Twelve steps of AdamW make more of the order of summing than one."""
     one, two = (reports[world][name]["looks"] for world in (1, 2))
     assert [look["step"] for look in two] == [look["step"] for look in one]

@@ -1,7 +1,5 @@
 """Two ranks with FSDP2 on gloo: parameters are really sharded, and training is that of one rank, images included."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -237,9 +235,7 @@ def test_a_router_that_transformers_keeps_in_float32_computes_so_in_a_sharded_mo
 
 
 @pytest.mark.parametrize(("family", "freeze", "critic"), [("qwen2_5_vl", True, False), ("qwen3_vl", False, True)])
-def test_two_ranks_train_images_and_text_as_one_process_does(
-    tmp_path: Path, family: Family, freeze: bool, critic: bool
-) -> None:
+def test_two_ranks_train_images_and_text_as_one(tmp_path: Path, family: Family, freeze: bool, critic: bool) -> None:
     model = tmp_path / "model"
     write_tiny_vision_model(model, family)
     for world in (1, 2):

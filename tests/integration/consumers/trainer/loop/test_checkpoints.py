@@ -1,7 +1,5 @@
 """CheckpointStore: the next step is the same bit for bit, only whole folders count, damage is named."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -217,9 +215,7 @@ def test_the_marker_lists_every_file(model: PreTrainedModel, tmp_path: Path) -> 
     assert there == listed | {"COMPLETE"}
 
 
-def test_a_checkpoint_of_a_model_of_another_shape_is_a_wrong_configuration(
-    model: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_shape_is_a_wrong_configuration(model: PreTrainedModel, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = store.save(make_step(model), step=1, version=1, leader_term=1, extra={})
     for hidden, layers, reason in ((64, 1, "Size mismatch"), (32, 2, "Missing key")):
@@ -247,9 +243,7 @@ class Planted:
 
 @pytest.mark.parametrize("place", [".metadata", "value"])
 @pytest.mark.parametrize("reading", ["load", "export"])
-def test_a_checkpoint_that_would_run_code_is_refused(
-    model: PreTrainedModel, tmp_path: Path, place: str, reading: str
-) -> None:
+def test_a_checkpoint_with_code_is_refused(model: PreTrainedModel, tmp_path: Path, place: str, reading: str) -> None:
     """A process that can write the run's folder can write a marker with the right digests, too."""
     step, trace = make_step(model), tmp_path / "trace"
     path = CheckpointStore(tmp_path / "checkpoints").save(step, step=1, version=1, leader_term=1, extra={})

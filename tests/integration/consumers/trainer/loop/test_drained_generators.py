@@ -1,7 +1,5 @@
 """A generator whose tokens are not from the policy: it is found with real models, drained, and its samples dropped."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -215,9 +213,7 @@ def test_the_last_generator_and_a_reported_one_go_on(
     assert "mismatch/c/gap" in read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
-async def test_a_drained_generator_takes_no_task_and_another_one_does(
-    broker: Broker, model: Path, tmp_path: Path
-) -> None:
+async def test_a_drained_generator_takes_no_task_but_another_does(broker: Broker, model: Path, tmp_path: Path) -> None:
     config = make_generator_config(model, tmp_path)
     begin_run(broker, tmp_path)
     async with running_generator(config, broker, make_engine(config, token_s=0.0), "c"):

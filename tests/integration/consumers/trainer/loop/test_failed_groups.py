@@ -1,7 +1,5 @@
 """Groups that give the trainer nothing: one costs only itself, and when nothing else comes the run ends with why."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial
@@ -53,9 +51,7 @@ def groups_of_steps(folder: Path) -> list[int]:
     ]
 
 
-def test_a_sample_without_a_token_of_its_own_costs_its_group_nothing(
-    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
-) -> None:
+def test_a_sample_without_tokens_costs_nothing(trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
         publish(tasks, task_id, version, (1, 0) if task_id % 2 else (1, 1))
 
@@ -68,9 +64,7 @@ def test_a_sample_without_a_token_of_its_own_costs_its_group_nothing(
     assert any(task % 2 for task, _ in lines[-1]["samples"]), "the groups with such samples are trained to the end"
 
 
-def test_a_group_without_any_token_of_its_own_is_dropped_by_that_name(
-    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
-) -> None:
+def test_a_group_without_any_token_is_dropped(trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
         publish(tasks, task_id, version, (1, 1) if task_id % 3 else (0, 0))
 
@@ -80,9 +74,7 @@ def test_a_group_without_any_token_of_its_own_is_dropped_by_that_name(
     assert set(broker.ledger.read_state().dropped) == {"no_tokens"}
 
 
-def test_conversations_without_a_reward_end_no_run_however_many_they_are(
-    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
-) -> None:
+def test_unrewarded_conversations_end_no_run(trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     """Eleven of twelve, more in a row than max_failed_groups."""
 
     def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
@@ -212,9 +204,7 @@ def test_when_every_group_fails_the_run_ends_with_the_reason(
     assert str(caught.value) in [event.text for event in broker.events.tail(9)]
 
 
-def test_a_reward_that_fails_from_some_step_on_ends_the_run_as_well(
-    trainer: Callable[..., Trainer], broker: Broker
-) -> None:
+def test_a_reward_that_fails_from_some_step_on_ends_the_run(trainer: Callable[..., Trainer], broker: Broker) -> None:
     def reward(task_id: int, sample: int) -> Score:
         return by_sample(task_id, sample) if task_id < 6 else raising(task_id, sample)
 
@@ -232,9 +222,7 @@ def test_groups_without_a_signal_or_too_old_are_no_failure(trainer: Callable[...
     assert broker.ledger.read_state().dropped["zero_variance"] >= 60
 
 
-def test_a_learned_task_ends_the_run_with_a_clear_line_and_its_weights(
-    trainer: Callable[..., Trainer], broker: Broker
-) -> None:
+def test_a_learned_task_ends_the_run_with_a_line_and_weights(trainer: Callable[..., Trainer], broker: Broker) -> None:
     def reward(task_id: int, sample: int) -> Score:
         return Score(reward=float(sample) if task_id < 6 else 1.0)
 
@@ -283,9 +271,7 @@ def test_a_failing_group_here_and_there_is_left_out(trainer: Callable[..., Train
     assert broker.ledger.read_state().failed["no_reward"] >= 20
 
 
-def test_a_group_most_of_whose_samples_are_not_finite_is_not_trained(
-    trainer: Callable[..., Trainer], broker: Broker
-) -> None:
+def test_a_group_of_mostly_broken_samples_is_not_trained(trainer: Callable[..., Trainer], broker: Broker) -> None:
     def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
         make = fail("not finite", version) if task_id % 2 else publish
         make(tasks, task_id, version)
@@ -295,9 +281,7 @@ def test_a_group_most_of_whose_samples_are_not_finite_is_not_trained(
     assert set(broker.ledger.read_state().failed) == {"not_finite"}
 
 
-def test_steps_that_are_all_skipped_end_the_run(
-    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
-) -> None:
+def test_steps_that_are_all_skipped_end_a_run(trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from consumers.trainer.algorithms.losses import LossOutput\n"
         "def nan(inputs):\n"
@@ -309,9 +293,7 @@ def test_steps_that_are_all_skipped_end_the_run(
     assert broker.ledger.read_state().step == 9
 
 
-def test_weights_that_give_no_numbers_are_not_published_and_end_the_run_at_once(
-    trainer: Callable[..., Trainer], broker: Broker
-) -> None:
+def test_weights_that_give_no_numbers_end_the_run_unpublished(trainer: Callable[..., Trainer], broker: Broker) -> None:
     def spoil(policy: Policy) -> None:
         with torch.no_grad():
             next(policy.causal_lm.parameters()).fill_(float("nan"))

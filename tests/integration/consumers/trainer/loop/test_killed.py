@@ -3,8 +3,6 @@
 They are equal to the bit, the optimizer's state included, and nothing is left behind.
 """
 
-from __future__ import annotations
-
 import signal
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The trainer's loop on a real server and a tiny real model, with text and with images."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -78,9 +76,7 @@ def test_a_line_says_what_came_back_beside_what_was_trained(
         assert (line["reward/length/mean"], line["reward/length/std"]) == (-0.5, 0.0)
 
 
-def test_a_line_has_the_mean_of_what_workflows_say_of_their_samples(
-    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
-) -> None:
+def test_a_line_has_means_of_workflow_metrics(trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
         samples = [make_trajectory(task_id, sample, version=version) for sample in range(2)]
         metrics: list[dict[str, float]] = [{"agents/calls": 3.0}, {"agents/calls": 6.0, "retries": 1.0}]
@@ -139,9 +135,7 @@ def test_a_group_that_teaches_too_little_gives_its_slot_back(
     assert broker.ledger.read_state().balanced
 
 
-def test_the_batch_changes_while_the_run_goes_on(
-    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
-) -> None:
+def test_the_batch_changes_during_the_run(trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     one = trainer(steps=6)
     with Pipeline(broker, publish_of_version):
         thread, errors = in_thread(one, StopFlag())
@@ -206,9 +200,7 @@ def test_learning_rate_steps_and_checkpoints_change_while_the_run_goes_on(
     assert state.balanced
 
 
-def test_fewer_steps_end_a_trainer_that_waits_for_a_batch(
-    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
-) -> None:
+def test_fewer_steps_end_a_waiting_trainer(trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     one = trainer(steps=500)
     with Pipeline(broker, publish_of_version):
         thread, _ = in_thread(one, StopFlag())
@@ -222,9 +214,7 @@ def test_fewer_steps_end_a_trainer_that_waits_for_a_batch(
     assert broker.ledger.read_state().state == "finished"
 
 
-def test_a_drain_before_the_last_evaluation_holds_the_run_and_during_it_lets_it_end(
-    trainer: Callable[..., Trainer], broker: Broker
-) -> None:
+def test_a_drain_holds_the_end_before_the_last_evaluation_only(trainer: Callable[..., Trainer], broker: Broker) -> None:
     one = trainer(steps=1)
     thread, errors = train_to_last_evaluation(one, broker, StopFlag())
     broker.run_control.pause("drain", "a test")
@@ -243,9 +233,7 @@ def test_a_drain_before_the_last_evaluation_holds_the_run_and_during_it_lets_it_
     assert broker.ledger.read_state().state == "finished"
 
 
-def test_a_marker_behind_a_line_that_was_cut_off_is_not_swallowed(
-    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
-) -> None:
+def test_a_marker_behind_a_cut_line_is_counted(trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     with Pipeline(broker, publish_of_version):
         run(trainer(steps=2))
         with (tmp_path / "run" / "trained.jsonl").open("a") as file:

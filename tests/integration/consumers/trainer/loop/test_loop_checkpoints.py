@@ -1,7 +1,5 @@
 """The trainer's loop saves: checkpoints beside the training, asked for or cut short, and a disk without room."""
 
-from __future__ import annotations
-
 import errno
 import threading
 import time

@@ -1,7 +1,5 @@
 """A broker that loses data during training: no prompt is skipped or trained twice, and no version is reused."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
@@ -37,9 +35,7 @@ from tests.support.trainer.trainer_loop import (
 )
 
 
-def test_a_wiped_broker_is_mended_while_the_trainer_goes_on(
-    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
-) -> None:
+def test_a_wiped_broker_is_mended_in_training(trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     one = trainer(steps=12)
     with Pipeline(broker, publish_of_version):
         thread, errors = in_thread(one, StopFlag())

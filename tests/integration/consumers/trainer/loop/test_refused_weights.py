@@ -1,7 +1,5 @@
 """Weights that no generator can use end the run with the reason; a run with one that can use them continues."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -85,9 +83,7 @@ def make_trainer(config: TidemillConfig, broker: Broker) -> Trainer:
     return Trainer(config, "trainer", broker, build_train_step(config, policy=policy))
 
 
-def test_weights_that_are_broken_in_every_generator_and_only_there_end_the_run(
-    config: TidemillConfig, broker: Broker
-) -> None:
+def test_weights_that_every_generator_finds_broken_end_the_run(config: TidemillConfig, broker: Broker) -> None:
     trainer = make_trainer(config, broker)
     admit = threading.Timer(0.5, lambda: broker.ledger.admit(make_task(0)))
     admit.start()

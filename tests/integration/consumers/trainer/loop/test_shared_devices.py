@@ -1,7 +1,5 @@
 """A trainer whose device a generator uses while it waits: the same training, and never both at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Metrics through accelerate's trackers: every step once, also when the trainer dies and steps are trained again."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time
@@ -230,18 +228,14 @@ def test_a_tracker_that_hangs_at_its_start_is_an_error_of_the_configuration(
     (tmp_path / "run" / "trackers" / "release").touch()
 
 
-def test_a_tracker_slower_than_the_steps_has_all_of_them_in_order_at_the_end(
-    make: Callable[..., Trainer], broker: Broker, tmp_path: Path
-) -> None:
+def test_a_slow_tracker_has_all_steps_in_order(make: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     with Pipeline(broker):
         make("own.py:Slow").run(StopFlag())
     assert [entry["step"] for entry in sent(tmp_path)[1:-1]] == [1, 2, 3, 4, 5]
     assert sent(tmp_path)[-1] == {"end": True}
 
 
-def test_an_evaluation_is_sent_once_it_is_complete_with_some_completions(
-    make: Callable[..., Trainer], broker: Broker, tmp_path: Path
-) -> None:
+def test_a_complete_evaluation_is_sent_with_texts(make: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     trainer = make("own.py:Tables", log_completions=3)
     trainer.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
     fields = {"n": 4, "scored": 4, "sum": 3.0, "tokens": 40, "time": 7.0}
@@ -268,9 +262,7 @@ def test_an_evaluation_is_sent_once_it_is_complete_with_some_completions(
     assert [row[3] for row in table["rows"]] == [0.0, 1.0, 1.0], "from the worst to the best"
 
 
-def test_completions_of_a_run_without_evaluations_come_with_checkpoints(
-    make: Callable[..., Trainer], broker: Broker, tmp_path: Path
-) -> None:
+def test_completions_also_come_with_checkpoints(make: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     with Pipeline(broker):
         make("own.py:Tables", log_completions=1).run(StopFlag())
     assert [entry["at"] for entry in sent(tmp_path) if "table" in entry] == [2, 4]

@@ -1,7 +1,5 @@
 """Compiled layers train the same weights, for batches of any size; without a compiler they are left as they are."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

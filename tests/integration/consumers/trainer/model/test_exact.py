@@ -1,7 +1,5 @@
 """Exact mode: what the trainer says to a sample is what the transformers engine said, to the last bit."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,9 +67,7 @@ def random_prompts(count: int, longest: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("share", [False, True])
-async def test_trainer_and_engine_have_the_same_log_probabilities_and_the_gradient_of_the_plain_model(
-    model: Path, share: bool
-) -> None:
+async def test_trainer_and_engine_agree_on_log_probabilities_and_the_plain_gradient(model: Path, share: bool) -> None:
     prompts = random_prompts(12, 150)
     samples = await sample(model, prompts, 3, 90)
     tokens, mask, lengths, wanted, temperatures = rows_of(prompts, samples)

@@ -1,7 +1,5 @@
 """The metrics of a mixture's routers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

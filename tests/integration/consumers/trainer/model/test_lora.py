@@ -1,7 +1,5 @@
 """Training an adapter: nothing else moves, nothing else is saved or published, and peft reads what comes out."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -97,9 +95,7 @@ def test_the_frozen_model_is_held_in_its_own_type_and_the_adapter_in_float32(mod
     }
 
 
-def test_activations_computed_again_give_the_same_adapter(
-    model: Path, tmp_path: Path, saved: tuple[TrainStep, Path]
-) -> None:
+def test_recomputed_activations_give_equal_adapters(model: Path, tmp_path: Path, saved: tuple[TrainStep, Path]) -> None:
     """The input of the first layer wants no gradient, as no embedding is trained."""
     again = trained(configuration(tmp_path, model, activation_checkpointing=True))
     files = [tmp_path / "kept", tmp_path / "again"]
@@ -120,9 +116,7 @@ def test_the_same_seed_gives_the_same_adapter_whatever_was_drawn_before(model: P
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_published_is_the_adapter_by_pefts_names(
-    model: Path, tmp_path: Path, saved: tuple[TrainStep, Path], dtype: str
-) -> None:
+def test_the_adapter_has_pefts_names(model: Path, tmp_path: Path, saved: tuple[TrainStep, Path], dtype: str) -> None:
     policy = saved[0].policy
     specs = write_weights(policy, tmp_path / "file", dtype)
     written = load_file(tmp_path / "file")
@@ -145,9 +139,7 @@ def test_half_precision_computes_with_what_is_published(model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [16384, 20])
-def test_the_reference_with_the_adapter_off_is_a_second_model(
-    model: Path, tmp_path: Path, micro_batch_tokens: int
-) -> None:
+def test_the_reference_without_adapter_is_another_model(model: Path, tmp_path: Path, micro_batch_tokens: int) -> None:
     ends = []
     for reference in ("model", "auto"):
         kl = {"coef": 0.5, "reference": reference}
@@ -216,9 +208,7 @@ def test_a_checkpoint_of_another_model_is_refused(model: Path, tmp_path: Path) -
         (["embed_tokens"], "'embed_tokens' is no linear layer"),
     ],
 )
-def test_targets_that_match_nothing_name_what_there_is(
-    model: Path, tmp_path: Path, targets: list[str], message: str
-) -> None:
+def test_targets_must_match_something(model: Path, tmp_path: Path, targets: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_policy(configuration(tmp_path, model, lora={**LORA, "targets": targets}))
 

@@ -1,7 +1,5 @@
 """Folders of models: of the Hub, beside the weights that a run writes, and as Hugging Face loads them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """How a model is computed: dropout is off in all of them, and settings change no step, with images too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packed sequences and the chunked head compute what rows side by side and full logits compute."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A loaded model computes what generators sample with: rotary frequencies, routers, and no look at later tokens."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -83,9 +81,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(family: str, tmp_path: P
 
 @pytest.mark.parametrize(("family", "rope"), [("phi3", LONGROPE), ("llama", LONGROPE), ("phimoe", PHIMOE)])
 @pytest.mark.parametrize("max_length", [16, 64])
-def test_a_row_is_computed_alike_beside_a_longer_one(
-    family: str, rope: dict[str, Any], max_length: int, tmp_path: Path
-) -> None:
+def test_a_row_is_alike_beside_a_longer_one(family: str, rope: dict[str, Any], max_length: int, tmp_path: Path) -> None:
     folder = write(tmp_path, family, rope_parameters=rope, original_max_position_embeddings=16)
     model = load_model(folder, "float32", max_length=max_length)
     tokens = torch.arange(40)[None]

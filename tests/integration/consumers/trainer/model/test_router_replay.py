@@ -1,7 +1,5 @@
 """Router replay: what an engine noted of a mixture's routers is what training repeats."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Samples of several rows on a tiny real model: their gradient is that of rows trained by hand."""
 
-from __future__ import annotations
-
 import copy
 
 import msgspec
@@ -59,9 +57,7 @@ def sharing() -> Trajectory:
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "prompt_mean", "constant"])
 @pytest.mark.parametrize("budget", [16, 1000])
-def test_a_sample_of_two_rows_has_the_gradient_of_both_written_out(
-    model: PreTrainedModel, aggregation: str, budget: int
-) -> None:
+def test_a_sample_of_two_rows_has_the_gradient_of_both(model: PreTrainedModel, aggregation: str, budget: int) -> None:
     """REINFORCE through the plain model, both rows by hand, each with the whole sample's advantage and weight."""
     body, other = sharing(), make_trajectory(0, 1, 2, 5)
     got = gradient(
@@ -126,9 +122,7 @@ def test_a_row_whose_context_older_weights_sampled_does_not_measure_the_gap(mode
         {"loss": {"name": "gspo"}, "advantage": {"name": "grpo", "by_name": True}},
     ],
 )
-def test_a_step_does_not_depend_on_how_rows_are_cut_into_micro_batches(
-    model: PreTrainedModel, settings: dict[str, object]
-) -> None:
+def test_a_step_does_not_depend_on_its_micro_batches(model: PreTrainedModel, settings: dict[str, object]) -> None:
     samples = [(sharing(), 1.0), (make_trajectory(0, 1, 2, 5), 0.0)]
 
     def gradient_of(budget: int) -> Tensor:

@@ -1,7 +1,5 @@
 """What is published as a version is that version's weights to the bit, however soon the next step starts."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

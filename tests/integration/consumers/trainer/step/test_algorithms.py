@@ -1,7 +1,5 @@
 """Every loss and advantage in a real step: what they need is provided, micro-batches change nothing; distillation."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path
@@ -111,9 +109,7 @@ def test_losses_do_not_depend_on_micro_batching(model: PreTrainedModel, name: st
 
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES.names) - {"gae"}))
 @pytest.mark.parametrize("place", ["loss", "reward"])
-def test_advantages_and_kl_do_not_depend_on_micro_batching(
-    model: PreTrainedModel, other: Policy, name: str, place: str
-) -> None:
+def test_micro_batching_keeps_advantages_and_kl(model: PreTrainedModel, other: Policy, name: str, place: str) -> None:
     groups = rollout_near(model, make_groups([3, 1, 4], seed=4))
     trainer = {"advantage": {"name": name}, "kl": {"coef": 0.1, "place": place}}
     whole = gradient(make_step(model, other, **trainer), groups)

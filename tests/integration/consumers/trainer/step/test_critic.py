@@ -1,7 +1,5 @@
 """The critic: what it learns, its loss against the formula, and that a checkpoint brings it back to the bit."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
@@ -115,9 +113,7 @@ def test_a_checkpoint_restores_the_critic_to_the_bit(model: PreTrainedModel, tmp
     assert torch.equal(weights(again), weights(step))
 
 
-def test_activations_of_the_critic_are_computed_again_like_the_policys(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_of_the_critic_are_recomputed(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[object] = []
     monkeypatch.setattr(build, "compile_layers", lambda module, device: compiled.append(module))
     groups = make_groups([3, 4], seed=2)
@@ -145,9 +141,7 @@ def test_gae_and_the_critic_need_each_other(tmp_path: Path) -> None:
     assert critic.causal_lm.get_output_embeddings().out_features == 1
 
 
-def test_a_critic_that_only_the_checkpoint_or_only_the_configuration_has_is_told(
-    model: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_critic_that_only_checkpoint_or_configuration_has_is_named(model: PreTrainedModel, tmp_path: Path) -> None:
     with_critic, without = make_step(model), make_train_step(Policy(copy.deepcopy(model)), {"optimizer": {"lr": 1e-3}})
     assert without.critic is None
     batch = with_critic.planner.plan(make_groups([3, 1], seed=1)).batch()

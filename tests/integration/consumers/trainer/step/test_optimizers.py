@@ -1,7 +1,5 @@
 """Muon takes the matrices of layers and nothing else, with torch's own steps, and resumes to the bit."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from importlib.util import find_spec
@@ -167,9 +165,7 @@ def test_weights_and_checkpoints_are_the_same_to_the_bit_with_the_state_in_main_
         assert offload or [each.data_ptr() for each in moments(other.update.optimizer)] == held, "it stays there"
 
 
-def test_of_a_state_in_main_memory_a_bucket_is_on_the_device_at_a_time(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_offloaded_state_comes_to_the_device_by_buckets(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_update, "BUCKET", 3000)
     policy = Policy(load_model(model, "float32"))
     optimizer = build_optimizer(policy, OptimizerConfig(offload=True))

@@ -1,7 +1,5 @@
 """A step of several epochs and minibatches is the same as its updates one after the other."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """A step of three components, each with its own datasets, denominator and weight, against plain torch."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Distillation from teachers that are rewards: the loss and the gradient of a step, and of each part of it."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import random
@@ -109,9 +107,7 @@ def teacher(*datasets: str, weight: float = 1.0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("trainer", [{}, {"micro_batch_tokens": 20, "minibatches": 2, "batch_groups": 2}])
-def test_the_loss_is_that_of_a_reference_model_in_the_trainer(
-    model: PreTrainedModel, folder: Path, trainer: dict[str, Any]
-) -> None:
+def test_the_loss_is_that_of_a_reference_model(model: PreTrainedModel, folder: Path, trainer: dict[str, Any]) -> None:
     groups = changed([group for group in make_groups([3, 4, 2], seed=5) if group.samples], readable)
     groups = [Group(g.task_id, [each for each in g.samples if 1 in each[0].loss_mask.data]) for g in groups]
     reference = Policy(load_model(folder, "float32")).requires_grad_(False)

@@ -1,7 +1,5 @@
 """A critic that reads images: its values are those of the model's own forward, and pictures can tell them apart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

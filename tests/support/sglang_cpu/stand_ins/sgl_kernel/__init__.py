@@ -1,7 +1,5 @@
 """Stands in for SGLang's CUDA kernels, which nothing calls on a CPU with PyTorch's attention: calling one fails."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 
@@ -12,7 +10,7 @@ class _Kernel:
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(f"the kernel {self._name} was called, for which there is only a stand-in")
 
-    def __getattr__(self, name: str) -> _Kernel:
+    def __getattr__(self, name: str) -> "_Kernel":
         return _kernel(f"{self._name}.{name}")
 
 

@@ -1,7 +1,5 @@
 """Advantages of groups and of single tokens against formulas and sums written out, in any layout and cut."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The configuration's own words name every built-in algorithm part, and none that does not exist."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -25,9 +23,7 @@ from tests.support.configurations import minimal_config
         (TrainerConfig, "aggregation", AGGREGATIONS),
     ],
 )
-def test_a_description_lists_the_names_of_its_registry(
-    section: type[BaseModel], field: str, registry: Registry
-) -> None:
+def test_a_description_lists_its_registrys_names(section: type[BaseModel], field: str, registry: Registry) -> None:
     description = section.model_fields[field].description or ""
     listed = re.sub(r"\(.*?\)", "", description.partition(", or your own")[0]).rpartition(":")[2]
     assert sorted(re.findall(r"\w+", listed)) == registry.names

@@ -1,7 +1,5 @@
 """What each call earned, and the advantages that follow: against numbers by hand, on one row and on several."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -180,9 +178,7 @@ def test_for_advantages_of_tokens_what_a_call_earned_stands_at_its_last_loss_tok
     seed=st.integers(0, 99),
     gamma=st.sampled_from([1.0, 0.5]),
 )
-def test_rows_that_follow_one_another_have_the_returns_of_one_long_row(
-    calls: list[int], seed: int, gamma: float
-) -> None:
+def test_rows_in_sequence_have_the_returns_of_one_long_row(calls: list[int], seed: int, gamma: float) -> None:
     rng = random.Random(seed)
     length, turns = 1, []
     for number, tokens in enumerate(calls):
@@ -201,9 +197,7 @@ def test_rows_that_follow_one_another_have_the_returns_of_one_long_row(
 @given(
     sizes=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=4), seed=st.integers(0, 99)
 )
-def test_without_a_discount_each_token_sees_all_that_is_earned_from_its_call_on(
-    sizes: list[list[int]], seed: int
-) -> None:
+def test_without_a_discount_each_token_sees_all_earned_from_its_call_on(sizes: list[list[int]], seed: int) -> None:
     """Whatever rows there are, and whichever take turns."""
     rng = random.Random(seed)
     # Whose turn it is, call after call.

@@ -1,7 +1,5 @@
 """KL estimators and their gradients in expectation, by summing over a whole vocabulary; rejection rules by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses and their gradients against scalar float64 formulas, token by token, extreme ratios included."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

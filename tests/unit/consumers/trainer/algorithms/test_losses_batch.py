@@ -1,7 +1,5 @@
 """Losses that need more than a token and two policies, against references in plain Python."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a checkpoint's .metadata may name, as several versions of Python write it."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

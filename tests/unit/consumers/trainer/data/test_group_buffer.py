@@ -1,7 +1,5 @@
 """Which groups a step takes: admission order, the look-ahead window, and the staleness bound that follows."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import given

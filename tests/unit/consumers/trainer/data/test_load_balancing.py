@@ -1,7 +1,5 @@
 """Rows of a step: shares for each rank, nearly equal in work, and rows with a common beginning kept together."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -40,9 +38,7 @@ def share_work(lengths: list[int]) -> list[float]:
     max_tokens=st.integers(8, 600),
     packed=st.booleans(),
 )
-def test_every_sample_is_in_one_micro_batch_that_has_room(
-    lengths: list[int], dp_size: int, max_tokens: int, packed: bool
-) -> None:
+def test_every_sample_has_one_micro_batch(lengths: list[int], dp_size: int, max_tokens: int, packed: bool) -> None:
     dealt = shares(share_work(lengths), lengths, dp_size, max_tokens, packed=packed)
     assert len(dealt) == dp_size
     assert len({len(micro_batches) for micro_batches in dealt}) == 1
@@ -161,9 +157,7 @@ def test_families_are_cut_where_whole_ones_keep_ranks_waiting() -> None:
     dp_size=st.integers(1, 4),
     most=st.integers(4, 60),
 )
-def test_every_row_is_in_one_micro_batch_that_has_room(
-    rows: list[tuple[int, list[int]]], dp_size: int, most: int
-) -> None:
+def test_every_row_is_in_one_micro_batch_with_room(rows: list[tuple[int, list[int]]], dp_size: int, most: int) -> None:
     lengths = [len(tokens) for _, tokens in rows]
     families = find_families(rows_of(*[tokens for _, tokens in rows]), [group for group, _ in rows], most)
     dealt = shares_of_families([float(length) for length in lengths], lengths, dp_size, most, families, 1.0)

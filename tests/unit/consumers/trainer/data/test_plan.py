@@ -1,7 +1,5 @@
 """Batches: everything per token is shifted together, bounded, and weighted independently of how it is cut."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -164,9 +162,7 @@ def test_ranks_share_a_step_whose_numbers_are_those_of_one(sizes: list[int], see
     dp_size=st.integers(1, 3),
     minibatches=st.integers(2, 4),
 )
-def test_a_minibatch_is_whole_groups_with_weights_of_its_own(
-    sizes: list[int], seed: int, dp_size: int, minibatches: int
-) -> None:
+def test_a_minibatch_is_whole_groups_reweighted(sizes: list[int], seed: int, dp_size: int, minibatches: int) -> None:
     """Every row is in one of them, rewards are compared over the step, and ranks make equally many updates."""
     groups = make_groups(sizes, seed)
     whole, cut = planned(groups), planned(groups, dp_size=dp_size, minibatches=minibatches)

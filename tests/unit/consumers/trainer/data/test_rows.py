@@ -1,7 +1,5 @@
 """Rows of samples with segments: each sampled token is trained once, with its sample's weight, however it is cut."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 
@@ -53,9 +51,7 @@ lengths_of_samples = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
 @settings(deadline=None)
 @given(lengths=lengths_of_samples, seed=st.integers(0, 999), budget=st.integers(2, 60), dp_size=st.integers(1, 3))
-def test_each_sampled_token_is_trained_once_with_its_own_numbers_however_rows_are_dealt(
-    lengths: list[int], seed: int, budget: int, dp_size: int
-) -> None:
+def test_each_sampled_token_is_trained_exactly_once(lengths: list[int], seed: int, budget: int, dp_size: int) -> None:
     groups = episodes(lengths, seed)
     bodies = [body for group in groups for body, _ in group.samples]
     plan = planned(groups, budget, dp_size=dp_size)
@@ -78,9 +74,7 @@ def test_each_sampled_token_is_trained_once_with_its_own_numbers_however_rows_ar
 @pytest.mark.parametrize("aggregation", AGGREGATIONS.names)
 @settings(deadline=None, max_examples=30)
 @given(lengths=lengths_of_samples, seed=st.integers(0, 999), budget=st.integers(2, 60))
-def test_a_sample_has_the_weight_and_advantage_of_one_row_with_the_same_loss_tokens(
-    aggregation: str, lengths: list[int], seed: int, budget: int
-) -> None:
+def test_a_sample_weighs_as_one_row_of_its_length(aggregation: str, lengths: list[int], seed: int, budget: int) -> None:
     groups = episodes(lengths, seed)
 
     def as_one_row(body: Trajectory) -> Trajectory:

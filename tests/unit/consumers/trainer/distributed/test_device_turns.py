@@ -1,7 +1,5 @@
 """The trainer's turns on shared GPUs: when it gives them, and what its locks say to generators meanwhile."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks: how they are laid out, which models a layout refuses, and which rank ends when and why."""
 
-from __future__ import annotations
-
 import json
 import queue
 import threading
@@ -94,9 +92,7 @@ def test_settings_that_do_not_go_together_are_refused(trainer: dict[str, Any], s
         ({"model_type": "mistral", "sliding_window": 8}, Layout(context=2), "windowed or linear attention"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused(
-    tmp_path: Path, changes: dict[str, Any], layout: Layout, says: str
-) -> None:
+def test_an_uncuttable_model_is_refused(tmp_path: Path, changes: dict[str, Any], layout: Layout, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as error:
         check_model(write(tmp_path, **changes), layout)
     assert "\n" not in str(error.value)
@@ -208,7 +204,7 @@ def pair() -> tuple[RankWatchdog, RankWatchdog, queue.Queue[ExitReason]]:
     return first, second, reasons
 
 
-def test_an_error_of_one_rank_reaches_the_other(
+def test_an_error_of_a_rank_reaches_another(
     pair: tuple[RankWatchdog, RankWatchdog, queue.Queue[ExitReason]],
 ) -> None:
     first, second, reasons = pair

@@ -1,7 +1,5 @@
 """The state of training in main memory: its own memory is free, and afterwards each bit is where it was."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import weakref

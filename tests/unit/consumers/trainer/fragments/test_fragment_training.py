@@ -1,7 +1,5 @@
 """Advantages of fragments against a scalar reference, and the networks against what generators compute."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

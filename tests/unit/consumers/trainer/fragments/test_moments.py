@@ -1,7 +1,5 @@
 """Observations and rewards normalised as by VecNormalize, and moments that travel with the version that has them."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import partial

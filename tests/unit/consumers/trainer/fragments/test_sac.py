@@ -1,7 +1,5 @@
 """SAC against an update by Stable-Baselines3, and its replay buffer: draws, files, and what follows a truncation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -134,9 +132,7 @@ def test_an_update_is_that_of_stable_baselines3(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("option", [{}, {"norm": "batch", "policy_every": 3, "critics": 3}, {"normalise": True}])
-def test_a_trainer_that_is_built_again_at_any_step_ends_with_the_same_bits(
-    tmp_path: Path, option: dict[str, Any]
-) -> None:
+def test_a_trainer_rebuilt_at_any_step_ends_with_the_same_bits(tmp_path: Path, option: dict[str, Any]) -> None:
     """Checkpoints every third step; after each step the trainer is replaced, and what no checkpoint covers is replayed.
 
     The ring is small enough to turn over.

@@ -1,7 +1,5 @@
 """A generator that samples from another policy is found; correct ones are not, however heavy the tails are."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping
 
@@ -43,9 +41,7 @@ def test_correct_generators_are_never_taken_for_wrong(seed: int, generators: int
     [(0.2, "bfloat16", 0.01), (0.003, "float32", 1e-6)],
     ids=["16 bits, before it is too far for the bound", "float32"],
 )
-def test_a_generator_far_from_the_others_is_found_within_200_of_its_samples(
-    wrong: float, dtype: str, correct: float
-) -> None:
+def test_a_generator_far_from_others_is_found_within_200_samples(wrong: float, dtype: str, correct: float) -> None:
     judge = MismatchJudge(dtype, ratio=4.0, kl=None)
     fleet = {"a": tailed(correct, 0.5), "b": tailed(correct, 0.5), "wrong": tailed(wrong, 0.5)}
     seen = 0

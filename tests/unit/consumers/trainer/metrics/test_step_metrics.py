@@ -1,7 +1,5 @@
 """Figures of a step: of its tokens and samples against NumPy, of datasets and workflows, and of its phases in time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Attention over packed sequences: which kernel computes it, and the tokens that several rows begin with."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run's folder keeps: samples of steps and of evaluations, and one line for each evaluated version."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -96,9 +94,7 @@ def with_image(task_id: int, digest: str, body: bytes) -> Group:
     return Group(task_id, samples, {digest: body})
 
 
-def test_images_of_kept_samples_are_kept_once_and_the_oldest_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_kept_samples_are_kept_once_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_log, "IMAGE_BYTES", 400)
     log, folder = SampleLog(tmp_path, 1), tmp_path / "samples" / "images"
     groups = [with_image(0, "a" * 32, b"x" * 100), with_image(1, "b" * 32, b"y" * 100)]
@@ -246,8 +242,6 @@ def test_a_run_without_the_file_has_no_evaluations(tmp_path: Path) -> None:
         ({0: 0.7, 10: 0.7, 20: 0.7}, [0, 10, 20], 2),
     ],
 )
-def test_the_best_versions_are_those_of_the_highest_mean_reward(
-    means: dict[int, float | None], best: list[int], since: int
-) -> None:
+def test_the_best_versions_have_the_highest_reward(means: dict[int, float | None], best: list[int], since: int) -> None:
     evaluated = {version: {"mean": mean} for version, mean in means.items()}
     assert (best_versions(evaluated), count_since_best(evaluated)) == (best, since)

@@ -1,7 +1,5 @@
 """Traces as a receiver gets them: one a sample, children inside their parents, and all that failed."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator
