@@ -1,11 +1,6 @@
 """Rewards of servers: a scorer is asked again only when it can't have begun, and vLLM is asked as vLLM understands."""
 
 import asyncio
-import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,58 +11,13 @@ from consumers.reward.rewards.remote import remote, reward_model_server
 from consumers.reward.scorer import check_reward, reward_input
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError
+from tests.support.servers.scripted_server import Answer, ScriptedServer, serving
 from tests.support.user_code.reward_samples import trajectory
 from tests.support.user_code.user_rewards import score
 
-Answer = tuple[int, Any]
 
-
-class Server:
-    """A scorer: ``answer`` says what it answers to its requests, by number; None cuts the connection."""
-
-    def __init__(self, answer: Callable[[int], Answer | None]) -> None:
-        self.answer = answer
-        self.requests: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.paths: list[str] = []
-        self.url = ""
-
-
-@contextmanager
-def serving(*answers: Answer | None) -> Iterator[Server]:
-    """A server that gives these answers, the last one for ever."""
-    server = Server(lambda number: answers[min(number, len(answers) - 1)])
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            server.requests.append(body)
-            server.keys.append(self.headers["Idempotency-Key"])
-            server.paths.append(self.path)
-            found = server.answer(len(server.requests) - 1)
-            if found is None:
-                self.close_connection = True
-                return
-            data = json.dumps(found[1]).encode()
-            self.send_response(found[0])
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        server.url = f"http://127.0.0.1:{listening.server_port}"
-        thread = threading.Thread(target=listening.serve_forever, args=[0.02])
-        thread.start()
-        try:
-            yield server
-        finally:
-            listening.shutdown()
-            thread.join(10)
+def keys(server: ScriptedServer) -> list[str]:
+    return [request.headers["Idempotency-Key"] for request in server.asked]
 
 
 def ask(url: str, timeout_s: float = 10.0, **settings: Any) -> Any:
@@ -88,7 +38,7 @@ def test_a_scorer_gets_the_sample_and_answers_with_a_reward():
             "metrics": {}, "finish": "stop", "prompt_ids": [1], "completion_ids": [2],
         }
     ]  # fmt: skip
-    assert server.keys == ["run-7-1-abc"]
+    assert keys(server) == ["run-7-1-abc"]
     with serving((200, 0.5)) as server:
         assert ask(server.url) == 0.5
 
@@ -97,11 +47,11 @@ def test_a_scorer_gets_the_sample_and_answers_with_a_reward():
 def test_a_refused_request_is_sent_again_under_the_same_key(status: int):
     with serving((status, {}), (200, {"reward": 1.0})) as server:
         assert ask(server.url) == 1.0
-    assert server.keys == ["run-7-1-abc"] * 2
+    assert keys(server) == ["run-7-1-abc"] * 2
 
 
 @pytest.mark.parametrize("first", [(500, {}), (502, {}), (504, {}), None])
-def test_a_request_that_may_have_begun_is_sent_again_only_if_that_does_no_harm(first: Answer | None):
+def test_a_request_that_may_have_begun_is_sent_again_only_if_that_does_no_harm(first: Answer):
     with serving(first, (200, {"reward": 1.0})) as server:
         with pytest.raises((ValueError, OSError), match=r"answers 50\d|was lost"):
             ask(server.url)
@@ -137,7 +87,7 @@ def test_the_term_names_each_sample_by_its_content(tmp_path: Path):
         sample = trajectory("46", answer="46", url="a field of the data is not a setting")
         (scored,) = score([RewardTerm(name="remote", args={"url": server.url})], tmp_path, sample)
     assert (scored.status, scored.reward) == ("ok", 0.5)
-    assert server.keys == [reward_input(sample).trajectory_id]
+    assert keys(server) == [reward_input(sample).trajectory_id]
     assert server.requests[0]["data"] == {"answer": "46"}
 
 
@@ -148,7 +98,7 @@ async def test_a_reward_model_of_vllm_is_asked_for_the_raw_score_of_the_ids():
 
     with serving((200, {"data": [{"index": 0, "probs": [-1.5], "num_classes": 1}]})) as server:
         assert await one(server.url) == -1.5
-    assert server.paths == ["/classify"]
+    assert [request.path for request in server.asked] == ["/classify"]
     assert server.requests == [{"input": [1, 2, 3, 9], "use_activation": False, "model": "rm"}]
     with (
         serving((200, {"data": [{"probs": [0.1, 0.9]}]})) as server,

@@ -2,12 +2,7 @@
 
 import asyncio
 import functools
-import json
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +20,7 @@ from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError
 from schemas.messages import Score, Segment
 from tests.support.models.tiny_model import make_tokenizer
+from tests.support.servers.scripted_server import Answer, Request, serving
 from tests.support.user_code.user_rewards import score, terms, trajectory
 
 USERS_OWN = """
@@ -115,40 +111,12 @@ def test_messages_refuse_wrong_log_probabilities(given: Array, reason: str) -> N
     assert decode(encode(sent), Score) == sent
 
 
-@contextmanager
-def serving(*answers: tuple[int, Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Gives these answers in turn, the last one again and again; a function gets the request."""
-    left, requests = list(answers), list[Any]()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            status, body = left.pop(0) if len(left) > 1 else left[0]
-            content = json.dumps(body(requests[-1]) if callable(body) else body).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever, args=[0.02])
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.server_port}/v1", requests
-        finally:
-            listening.shutdown()
-            thread.join(10)
-
-
-def echo(request: dict[str, Any], text: str | None = None) -> dict[str, Any]:
+def echo(request: Request, text: str | None = None) -> Answer:
     """The answer of a server whose log-probability of each token is its id, less."""
-    ids = request["prompt"]
+    ids = request.body["prompt"]
     said = tokenizer().decode(ids) if text is None else text
     values = [None, *(-float(token) for token in ids[1:]), -9.0]
-    return {"choices": [{"text": said + "!", "logprobs": {"token_logprobs": values}}]}
+    return 200, {"choices": [{"text": said + "!", "logprobs": {"token_logprobs": values}}]}
 
 
 def ask(url: str, segments: list[Segment] | None = None) -> np.ndarray[Any, Any]:
@@ -160,9 +128,10 @@ def ask(url: str, segments: list[Segment] | None = None) -> np.ndarray[Any, Any]
 
 
 def test_a_server_is_asked_for_each_row_and_again_if_it_refuses() -> None:
-    with serving((503, {}), (200, echo)) as (url, requests):
-        assert ask(url).tolist() == [0, -6, -7, -8]
-        assert ask(url, [Segment(0, 3), Segment(3, 4, 0, 2)]).tolist() == [0, -6, -7, -8]
+    with serving((503, {}), echo) as server:
+        assert ask(f"{server.url}/v1").tolist() == [0, -6, -7, -8]
+        assert ask(f"{server.url}/v1", [Segment(0, 3), Segment(3, 4, 0, 2)]).tolist() == [0, -6, -7, -8]
+    requests = server.requests
     assert [request["prompt"] for request in requests] == [[5, 6, 7, 8]] * 2 + [[5, 6, 7], [5, 6, 8]]
     assert requests[0] | {"prompt": []} == {
         "model": "t", "prompt": [], "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1,
@@ -173,8 +142,8 @@ def test_a_server_is_asked_for_each_row_and_again_if_it_refuses() -> None:
     "said", [{}, [], {"choices": []}, {"choices": [{"logprobs": {"token_logprobs": [None, -1, None, -2]}}]}]
 )
 def test_an_answer_without_log_probabilities_is_an_error(said: Any) -> None:
-    with serving((200, said)) as (url, _), pytest.raises(ValueError, match="log-probabilities of the 4 tokens"):
-        ask(url)
+    with serving((200, said)) as server, pytest.raises(ValueError, match="log-probabilities of the 4 tokens"):
+        ask(f"{server.url}/v1")
 
 
 def config(model: Path, *chosen: Any, **sections: Any) -> TidemillConfig:
@@ -205,18 +174,19 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_anything_starts(mode
         check_teachers(config(mine, {"name": "teacher", "args": {"model": str(other)}}))
 
     def served(url: str) -> Finding | str:
-        return check_teachers(config(mine, {"name": "teacher_server", "args": {"base_url": url, "model": "t"}}))
+        args = {"base_url": f"{url}/v1", "model": "t"}
+        return check_teachers(config(mine, {"name": "teacher_server", "args": args}))
 
-    with serving((200, echo)) as (url, requests):
-        assert served(url) == "t"
-        assert len(requests[0]["prompt"]) > 60
+    with serving(echo) as server:
+        assert served(server.url) == "t"
+        assert len(server.requests[0]["prompt"]) > 60
     for answer, reason in (
-        ((200, lambda request: echo(request, "other words")), "the teacher t has another tokenizer"),
+        (lambda request: echo(request, "other words"), "the teacher t has another tokenizer"),
         ((404, {"error": "no model t"}), r"the teacher t: .*404"),
     ):
-        with serving(answer) as (url, _), pytest.raises(ConfigError, match=reason):
-            served(url)
-    found = served("http://127.0.0.1:9/v1")
+        with serving(answer) as server, pytest.raises(ConfigError, match=reason):
+            served(server.url)
+    found = served("http://127.0.0.1:9")
     assert isinstance(found, Finding)
     assert found.level == "warn"
 

@@ -3,10 +3,7 @@
 import json
 import re
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -27,6 +24,7 @@ from schemas.control_api import RunStatus, ServiceStatus
 from schemas.errors import ConfigError
 from tests.support.broker.run_statuses import make_status
 from tests.support.configurations import minimal_config
+from tests.support.servers.scripted_server import serving
 
 FOLDER = Path(__file__).parents[4] / "deploy" / "observability"
 
@@ -144,45 +142,20 @@ def test_many_moments_are_thinned_and_the_newest_stays(tmp_path: Path) -> None:
     assert (len(found.time), found.time[-1], found.cpu["trainer"][-1]) == (100, 999, 999)
 
 
-@pytest.fixture
-def hook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A web server that takes notices: the first time it has no time."""
-    got: list[dict[str, Any]] = []
-    asked = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            asked.append(1)
-            if len(asked) > 1:
-                got.append(json.loads(body))
-            self.send_response(200 if len(asked) > 1 else 503)
-            self.end_headers()
-
-        def log_message(self, *args: Any) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/secret-path", got
-    server.shutdown()
-    thread.join(10)
-    server.server_close()
-
-
-def test_a_webhook_and_a_command_learn_how_it_ended(tmp_path: Path, hook: tuple[str, list[dict[str, Any]]]) -> None:
-    url, got = hook
+def test_a_webhook_that_refuses_once_and_a_command_learn_how_it_ended(tmp_path: Path) -> None:
     write = "import sys, pathlib; pathlib.Path('told.json').write_text(sys.stdin.read())"
-    settings = config(tmp_path, webhook=url, command=[sys.executable, "-c", write])
-    settings._base = tmp_path
-    watch = RunWatch(settings, lambda text, level: None)
-    watch.observe(status())
-    watch.observe(status(state="finished"))
-    watch.observe(status(state="finished"))
-    watch.close()
-    assert [notice["event"] for notice in got] == ["finished"]
-    assert got[0]["text"] == "Tidemill run watched at step 3 of 10: finished"
-    assert json.loads((tmp_path / "told.json").read_text()) == got[0]
+    with serving((503, {}), (200, {})) as server:
+        settings = config(tmp_path, webhook=f"{server.url}/secret-path", command=[sys.executable, "-c", write])
+        settings._base = tmp_path
+        watch = RunWatch(settings, lambda text, level: None)
+        watch.observe(status())
+        watch.observe(status(state="finished"))
+        watch.observe(status(state="finished"))
+        watch.close()
+    refused, got = server.requests
+    assert (refused, got["event"]) == (got, "finished")
+    assert got["text"] == "Tidemill run watched at step 3 of 10: finished"
+    assert json.loads((tmp_path / "told.json").read_text()) == got
     shown = RunFolder(tmp_path)
     (tmp_path / "config.yaml").write_text(settings.model_dump_json(exclude_unset=True))
     assert shown.config().settings["notify.webhook"] == "***"

@@ -1,12 +1,7 @@
 """The client that agents are given, against a server that answers as the policy's endpoint does."""
 
 import asyncio
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 
@@ -14,6 +9,7 @@ from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
+from tests.support.servers.scripted_server import Answer, Request, serving
 
 pytest.importorskip("openai")
 
@@ -34,48 +30,15 @@ def plain(task, client):
 """
 
 
-class Policy(BaseHTTPRequestHandler):
+def policy(request: Request) -> Answer:
     """Answers with the path and the key that it was asked with."""
-
-    protocol_version = "HTTP/1.1"
-    connections: ClassVar[set[Any]] = set()
-
-    def do_POST(self) -> None:
-        self.connections.add(self.client_address)
-        self.rfile.read(int(self.headers["Content-Length"]))
-        message = {"role": "assistant", "content": f"{self.path} {self.headers['Authorization']}"}
-        body = json.dumps(
-            {
-                "id": "chatcmpl-1",
-                "object": "chat.completion",
-                "created": 1,
-                "model": "policy",
-                "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
-            }
-        ).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    Policy.connections.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Policy) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    message = {"role": "assistant", "content": f"{request.path} {request.headers['Authorization']}"}
+    choice = {"index": 0, "finish_reason": "stop", "message": message}
+    return 200, {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "policy", "choices": [choice]}
 
 
 @pytest.mark.parametrize(("run", "calls"), [("agent.py:run", 3), ("agent.py:plain", 1)])
-async def test_each_episode_has_its_client_on_shared_connections(tmp_path: Path, address: str, run: str, calls: int):
+async def test_each_episode_has_its_client_on_shared_connections(tmp_path: Path, run: str, calls: int):
     (tmp_path / "agent.py").write_text(AGENT)
 
     async def play() -> list[AgentResult]:
@@ -85,7 +48,7 @@ async def test_each_episode_has_its_client_on_shared_connections(tmp_path: Path,
             found = []
             for wave in range(3):
                 jobs = [
-                    AgentJob(f"{wave}-{k}", {"messages": []}, f"{address}/s/t{wave}{k}/v1", f"t{wave}{k}", 30.0)
+                    AgentJob(f"{wave}-{k}", {"messages": []}, f"{server.url}/s/t{wave}{k}/v1", f"t{wave}{k}", 30.0)
                     for k in range(4)
                 ]
                 found += await asyncio.gather(*(workers.run(job) for job in jobs))
@@ -93,13 +56,14 @@ async def test_each_episode_has_its_client_on_shared_connections(tmp_path: Path,
         finally:
             await workers.close()
 
-    results = await play()
+    with serving(policy) as server:
+        results = await play()
     assert [result.error for result in results] == [""] * 12
     tokens = [f"t{wave}{k}" for wave in range(3) for k in range(4)]
     assert [result.data["said"] for result in results] == [
         f"/s/{token}/v1/chat/completions Bearer {token}" for token in tokens
     ]
-    assert len(Policy.connections) <= 4
+    assert len({request.client for request in server.asked}) <= 4
 
 
 async def test_an_agent_that_asks_for_a_client_where_there_is_no_openai_is_told_so(tmp_path: Path):

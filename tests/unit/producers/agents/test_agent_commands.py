@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import http.server
 import json
 import os
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
+from tests.support.servers.scripted_server import serving
 from tests.support.user_code.sandboxes import sandbox
 
 SHELL = ["sh", "-c"]
@@ -180,32 +179,21 @@ json.dump({"reward": said["reward"], "metrics": found}, open(os.environ["TIDEMIL
 
 def test_a_program_in_the_sandbox_reaches_only_the_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox()
-    base, asked = tmp_path / "base", []
+    base = tmp_path / "base"
     base.mkdir()
     (base / "agent.py").write_text(ASKING)
     (tmp_path / "secret").write_text("secret")
 
-    class Endpoint(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"reward": 0.25}')
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server, socket.create_server(("", 0)) as other:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving((200, {"reward": 0.25})) as server, socket.create_server(("", 0)) as other:
         told = {"OTHER_PORT": other.getsockname()[1], "SECRET": tmp_path / "secret", "SERVICE": os.getpid()}
         for name, value in told.items():
             monkeypatch.setenv(name, str(value))
-        url = f"http://127.0.0.1:{server.server_port}/s/token/v1"
+        url = f"{server.url}/s/token/v1"
         result = play(
             base, [sys.executable, "agent.py"], base_url=url, sandbox="bwrap", python=sys.executable, env=[*told]
         )
-        server.shutdown()
     assert (result.kind, result.error, result.reward) == ("returned", "", 0.25)
-    assert asked == [("/s/token/v1", TASK)]
+    assert [(request.path, request.body) for request in server.asked] == [("/s/token/v1", TASK)]
     assert result.metrics == {"elsewhere": 0.0, "secret": 0.0, "service": 0.0, "folder": 1.0}
 
 

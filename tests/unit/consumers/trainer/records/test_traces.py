@@ -1,10 +1,5 @@
 """Traces as a receiver gets them: one a sample, children inside their parents, and all that failed."""
 
-import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -15,6 +10,7 @@ from consumers.trainer.records.traces import HEADERS, TraceLog
 from schemas.config import TraceConfig
 from schemas.messages import Score, Trajectory
 from schemas.messages.moments import Moment, nest, pack, unpack
+from tests.support.servers.scripted_server import ScriptedServer, serving
 from tests.support.trainer.trajectories import make_trajectory
 
 EPISODE = [
@@ -33,33 +29,11 @@ moments = st.lists(
 )
 
 
-@contextmanager
-def receiver() -> Iterator[tuple[str, list[dict[str, Any]], list[dict[str, str]]]]:
-    """A receiver of OTLP: its address, the spans it got, and the headers of the requests."""
-    spans: list[dict[str, Any]] = []
-    headers: list[dict[str, str]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            headers.append(dict(self.headers))
-            spans.extend(span for one in body["resourceSpans"] for s in one["scopeSpans"] for span in s["spans"])
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", spans, headers
-    finally:
-        server.shutdown()
-        thread.join(10)
-        server.server_close()
+def spans_of(server: ScriptedServer) -> list[dict[str, Any]]:
+    """The spans that a receiver of OTLP got."""
+    assert {request.path for request in server.asked} == {"/v1/traces"}
+    scopes = [scope for body in server.requests for one in body["resourceSpans"] for scope in one["scopeSpans"]]
+    return [span for scope in scopes for span in scope["spans"]]
 
 
 def traced(sample: int) -> Trajectory:
@@ -74,12 +48,13 @@ def attributes(span: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_sample_is_one_trace_from_admission_to_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HEADERS, "authorization=Bearer%20secret")
-    with receiver() as (url, spans, headers):
-        log = TraceLog(TraceConfig(url=url, share=1.0), "run", "models/small")
+    with serving((200, {})) as server:
+        log = TraceLog(TraceConfig(url=server.url, share=1.0), "run", "models/small")
         body = traced(1)
         log.trained(12, 2.0, [(body, 0.5)])
         log.close()
-    assert headers[0]["Authorization"] == "Bearer secret"
+    assert server.asked[0].headers["Authorization"] == "Bearer secret"
+    spans = spans_of(server)
     (root,) = [span for span in spans if "parentSpanId" not in span]
     assert attributes(root) | {"tidemill.reward": 0.5, "gen_ai.operation.name": "invoke_agent"} == attributes(root)
     assert len({span["traceId"] for span in spans}) == 1
@@ -104,22 +79,18 @@ def test_a_sample_is_one_trace_from_admission_to_its_step(monkeypatch: pytest.Mo
 
 
 def test_a_share_is_sent_and_every_failure() -> None:
-    with receiver() as (url, spans, _):
-        log = TraceLog(TraceConfig(url=url, share=0.25), "run", "m")
+    with serving((200, {})) as server:
+        log = TraceLog(TraceConfig(url=server.url, share=0.25), "run", "m")
         log.trained(1, 1.0, [(traced(sample), 0.0) for sample in range(200)])
-        Score(status="error", reason="it timed out", trace=pack(Moment("term", "t", 1000, 2000, 0, True)))
+        late = Score(status="error", reason="it timed out", trace=pack(Moment("term", "t", 1000, 2000, 0, True)))
         for sample in range(200, 220):
-            log.failed(
-                3,
-                sample,
-                Score(status="error", reason="it timed out", trace=pack(Moment("term", "t", 1000, 2000, 0, True))),
-            )
+            log.failed(3, sample, late)
         log.close()
-    roots = [span for span in spans if "parentSpanId" not in span]
+    roots = [span for span in spans_of(server) if "parentSpanId" not in span]
     failed = [span for span in roots if "status" in span]
     assert [span["status"]["message"] for span in failed] == ["it timed out"] * 20
     assert 25 <= len(roots) - len(failed) <= 75
-    log = TraceLog(TraceConfig(url=url, share=0.25), "run", "m")
+    log = TraceLog(TraceConfig(url=server.url, share=0.25), "run", "m")
     log.trained(1, 1.0, [(traced(0), 0.0)])
     log.close()  # the receiver is gone: nothing is raised
 
