@@ -2,43 +2,33 @@
 
 import json
 import socket
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from deploy.checks import preflight, user_code
 from deploy.checks.finding import Finding, run_check
-from schemas.config import load_config, parse_config
+from deploy.checks.thorough import measure_model, measure_prompts
+from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError
 from tests.support.models.model_folders import write_model_files
-from tests.support.runs.command_line import Finished, run_tidemill
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.command_line import run_tidemill
 
+Changed = Callable[..., TidemillConfig]
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with a configuration, a model's files and prompts."""
-    write_model_files(tmp_path / "model")
-    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    config = {
-        "run": {"name": "checked"},
-        "model": {"path": "model"},
-        "train": {"name": "jsonl", "args": {"path": "prompts.jsonl"}},
-        "reward": {"terms": [{"name": "exact"}]},
-        "generator": {"engine": "scripted"},
-        "trainer": {"batch_groups": 8},
-        "control": {"port": 0},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    return tmp_path
-
-
-def up(folder: Path, *overrides: str) -> Finished:
-    return run_tidemill("up", "config.yaml", *overrides, cwd=folder)
+def refused(folder: Path, *overrides: str, command: str = "up") -> str:
+    """The one line of a command that exits with 2, and prints nothing else and leaves nothing behind."""
+    done = run_tidemill(command, "config.yaml", *overrides, cwd=folder)
+    assert (done.returncode, len(done.stderr.splitlines()), done.stdout) == (2, 1, ""), done.stderr
+    assert not (folder / "runs").exists()
+    return done.stderr
 
 
 @pytest.mark.parametrize(
@@ -66,11 +56,7 @@ def test_a_mistake_is_told_without_running_anything_of_the_user(
     folder: Path, override: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "_check_user_code", lambda *_: pytest.fail("this needs no child"))
-    done = up(folder, override)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert message in done.stderr
-    assert done.stdout == ""
-    assert not (folder / "runs").exists()
+    assert message in refused(folder, override)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +69,7 @@ def test_a_mistake_is_told_without_running_anything_of_the_user(
     ],
 )
 def test_slurm_writes_no_script_of_a_run_that_cannot_work(folder: Path, override: str, message: str) -> None:
-    done = run_tidemill("slurm", "config.yaml", override, cwd=folder)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert message in done.stderr
-    assert done.stdout == ""
-    assert not (folder / "runs").exists()
+    assert message in refused(folder, override, command="slurm")
 
 
 @pytest.mark.parametrize(
@@ -126,9 +108,7 @@ def broken_folders(folder: Path) -> dict[str, str]:
 
 def test_a_model_is_judged_by_its_files(folder: Path) -> None:
     for name, message in broken_folders(folder).items():
-        done = up(folder, f"model.path={name}")
-        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-        assert message in done.stderr
+        assert message in refused(folder, f"model.path={name}")
 
 
 def test_a_hub_id_is_one_question_and_one_line_without_a_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,51 +119,52 @@ def test_a_hub_id_is_one_question_and_one_line_without_a_network(folder: Path, m
         raise RuntimeError("Name or service not known\nmore of it")
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", ask)
-    done = up(folder, "model.path=qwen/none")
+    line = "tidemill: model.path qwen/none: no such folder, and the Hub answered: Name or service not known\n"
+    assert refused(folder, "model.path=qwen/none") == line
     assert asked == ["qwen/none"]
-    assert (done.returncode, done.stderr) == (
-        2,
-        "tidemill: model.path qwen/none: no such folder, and the Hub answered: Name or service not known\n",
-    )
 
 
-def test_a_missing_package_is_told_where_services_run_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_told_where_services_run_here(changed: Changed, monkeypatch: pytest.MonkeyPatch) -> None:
     """On other machines, as Ray starts them, packages are theirs."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = parse_config(yaml.safe_load((folder / "config.yaml").read_text()) | {"generator": {"engine": "vllm"}})
+    config = changed(generator={"engine": "vllm"})
     with pytest.raises(ConfigError, match=r"^the trainer needs the package torch: pip install 'tidemill\[train\]'$"):
         preflight.check_packages(config)
     assert preflight.check_packages(config, here=False) == "engine vllm"
 
 
-def test_several_processes_of_vllm_on_a_cpu_are_refused_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_of_vllm_on_a_cpu_are_refused(changed: Changed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "is_cpu_build", lambda: True)
-    generator = {"engine": "vllm", "args": {"tensor_parallel_size": 2}}
-    config = parse_config(yaml.safe_load((folder / "config.yaml").read_text()) | {"generator": generator})
+    config = changed(generator={"engine": "vllm", "args": {"tensor_parallel_size": 2}})
     with pytest.raises(ConfigError, match=r"^generator\.args: tensor_parallel_size 2: vLLM on a CPU runs"):
         preflight.check_packages(config)
     assert preflight.check_packages(config, here=False) == "engine vllm"
 
 
-def test_a_parser_of_answers_that_there_is_not_is_told_before_anything_starts(folder: Path) -> None:
+def test_a_parser_of_answers_that_there_is_not_is_told_before_anything_starts(changed: Changed) -> None:
     for engine, names in (("vllm", "one of "), ("scripted", "one of hermes, and with generator.engine vllm")):
-        generator = {"engine": engine, "agents": {"tool_parser": "hermse"}}
-        config = parse_config(yaml.safe_load((folder / "config.yaml").read_text()) | {"generator": generator})
+        config = changed(generator={"engine": engine, "agents": {"tool_parser": "hermse"}})
         with pytest.raises(ConfigError, match=r"^unknown generator\.agents\.tool_parser 'hermse'") as error:
             preflight.check_packages(config, here=engine == "scripted")
         assert names in str(error.value)
 
 
-def user_code_findings(folder: Path, **sections: Any) -> list[Finding]:
-    """The findings of the part that runs in a child process, made in this one, up to the first that fails."""
-    data = yaml.safe_load((folder / "config.yaml").read_text()) | sections
-    data["model"] = {"path": str(folder / data["model"]["path"])}
-    findings = []
-    for name, look in user_code.checks(parse_config(data, folder)):
-        findings.append(run_check(name, look))
-        if findings[-1].level == "fail":
-            break
-    return findings
+Find = Callable[..., list[Finding]]
+
+
+@pytest.fixture
+def find(changed: Changed) -> Find:
+    """Makes the findings of the part that runs in a child process in this one, up to the first that fails."""
+
+    def find(**sections: Any) -> list[Finding]:
+        findings = []
+        for name, look in user_code.checks(changed(**sections)):
+            findings.append(run_check(name, look))
+            if findings[-1].level == "fail":
+                break
+        return findings
+
+    return find
 
 
 def agent(**args: Any) -> dict[str, Any]:
@@ -195,7 +176,7 @@ def jsonl(folder: Path, text: str, **args: Any) -> dict[str, Any]:
     return {"name": "jsonl", "args": {"path": "data.jsonl", **args}}
 
 
-def test_data_are_opened_and_every_line_is_read(folder: Path) -> None:
+def test_data_are_opened_and_every_line_is_read(folder: Path, find: Find) -> None:
     good = '{"prompt": "1+1=", "answer": "2"}\n'
     for text, args, message in (
         ("", {}, "there is no row in "),
@@ -203,32 +184,32 @@ def test_data_are_opened_and_every_line_is_read(folder: Path) -> None:
         (good, {"answer": "gold"}, "no field 'gold'"),
         (good, {"prompts": "x"}, "unknown argument 'prompts', did you mean 'prompt'?"),
     ):
-        (found,) = user_code_findings(folder, train=jsonl(folder, text, **args))
+        (found,) = find(train=jsonl(folder, text, **args))
         assert (found.name, found.level) == ("dataset", "fail")
         assert message in found.text
-    (found,) = user_code_findings(folder, train={"name": "jsonl", "args": {"path": "none.jsonl"}})
+    (found,) = find(train={"name": "jsonl", "args": {"path": "none.jsonl"}})
     assert found.text == f"dataset 'jsonl': path 'none.jsonl': no file {folder / 'none.jsonl'}"
 
 
-def test_whatever_a_users_dataset_raises_is_one_line(folder: Path) -> None:
+def test_whatever_a_users_dataset_raises_is_one_line(folder: Path, find: Find) -> None:
     (folder / "mine.py").write_text("class Data:\n    def __init__(self):\n        raise KeyError('split\\nby')\n")
-    (found,) = user_code_findings(folder, train={"name": "mine.py:Data"})
+    (found,) = find(train={"name": "mine.py:Data"})
     assert (found.level, found.text) == ("fail", "dataset: KeyError: 'split\\nby'")
 
 
-def test_messages_need_a_chat_template_that_can_be_read(folder: Path) -> None:
+def test_messages_need_a_chat_template_that_can_be_read(folder: Path, find: Find) -> None:
     rows = jsonl(folder, '{"prompt": "1+1=", "answer": "2"}', chat=True)
-    assert "has no chat template" in user_code_findings(folder, train=rows)[-1].text
+    assert "has no chat template" in find(train=rows)[-1].text
     write_model_files(folder / "model", "{% for m in messages %}")
-    assert "the chat template in" in user_code_findings(folder, train=rows)[-1].text
+    assert "the chat template in" in find(train=rows)[-1].text
     marked = CHAT + "{% generation %}{% break %}{% endgeneration %}"
     for template in (CHAT, marked.replace("{% break %}", "")):
         write_model_files(folder / "model", template)
-        assert user_code_findings(folder, train=rows)[-1].level == "ok"
+        assert find(train=rows)[-1].level == "ok"
 
 
-def test_a_batch_of_more_prompts_than_there_are_is_a_warning(folder: Path) -> None:
-    found = user_code_findings(folder, trainer={"batch_groups": 41})[0]
+def test_a_batch_of_more_prompts_than_there_are_is_a_warning(find: Find) -> None:
+    found = find(trainer={"batch_groups": 41})[0]
     assert found.level == "warn"
     assert found.text.startswith("trainer.batch_groups 41 exceeds the 40 prompts of jsonl: prompts repeat within")
 
@@ -266,8 +247,8 @@ def test_a_batch_of_more_prompts_than_there_are_is_a_warning(folder: Path) -> No
         ({"trainer": {"trackers": ["none.py:Mine"]}}, "trainer.trackers 'none.py:Mine' cannot be imported"),
     ],
 )
-def test_arguments_are_bound_as_services_will_bind_them(folder: Path, sections: dict[str, Any], message: str) -> None:
-    found = user_code_findings(folder, **{"trainer": {"batch_groups": 8}, **sections})[-1]
+def test_arguments_are_bound_as_services_will_bind_them(find: Find, sections: dict[str, Any], message: str) -> None:
+    found = find(**{"trainer": {"batch_groups": 8}, **sections})[-1]
     assert found.level == "fail"
     assert message in found.text
 
@@ -282,29 +263,26 @@ def test_arguments_are_bound_as_services_will_bind_them(folder: Path, sections: 
         ({"kl": {"estimator": "mine.py:f"}}, "def f(): ...", "trainer.kl.estimator must be callable with (difference)"),
     ],
 )
-def test_a_users_algorithms_must_be_callable(folder: Path, setting: dict[str, Any], code: str, message: str) -> None:
+def test_a_users_algorithms_must_be_callable(
+    folder: Path, find: Find, setting: dict[str, Any], code: str, message: str
+) -> None:
     (folder / "mine.py").write_text(code)
-    found = user_code_findings(folder, trainer={"batch_groups": 8, **setting})[-1]
+    found = find(trainer={"batch_groups": 8, **setting})[-1]
     assert (found.name, found.level) == ("algorithm", "fail")
     assert message in found.text
 
 
-def test_examples_of_algorithms_pass_the_check(folder: Path) -> None:
+def test_examples_of_algorithms_pass_the_check(folder: Path, find: Find) -> None:
     code = "def loss(inputs, *, beta=1.0): ...\ndef advantage(rewards, groups): ...\ndef kl(difference): ...\n"
     (folder / "mine.py").write_text(code)
     for own in ("mine.py:advantage", "reinforce_pp", "grpo"):
         trainer = {"loss": {"name": "mine.py:loss", "args": {"beta": 2}}, "advantage": {"name": own}, "batch_groups": 8}
-        found = user_code_findings(
-            folder, trainer=trainer | {"kl": {"estimator": "mine.py:kl"}, "aggregation": "prompt_mean"}
-        )
+        found = find(trainer=trainer | {"kl": {"estimator": "mine.py:kl"}, "aggregation": "prompt_mean"})
         assert found[-1].level == "ok", found[-1]
 
 
 def test_built_in_algorithms_without_arguments_need_no_pytorch(folder: Path) -> None:
     """So that a start pays seconds only for what can be wrong."""
-    import subprocess
-    import sys
-
     code = (
         "import sys, json; from schemas.config import load_config; from deploy.checks import user_code, preflight\n"
         "for name, look in user_code.checks(load_config('config.yaml')): look()\n"
@@ -330,46 +308,40 @@ def test_built_in_algorithms_without_arguments_need_no_pytorch(folder: Path) -> 
 )
 def test_the_users_code_can_not_end_the_check_without_a_word(folder: Path, code: str, message: str) -> None:
     (folder / "mine.py").write_text(code)
-    done = up(folder, "train={name: 'mine.py:Data'}")
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert message in done.stderr
-    assert done.stdout == ""
+    assert message in refused(folder, "train={name: 'mine.py:Data'}")
 
 
-def test_a_port_that_is_taken_is_told_to_people_and_ends_nothing(folder: Path, capsys: Any) -> None:
+def test_a_port_that_is_taken_is_told_to_people_and_ends_nothing(changed: Changed, capsys: Any) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        data = yaml.safe_load((folder / "config.yaml").read_text()) | {"control": {"port": port}}
-        data["model"]["path"] = str(folder / "model")
-        preflight.check(parse_config(data, folder))
+        preflight.check(changed(control={"port": port}))
     assert capsys.readouterr().err == (
         f"tidemill: warning: control.port {port} is in use on 127.0.0.1: the control plane will use a free one\n"
     )
 
 
-def test_a_check_that_hangs_ends_at_its_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_hangs_ends_in_time(folder: Path, changed: Changed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "USER_CODE_DEADLINE_S", 0.2)
     (folder / "mine.py").write_text("import time\ntime.sleep(60)\n")
-    data = yaml.safe_load((folder / "config.yaml").read_text()) | {"train": {"name": "mine.py:Data"}}
-    data["model"]["path"] = str(folder / "model")
     with pytest.raises(ConfigError, match=r"^[\w ]+: no answer within 0 s$"):
-        preflight.check(parse_config(data, folder))
+        preflight.check(changed(train={"name": "mine.py:Data"}))
 
 
-def test_a_file_that_the_system_refuses_is_one_line(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("fail", "code", "line"),
+    [
+        (lambda folder: (folder / "prompts.jsonl" / "x").mkdir(), 2, "{folder}/prompts.jsonl/x: Not a directory"),
+        (lambda folder: Path("/dev/full").write_text("x"), 1, "No space left on device"),
+    ],
+    ids=["refused", "full disk, and no name"],
+)
+def test_what_the_system_refuses_is_one_line(folder: Path, fail: Callable[[Path], None], code: int, line: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("schemas.run_folder.config_of", lambda run: (folder / "prompts.jsonl" / "x").mkdir())
+        patch.setattr("schemas.run_folder.config_of", lambda run: fail(folder))
         done = run_tidemill("export", "checked", cwd=folder)
-    assert (done.returncode, done.stderr) == (2, f"tidemill: {folder}/prompts.jsonl/x: Not a directory\n")
-
-
-def test_a_full_disk_is_one_line_also_where_the_file_has_no_name(folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("schemas.run_folder.config_of", lambda run: Path("/dev/full").write_text("x"))
-        done = run_tidemill("export", "checked", cwd=folder)
-    assert (done.returncode, done.stderr) == (1, "tidemill: No space left on device\n")
+    assert (done.returncode, done.stderr) == (code, f"tidemill: {line.format(folder=folder)}\n")
 
 
 def test_doctor_makes_the_same_check_and_answers_in_json(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,9 +364,6 @@ def test_doctor_makes_the_same_check_and_answers_in_json(folder: Path, monkeypat
 
 
 def test_a_model_is_measured_without_its_weights(tmp_path: Path) -> None:
-    from deploy.checks.thorough import measure_model
-    from tests.support.models.tiny_model import make_tiny_model
-
     model = make_tiny_model(tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"no weights are read")
     data = {
@@ -418,87 +387,12 @@ def test_a_model_is_measured_without_its_weights(tmp_path: Path) -> None:
         (["", "1+" * 8], "fail", "2 of the first 2 prompts cannot be used with model.max_length 16: task 0 has an"),
     ],
 )
-def test_doctor_counts_the_tokens_of_prompts(folder: Path, prompts: list[str], level: str, text: str) -> None:
-    from deploy.checks.thorough import measure_prompts
-    from tests.support.models.tiny_model import make_tiny_model
-
+def test_doctor_counts_the_tokens_of_prompts(
+    folder: Path, changed: Changed, prompts: list[str], level: str, text: str
+) -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "2"}) + "\n" for p in prompts))
-    data = yaml.safe_load((folder / "config.yaml").read_text())
-    data["model"] = {"path": str(make_tiny_model(folder / "tiny")), "max_length": 16}
-    config = parse_config({**data, "sampling": {"max_tokens": 5}}, base=folder)
+    model = {"path": str(make_tiny_model(folder / "tiny")), "max_length": 16}
+    config = changed(model=model, sampling={"max_tokens": 5})
     found = run_check("prompts", lambda: measure_prompts(config))
     assert found.level == level
     assert found.text.startswith(text), found.text
-
-
-def first_reward(folder: Path, data: dict[str, Any], thorough: bool) -> Finding:
-    """What the check of a first reward finds, after those before it."""
-    for name, look in user_code.checks(parse_config(data, base=folder), thorough):
-        found = run_check(name, look)
-        if name == "first reward":
-            return found
-    raise AssertionError("the reward was not tried")
-
-
-@pytest.mark.parametrize(("thorough", "level"), [(True, "fail"), (False, "warn")])
-def test_a_reward_that_raises_is_told_by_doctor_and_before_a_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, thorough: bool, level: str
-) -> None:
-    monkeypatch.setattr(user_code, "QUICK_S", 60.0)
-    (folder / "mine.py").write_text("def mine(prompt, completion, prompt_ids, completion_ids):\n    return 1 / 0\n")
-    data = yaml.safe_load((folder / "config.yaml").read_text()) | {"reward": {"terms": [{"name": "mine.py:mine"}]}}
-    found = first_reward(folder, data, thorough)
-    assert (found.level, found.advice) == (level, "fix the reward function")
-    assert found.text.startswith(
-        "no reward for the reference answer of the first prompt: mine.py:mine: ZeroDivisionErr"
-    )
-
-
-def test_up_warns_of_a_reward_that_fails_on_the_first_prompt(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(folder)
-    (folder / "prompts.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n' * 40)
-    preflight.check(load_config(Path("config.yaml"), ["train.args.answer=null"]))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("tidemill: warning: no reward for an empty answer of the first prompt: exact: TypeError: ")
-
-
-def test_no_run_waits_for_rewards_that_need_a_server_or_are_slow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_code, "QUICK_S", 0.2)
-    (folder / "mine.py").write_text(
-        "import time\n"
-        "async def asks(prompt, completion, prompt_ids, completion_ids):\n    return 1 / 0\n"
-        "def slow(prompt, completion, prompt_ids, completion_ids):\n    time.sleep(30)\n"
-    )
-    data = yaml.safe_load((folder / "config.yaml").read_text())
-    for terms, text in (
-        ([{"name": "mine.py:asks"}], "skipped: it needs a server, a model or the workflow"),
-        ([{"name": "mine.py:asks"}, {"name": "exact"}], "1 for the reference answer of the first prompt"),
-        ([{"name": "mine.py:slow"}], "skipped: it takes longer than 0.2 s"),
-    ):
-        found = first_reward(folder, data | {"reward": {"terms": terms}}, thorough=False)
-        assert (found.level, found.text) == ("ok", text)
-
-
-def test_doctor_names_the_form_of_an_answer_that_a_rule_expects(folder: Path) -> None:
-    (folder / "mine.py").write_text("def mine(completion, answer):\n    return float(completion == f'#### {answer}')\n")
-    data = yaml.safe_load((folder / "config.yaml").read_text()) | {"reward": {"terms": [{"name": "mine.py:mine"}]}}
-    answer = "0 for the reference answer of the first prompt, 1 for '#### "
-    assert first_reward(folder, data, thorough=True).text.startswith(answer)
-    assert first_reward(folder, data, thorough=False).text == answer.partition(",")[0]
-
-
-def test_doctor_tries_the_reward_of_an_episode_with_one_that_the_workflow_gave(folder: Path) -> None:
-    (folder / "mine.py").write_text(
-        "def said(prompt, completion, prompt_ids, completion_ids, messages):\n"
-        "    return len(messages) + float(messages[-1]['content'] == '1')\n"
-    )
-    data = yaml.safe_load((folder / "config.yaml").read_text())
-    data["generator"]["workflow"] = {"name": "agent"}
-    data["reward"] = {"terms": [{"name": "episode"}, {"name": "mine.py:said"}]}
-    assert (
-        first_reward(folder, data, thorough=True).text
-        == "4 for the reference answer of the first prompt, if the workflow's reward is 1"
-    )
-    assert first_reward(folder, data, thorough=False).text.startswith("skipped: ")
