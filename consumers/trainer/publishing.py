@@ -253,12 +253,13 @@ class MismatchWatch:
             if beat.role == "generator" and now - beat.time < FRESH_S
         }
         process = alive.pop(name, None)
-        if process is None or self._told.get(name) == process:
+        drained = find_drained(context.broker.run_control.read() or ControlState(), heartbeats)
+        drains = self._drains and bool(set(alive) - drained)
+        # What was drained may still send what it began. What was only reported is drained as soon as it can be.
+        if process is None or name in drained or (self._told.get(name) == process and not drains):
             return
         self._told[name] = process
-        control = context.broker.run_control.read() or ControlState()
-        others = set(alive) - find_drained(control, heartbeats)
-        if self._drains and others:
+        if drains:
             context.broker.run_control.drain(name, process, "trainer")
             done = "it gets no more tasks, and its samples end as mismatch"
         else:

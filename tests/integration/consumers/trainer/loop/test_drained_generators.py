@@ -213,7 +213,29 @@ def test_the_last_generator_and_a_reported_one_go_on(
     assert "mismatch/c/gap" in read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
-async def test_a_drained_generator_takes_no_task_but_another_does(broker: Broker, model: Path, tmp_path: Path) -> None:
+def test_a_generator_at_fault_is_drained_once_another_is_alive_and_again_if_the_broker_forgets_it(
+    still_trainer: Callable[..., Trainer], broker: Broker
+) -> None:
+    watch = still_trainer().mismatch_watch
+
+    def find(*alive: str) -> list[str]:
+        send_heartbeats(broker, alive)
+        for _ in range(2):
+            watch._report("c", "its tokens are not those of the policy")
+        control = broker.run_control.read()
+        return [] if control is None else [*control.mismatch]
+
+    assert find("c") == []
+    assert find("a", "c") == ["c"]
+    broker.connection.client.delete(broker.connection.keys.run_control)
+    assert find() == ["c"]
+    ends = [text.rpartition("; ")[2] for text in mismatch_events(broker)]
+    assert ends == ["no other generator is alive", *["it gets no more tasks, and its samples end as mismatch"] * 2]
+
+
+async def test_a_drained_generator_takes_no_task_and_another_one_does(
+    broker: Broker, model: Path, tmp_path: Path
+) -> None:
     config = make_generator_config(model, tmp_path)
     begin_run(broker, tmp_path)
     async with running_generator(config, broker, make_engine(config, token_s=0.0), "c"):
