@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.workload,
         options.judge,
         options.turns,
+        options.teacher,
     )
     if not plan.kinds():
         print(
@@ -90,8 +91,8 @@ def parser() -> argparse.ArgumentParser:
         "--workload",
         choices=settings.WORKLOADS,
         default="both",
-        help="what generators do: complete texts, serve agents, agents for every third task, or programs as agents for"
-        " every third task (%(default)s)",
+        help="what generators do: complete texts, serve agents, agents for every third task, programs as agents for"
+        " every third task, or serve users who reward their conversations later (%(default)s)",
     )
     found.add_argument(
         "--weights", choices=("file", "redis", "peer", "nccl"), help="how weights travel; by the seed as a rule"
@@ -102,6 +103,9 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument(
         "--turns", action="store_true", help="generator-0 and the trainer share a GPU, which is imitated"
+    )
+    found.add_argument(
+        "--teacher", action="store_true", help="a teacher more, in a server of its own that is killed and frozen"
     )
     found.add_argument("--fault-every", type=float, default=1.6, help="mean seconds between faults (%(default)s)")
     found.add_argument("--folder", type=Path, help="where all files go; a new temporary folder by default")

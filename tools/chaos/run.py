@@ -13,6 +13,7 @@ from rich.console import Console
 
 from benchmarks.rewards.server import FlakyJudge
 from broker.connection.keys import Keys
+from deploy.supervisor.process import Process
 from tools.chaos import settings
 from tools.chaos.agents import faults as faults_agents
 from tools.chaos.faults import broker, floods, network, poison, processes, turns, user
@@ -21,21 +22,25 @@ from tools.chaos.judging.oracle import Loss, cursor, gather
 from tools.chaos.judging.recovery import Hit
 from tools.chaos.judging.surviving_steps import surviving_steps
 from tools.chaos.judging.watch import Tail, Watch
-from tools.chaos.processes import Fleet, endpoint
+from tools.chaos.outside import faults as faults_outside
+from tools.chaos.outside.teacher import Teacher
+from tools.chaos.outside.witness import WRONG
+from tools.chaos.processes import Fleet, endpoint, free_port
 from tools.chaos.proxy import Proxy
 from tools.chaos.server import Server
 from tools.chaos.service import FULL_DISK
 from tools.chaos.turns import DIE_WAKING, SharedGpu
 from tools.chaos.world import KINDS, Fault, Strike, World
 
-MODULES = (processes, faults_agents, broker, floods, network, poison, turns, user)
+MODULES = (processes, faults_agents, faults_outside, broker, floods, network, poison, turns, user)
 """Importing them fills KINDS."""
 TICK_S = 0.02
 LOOK_S = 0.2
 STATUS_S = 2.0
 UNDO_AGAIN_S = 0.2
-WARM_UP_DEADLINE_S = 120.0
+WARM_UP_DEADLINE_S = 300.0
 REST_DEADLINE_S = 120.0
+USERS = (sys.executable, "-m", "tools.chaos.outside.users")
 REST_LOOK_S = 3.0
 MISBEHAVE = tuple(f"misbehave-{what}" for what in ("dataset", "workflow", "reward", "tracker", "agent"))
 
@@ -54,6 +59,7 @@ class ChaosPlan:
     workload: str = "both"
     judge: bool = False
     turns: bool = False
+    teacher: bool = False
 
     def kinds(self) -> list[Fault]:
         """The kinds that may happen."""
@@ -80,16 +86,19 @@ class Chaos:
             0.1, 0.05, frozenset(range(100, 100_000, 400)), answers=(f"Score: {settings.JUDGE_SAYS:g}",)
         )
         judge_url = self.judge.__enter__().url if plan.judge else None
-        config = settings.prepare(plan.folder, plan.seed, plan.workload, judge_url)
+        self._teacher = Teacher(plan.folder) if plan.teacher else None
+        teacher_url = self._teacher.url if self._teacher is not None else None
+        config = settings.prepare(plan.folder, plan.seed, plan.workload, judge_url, teacher_url)
         self.server = Server(plan.folder / "broker")
         self.proxy = Proxy(self.server.socket)
         self.keys = Keys("tidemill", settings.RUN)
-        overrides = [f"run.seed={plan.seed}", *plan.overrides]
+        # A user's address of a conversation must hold when the control plane is restarted.
+        overrides = [f"run.seed={plan.seed}", f"control.port={free_port()}", *plan.overrides]
         self.fleet = Fleet(
             plan.folder, config, overrides, settings.LEASE_S, self.proxy.open, self.proxy.open, plan.workload
         )
         self.fleet.gpu = SharedGpu(plan.folder) if plan.turns else None
-        slots = (settings.STALENESS + 1) * settings.GROUPS
+        flow = settings.flow(plan.workload)
         self.world = World(
             plan.folder,
             self.fleet,
@@ -98,10 +107,13 @@ class Chaos:
             self.keys,
             settings.LEASE_S,
             settings.GROUPS,
-            settings.SAMPLES,
-            slots,
+            flow.samples,
+            (flow.staleness + 1) * settings.GROUPS,
+            flow.staleness,
             plan.workload,
+            self._teacher,
         )
+        self._users: Process | None = None
         self._own = EvidenceWriter(plan.folder / "suite", "suite")
         self._watch = Watch(self.server, self.keys, self._own)
         self._tail = Tail(plan.folder / "evidence")
@@ -122,8 +134,13 @@ class Chaos:
         try:
             self.server.start()
             self.server.wait()
-            for name, role in settings.SERVICES.items():
+            if self._teacher is not None:
+                self._teacher.start()
+            for name, role in settings.services(self.plan.workload).items():
                 self.fleet.start(role, name)
+            if self.plan.workload == "live":
+                log = self.plan.folder / "logs" / "users.log"
+                self._users = Process([*USERS, str(self.plan.folder), str(self.plan.seed)], "users", log=log)
             self._until("the first trained steps", WARM_UP_DEADLINE_S, lambda: self._tail.counts["steps"] >= 3)
             self._rain()
             self._rest()
@@ -131,6 +148,9 @@ class Chaos:
             self.fleet.stop(self._tick_quietly)
         finally:
             self.fleet.stop(lambda: None)
+            for beside in (self._users, self._teacher):
+                if beside is not None:
+                    beside.kill()
             self.server.stop()
             self.proxy.close()
             if self.plan.judge:
@@ -199,7 +219,9 @@ class Chaos:
         self._undo_leftovers()
         self.cursor = cursor(read_logs(self.plan.folder / "evidence", "feeder"), faults_end)
         looked = 0.0
-        while time.monotonic() < faults_end + REST_DEADLINE_S:
+        # The last conversation that was offered begins soon, and its reward may come at the end of its time.
+        deadline_s = REST_DEADLINE_S + (2 * settings.REWARD_S if self.plan.workload == "live" else 0.0)
+        while time.monotonic() < faults_end + deadline_s:
             self._tick()
             if time.monotonic() >= looked + REST_LOOK_S:
                 self.missing = self._unfinished()
@@ -208,12 +230,12 @@ class Chaos:
                     return
         shown = ", ".join(map(str, self.missing[:20]))
         self.problems.append(
-            f"{len(self.missing)} tasks had not ended {REST_DEADLINE_S:.0f} s after the last fault: {shown}"
+            f"{len(self.missing)} tasks had not ended {deadline_s:.0f} s after the last fault: {shown}"
         )
 
     def _undo_leftovers(self) -> None:
         self.proxy.heal([*self.fleet.urls, *map(endpoint, self.fleet.endpoints)])
-        for flag in (FULL_DISK, DIE_WAKING, *MISBEHAVE):
+        for flag in (FULL_DISK, DIE_WAKING, WRONG, *MISBEHAVE):
             (self.plan.folder / flag).unlink(missing_ok=True)
 
     def _unfinished(self) -> list[int]:
@@ -268,7 +290,7 @@ class Chaos:
         line = (
             f"{self._phase} {minutes}:{seconds:02d} · {len(self.hits)} faults · {counts['published']:,} published,"
             f" {counts['trained']:,} trained in {counts['steps']:,} steps · {self.fleet.up()} of"
-            f" {len(settings.SERVICES)} up · last {self._last}"
+            f" {len(settings.services(self.plan.workload))} up · last {self._last}"
         )
         if self._console.is_terminal:
             self._console.print(f"\r{line[: self._console.width - 2]:<{self._console.width - 2}}", end="")

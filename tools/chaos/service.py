@@ -47,6 +47,7 @@ from schemas.messages import Task, Trajectory
 from schemas.system import guard
 from tools.chaos.agents import calls
 from tools.chaos.judging.evidence import EvidenceWriter, digest
+from tools.chaos.outside import witness
 from tools.chaos.settings import INJECTED, JUDGE_SAYS, is_for_agents
 from tools.chaos.turns import watch_generator, watch_trainer
 from tools.chaos.user_code import SMALLEST, TextTurn, expected
@@ -64,7 +65,9 @@ def main(arguments: Sequence[str]) -> None:
     evidence = EvidenceWriter(folder / "evidence", name)
     evidence.write("started")
     _watch_ends(evidence)
-    {"feeder": _feeder, "generator": _generator, "reward": _reward, "trainer": _trainer}[role](evidence, folder)
+    {"feeder": _feeder, "generator": _generator, "reward": _reward, "trainer": _trainer, "control": _control}[role](
+        evidence, folder
+    )
     sys.argv = ["tidemill", role, config, *arguments[6:], "--name", name]
     app.main()
 
@@ -154,6 +157,7 @@ def _generator(evidence: EvidenceWriter, folder: Path) -> None:
     assert hasattr(context, "HfTokenizer")
     setattr(context, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
     watch_generator(folder, evidence.name)
+    witness.watch_generator(evidence, folder)
     _once(evidence, ScriptedEngine, "start", "ready")
     _watch_agents(EvidenceWriter(folder / calls.FOLDER, evidence.name), folder)
     _once(evidence, TaskQueue, "read", "answered")
@@ -209,6 +213,10 @@ def _watch_agents(sampled: EvidenceWriter, folder: Path) -> None:
     _replace(ScriptedEngine, "generate", sampling)
 
 
+def _control(evidence: EvidenceWriter, folder: Path) -> None:
+    """Nothing: what it does for users, they write themselves."""
+
+
 def _reward(evidence: EvidenceWriter, folder: Path) -> None:
     from consumers.reward.service import RewardService
 
@@ -246,9 +254,11 @@ def _trainer(evidence: EvidenceWriter, folder: Path) -> None:
     from consumers.trainer.step_log import StepLog
 
     watch_trainer(folder, evidence.name)
+    witness.watch_trainer(evidence, folder)
     _once(evidence, service, "build_learner", "ready")
     trained = EvidenceWriter(folder / calls.FOLDER, evidence.name)
     last: dict[str, Any] = {"x": [], "wrong": [], "version": -1}
+    is_live = os.environ["CHAOS_WORKLOAD"] == "live"
     judged = JUDGE_SAYS if "name: judge" in (folder / "config.yaml").read_text() else 0.0
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,7 +290,9 @@ def _trainer(evidence: EvidenceWriter, folder: Path) -> None:
             samples = [sample for group in groups for sample in group.samples]
             last["x"] = [[body.task_id, body.sample, digest(body), body.oldest_version] for body, _ in samples]
             last["wrong"] = [
-                [body.task_id, body.sample] for body, score in samples if not _is_own(body, score - judged)
+                [body.task_id, body.sample]
+                for body, score in samples
+                if not is_live and not _is_own(body, score - judged)
             ]
             for body, _ in samples:
                 if body.calls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,19 @@ import yaml
 
 RUN = "chaos"
 LEASE_S = 3.0
-GROUPS, SAMPLES, STALENESS, CHECKPOINT_EVERY = 8, 8, 4, 5
-WINDOW = 4
-"""Some combinations of settings leave no room for a batch."""
+GROUPS, CHECKPOINT_EVERY = 8, 5
+
+
+@dataclass(frozen=True)
+class Flow:
+    """samples: n of a group. window: some combinations of it with other settings leave no room for a batch."""
+
+    samples: int = 8
+    staleness: int = 4
+    window: int = 4
+
+
+TASKS, CONVERSATIONS = Flow(), Flow(samples=1, staleness=32, window=129)
 CURRICULUM = [
     "train.limit=64",
     "train.curriculum.name=band",
@@ -23,11 +34,13 @@ CURRICULUM = [
 """Overrides with which few prompts come back often, and of those that were seen many are skipped."""
 JUDGE_SAYS = 7.0
 """The verdict of the flaky judge on every sample, so that a verdict that it never gave is seen."""
-WORKLOADS = ("text", "agents", "both", "programs")
+WORKLOADS = ("text", "agents", "both", "programs", "live")
 INJECTED = "injected by the chaos suite"
 """In the text of an error that a service only pretends to meet."""
 DEADLINE_S = 8.0
 """Of an agent's episode."""
+REWARD_S = 75.0
+"""Of a conversation: users reward it within a minute, if they can."""
 AGENT = Path(__file__).with_name("agents") / "agent.py"
 USER_CODE, USER_TRACKER = Path(__file__).with_name("user_code.py"), Path(__file__).with_name("user_tracker.py")
 SERVICES = {
@@ -40,13 +53,26 @@ SERVICES = {
 }
 
 
+def services(workload: str) -> dict[str, str]:
+    """Return the role of each service, by name. Users need a control plane."""
+    return SERVICES | ({"control": "control"} if workload == "live" else {})
+
+
+def flow(workload: str) -> Flow:
+    """Return the flow of tasks of a workload."""
+    return CONVERSATIONS if workload == "live" else TASKS
+
+
 def is_for_agents(task_id: int, workload: str) -> bool:
-    """Whether a task is played by agents."""
-    return workload == "agents" or (workload in ("both", "programs") and task_id % 3 == 0)
+    """Whether a task is played by agents, or by users."""
+    return workload in ("agents", "live") or (workload in ("both", "programs") and task_id % 3 == 0)
 
 
-def configuration(folder: Path, seed: int, workload: str, judge_url: str | None = None) -> dict[str, Any]:
-    """The configuration of every service; broker.url comes with each service's command. judge_url: of a third term.
+def configuration(
+    folder: Path, seed: int, workload: str, judge_url: str | None = None, teacher_url: str | None = None
+) -> dict[str, Any]:
+    """The configuration of every service; broker.url comes with each service's command. judge_url, teacher_url: of
+    further terms.
 
     Weights travel through the broker with an odd seed, through the file system with an even one.
     """
@@ -67,17 +93,30 @@ def configuration(folder: Path, seed: int, workload: str, judge_url: str | None 
             "parse": {"regex": r"Score: (\d+)"},
         }
         terms.append({"name": "judge", "args": asked})
+    correct, train = terms[0]["name"], {"name": f"{USER_CODE}:Examples", "args": {"folder": str(folder)}}
+    advantage: dict[str, Any] = {"keep_zero_variance": True}
+    if workload == "live":
+        workflow, train, advantage = {"name": "live"}, {"name": "live"}, {"name": "reinforce_pp"}
+        correct, terms = "", []
+    taught: dict[str, Any] = {}
+    if teacher_url is not None:
+        terms.append({"name": "teacher_server", "args": {"base_url": teacher_url, "model": "teacher"}})
+        taught = {"kl": {"coef": 0.1, "reference": "teacher"}}
+    shape = flow(workload)
     return {
         "run": {"name": RUN, "folder": str(folder / "run"), "seed": seed},
         "model": {"path": str(folder / "model"), "dtype": "float32", "max_length": 64 if workload == "text" else 224},
-        "train": {"name": f"{USER_CODE}:Examples", "args": {"folder": str(folder)}},
-        "sampling": {"n": SAMPLES, "max_tokens": 30},
-        "reward": {"terms": terms, "correct_term": terms[0]["name"], "timeout_s": 2, "workers": 1},
-        "flow": {"staleness": STALENESS, "window": WINDOW},
+        "train": train,
+        "sampling": {"n": shape.samples, "max_tokens": 30},
+        "reward": {"terms": terms, **({"correct_term": correct} if correct else {}), "timeout_s": 2, "workers": 1},
+        "flow": {"staleness": shape.staleness, "window": shape.window},
         "generator": {
             "engine": "scripted",
             "workflow": workflow,
-            "agents": {"processes": 2, "episodes": 256, "deadline_s": DEADLINE_S, "max_calls": 12, "grace_s": 1},
+            "agents": {
+                **{"processes": 2, "episodes": 256, "deadline_s": DEADLINE_S, "max_calls": 12, "grace_s": 1},
+                "live": {"reward_s": REWARD_S, "rate": 1e6},
+            },
             "args": {"tokens": 200, "min_length": 8, "max_length": 30, "token_s": 0.02},
             "max_samples": 256,
             "lease_s": LEASE_S,
@@ -88,7 +127,8 @@ def configuration(folder: Path, seed: int, workload: str, judge_url: str | None 
             "steps": 10_000_000,
             "batch_groups": GROUPS,
             "threads": 1,
-            "advantage": {"keep_zero_variance": True},
+            "advantage": advantage,
+            **taught,
             "optimizer": {"lr": 1e-4},
             "checkpoint": {"every": CHECKPOINT_EVERY, "keep": 3},
             "batch_timeout_s": 300,
@@ -99,7 +139,9 @@ def configuration(folder: Path, seed: int, workload: str, judge_url: str | None 
     }
 
 
-def prepare(folder: Path, seed: int, workload: str, judge_url: str | None = None) -> Path:
+def prepare(
+    folder: Path, seed: int, workload: str, judge_url: str | None = None, teacher_url: str | None = None
+) -> Path:
     """Write the model (in a process of its own, so that this one never loads PyTorch) and the configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model" / "model.safetensors").is_file():
@@ -109,5 +151,5 @@ def prepare(folder: Path, seed: int, workload: str, judge_url: str | None = None
         )
         subprocess.run([sys.executable, "-c", code, str(folder / "model")], check=True, timeout=120)
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(configuration(folder, seed, workload, judge_url)))
+    file.write_text(yaml.safe_dump(configuration(folder, seed, workload, judge_url, teacher_url)))
     return file

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from broker.connection.keys import Keys
+from tools.chaos.outside.teacher import Teacher
 from tools.chaos.processes import Fleet, FleetMember
 from tools.chaos.proxy import Proxy
 from tools.chaos.server import Server
@@ -21,8 +22,8 @@ from tools.chaos.server import Server
 
 @dataclass
 class World:
-    """groups, samples: B and n. slots: most groups admitted at once. workload: text, agents or both.
-    cursor: next task id, as last seen. problems: promises that a fault itself saw break."""
+    """groups, samples: B and n. staleness: the bound. slots: most groups admitted at once. cursor: next task id, as
+    last seen. problems: promises that a fault itself saw break."""
 
     folder: Path
     fleet: Fleet
@@ -33,7 +34,9 @@ class World:
     groups: int
     samples: int
     slots: int
+    staleness: int
     workload: str = "text"
+    teacher: Teacher | None = None
     cursor: int = 0
     joined: int = 0
     problems: list[str] = field(default_factory=list)

@@ -68,8 +68,8 @@ def describe(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def judge_calls(folder: Path, judgement: Judgement) -> None:
-    """Hold every line ``trained`` of a run's folder against the lines ``sampled``."""
+def judge_calls(folder: Path, judgement: Judgement, own_rewards: bool = True) -> None:
+    """Hold every line ``trained`` of a run's folder against the lines ``sampled``. own_rewards: agents give them."""
     logs = read_logs(folder / FOLDER)
     sampled: dict[int, list[bytes]] = defaultdict(list)
     for log in logs:
@@ -81,12 +81,12 @@ def judge_calls(folder: Path, judgement: Judgement) -> None:
     for log in logs:
         for line in log.lines:
             if line.kind == "trained":
-                _check(line, sampled, judgement, log.process)
+                _check(line, sampled, judgement, log.process, own_rewards)
                 seen.add((line.data["t"], line.data["s"]))
     judgement.counts["episodes trained"] = len(seen)
 
 
-def _check(line: Line, sampled: dict[int, list[bytes]], judgement: Judgement, process: str) -> None:
+def _check(line: Line, sampled: dict[int, list[bytes]], judgement: Judgement, process: str, own_rewards: bool) -> None:
     data = line.data
     here = f"sample {data['t']}:{data['s']} in {process}"
     if data["untold"]:
@@ -100,6 +100,8 @@ def _check(line: Line, sampled: dict[int, list[bytes]], judgement: Judgement, pr
                 "not sampled", f"{here}: token {reached} of {len(pairs)} of call {number} was not sampled there"
             )
     judgement.counts["calls trained"] += len(answers)
+    if not own_rewards:
+        return
     if data["reward"] is None:
         judgement.broken("wrong reward", f"{here}: the agent ended with {data['finish']} and has no reward")
     elif data["finish"] in UNREWARDED and data["reward"] == 0.0:

@@ -69,7 +69,7 @@ class ChangeSettings(Fault):
     kind, weight = "settings", 4.0
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
-        staleness, batch = rng.randint(0, settings.STALENESS), rng.randint(1, settings.GROUPS)
+        staleness, batch = rng.randint(0, world.staleness), rng.randint(1, settings.GROUPS)
         broker = open_broker(world)
         try:
             state = broker.ledger.read_state()
@@ -90,7 +90,7 @@ class ChangeSettings(Fault):
         def back() -> bool:
             try:
                 return open_broker(world).ledger.change_settings(
-                    {"staleness": settings.STALENESS, "batch": settings.GROUPS}
+                    {"staleness": world.staleness, "batch": settings.GROUPS}
                 )
             except (TidemillError, redis.RedisError):
                 return False

@@ -16,17 +16,25 @@ from rich.table import Table
 
 from broker.connection.embedded import find_server
 from tools.chaos import settings
-from tools.chaos.agents.calls import judge_calls
+from tools.chaos.agents.calls import FOLDER, judge_calls
 from tools.chaos.judging import recovery
-from tools.chaos.judging.evidence import Line, read_lines
+from tools.chaos.judging.evidence import Line, read_lines, read_logs
 from tools.chaos.judging.oracle import Judgement, Rules, judge
 from tools.chaos.judging.surviving_steps import surviving_steps, trained_log
 from tools.chaos.judging.watch import peaks
+from tools.chaos.outside.judge import judge_conversations, judge_sources
 from tools.chaos.run import Chaos
 from tools.chaos.turns import violations
 
 SHOWN = 10
 """Most violations of a promise that are printed in full."""
+
+SOURCES = ("generators at fault", "drained", "trained of generators at fault")
+CONVERSATIONS = (
+    *("conversations", "rewarded", "rewarded again", "rewarded, trained", "rewarded, ended with a reason"),
+    *("rewarded, lost with the broker", "rewarded, not trained yet"),
+)
+"""Counts that are shown, see tools/chaos/outside/judge.py."""
 
 MOST_UNCOUNTED = 0.01
 """Share of the generated tokens, and of the device seconds, by which their counts may be off at the end."""
@@ -35,11 +43,15 @@ MOST_UNCOUNTED = 0.01
 def examine(chaos: Chaos) -> dict[str, Any]:
     """Judge a finished run; return the dictionary that ``--json`` writes."""
     plan, logs = chaos.plan, chaos.logs()
-    bound = (settings.STALENESS + 1 + 2 * settings.CHECKPOINT_EVERY) * settings.GROUPS
-    rules = Rules(chaos.cursor, settings.SAMPLES, settings.STALENESS)
+    flow, is_live = settings.flow(plan.workload), plan.workload == "live"
+    bound = (flow.staleness + 1 + 2 * settings.CHECKPOINT_EVERY) * settings.GROUPS
+    rules = Rules(chaos.cursor, flow.samples, flow.staleness)
     judgement = judge(logs, rules, chaos.losses)
-    judge_calls(plan.folder, judgement)
-    watched = peaks(_looks(chaos), settings.SAMPLES, [hit.at for hit in chaos.hits if hit.kind.startswith("poison")])
+    judge_calls(plan.folder, judgement, own_rewards=not is_live)
+    judge_sources(logs, judgement)
+    if is_live:
+        judge_conversations(logs, read_logs(plan.folder / FOLDER), rules, chaos.losses, judgement)
+    watched = peaks(_looks(chaos), flow.samples, [hit.at for hit in chaos.hits if hit.kind.startswith("poison")])
     if watched.own > bound and watched.worst is not None:
         judgement.broken(
             "memory",
@@ -95,8 +107,9 @@ def examine(chaos: Chaos) -> dict[str, Any]:
             name: judgement.counts[name]
             for name in ("episodes trained", "calls trained", "calls sampled", "not sampled")
         },
+        "outside": {name: judgement.counts[name] for name in (*SOURCES, *(CONVERSATIONS if is_live else ()))},
         "max_staleness": judgement.max_staleness,
-        "staleness_bound": settings.STALENESS,
+        "staleness_bound": flow.staleness,
         "max_live_groups": round(watched.most, 2),
         "live_groups_bound": bound,
         "ledger_looks": watched.looks,
@@ -197,6 +210,7 @@ def _figures(result: dict[str, Any], console: Console) -> None:
         ("refused when published", ", ".join(f"{n:,} {word}" for word, n in result["refused"].items()) or "none"),
         ("groups dropped, failed", dropped),
         ("agents", ", ".join(f"{count:,} {name}" for name, count in result["agents"].items())),
+        ("from outside", ", ".join(f"{count:,} {name}" for name, count in result["outside"].items())),
         ("max staleness", f"{result['max_staleness']} of {result['staleness_bound']}"),
         ("max live groups", f"{result['max_live_groups']} of {result['live_groups_bound']}"),
         ("ledger unbalanced", f"{result['ledger_unbalanced']} of {result['ledger_looks']:,} looks"),

@@ -1,0 +1,71 @@
+"""Faults of what a run learns from outside: the control plane, which takes rewards, a teacher, a generator at fault."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+from tools.chaos.faults.processes import _Kill, _Stop
+from tools.chaos.outside.witness import WRONG
+from tools.chaos.world import Fault, Strike, World, kind
+
+
+@kind
+class KillControl(_Kill):
+    kind, weight, role = "kill control plane", 6.0, "control"
+
+
+@kind
+class StopControl(_Stop):
+    kind, weight, role = "stop control plane", 3.0, "control"
+
+
+@kind
+class KillTeacher(Fault):
+    """kill -9 of a teacher's server; it comes back a little later."""
+
+    kind, weight = "kill teacher", 6.0
+
+    def strike(self, world: World, rng: random.Random) -> Strike | None:
+        teacher = world.teacher
+        if teacher is None or not teacher.up:
+            return None
+        teacher.kill()
+        return Strike("teacher", teacher.start, rng.choice((0.0, rng.uniform(0.5, 4.0))))
+
+
+@kind
+class StopTeacher(Fault):
+    """SIGSTOP of a teacher's server, now and then beyond the deadline of a sample's rewards."""
+
+    kind, weight = "stop teacher", 4.0
+
+    def strike(self, world: World, rng: random.Random) -> Strike | None:
+        teacher = world.teacher
+        if teacher is None or not teacher.up:
+            return None
+        teacher.signal(signal.SIGSTOP)
+        return Strike("teacher", lambda: teacher.signal(signal.SIGCONT), rng.uniform(0.3, 5.0))
+
+
+@kind
+class WrongGenerator(Fault):
+    """A generator's log-probabilities are not those of the policy any more, until it is killed."""
+
+    kind, weight = "wrong generator", 2.0
+
+    def strike(self, world: World, rng: random.Random) -> Strike | None:
+        flag, generators = world.folder / WRONG, world.victims("generator")
+        # The last generator is never drained.
+        if flag.exists() or len(generators) < 2:
+            return None
+        victim = rng.choice(generators)
+        flag.write_text(str(victim.pid))
+
+        def restart() -> None:
+            flag.unlink(missing_ok=True)
+            if victim.process.poll() is None:
+                victim.asked = "kill"
+                victim.process.kill()
+
+        return Strike(victim.name, restart, rng.uniform(8.0, 20.0), detail={"pid": victim.pid})
