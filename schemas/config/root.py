@@ -150,6 +150,9 @@ def _check_teachers(config: Sections) -> None:
         f"generator.workflow {config.generator.workflow.name} is not supported with teacher_self, which needs samples"
         " of one row": config.generator.workflow.name in ENDPOINT_WORKFLOWS
         and any(term.name == SELF for term in terms),
+        "generator.engine scripted is not supported with teacher_self: it has no model": config.generator.engine
+        == "scripted"
+        and any(term.name == SELF for term in terms),
         "reward.terms: a dataset can have one teacher_self": any(
             sum(term.name == SELF and term.applies_to(one.label) for term in terms) > 1 for one in config.train
         ),

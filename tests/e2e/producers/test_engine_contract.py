@@ -19,9 +19,13 @@ from producers.engines.base import ABILITIES, Completion, EngineSettings, Sleepi
 from producers.engines.factory import make_engine
 from producers.engines.http.engine import HttpEngine, build_engine
 from producers.tokenizer import HfTokenizer
+from producers.workflows.base import RolloutContext
+from producers.workflows.self_teacher import ask_self
+from producers.workflows.single_turn import SingleTurn
+from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import HttpEngineConfig
 from schemas.errors import DataError, InfraError
-from schemas.messages import FileSource, Sampling, Span
+from schemas.messages import FileSource, Sampling, Span, Task
 from tests.support.models.tiny_model import EOS, make_tiny_model
 from tests.support.producers.engine_contract import MAX_LENGTH, Subject
 from tests.support.producers.vllm_checks import EVERY, reference_logprobs
@@ -235,6 +239,29 @@ async def test_twenty_updates_under_load_leave_no_token_without_its_version(subj
     if subject.has_weights:
         found = await subject.engine.logprobs(PROMPT)
         np.testing.assert_allclose(found, reference_logprobs(subject.folders[subject.seed], PROMPT), atol=1e-5)
+
+
+async def test_the_policy_is_its_own_teacher_with_the_weights_of_its_sample_or_not_at_all(subject: Subject) -> None:
+    """For the reward term teacher_self: its own sample, read once more after another prompt."""
+    subject.needs("weights")
+    await subject.load(7)
+    tokenizer = HfTokenizer(str(subject.folders[7]))
+    task = Task(task_id=1, kind="train", n=4, sampling=Sampling(max_tokens=12), text="3+4=", data={"answer": "7"})
+    rollout = RolloutContext(subject.engine, tokenizer, task, range(task.n))
+    prompt, samples = rollout.prompt_ids, [sample async for sample in SingleTurn().run(rollout)]
+    other, begun = tokenizer.encode("It is 7. 3+4="), len(prompt)
+
+    def ask(sample: SampledCompletion) -> Any:
+        return ask_self(subject.engine, tokenizer, task, prompt, sample, {"template": "It is {answer}. {prompt}"}, 60.0)
+
+    for sample, (found, problem) in zip(samples, await asyncio.gather(*map(ask, samples)), strict=True):
+        assert problem == ""
+        expected = reference_logprobs(subject.folders[7], [*other, *sample.tokens[begun:]])[len(other) - 1 :]
+        np.testing.assert_allclose(found.numpy()[begun:], expected, atol=1e-5)
+        assert abs(expected - np.array(sample.logprobs[begun:])).max() > 1e-3, "the prompt makes a difference"
+    version = await subject.load(0)
+    gone = f"weight version {version - 1} was replaced by {version} before it had judged the sample"
+    assert await ask(samples[0]) == (None, gone)
 
 
 async def test_nothing_of_old_weights_is_in_the_prefix_cache(subject: Subject) -> None:

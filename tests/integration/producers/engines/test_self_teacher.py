@@ -174,6 +174,10 @@ def test_a_sample_without_log_probabilities_is_excluded_and_never_scored_0(tmp_p
     [
         ({"sampling": {"temperature": 0.7}}, "sampling.temperature must be 1 with teacher_server and teacher_self"),
         ({"generator": {"workflow": {"name": "live"}}, "sampling": {"n": 1}}, "generator.workflow live is not"),
+        (
+            {"generator": {"engine": "scripted"}},
+            "generator.engine scripted is not supported with teacher_self: it has no",
+        ),
         ({"reward": {"terms": [{"name": "teacher_self"}] * 2}}, "a dataset can have one teacher_self"),
     ],
 )
