@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +18,9 @@ from consumers.offline.sft import SftProgress, train_sft
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.step.build import build_train_step
 from producers.tokenizer import HfTokenizer
+from schemas.codec import Array
 from schemas.config import DpoConfig, ModelConfig, ParallelConfig, RewardModelConfig, WarmStartConfig
+from schemas.messages import Trajectory
 from tests.support.configurations import minimal_config
 from tests.support.trainer.trajectories import make_groups
 
@@ -28,11 +31,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "kl off the reward": {"kl": {"coef": 0.5, "place": "reward"}},
     "reference in main memory": {"kl": {"coef": 0.5, "device": "cpu"}},
 }
+OWN = {"name": "teacher_self", "datasets": ["c"], "args": {"template": "{prompt}"}}
 GIVEN = {
-    "train": [{"name": "arithmetic", "label": label} for label in "ab"],
-    "reward": {"terms": [{"name": "exact", "datasets": ["a"]}, {"name": "supervised", "datasets": ["b"]}]},
+    "train": [{"name": "arithmetic", "label": label} for label in "abc"],
+    "reward": {"terms": [{"name": "exact", "datasets": ["a"]}, {"name": "supervised", "datasets": ["b"]}, OWN]},
 }
-"""Sections of a run that also trains answers of a dataset."""
+"""Sections of a run whose loss has three components: of rewards, of given answers, and of the policy as a teacher."""
+TAUGHT = {"advantage": {"name": "reinforce_pp"}, "kl": {"coef": 0.5, "reference": "teacher"}}
 PAIRS = [Preference(f"{a}>", "xyz"[a % 3] * 2, "abc"[a % 3] * (1 + a % 4)) for a in range(21)]
 EXAMPLES = [(f"{a}>", "xyz"[a % 3] * (1 + a % 2)) for a in range(13)]
 
@@ -45,7 +50,7 @@ def run_algorithms(model: Path, reference: Path, folder: Path) -> None:
     ranks = Ranks(timeout_s=100.0)
     with ranks.watchdog():
         report = {name: algorithm(ranks, str(model), str(reference), trainer) for name, trainer in ALGORITHMS.items()}
-        report["given answers"] = algorithm(ranks, str(model), "", {"advantage": {"name": "reinforce_pp"}}, **GIVEN)
+        report["three components"] = algorithm(ranks, str(model), "", TAUGHT, **GIVEN)
         report |= without_generators(ranks, str(model), folder)
         if ranks.is_main:
             (folder / "report.json").write_text(json.dumps(report))
@@ -82,11 +87,9 @@ def algorithm(
     )
     step = build_train_step(config, ranks)
     batches = [make_groups([4, 1, 5, 2, 3], seed=version) for version in range(2)]
-    for groups in batches:
+    for groups in batches if sections else ():
         for number, group in enumerate(groups):
-            group.samples[:] = [  # type: ignore[index]
-                (msgspec.structs.replace(sample, dataset="ab"[number % 2]), reward) for sample, reward in group.samples
-            ]
+            group.samples[:] = [(of_dataset(sample, "abc"[number % 3]), reward) for sample, reward in group.samples]  # type: ignore[index]
     metrics = [
         step.run(step.planner.plan(groups).batch(ranks.dp_rank), version).metrics
         for version, groups in enumerate(batches)
@@ -94,6 +97,14 @@ def algorithm(
     scored = step.preparation.reference if step.preparation else None
     critic = step.critic.critic if step.critic else None
     return {"metrics": metrics, "sharded": [all_sharded(module) for module in (step.policy, scored, critic) if module]}
+
+
+def of_dataset(sample: Trajectory, label: str) -> Trajectory:
+    """The sample in this dataset of GIVEN, with what its teacher says."""
+    says = -np.random.default_rng(sample.task_id * 10 + sample.sample).uniform(0.1, 3.0, len(sample.tokens))
+    return msgspec.structs.replace(
+        sample, dataset=label, teacher_logprobs=Array.of(says, "f4") if label == "c" else None
+    )
 
 
 def all_sharded(module: torch.nn.Module) -> bool:

@@ -201,7 +201,7 @@ def reports(folders: Path) -> dict[int, dict[str, Any]]:
     return {world: json.loads((folders / str(world) / "report.json").read_text()) for world in (1, 2)}
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, "given answers"])
+@pytest.mark.parametrize("name", [*ALGORITHMS, "three components"])
 def test_an_algorithm_on_two_ranks_is_that_of_one(reports: dict[int, dict[str, Any]], name: str) -> None:
     one, two = (reports[world][name] for world in (1, 2))
     whole = {"imbalance", "micro_batches", "forward_flops", "shared_tokens_fraction"}
@@ -214,12 +214,19 @@ def test_an_algorithm_on_two_ranks_is_that_of_one(reports: dict[int, dict[str, A
     assert two["sharded"] == beside
 
 
+def test_each_component_of_the_loss_is_that_of_one_rank_to_a_millionth(reports: dict[int, dict[str, Any]]) -> None:
+    one, two = (reports[world]["three components"]["metrics"] for world in (1, 2))
+    for alone, shared in zip(one, two, strict=True):
+        for metric in ("loss", "supervised_loss", "reference_kl"):
+            assert shared[metric] == pytest.approx(alone[metric], rel=0, abs=1e-6), metric
+        assert 0 < alone["taught_fraction"] < 1
+        assert min(alone["supervised_tokens"], alone["tokens"], alone["reference_kl"]) > 0
+
+
 def test_what_was_tested_there_did_something(reports: dict[int, dict[str, Any]]) -> None:
     first = {name: reports[2][name]["metrics"][0] for name in ALGORITHMS}
     assert first["m2po"]["masked_fraction"] > 0
     assert first["gae"]["critic_grad_norm"] > 0
-    given = reports[2]["given answers"]["metrics"][0]
-    assert min(given["supervised_tokens"], given["tokens"]) > 0
     assert first["kl in the loss"]["grad_norm"] == pytest.approx(
         first["reference in main memory"]["grad_norm"], rel=1e-4
     )
