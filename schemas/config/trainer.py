@@ -194,7 +194,7 @@ class MismatchConfig(Section):
         4.0,
         gt=1,
         description="How many times the median of the other generators of its pool its mean difference may be, over"
-        " tokens of the same versions.",
+        " tokens of the same versions, or of the next older ones.",
     )
     kl: float | None = Field(
         None,

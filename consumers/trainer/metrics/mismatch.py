@@ -1,10 +1,11 @@
 """The mismatch of each generator: how far its log-probabilities are from the trainer's, and whether that is a fault.
 
 Tokens of older weights differ because the policy has changed since. A generator is therefore compared with the others
-of its pool over tokens of the same version, and with a bound only over tokens of the weights in training: other GPUs
-and engines round otherwise, so one that is alone in its pool is held to the bound only. Differences have heavy
-tails, and those of a sample depend on one another. An excess is a fault only if it is also larger than ``SIGMAS``
-standard errors over whole samples (a t-test against the allowed mean, which one strange sample can't pass).
+of its pool over tokens of the same version, or of the next older one that they have, and with a bound only over tokens
+of the weights in training: other GPUs and engines round otherwise, so one that is alone in its pool is held to the
+bound only. Differences have heavy tails, and those of a sample depend on one another. An excess is a fault only if it
+is also larger than ``SIGMAS`` standard errors over whole samples (a t-test against the allowed mean, which one strange
+sample can't pass).
 """
 
 import math
@@ -75,17 +76,11 @@ class MismatchJudge:
 
     def add(self, samples: Sequence[SampleMismatch], pools: Mapping[str, str] | None = None) -> dict[str, str]:
         """Add the samples of a step; return what is wrong with generators, by name. pools: of those in one, by name."""
-        pool = dict(pools or {}).get
-        means = _means_by_age(samples)
+        usual = _usual_by_age(samples, pools or {})
         for one in samples:
-            others = [
-                mean
-                for name, mean in means[one.age].items()
-                if name != one.generator and pool(name) == pool(one.generator)
-            ]
-            if others:
-                expected = median(others) * one.tokens
-                self._relative.setdefault(one.generator, _Excess()).add(one.tokens, one.gap, expected)
+            mean = usual[one.generator, one.age]
+            if mean is not None:
+                self._relative.setdefault(one.generator, _Excess()).add(one.tokens, one.gap, mean * one.tokens)
             if self._kl is not None and one.current == one.tokens:
                 self._absolute.setdefault(one.generator, _Excess()).add(one.tokens, one.kl, self._kl * one.tokens)
         found: dict[str, str] = {}
@@ -129,6 +124,23 @@ def _means_by_age(samples: Sequence[SampleMismatch]) -> dict[int, dict[str, floa
         total[0] += one.gap
         total[1] += one.tokens
     return {age: {name: gap / tokens for name, (gap, tokens) in of.items()} for age, of in sums.items()}
+
+
+def _usual_by_age(samples: Sequence[SampleMismatch], pools: Mapping[str, str]) -> dict[tuple[str, int], float | None]:
+    """Return the median of the other generators of its pool for each generator and age; None if they have no tokens.
+
+    Generators may take turns with versions. Then the others' next older tokens count, which differ by more.
+    """
+    means, usual = _means_by_age(samples), dict[tuple[str, int], float | None]()
+    for age, own in means.items():
+        for name in own:
+            by_age = (
+                [mean for other, mean in means[a].items() if other != name and pools.get(other) == pools.get(name)]
+                for a in sorted(means)
+                if a >= age
+            )
+            usual[name, age] = next((median(others) for others in by_age if others), None)
+    return usual
 
 
 def mismatch_metrics(samples: Sequence[SampleMismatch], pools: Mapping[str, str] | None = None) -> dict[str, float]:

@@ -57,6 +57,20 @@ def test_a_generator_far_from_others_is_found_within_200_samples(wrong: float, d
     assert "at most 4 times as much is allowed" in found["wrong"]
 
 
+def test_generators_whose_tokens_are_never_of_the_same_version_are_compared_too() -> None:
+    """Each takes the tasks of a version. The wrong one is found beside older tokens, which differ by more anyway."""
+    judge = MismatchJudge("float32", ratio=4.0, kl=None)
+    found: dict[str, str] = {}
+    for step in range(12):
+        ages = {"right": 1 + step % 2, "wrong": 2 - step % 2}
+        sums = {"right": 0.01 * ages["right"], "wrong": 0.5}
+        samples = [
+            SampleMismatch(name, ages[name], 20.0, 20 * sums[name], 0.0, 0.0) for name in ages for _ in range(32)
+        ]
+        found |= judge.add(samples)
+    assert {*found} == {"wrong"}
+
+
 def test_a_pool_that_rounds_otherwise_is_correct_and_its_own_wrong_generator_is_found() -> None:
     judge = MismatchJudge("bfloat16", ratio=4.0, kl=None)
     names = {
