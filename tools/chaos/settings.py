@@ -101,7 +101,8 @@ def configuration(
     taught: dict[str, Any] = {}
     if teacher_url is not None:
         terms.append({"name": "teacher_server", "args": {"base_url": teacher_url, "model": "teacher"}})
-        taught = {"kl": {"coef": 0.1, "reference": "teacher"}}
+        # Without its teacher every sample is excluded, for as long as a server takes to start.
+        taught = {"kl": {"coef": 0.1, "reference": "teacher"}, "max_failed_groups": 100_000}
     shape = flow(workload)
     return {
         "run": {"name": RUN, "folder": str(folder / "run"), "seed": seed},

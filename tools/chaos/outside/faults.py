@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 
+import redis
+
+from schemas.errors import TidemillError
 from tools.chaos.faults.processes import _Kill, _Stop
+from tools.chaos.faults.user import open_broker
 from tools.chaos.outside.witness import WRONG
+from tools.chaos.processes import FleetMember
 from tools.chaos.world import Fault, Strike, World, kind
+
+LONGEST_S = 60.0
+"""For so long a generator at fault waits to be drained."""
 
 
 @kind
@@ -50,7 +59,7 @@ class StopTeacher(Fault):
 
 @kind
 class WrongGenerator(Fault):
-    """A generator's log-probabilities are not those of the policy any more, until it is killed."""
+    """A generator's log-probabilities are not those of the policy any more, until it is drained and killed."""
 
     kind, weight = "wrong generator", 2.0
 
@@ -62,10 +71,23 @@ class WrongGenerator(Fault):
         victim = rng.choice(generators)
         flag.write_text(str(victim.pid))
 
-        def restart() -> None:
-            flag.unlink(missing_ok=True)
+        end = time.monotonic() + LONGEST_S
+
+        def restart() -> bool:
             if victim.process.poll() is None:
+                if time.monotonic() < end and not _is_drained(world, victim):
+                    return False
                 victim.asked = "kill"
                 victim.process.kill()
+            flag.unlink(missing_ok=True)
+            return True
 
         return Strike(victim.name, restart, rng.uniform(8.0, 20.0), detail={"pid": victim.pid})
+
+
+def _is_drained(world: World, victim: FleetMember) -> bool:
+    try:
+        control = open_broker(world).run_control.read() if world.server.up else None
+    except (TidemillError, redis.RedisError):
+        return False
+    return control is not None and control.mismatch.get(victim.name, "").endswith(f"/{victim.pid}")
