@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import openai
 
-TIMEOUT_S, ARRIVALS = 30.0, 20.0
-"""Of a request; users who come in a second at the begin."""
-PAUSE_S, FULL_S = 0.3, 3.0
-"""Mean seconds until a request is repeated, and until one for which no generator had room."""
+TIMEOUT_S, PAUSE_S = 30.0, 0.3
+"""Of a request, and until it is repeated."""
+ASKING = 4
+"""Users who ask for a conversation at once: while no generator has room, the others do not ask."""
 
 
 class Users(ABC):
@@ -32,6 +32,7 @@ class Users(ABC):
         self._folder, self._late_s, self._silent = folder, late_s, silent
         self.rng = random.Random(seed)
         self._numbers = itertools.count()
+        self._asking = asyncio.Semaphore(ASKING)
         self._http = httpx.AsyncClient(timeout=TIMEOUT_S)
         self._openai = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=8, timeout=TIMEOUT_S)
 
@@ -50,12 +51,12 @@ class Users(ABC):
 
     async def talk(self, count: int) -> None:
         """Hold so many conversations at once, without end."""
-        await asyncio.gather(*(self._live(number / ARRIVALS) for number in range(count)))
+        await asyncio.gather(*(self._live() for _ in range(count)))
 
-    async def _live(self, after_s: float) -> None:
-        await asyncio.sleep(after_s)
+    async def _live(self) -> None:
         while True:
-            begun = await self._post("/v1/episodes", {})
+            async with self._asking:
+                begun = await self._post("/v1/episodes", {})
             id = begun["id"]
             self.note("begun", id=id)
             try:
@@ -79,7 +80,6 @@ class Users(ABC):
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a request, or the status of a final refusal."""
         while True:
-            pause_s = PAUSE_S
             try:
                 url = str(json.loads((self._folder / "control.json").read_text())["url"]).rstrip("/")
                 key = (self._folder / "control_token").read_text().strip()
@@ -89,7 +89,6 @@ class Users(ABC):
                     return found
                 if answer.status_code in (404, 409):
                     return {"status": answer.status_code}
-                pause_s = FULL_S if answer.status_code == 429 else PAUSE_S
             except (httpx.HTTPError, OSError, ValueError):
                 pass  # it is away
-            await asyncio.sleep(pause_s * self.rng.uniform(0.5, 1.5))
+            await asyncio.sleep(PAUSE_S * self.rng.uniform(0.5, 1.5))

@@ -30,7 +30,6 @@ from producers.engines.transformers.engine import TransformersEngine
 from schemas.messages import Sampling
 
 VOCABULARY, LENGTH = 259, 1024
-IN_FLIGHT = (1, 8, 64)
 
 
 def main() -> None:
@@ -39,6 +38,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--gap-tokens", type=int, default=100_000)
+    parser.add_argument("--in-flight", type=int, nargs="*", default=(1, 8, 64))
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +56,7 @@ def main() -> None:
         print(json.dumps({"shape": shape}), flush=True)
         if given.gap_tokens:
             print(json.dumps(asyncio.run(measure_gap(folder, given.gap_tokens))), flush=True)
-        for count in IN_FLIGHT if given.rounds else ():
+        for count in given.in_flight if given.rounds else ():
             report(f"tokens, {count} in flight", given.rounds, partial(sampling_seconds, folder, count))
         batch = asyncio.run(make_batch(folder))
         for share in (False, True) if given.rounds else ():
