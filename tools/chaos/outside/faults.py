@@ -9,7 +9,7 @@ import time
 import redis
 
 from schemas.errors import TidemillError
-from tools.chaos.faults.processes import _Kill, _Stop
+from tools.chaos.faults.processes import _Kill, _Stop, _wrote
 from tools.chaos.faults.user import open_broker
 from tools.chaos.outside.witness import WRONG
 from tools.chaos.processes import FleetMember
@@ -64,7 +64,8 @@ class WrongGenerator(Fault):
     kind, weight = "wrong generator", 2.0
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
-        flag, generators = world.folder / WRONG, world.victims("generator")
+        flag = world.folder / WRONG
+        generators = [one for one in world.victims("generator") if _wrote(world, one, "answered")]
         # The last generator is never drained.
         if flag.exists() or len(generators) < 2:
             return None
