@@ -39,13 +39,25 @@ def open_environment(name: str, args: dict[str, Any], base: str) -> FirstGenerat
         sys.path.insert(0, base)
     module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
     try:
-        first = hasattr(importlib.import_module(module), "load_environment")
+        try:
+            first = hasattr(importlib.import_module(module), "load_environment")
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            # Of its own the second generation has some, too.
+            first = False
+        return FirstGeneration(name, args) if first else SecondGeneration(name, args)
     except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        # Of its own the second generation has some, too.
-        first = False
-    return FirstGeneration(name, args) if first else SecondGeneration(name, args)
+        # Its own error for a taskset that is not there names no module.
+        missing = (error.name or module).partition(".")[0]
+        packages = "verifiers uv" if missing == "verifiers" else missing
+        install = f"{sys.executable} -m pip install {packages}"
+        if missing == module:
+            install = f"prime env install {name}, or put it beside the configuration"
+        raise ValueError(
+            f"{name!r} needs the module {missing!r}, which {sys.executable} (python of the dataset) does not have:"
+            f" {install}"
+        ) from error
 
 
 class FirstGeneration:

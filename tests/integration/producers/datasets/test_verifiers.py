@@ -6,6 +6,7 @@ TIDEMILL_VERIFIERS names interpreters that have the real package, with ``:`` bet
 import asyncio
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,10 @@ class Taskset:
 def reward(function): function.reward = True; return function
 
 def resolve_env_config(told):
-    module = importlib.import_module(told["taskset"]["id"])
+    try:
+        module = importlib.import_module(told["taskset"]["id"])
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(f"taskset {told['taskset']['id']!r} not found") from None
     taskset = getattr(module, module.__all__[0])
     config = type("Config", (), {"model_fields": {"agent": None}, "agent": AgentConfig()})()
     config.taskset = taskset.kinds[1]()
@@ -239,10 +243,25 @@ def test_the_policy_is_scored_and_what_happens_to_it_is_not(imitated: Path, env:
 def test_an_environment_that_cannot_be_used_is_refused_with_the_reason(imitated: Path) -> None:
     with pytest.raises(ConfigError, match="scores all samples of a prompt together"):
         VerifiersTasks(imitated, env="sums_old", args={"together": True})
-    with pytest.raises(ConfigError, match="none_of_it"):
-        VerifiersTasks(imitated, env="none_of_it")
     with pytest.raises(ConfigError, match=r"python 'no/python' must be an interpreter"):
         VerifiersTasks(imitated, env="sums_old", python="no/python")
+
+
+def test_what_is_not_installed_is_named_with_the_command_that_installs_it(folder: Path) -> None:
+    (folder / "needy.py").write_text("import a_module_of_nobody", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"'sums_new' needs the module 'verifiers'.*-m pip install verifiers uv$"):
+        VerifiersTasks(folder, env="sums_new")
+    with pytest.raises(ConfigError, match=r"needs the module 'a_module_of_nobody'.*pip install a_module_of_nobody$"):
+        VerifiersTasks(folder, env="needy")
+
+
+def test_an_environment_that_is_not_installed_is_refused_with_the_command_of_the_hub(imitated: Path) -> None:
+    """The second generation looks for a taskset itself, and its error has no name of a module."""
+    with pytest.raises(ConfigError) as refused:
+        VerifiersTasks(imitated, env="org/none-of-it@2")
+    words = f"'org/none-of-it@2' needs the module 'none_of_it', which {sys.executable}"
+    assert words in str(refused.value)
+    assert str(refused.value).endswith("prime env install org/none-of-it@2, or put it beside the configuration")
 
 
 @pytest.mark.skipif("TIDEMILL_VERIFIERS" not in os.environ, reason="TIDEMILL_VERIFIERS names no interpreter")
