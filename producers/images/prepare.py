@@ -15,6 +15,10 @@ MARK = "<image>"
 _PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 MOVING = ("GIF", "WEBP", "PNG", "TIFF", "JPEG")
 """Formats whose frames can be taken; the last one only has one."""
+VIDEOS = "mov,matroska,avi,mpegts"
+"""Formats of videos, by FFmpeg's names; the first two are MP4 and WebM as well."""
+_NO_FRAMES = f"no frames can be read ({', '.join(MOVING)}, MP4, WebM, AVI and MPEG-TS have some)"
+_NO_DECODER = "to read the frames of a video (MP4, WebM, AVI, MPEG-TS), pip install 'tidemill[video]'"
 _KINDS = "a path, bytes, a data: URL, or an image of the datasets library"
 
 
@@ -41,24 +45,50 @@ def load_image(value: Any, where: str, folder: Path, load: bool = True) -> bytes
 
 
 def take_frames(data: bytes, count: int, where: str) -> list[bytes]:
-    """Return at most ``count`` frames of a moving picture, evenly spaced from the first to the last, as PNG files.
+    """Return at most ``count`` frames of a video or a moving picture, evenly spaced from first to last, as PNG files.
 
-    A still picture is its only frame. DataError, which begins with ``where``, for a file that Pillow can't read.
+    A still picture is its only frame. DataError, which begins with ``where``, for a file that can't be read.
     """
     from PIL import Image as Pillow
+    from PIL import UnidentifiedImageError
 
     try:
         with Pillow.open(io.BytesIO(data), formats=MOVING) as opened:
-            last, frames = getattr(opened, "n_frames", 1) - 1, []
-            for at in sorted({round(k * last / max(1, count - 1)) for k in range(count)}):
+            frames = []
+            for at in _spaced(getattr(opened, "n_frames", 1), count):
                 opened.seek(at)
                 frames.append(png_file(opened.convert("RGB")))
             return frames
+    except UnidentifiedImageError:
+        return _video_frames(data, count, where)
     except (OSError, ValueError, SyntaxError, EOFError) as error:
-        kinds = ", ".join(MOVING)
-        raise DataError(
-            f"{where}: no frames can be read ({kinds} have some; cut another video into pictures first): {error}"
-        ) from error
+        raise DataError(f"{where}: {_NO_FRAMES}: {error}") from error
+
+
+def _spaced(number: int, count: int) -> list[int]:
+    """Return at most ``count`` of the numbers below ``number``, evenly spaced, the first and the last among them."""
+    return sorted({round(k * (number - 1) / max(1, count - 1)) for k in range(count)})
+
+
+def _video_frames(data: bytes, count: int, where: str) -> list[bytes]:
+    try:
+        import av
+    except ImportError as error:
+        raise DataError(f"{where}: {_NO_DECODER}") from error
+    try:
+        # A playlist would name other files and addresses.
+        with av.open(io.BytesIO(data), options={"format_whitelist": VIDEOS}) as opened:
+            if not opened.streams.video:
+                raise DataError(f"{where}: {_NO_FRAMES}: it has no pictures")
+            stream = opened.streams.video[0]
+            wanted = _spaced(sum(packet.size > 0 for packet in opened.demux(stream)), count)
+            opened.seek(0)
+            frames = [png_file(frame.to_image()) for at, frame in enumerate(opened.decode(stream)) if at in wanted]
+    except av.FFmpegError as error:
+        raise DataError(f"{where}: {_NO_FRAMES}: {error.strerror}") from error
+    if not frames:
+        raise DataError(f"{where}: {_NO_FRAMES}: it has no frame")
+    return frames
 
 
 def is_pillow_image(value: Any) -> bool:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +205,46 @@ def test_a_video_is_its_frames_in_the_place_of_one_image(kind: str, frames: int,
     assert [part.type for part in example.messages[0].content] == ["image"] * len(want) + ["text", "image", "text"]
 
 
-def test_a_film_is_refused_in_a_line() -> None:
-    with pytest.raises(DataError, match=r"file:1: no frames can be read \(GIF, WEBP.*cut another video"):
-        read({"prompt": "p", "image": b"\x00\x00\x00\x20ftypisom"}, frames=2)
+def video(colors: list[str], kind: str = "mp4", codec: str = "mpeg4") -> bytes:
+    """A video of one frame for each colour, 10 a second."""
+    av = pytest.importorskip("av", reason="the extra video is not installed")
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as written:
+        stream = written.add_stream(codec, rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for color in colors:
+            frame = av.VideoFrame.from_image(Pillow.new("RGB", (64, 48), color))
+            written.mux(stream.encode(frame))
+        written.mux(stream.encode(None))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "codec"), [("mp4", "mpeg4"), ("mp4", "libx264"), ("webm", "libvpx-vp9")])
+@pytest.mark.parametrize(("frames", "want"), [(1, "a"), (2, "ae"), (3, "ace"), (9, "abcde")])
+def test_an_mp4_is_its_frames_too(tmp_path: Path, kind: str, codec: str, frames: int, want: str) -> None:
+    colors = {"a": "black", "b": "red", "c": "lime", "d": "blue", "e": "white"}
+    (tmp_path / "seen.mp4").write_bytes(video(list(colors.values()), kind, codec))
+    example = read({"prompt": "what next?", "image": "seen.mp4"}, tmp_path, frames=frames)
+    seen = [Pillow.open(io.BytesIO(data)) for data in example.images]
+    assert [image.size for image in seen] == [(64, 48)] * len(want)
+    wanted = [Pillow.new("RGB", (1, 1), colors[letter]).getpixel((0, 0)) for letter in want]
+    for image, color in zip(seen, wanted, strict=True):
+        assert image.getpixel((5, 5)) == pytest.approx(color, abs=16)
+
+
+def test_a_video_that_cannot_be_read_is_refused_in_a_line() -> None:
+    pytest.importorskip("av", reason="the extra video is not installed")
+    playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n"
+    for data in (b"\x00\x00\x00\x20ftypisom", video(["red", "blue"])[:200], playlist, b"words"):
+        with pytest.raises(DataError, match=r"^file:1: no frames can be read \(GIF, WEBP, .*, MP4, WebM.*\): [^\n]+$"):
+            read({"prompt": "p", "image": data}, frames=2)
     with pytest.raises(ConfigError, match="frames 0 must be 1 or more"):
         read({"prompt": "p"}, frames=0)
+
+
+def test_without_its_extra_a_video_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(DataError, match=r"^file:1: .* pip install 'tidemill\[video\]'$"):
+        read({"prompt": "p", "image": b"\x00\x00\x00\x20ftypisom"}, frames=2)
