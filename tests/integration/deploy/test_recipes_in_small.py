@@ -20,14 +20,18 @@ from consumers.reward.scorer import Scorer
 from consumers.trainer.data.groups import Group
 from consumers.trainer.step.build import build_train_step
 from deploy.offline.tiny_model import write_tiny_model
+from deploy.offline.tiny_vision_model import write_tiny_vision_model
 from producers.datasets.loading import build_dataset
 from producers.engines.base import Completion
-from producers.tasks import make_task
+from producers.images.placeholders import ImagePlaceholders
+from producers.tasks import TaskLimits, make_task, prepare_images
 from producers.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample
 from schemas.config import TidemillConfig, load_config
+from schemas.images import read_image_settings
 from schemas.messages import Sampling
 from tests.support.models.chat_templates import SOURCES, STOPS, write_tokenizer
+from tests.support.models.pictures import PAD, picture
 from tests.support.producers.played_episodes import SpeakingEngine, play
 from tests.support.servers.teacher_server import serve
 from tests.support.user_code.docs_code import ROOT, write_code
@@ -75,6 +79,13 @@ RECIPES = {
         (TRIED, "I have nothing.", PROGRAM),
         (0.0, 1.0),
         ("train.args.path=train.jsonl",),
+    ),
+    "questions.yaml": Recipe(
+        "vision",
+        {"question": "Which colour?", "image": "photo.png", "answers": ["red", "red", "dark red", "red", "red"]},
+        ("<answer>Red.</answer>", "<answer>blue</answer>"),
+        (0.0, 1.0),
+        ("train.args.path=train.jsonl", "model.max_pixels=12544"),
     ),
     "selfplay.yaml": Recipe(
         "self-play",
@@ -130,13 +141,20 @@ def read(title: str, recipe: Recipe, folder: Path, overrides: list[str]) -> Tide
     text = text.partition("```")[0] if found else (ROOT / "examples/gsm8k/config.yaml").read_text(encoding="utf-8")
     (folder / title).write_text(text, encoding="utf-8")
     (folder / "train.jsonl").write_text(json.dumps(recipe.rows) + "\n", encoding="utf-8")
+    (folder / "photo.png").write_bytes(picture("red"))
     write_code(ROOT / "docs/bring-your-own/environments.md", folder)
     return load_config(folder / title, [*SMALL, *recipe.train, *overrides], {})
 
 
 @pytest.mark.parametrize("title", RECIPES)
-async def test_a_recipe_samples_rewards_and_trains(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, model = RECIPES[title], tiny_chat_model(tmp_path / "model")
+async def test_a_recipe_samples_is_rewarded_and_trains(
+    title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, model = RECIPES[title], tmp_path / "model"
+    if recipe.page == "vision":
+        write_tiny_vision_model(model)
+    else:
+        tiny_chat_model(model)
     monkeypatch.chdir(tmp_path)
     with contextlib.ExitStack() as stack:
         overrides = [f"model.path={model}"]
@@ -161,8 +179,12 @@ async def sampled(config: TidemillConfig, recipe: Recipe) -> Group:
     tokenizer, answers = HfTokenizer(config.model.path), itertools.cycle(recipe.answers)
     engine = AnsweringEngine(tokenizer, lambda _: next(answers), length=1024)
     example = build_dataset(config.train[0].at_levels()[0], config.base)[0]
-    task = make_task(0, "train", example, config.sampling, config.train[0].label)
-    played = await play(config, engine, tokenizer, task)
+    settings = read_image_settings(Path(config.model.path), config.model.max_pixels) if example.images else None
+    limits = TaskLimits(config.broker.max_message_bytes, settings)
+    images = prepare_images(example.images, limits)
+    task = make_task(0, "train", example, config.sampling, config.train[0].label, images=images)
+    places = None if settings is None else ImagePlaceholders(PAD, settings)
+    played = await play(config, engine, tokenizer, task, placeholders=places, files=limits.images)
     samples = [one.to_trajectory(task, "recipe", "g") for one in played if not isinstance(one, FailedSample)]
     assert len(samples) == 2, played
     async with Scorer(config.reward.terms, config.base, 1, 60.0) as scorer:
@@ -171,4 +193,4 @@ async def sampled(config: TidemillConfig, recipe: Recipe) -> Group:
     both = list(zip(samples, scores, strict=True))
     if any(score.teacher_logprobs is not None for score in scores):
         both = [(msgspec.structs.replace(one, teacher_logprobs=score.teacher_logprobs), score) for one, score in both]
-    return Group(0, [(sample, score.reward) for sample, score in both])
+    return Group(0, [(sample, score.reward) for sample, score in both], limits.images)
