@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from deploy.control_plane.files.run_folder import RunFolder
@@ -187,12 +188,10 @@ def show_runs(url: str | None, as_json: bool) -> None:
     rows: list[dict[str, Any]] = []
     for info in infos:
         left = folders.pop(info.name, None)
-        rows.append(
-            {**asdict(info), "reward": left.reward if left else None, "updated": left.updated if left else None}
-        )
+        rows.append({**asdict(info), **_found(left)})
     for left in folders.values():
         rows.append({"prefix": None, "name": left.name, "keys": 0, "memory": 0, "state": left.state, "step": left.step})
-        rows[-1] |= {"reward": left.reward, "updated": left.updated}
+        rows[-1] |= _found(left)
     if as_json:
         print(json.dumps(rows))
         return
@@ -203,6 +202,17 @@ def show_runs(url: str | None, as_json: bool) -> None:
         memory, keys = (size(row["memory"]), str(row["keys"])) if row["keys"] else ("-", "-")
         table.add_row(row["name"], row["state"], str(row["step"]), reward, changed, memory, keys)
     Console().print(table if rows else "no runs")
+    for row in rows:
+        # Below the table, whose columns fill a terminal.
+        if words := ". ".join(filter(None, (", ".join(row["tags"]), row["notes"]))):
+            Console().print(escape(f" {row['name']}: {words}"), highlight=False)
+
+
+def _found(head: RunHead | None) -> dict[str, Any]:
+    """Return what a run's folder adds to its row."""
+    if head is None:
+        return {"reward": None, "updated": None, "tags": [], "notes": None}
+    return {"reward": head.reward, "updated": head.updated, "tags": head.tags, "notes": head.notes}
 
 
 def purge(broker: Broker, run: str, yes: bool, force: bool = False, as_json: bool = False) -> None:

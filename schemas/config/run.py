@@ -18,7 +18,7 @@ Prefix = Annotated[str, matching(r"[A-Za-z0-9_.-]+", "broker.prefix", "letters, 
 
 
 class RunConfig(Section):
-    """Name, folder and seed of the run."""
+    """Name, folder, seed and description of the run."""
 
     name: RunName = Field(
         "run", description="Name of the run, and part of its keys in the broker; lower-case letters, digits, - and _."
@@ -28,6 +28,10 @@ class RunConfig(Section):
         None, description="Folder for relative paths of your own code; by default the folder of the configuration file."
     )
     seed: int = Field(0, ge=0, description="Seed of prompt order, sampling and training.")
+    tags: list[str] = Field(
+        default_factory=list, description="Tags, by which lists of runs and trackers find this run."
+    )
+    notes: str | None = Field(None, description="What this run is for, in your own words; shown beside its name.")
 
 
 class ModelConfig(Section):

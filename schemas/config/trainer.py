@@ -217,7 +217,6 @@ class TrackingConfig(Section):
     group: str | None = Field(
         None, min_length=1, description="Group of runs to which this one belongs, such as seeds of one experiment."
     )
-    tags: list[str] = Field(default_factory=list, description="Tags of the run.")
 
 
 class TrainerConfig(Section):

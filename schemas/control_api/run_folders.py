@@ -35,6 +35,8 @@ class RunHead(Answer):
     wall_s: float | None = Field(description="Seconds from the start of the run to its newest step.")
     updated: float = Field(description="Time of its newest change to a file.")
     model: str | None
+    tags: list[str] = Field(description="run.tags.")
+    notes: str | None = Field(description="run.notes.")
     live: str | None = Field(description="Address of the control plane of the run, as its folder records it.")
 
 

@@ -209,20 +209,21 @@ def listed_as(config: TidemillConfig, name: str, folder: Path, *, resumed: bool)
     given = config.trainer.tracking
     run = given.name or config.run.name
     project = given.project or os.environ.get(VARIABLES.get(name, ""), "tidemill")
-    group, tags = given.group, given.tags
+    group, tags, notes = given.group, config.run.tags, config.run.notes
     match name:
         case "wandb":
             same = {"id": _identity(folder), "resume": "allow", "dir": str(folder)}
-            return project, {**same, "name": run, "group": group, "tags": tags}
+            return project, {**same, "name": run, "group": group, "tags": tags, "notes": notes}
         case "trackio":
             return project, {"name": run, "group": group, "resume": "allow" if resumed else "never"}
         case "swanlab":
-            return project, {"name": run, "group": group, "tags": tags}
+            return project, {"name": run, "group": group, "tags": tags, "description": notes}
         case "clearml":
             return project, {"task_name": run, "tags": tags}
         case "mlflow":
             labels = {"group": group} if group else {}
-            return project, {"run_name": run, "tags": {**labels, **dict.fromkeys(tags, "true")}}
+            labels |= dict.fromkeys(tags, "true")
+            return project, {"run_name": run, "tags": labels, "description": notes}
         case "aim":
             return run, {"experiment": project}
         case "comet_ml":

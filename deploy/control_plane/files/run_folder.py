@@ -89,6 +89,8 @@ class RunFolder:
             wall_s=number(last.get("wall_s")),
             updated=max(updated),
             model=settings.get("model.path"),
+            tags=settings.get("run.tags") or [],
+            notes=settings.get("run.notes"),
             live=address_of(self.path),
         )
 

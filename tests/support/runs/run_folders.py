@@ -16,11 +16,18 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def make_run(folder: Path, steps: int = 40, state: str = "finished", lr: float = 1e-5, groups: int = 2) -> Path:
-    """A run with so many steps; its reward rises with the learning rate."""
+def make_run(
+    folder: Path,
+    steps: int = 40,
+    state: str = "finished",
+    lr: float = 1e-5,
+    groups: int = 2,
+    described: dict[str, Any] | None = None,
+) -> Path:
+    """A run with so many steps; its reward rises with the learning rate. described: its tags and notes."""
     (folder / "logs").mkdir(parents=True)
     (folder / "samples").mkdir()
-    settings = {**SETTINGS, "run": {"name": folder.name}}
+    settings = {**SETTINGS, "run": {"name": folder.name, **(described or {})}}
     settings["trainer"] = {**SETTINGS["trainer"], "optimizer": {"lr": lr}}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     lines = [metrics_line(step, lr) for step in range(1, steps + 1)]

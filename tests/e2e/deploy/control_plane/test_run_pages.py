@@ -26,7 +26,13 @@ VIEWS = ("metrics", "groups", "groups/7/71", "evaluations", "machine", "logs", "
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     make_run(folder / "slow", steps=30)
-    make_run(folder / "fast", steps=30, lr=1e-4, state="failed: no memory")
+    make_run(
+        folder / "fast",
+        steps=30,
+        lr=1e-4,
+        state="failed: no memory",
+        described={"tags": ["seed-1", "warm-up"], "notes": "A higher rate."},
+    )
     return folder
 
 
@@ -84,7 +90,26 @@ def test_two_runs_are_chosen_and_overlaid(visit: Open) -> None:
     )
     page.locator("#tab-setup").click()
     expect(page.locator("#setup-settings")).to_contain_text("trainer.optimizer.lr")
-    expect(page.locator("#setup-settings tbody tr")).to_have_count(2)
+    names = ["run.name", "run.notes", "run.tags", "trainer.optimizer.lr"]
+    expect(page.locator("#setup-settings tbody th")).to_have_text(names)
+
+
+def test_the_runs_are_sorted_by_a_column_and_found_by_tags_and_notes(visit: Open) -> None:
+    page = visit("runs").page
+    names = page.locator("#run-list tbody th a")
+    expect(names).to_have_count(2, timeout=PATIENCE_MS)
+    for head, both in (("Reward", ["slow", "fast"]), ("Run", ["fast", "slow"])):
+        button = page.get_by_role("button", name=head, exact=True)
+        for direction, order in (("ascending", both), ("descending", both[::-1])):
+            button.click()
+            expect(names).to_have_text(order)
+            expect(page.get_by_role("columnheader", name=head, exact=True)).to_have_attribute("aria-sort", direction)
+            expect(button).to_be_focused()
+    expect(page.locator("[aria-sort]")).to_have_count(1)
+    expect(page.locator("tr[data-run=fast] .run-tag")).to_have_text(["seed-1", "warm-up"])
+    for words in ("seed-1", "higher rate"):
+        page.get_by_label("Search runs").fill(words)
+        expect(names).to_have_text(["fast"])
 
 
 def test_charts_are_pinned_to_the_top_and_sections_fold_for_good(visit: Open) -> None:

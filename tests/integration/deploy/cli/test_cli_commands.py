@@ -113,6 +113,17 @@ def test_runs_are_listed_from_their_folders_where_there_is_no_broker(tmp_path: P
     assert (listed["name"], listed["state"], listed["step"], listed["reward"]) == ("old", "finished", 3, 0.3)
 
 
+def test_runs_are_listed_with_their_tags_and_notes_where_they_have_some(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        _leave_a_run(tmp_path / "runs" / name, "finished")
+    with (tmp_path / "runs" / "two" / "config.yaml").open("a") as stream:
+        stream.write('run: {tags: [seed-1, "[bold]"], notes: a longer warm-up}\n')
+    done = run_tidemill("runs", cwd=tmp_path)
+    assert done.stdout.splitlines()[3:] == [" two: seed-1, [bold]. a longer warm-up"], done.stderr
+    listed = json.loads(run_tidemill("runs", "--json", cwd=tmp_path).stdout)
+    assert [(run["tags"], run["notes"]) for run in listed] == [([], None), (["seed-1", "[bold]"], "a longer warm-up")]
+
+
 def test_runs_on_a_broker_are_listed_with_what_their_folders_say(
     make_broker: Callable[..., Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,24 @@ let timer = 0;
 
 const when = (time) => new Date(time * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
 
+/** What the runs are sorted by, by the head of its column. */
+const COLUMNS = new Map([
+  ["Run", (run) => run.name], ["State", (run) => run.state], ["Step", (run) => run.step], ["Reward", (run) => run.reward],
+  ["Held-out", (run) => run.accuracy ?? run.heldout_reward], ["Time", (run) => run.wall_s], ["Last change", (run) => run.updated], ["Model", (run) => run.model],
+]);
+const order = { by: null, falls: false };
+const missing = (value) => Number(value === null);
+const compare = (one, other) => (typeof one === "string" ? one.localeCompare(other, "en", { numeric: true }) : one - other);
+
+function head(name) {
+  const chosen = order.by === name;
+  return h("th", { scope: "col", "aria-sort": chosen ? (order.falls ? "descending" : "ascending") : null },
+    h("button", { type: "button", class: "sort", onclick: () => {
+      Object.assign(order, { by: name, falls: chosen && !order.falls });
+      list();
+    } }, name));
+}
+
 function row(run) {
   const pick = h("input", { type: "checkbox", checked: picked.has(run.name), "aria-label": `Compare ${run.name}`, onchange: (event) => {
     if (event.target.checked) picked.add(run.name);
@@ -22,7 +40,8 @@ function row(run) {
     ? [run.heldout_reward_before, run.heldout_reward, figure] : [run.accuracy_before, run.accuracy, share];
   return h("tr", { "data-run": run.name },
     h("td", null, pick),
-    h("th", { scope: "row" }, h("a", { href: link("metrics", [], [run.name]) }, run.name)),
+    h("th", { scope: "row" }, h("a", { href: link("metrics", [], [run.name]) }, run.name),
+      run.tags.map((tag) => h("span", { class: "run-tag" }, tag)), run.notes && h("p", { class: "aside run-notes" }, run.notes)),
     h("td", null, h("span", { class: "state", "data-state": run.state, title: run.cause || null }, h("i", { "aria-hidden": "true" }), run.state)),
     h("td", null, `${count(run.step)}${run.steps ? ` of ${count(run.steps)}` : ""}`),
     h("td", null, figure(run.reward)), h("td", null, `${before === null ? "" : `${shown(before)} → `}${shown(after)}`),
@@ -32,13 +51,17 @@ function row(run) {
 
 function list() {
   const text = byId("run-search").value.toLowerCase();
-  const found = archive.runs.filter((run) => [run.name, run.model, run.state].some((part) => part?.toLowerCase().includes(text)));
-  const heads = ["", "Run", "State", "Step", "Reward", "Held-out", "Time", "Last change", "Model", ""];
+  const focused = document.activeElement?.closest("#run-list .sort")?.textContent;
+  const found = archive.runs.filter((run) => [run.name, run.model, run.state, run.notes, ...run.tags].some((part) => part?.toLowerCase().includes(text)));
+  const value = COLUMNS.get(order.by);
+  // What a run does not have comes last in either direction; an equal value keeps the order of the newest change.
+  if (value) found.sort((one, other) => missing(value(one)) - missing(value(other)) || (order.falls ? -1 : 1) * compare(value(one), value(other)));
   byId("run-list").replaceChildren(found.length
     ? h("div", { class: "table-box", tabindex: "0", role: "region", "aria-label": "Table of runs" }, h("table", { class: "table" },
-      h("thead", null, h("tr", null, heads.map((name, index) => (name ? h("th", { scope: "col" }, name) : h("td", null, h("span", { class: "hidden" }, index ? "Live" : "Compare")))))),
+      h("thead", null, h("tr", null, h("td", null, h("span", { class: "hidden" }, "Compare")), [...COLUMNS.keys()].map(head), h("td", null, h("span", { class: "hidden" }, "Live")))),
       h("tbody", null, found.map(row))))
     : h("p", { class: "empty" }, archive.runs.length ? "No run fits." : "No run has been here yet."));
+  if (focused) [...byId("run-list").querySelectorAll(".sort")].find((button) => button.textContent === focused)?.focus();
   setText(byId("run-note"), plural(found.length, "run"));
   tell();
 }
@@ -49,7 +72,7 @@ function tell() {
 }
 
 async function refresh() {
-  if (document.hidden || document.activeElement?.closest("#run-list")) return;
+  if (document.hidden || document.activeElement?.closest("#run-list tbody")) return;
   try {
     const before = JSON.stringify(archive.runs);
     await loadRuns();

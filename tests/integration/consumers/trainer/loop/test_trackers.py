@@ -120,6 +120,7 @@ def make(tmp_path: Path, broker: Broker) -> Callable[..., Trainer]:
 
     def trainer(*names: str, **settings: Any) -> Trainer:
         data = make_config(tmp_path / "run", model, broker, trackers=list(names), **settings)
+        data["run"] |= {"tags": ["small"], "notes": "a longer warm-up"}
         config = parse_config(data, base=tmp_path)
         policy = Policy(load_model(config.model.path, "float32"))
         return Trainer(config, "trainer", broker, build_train_step(config, policy=policy))
@@ -338,9 +339,10 @@ def test_weights_and_biases_lists_runs_by_name_in_one_project(
         return run
 
     monkeypatch.setattr(wandb, "init", start)
-    trainer = make("wandb", tracking={"name": "first try", "group": "seeds", "tags": ["small"]})
+    trainer = make("wandb", tracking={"name": "first try", "group": "seeds"})
     (run,) = started
     assert (run.project, run.name, run.group, run.tags) == ("sums", "first try", "seeds", ("small",))
+    assert run.notes == "a longer warm-up"
     with Pipeline(broker):
         trainer.run(StopFlag())
     assert last["step"] == STEPS
@@ -352,8 +354,8 @@ def test_weights_and_biases_lists_runs_by_name_in_one_project(
     ("name", "title", "arguments"),
     [
         ("trackio", "sums", {"name": "one", "group": "seeds", "resume": "never"}),
-        ("swanlab", "sums", {"name": "one", "group": "seeds", "tags": ["small"]}),
-        ("mlflow", "sums", {"run_name": "one", "tags": {"group": "seeds", "small": "true"}}),
+        ("swanlab", "sums", {"name": "one", "group": "seeds", "tags": ["small"], "description": "a try"}),
+        ("mlflow", "sums", {"run_name": "one", "tags": {"group": "seeds", "small": "true"}, "description": "a try"}),
         ("clearml", "sums", {"task_name": "one", "tags": ["small"]}),
         ("aim", "one", {"experiment": "sums"}),
         ("comet_ml", "sums", {}),
@@ -365,15 +367,17 @@ def test_every_tracker_gets_the_project_and_the_name_where_it_has_them(
 ) -> None:
     data = {
         **SMALLEST,
-        "trainer": {"tracking": {"project": "sums", "name": "one", "group": "seeds", "tags": ["small"]}},
+        "run": {"tags": ["small"], "notes": "a try"},
+        "trainer": {"tracking": {"project": "sums", "name": "one", "group": "seeds"}},
     }
     assert listed_as(parse_config(data), name, tmp_path, resumed=False) == (title, arguments)
 
 
 def test_the_project_is_the_trackers_own_variable_or_tidemill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = parse_config({**SMALLEST, "run": {"name": "mine"}})
+    config = parse_config({**SMALLEST, "run": {"name": "mine", "tags": ["small"], "notes": "a try"}})
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     title, arguments = listed_as(config, "wandb", tmp_path, resumed=False)
+    assert (arguments["tags"], arguments["notes"]) == (["small"], "a try")
     assert (title, arguments["name"], arguments["group"]) == ("tidemill", "mine", None)
     monkeypatch.setenv("WANDB_PROJECT", "sums")
     again = listed_as(config, "wandb", tmp_path, resumed=True)
