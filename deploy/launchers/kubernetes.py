@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 
 from deploy.checks.preflight import check
+from deploy.launcher_options import KubernetesOptions
 from deploy.launchers.factory import check_places
-from deploy.launchers.gpus import Auto, check_count
+from deploy.launchers.gpus import check_count
 from deploy.planning.cluster import DeviceQuota, engine_width
 from schemas.config import TidemillConfig, dump_config, of_pool
 from schemas.errors import OK_EXIT, ConfigError

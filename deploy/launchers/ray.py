@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from broker.connection.connection import find_url
+from deploy.launcher_options import RayOptions
 from deploy.launchers.factory import check_places
-from deploy.launchers.gpus import Auto, GpuPlan, check_count, shared_utilization
+from deploy.launchers.gpus import GpuPlan, check_count, shared_utilization
 from deploy.planning.cluster import DeviceQuota, engine_width
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes

@@ -16,6 +16,7 @@ from pathlib import Path
 from string import Template
 
 from deploy.checks.preflight import check
+from deploy.launcher_options import SlurmOptions
 from deploy.launchers.factory import check_places
 from deploy.launchers.gpus import Auto, ask, check_count
 from deploy.planning.cluster import DeviceQuota, engine_width

@@ -5,8 +5,6 @@ What sharding gathers and reduces is done beside the arithmetic; what tensor and
 for.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -147,9 +147,7 @@ def read(title: str, recipe: Recipe, folder: Path, overrides: list[str]) -> Tide
 
 
 @pytest.mark.parametrize("title", RECIPES)
-async def test_a_recipe_samples_is_rewarded_and_trains(
-    title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_recipe_samples_rewards_and_trains(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, model = RECIPES[title], tmp_path / "model"
     if recipe.page == "vision":
         write_tiny_vision_model(model)

@@ -1,5 +1,8 @@
 """A run holds at most supervisor.max_devices: its start and orders to scale say so in one line."""
 
+from __future__ import annotations
+
+from pathlib import Path
 from typing import Any
 
 import pytest

@@ -108,6 +108,6 @@ async def test_a_reward_model_of_vllm_is_asked_for_the_raw_score_of_the_ids():
 
 
 def test_an_address_that_is_none_is_one_line(tmp_path: Path):
-    for name, args in (("remote", {"url": "scorer:8000"}), ("reward_model_server", {"base_url": 3})):
+    for name, args in (("remote", {"url": "scorer:8000"}), ("reward_model_server", {"base_url": "3"})):
         with pytest.raises(ConfigError, match="must begin with http:// or https://"):
             check_reward([RewardTerm(name=name, args=args)], tmp_path)

@@ -339,7 +339,7 @@ def test_a_check_that_hangs_ends_in_time(folder: Path, changed: Changed, monkeyp
 )
 def test_what_the_system_refuses_is_one_line(folder: Path, fail: Callable[[Path], None], code: int, line: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("schemas.run_folder.config_of", lambda run: fail(folder))
+        patch.setattr("deploy.cli.offline.config_of", lambda run: fail(folder))
         done = run_tidemill("export", "checked", cwd=folder)
     assert (done.returncode, done.stderr) == (code, f"tidemill: {line.format(folder=folder)}\n")
 

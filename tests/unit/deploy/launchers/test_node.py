@@ -1,5 +1,12 @@
 """What `tidemill node` starts on a machine, and what it refuses before anything starts."""
 
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 

@@ -233,9 +233,7 @@ def test_a_generator_at_fault_is_drained_once_another_is_alive_and_again_if_the_
     assert ends == ["no other generator is alive", *["it gets no more tasks, and its samples end as mismatch"] * 2]
 
 
-async def test_a_drained_generator_takes_no_task_and_another_one_does(
-    broker: Broker, model: Path, tmp_path: Path
-) -> None:
+async def test_a_drained_generator_takes_no_task_but_another_does(broker: Broker, model: Path, tmp_path: Path) -> None:
     config = make_generator_config(model, tmp_path)
     begin_run(broker, tmp_path)
     async with running_generator(config, broker, make_engine(config, token_s=0.0), "c"):
