@@ -143,7 +143,6 @@ def kill(run: subprocess.Popen[bytes], victim: str, server: EmbeddedServer) -> N
     if victim == "broker":
         assert server.process is not None
         server.process.kill()
-        server.process.wait()
         server.start()
         return
     for process in psutil.Process(run.pid).children(recursive=True):

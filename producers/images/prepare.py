@@ -77,7 +77,7 @@ def _video_frames(data: bytes, count: int, where: str) -> list[bytes]:
         raise DataError(f"{where}: {_NO_DECODER}") from error
     try:
         # A playlist would name other files and addresses.
-        with av.open(io.BytesIO(data), options={"format_whitelist": VIDEOS}) as opened:
+        with av.open(io.BytesIO(data), "r", options={"format_whitelist": VIDEOS}) as opened:
             if not opened.streams.video:
                 raise DataError(f"{where}: {_NO_FRAMES}: it has no pictures")
             stream = opened.streams.video[0]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
-import structlog
 from fastapi import Depends, Request
 
 from broker.client import Broker
@@ -20,8 +19,6 @@ from deploy.control_plane.web.sse import Hub
 from schemas.control_api import RunStatus
 from schemas.errors import InfraError
 from schemas.messages import Event
-
-log = structlog.get_logger()
 
 LOOK_S = 0.1
 """Seconds between two readings of the status while a request waits for an order."""
@@ -55,8 +52,7 @@ class Context:
         return self.decoders[0]
 
     def record_event(self, name: str, text: str, by: str) -> None:
-        """Add an event to the timeline and to this service's log: what was ordered, and by whom."""
-        log.info(text, by=by)
+        """Add an event to the timeline: what was ordered, and by whom."""
         self.broker.events.emit(Event(name=name, service=self.name, text=f"{text} by {by}", data={"by": by}))
 
     async def wait_status(self, reached: Callable[[RunStatus], bool], wait_s: float) -> RunStatus:

@@ -15,7 +15,7 @@ import torch
 
 from tools.turns.walk import PRELOAD
 
-DEADLINE_S = 120
+DEADLINE_S = 300
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
