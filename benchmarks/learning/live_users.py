@@ -39,6 +39,8 @@ NAME = "live-users"
 VICTIMS = ("generator-0", "control", "broker")
 BATCH, STALENESS, WINDOW, HELD = 32, 32, 513, 300
 """With these a reward may be a minute late at ten conversations a second. HELD: conversations at once."""
+STALL_S = 600.0
+"""A run without a step for so long stands still."""
 CLI = (sys.executable, "-P", "-m", "deploy.cli")
 
 
@@ -128,12 +130,23 @@ async def play(
     """Talk until the run ends, and kill a victim each time that another part of the steps is trained."""
     talking = asyncio.create_task(users.talk(HELD))
     marks = [steps * (k + 1) // (len(VICTIMS) * kills + 1) for k in range(len(VICTIMS) * kills)]
-    while run.poll() is None:
-        await asyncio.sleep(0.5)
-        if marks and len(_lines(folder)) > marks[0]:
-            kill(run, VICTIMS[len(marks) % len(VICTIMS)], server)
-            del marks[0]
-    talking.cancel()
+    trained, since = 0, time.monotonic()
+    try:
+        while run.poll() is None:
+            await asyncio.sleep(0.5)
+            if talking.done():
+                talking.result()
+            if len(_lines(folder)) > trained:
+                trained, since = len(_lines(folder)), time.monotonic()
+            if time.monotonic() - since > STALL_S:
+                raise SystemExit(f"waited {STALL_S:.0f} s for step {trained + 1}: {folder.parent}/log")
+            if marks and trained > marks[0]:
+                kill(run, VICTIMS[len(marks) % len(VICTIMS)], server)
+                del marks[0]
+    finally:
+        talking.cancel()
+        if run.poll() is None:
+            run.terminate()
     if run.returncode or marks:
         raise SystemExit(f"the run ended with {run.returncode}, {len(marks)} kills before its end: {folder.parent}/log")
 
