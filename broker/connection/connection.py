@@ -173,9 +173,15 @@ class Connection:
         self._loaded: dict[str, int] = {}
         """Scripts that the server has loaded, with the value of ``connections`` at that time."""
         self._lock = threading.Lock()
+        self._lost_at: float | None = None
 
     def _connected(self) -> None:
         self.connections += 1
+
+    def silent_s(self) -> float:
+        """Return for how many seconds every attempt has failed for want of an answer; 0 if the last one had one."""
+        since = self._lost_at
+        return 0.0 if since is None else time.monotonic() - since
 
     def run(self, what: str, operation: Callable[..., T], *args: Any) -> T:
         """Run an idempotent ``operation(client, *args)``; after the deadline, InfraError names it by ``what``.
@@ -214,7 +220,9 @@ class Connection:
             # A node without the run's keys refuses this command, but would answer INFO or TIME about itself.
             self.client.exists(self.keys.services)
             self._settled = True
-        return operation(self.client, *args)
+        answer = operation(self.client, *args)
+        self._lost_at = None
+        return answer
 
     def _raise_unless_temporary(self, what: str, error: redis.RedisError) -> None:
         """Return if the operation may be retried; otherwise raise what the error means."""
@@ -224,6 +232,7 @@ class Connection:
             if why := failures.explain_tls_refusal(error):
                 raise ConfigError(f"cannot use the broker at {hide_password(self.url)}: {why}") from error
             self.losses += 1
+            self._lost_at = self._lost_at or time.monotonic()
             self._use_nodes([*self._nodes[1:], self._nodes[0]])
             return
         if isinstance(error, redis.exceptions.MovedError):

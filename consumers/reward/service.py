@@ -22,7 +22,7 @@ from schemas.config import RewardTerm, TidemillConfig
 from schemas.errors import TidemillError
 from schemas.messages import Score, Trajectory
 from schemas.run_record import JoinedRun
-from schemas.system.lifecycle import StopFlag
+from schemas.system.lifecycle import SILENT_S, StopFlag
 
 BATCH = 256
 """Most trajectories that are taken but not scored, unless workers have capacity for more."""
@@ -59,9 +59,10 @@ def run_reward(config: TidemillConfig, name: str) -> None:
         keep=broker.eval_samples.keep,
     )
     renew_s = config.reward.timeout_s / 2
-    with HeartbeatThread(
+    heartbeat = HeartbeatThread(
         broker, name, "reward", service.describe, service.renew, renew_s, probes=config.probes, sole=True
-    ):
+    )
+    with stop.ending_within(SILENT_S, broker.connection.silent_s), heartbeat:
         asyncio.run(service.run(stop))
 
 

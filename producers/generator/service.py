@@ -38,7 +38,7 @@ from schemas.errors import OK_EXIT, ConfigError, InfraError, describe_error, fir
 from schemas.messages.telemetry import ASLEEP, DRAINED
 from schemas.model_folder import find_tokens
 from schemas.run_record import JoinedRun
-from schemas.system.lifecycle import StopFlag, until_stopped
+from schemas.system.lifecycle import SILENT_S, StopFlag, until_stopped
 
 DEVICE_EVERY_S = 0.05
 """Seconds between two looks at what the engine does."""
@@ -56,7 +56,8 @@ def run_generator(config: TidemillConfig, name: str) -> None:
         check_name(broker, name)
     engine = make_engine(config.generator.engine, engine_settings(config, name), config.base)
     check_abilities(engine, needed_abilities(config))
-    asyncio.run(_run_or_leave(Generator(config, name, broker, engine), stop))
+    with stop.ending_within(SILENT_S, broker.connection.silent_s):
+        asyncio.run(_run_or_leave(Generator(config, name, broker, engine), stop))
 
 
 async def _run_or_leave(generator: Generator, stop: StopFlag) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import signal
 import threading
@@ -18,6 +19,9 @@ from schemas.errors import OK_EXIT
 
 PauseReason = Literal["starting", "ordered", "broker silent", "device in use"]
 """Reasons of a pause: a service has not read the run's orders yet, was ordered, can't read them, or lent its GPU."""
+
+SILENT_S = 5.0
+"""A service that is asked to end waits so long for a broker that does not answer: far less than any grace."""
 
 _imports_aside = False
 """Whether ``importing`` left something out of the collector's rounds in this process."""
@@ -91,14 +95,21 @@ class StopFlag:
             self._wakes.remove(wake)
 
     @contextmanager
-    def ending_within(self, seconds: float) -> Iterator[None]:
-        """End the process with code 0 if it is still here so long after the flag is set: nothing is half-done here."""
+    def ending_within(self, seconds: float, silent_s: Callable[[], float] = lambda: math.inf) -> Iterator[None]:
+        """End the process with code 0 if it is still here so long after the flag is set: nothing is half-done here.
+
+        silent_s: for how long the broker has not answered; the process ends only once that is ``seconds`` too, and
+        what it holds then, others take over.
+        """
         done = threading.Event()
 
         def watch() -> None:
             self._event.wait()
-            if not done.wait(seconds):
-                os._exit(OK_EXIT)
+            wait = seconds
+            while not done.wait(wait):
+                if silent_s() >= seconds:
+                    os._exit(OK_EXIT)
+                wait = 0.5
 
         threading.Thread(target=watch, name="ending", daemon=True).start()
         try:
