@@ -128,7 +128,8 @@ def _call_variants(text: str) -> Iterator[Variant]:
         if re.fullmatch(r"(\w*(GRPO|RLOO|DPO)|Lora)(Config|Trainer)", name):
             for at, keyword in enumerate(call.keywords):
                 if keyword.arg is not None:
-                    yield f"{name}.{keyword.arg}", *(_edited(text, number, at, drop) for drop in (True, False))
+                    without, changed = (_edited(text, number, at, drop) for drop in (True, False))
+                    yield f"{name}.{keyword.arg}", without, changed
 
 
 def _edited(text: str, number: int, at: int, drop: bool) -> str:
@@ -176,7 +177,8 @@ def _tree_variants(
             if not drop:
                 node[path[-1]] = yaml.safe_load(_another(str(value)))
             texts.append(dumps(tree))
-        yield ".".join(map(str, path)), *texts
+        without, changed = texts
+        yield ".".join(map(str, path)), without, changed
 
 
 def _holding(pattern: str, *words: str) -> Callable[[Path], list[Path]]:

@@ -125,17 +125,17 @@ def _feeder(evidence: EvidenceWriter, folder: Path) -> None:
             skipped = [task for task in tasks if isinstance(task, SkippedTask)]
             for task in skipped:
                 evidence.write("end?", t=task.task_id, how="skipped", reason="curriculum")
-            unusable = [task for task in tasks if isinstance(task, UnusableTask)]
-            for task in unusable:
-                evidence.write("end?", t=task.task_id, how="failed", reason="bad example")
+            unusable = [task.task_id for task in tasks if isinstance(task, UnusableTask)]
+            for task_id in unusable:
+                evidence.write("end?", t=task_id, how="failed", reason="bad example")
             losses = self._connection.losses
             admission = original(self, tasks, *args)
-            for task in unusable:
-                if task.task_id in admission.unusable:
-                    evidence.write("end", t=task.task_id, how="failed", reason="bad example", a="ok")
+            for task_id in unusable:
+                if task_id in admission.unusable:
+                    evidence.write("end", t=task_id, how="failed", reason="bad example", a="ok")
                 elif self._connection.losses == losses:
                     # An attempt whose answer was lost may have admitted it: then it stays without an answer.
-                    evidence.write("end", t=task.task_id, how="failed", reason="bad example", a="no")
+                    evidence.write("end", t=task_id, how="failed", reason="bad example", a="no")
             for task in skipped:
                 if (done := task.task_id in admission.skipped) or self._connection.losses == losses:
                     evidence.write("end", t=task.task_id, how="skipped", reason="curriculum", a="ok" if done else "no")
@@ -349,7 +349,7 @@ def _fill_disk(flag: Path, spared: Sequence[int]) -> None:
         return write(descriptor, half)
 
     os.fsync = full_fsync  # type: ignore[assignment]
-    os.write = full_write  # type: ignore[assignment]
+    os.write = full_write
 
 
 def _is_own(body: Trajectory, score: float) -> bool:

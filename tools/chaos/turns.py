@@ -108,10 +108,11 @@ def watch_trainer(folder: Path, name: str) -> None:
         return
     from consumers.trainer import service
     from consumers.trainer.distributed.offload import StateOffload
+    from consumers.trainer.step import build as step_build
     from consumers.trainer.step.train_step import TrainStep
 
     gpus = ImitatedGpus(files_of(folder), name, [0])
-    build, offload, onload, run = service.build_learner, StateOffload.offload, StateOffload.onload, TrainStep.run
+    build, offload, onload, run = step_build.build_learner, StateOffload.offload, StateOffload.onload, TrainStep.run
 
     def build_learner(*args: Any) -> Any:
         gpus.take()

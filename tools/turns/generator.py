@@ -107,10 +107,10 @@ class ImitatedEngine(ScriptedEngine):
         assert self.orders is not None
         if not self._probed:
             self._files.violate(f"{self._name} samples a token before its probe")
-        if self._content != self._version:
+        if self._content != self.version:
             self._files.violate(f"{self._name} samples a token with weights that its sleep has spoilt")
-        if self._version < self._needed:
-            self._files.violate(f"{self._name} woke, and samples with version {self._version}, not {self._needed}")
+        if self.version < self._needed:
+            self._files.violate(f"{self._name} woke, and samples with version {self.version}, not {self._needed}")
         if self.orders.is_frozen or self.orders.is_asleep:
             self._files.violate(f"{self._name} samples a token while it is paused")
         if not self._told:

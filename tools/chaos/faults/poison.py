@@ -40,7 +40,7 @@ class _Poison(Fault):
                 fields = dict(varieties[name])
                 if (content := fields.pop(BODY, None)) is not None:
                     fields["b"] = b"poison.%d" % rng.getrandbits(64)
-                    world.server.client.hset(world.keys.bodies, fields["b"], content)  # type: ignore[arg-type]
+                    world.server.client.hset(world.keys.bodies, fields["b"], content)
                 world.server.client.xadd(key, fields, nomkstream=True)  # type: ignore[arg-type]
             return True
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import redis
 import structlog
@@ -73,7 +74,8 @@ class Watch:
             now = self._heartbeats.read_clock()
             # What came after a service's last heartbeat is not counted yet.
             late = sum(max(0.0, now - beat.time) for beat in self._heartbeats.list() if beat.devices)
-            active, groups = self._server.client.zrange(keys.slots, 0, -1), self._server.client.hgetall(keys.groups)
+            active: Any = self._server.client.zrange(keys.slots, 0, -1)
+            groups = self._server.client.hgetall(keys.groups)
         except (redis.RedisError, TidemillError, ValueError):
             return
         self.cursor = max(self.cursor, state.cursor)
