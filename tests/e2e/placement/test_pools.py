@@ -92,4 +92,4 @@ def test_two_pools_train_one_policy_also_when_a_generator_of_one_is_killed(
     assert {"pool/real/gap", "pool/quick/gap", "pool/real/tokens", "pool/quick/tokens"} <= figures
     gap = {pool["name"]: pool["logprob_gap"] for pool in status["pools"]}
     # The scripted engine draws its log-probabilities; some samples that it began, the other pool has finished.
-    assert gap["quick"] > 4 * gap["real"]
+    assert gap["quick"] > 2 * gap["real"]

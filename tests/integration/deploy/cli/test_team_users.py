@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from broker.client import Broker
+from broker.connection.embedded import EmbeddedServer
 from deploy.client.team import look, make_server, read_places
 from tests.support.broker.control_plane import ControlPlane
 from tests.support.broker.trainer_sessions import take_over
@@ -23,6 +24,13 @@ DEADLINE_S = 20.0
 HEADER, TOKEN = "X-Forwarded-Email", "secret of the control plane"
 SESSIONS = {"session=1": "ann@example.org", "session=2": "ben@example.org"}
 """Users by the cookie that an OIDC proxy gave them when they logged in."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """A server of its own: it holds no runs of other tests, some of them damaged."""
+    with EmbeddedServer(tmp_path_factory.mktemp("team_users")) as server:
+        yield server
 
 
 class Proxy(BaseHTTPRequestHandler):
