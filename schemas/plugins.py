@@ -2,7 +2,8 @@
 
 ``exact`` is looked up in the registry; ``mypackage.rewards:brevity`` and
 ``rewards.py:brevity`` (relative to the configuration's folder) are imported.
-Built-ins are registered as paths too, so listing them imports nothing.
+Built-ins are registered as paths too, so listing them imports nothing. An installed package adds names by entry
+points in the group ``tidemill.KIND``.
 """
 
 import difflib
@@ -12,6 +13,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,20 +37,32 @@ class Registry:
 
     def get(self, name: str, base: Path | None = None) -> Any:
         """Return the object called ``name``; ConfigError names the choices. base: folder of plugin files."""
-        self.check(name)
-        return load(self._paths.get(name, name), self.kind, base)
+        return load(self.check(name), self.kind, base)
 
-    def check(self, name: str) -> None:
-        """Raise ConfigError for a name that is neither built in nor a path. Imports nothing."""
-        if name not in self._paths and ":" not in name:
-            if name in self._instead:
-                raise ConfigError(f"unknown {self.kind} {name!r}: {self._instead[name]}")
-            close = difflib.get_close_matches(name, self.names, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ConfigError(
-                f"unknown {self.kind} {name!r}{hint}: one of {', '.join(self.names)},"
-                " or your own as package.module:name or file.py:name"
-            )
+    def check(self, name: str) -> str:
+        """Return the path of what is called ``name``: built in, a path itself, or of an installed package.
+
+        ConfigError names the choices. Imports nothing.
+        """
+        if name in self._paths or ":" in name:
+            return self._paths.get(name, name)
+        installed = self.installed()
+        if name in installed:
+            return installed[name]
+        if name in self._instead:
+            raise ConfigError(f"unknown {self.kind} {name!r}: {self._instead[name]}")
+        names = sorted({*self._paths, *installed})
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ConfigError(
+            f"unknown {self.kind} {name!r}{hint}: one of {', '.join(names)},"
+            " or your own as package.module:name or file.py:name"
+        )
+
+    def installed(self) -> dict[str, str]:
+        """Return the paths of the names that installed packages add; a built-in name is not replaced."""
+        found = entry_points(group=f"tidemill.{self.kind}")
+        return {one.name: f"{one.module}:{one.attr}" for one in found if one.name not in self._paths}
 
 
 def load(path: str, kind: str, base: Path | None = None) -> Any:

@@ -13,23 +13,24 @@ from producers.engines import ENGINES
 from producers.workflows import WORKFLOWS
 from schemas.config import REWARDING_WORKFLOWS, TidemillConfig, by_pool
 from schemas.errors import ConfigError
+from schemas.plugins import Registry
 
 FILE = "tidemill.schema.json"
 
-NAMES: dict[tuple[str, str], list[str]] = {
-    ("TrainDataset", "name"): DATASETS.names,
-    ("EvalDataset", "name"): DATASETS.names,
-    ("DatasetConfig", "name"): DATASETS.names,
-    ("RewardTerm", "name"): REWARDS.names,
-    ("WorkflowConfig", "name"): WORKFLOWS.names,
-    ("GeneratorConfig", "engine"): ["auto", *ENGINES.names],
-    ("LossConfig", "name"): LOSSES.names,
-    ("AdvantageConfig", "name"): ADVANTAGES.names,
-    ("TrainerConfig", "aggregation"): AGGREGATIONS.names,
-    ("KlConfig", "estimator"): KL_ESTIMATORS.names,
-    ("RejectionConfig", "measure"): ["ratio", *KL_ESTIMATORS.names],
+NAMES: dict[tuple[str, str], tuple[Registry, list[str]]] = {
+    ("TrainDataset", "name"): (DATASETS, []),
+    ("EvalDataset", "name"): (DATASETS, []),
+    ("DatasetConfig", "name"): (DATASETS, []),
+    ("RewardTerm", "name"): (REWARDS, []),
+    ("WorkflowConfig", "name"): (WORKFLOWS, []),
+    ("GeneratorConfig", "engine"): (ENGINES, ["auto"]),
+    ("LossConfig", "name"): (LOSSES, []),
+    ("AdvantageConfig", "name"): (ADVANTAGES, []),
+    ("TrainerConfig", "aggregation"): (AGGREGATIONS, []),
+    ("KlConfig", "estimator"): (KL_ESTIMATORS, []),
+    ("RejectionConfig", "measure"): (KL_ESTIMATORS, ["ratio"]),
 }
-"""The built-in names of each setting that also takes an import path, by its section and its key."""
+"""The choices of each setting that also takes an import path, by its section and key, and further words it takes."""
 
 
 def check_names(config: TidemillConfig) -> str:
@@ -73,10 +74,10 @@ def editor_schema() -> dict[str, Any]:
     """Return the schema. It accepts what a file may hold: a single dataset for a list, and no terms for episodes."""
     schema = TidemillConfig.model_json_schema()
     sections = schema["$defs"]
-    for (section, key), names in NAMES.items():
+    for (section, key), (registry, more) in NAMES.items():
         field = sections[section]["properties"][key]
         del field["type"]
-        field["anyOf"] = [{"enum": names}, {"type": "string", "pattern": ":"}]
+        field["anyOf"] = [{"enum": [*more, *registry.names, *registry.installed()]}, {"type": "string", "pattern": ":"}]
     schema["required"].remove("reward")
     sections["RewardConfig"]["required"].remove("terms")
     del sections["RewardConfig"]["properties"]["terms"]["minItems"]

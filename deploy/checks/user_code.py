@@ -20,7 +20,7 @@ import numpy as np
 
 from consumers.reward.rewards.terms import resolve
 from consumers.reward.scorer import check_reward
-from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
+from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from deploy.checks.finding import Finding, run_check
 from deploy.checks.model_files import cached_folder, find_unmade
 from deploy.checks.teachers import check_teachers
@@ -41,6 +41,8 @@ QUICK_S = 5.0
 """Longest that the start of a run waits for a first reward, including the start of the worker."""
 WRITTEN = ("#### {}", "\\boxed{{{}}}")
 """How rules that read a final answer expect it to be written."""
+BUILT_IN = {*LOSSES.names, *ADVANTAGES.names, *AGGREGATIONS.names, *KL_ESTIMATORS.names, "ratio"}
+"""Names of algorithms that need no check."""
 END = "end"
 """Reported as the next check when all are done."""
 Check = tuple[str, Callable[[], Finding | str | None]]
@@ -258,7 +260,7 @@ def check_algorithm(config: TidemillConfig) -> str:
     names = [trainer.loss.name, trainer.advantage.name, trainer.aggregation, trainer.kl.estimator]
     names += [rule.measure for rule in trainer.rejection]
     text = ", ".join(names[:3])
-    if not (trainer.loss.args or trainer.advantage.args or any(":" in name for name in names)):
+    if not (trainer.loss.args or trainer.advantage.args or any(name not in BUILT_IN for name in names)):
         return text
     if importlib.util.find_spec("torch") is None:
         return f"{text}, not checked, since PyTorch is not installed"

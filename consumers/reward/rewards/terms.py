@@ -269,7 +269,7 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
     named, takes_any = named_parameters(function)
-    builtin = ":" not in term.name
+    builtin = term.name in REWARDS.names
     given = {*OWN[form], *FIELDS, "answer", "reasoning_gym"}
     allowed = [name for name in named if name not in given] if builtin else named
     for name in term.args:

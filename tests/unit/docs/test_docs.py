@@ -268,6 +268,12 @@ def field_at(model: type[BaseModel], path: list[str]) -> Any:
     return field if len(path) == 1 else field_at(hook().nested(field.annotation), path[1:])
 
 
+def test_the_groups_of_entry_points_are_those_that_are_looked_up() -> None:
+    page = (ROOT / "docs/bring-your-own/index.md").read_text(encoding="utf-8")
+    kinds = {registry.kind for registry in hook().REGISTRIES.values()} - {"trainer.aggregation"}
+    assert set(re.findall(r"`tidemill\.([a-z.]+)`", page)) == kinds | {"commands"}
+
+
 def test_every_public_name_is_in_its_table_and_no_other() -> None:
     page = (ROOT / "docs/bring-your-own/index.md").read_text(encoding="utf-8")
     (part,) = re.findall(r"^## From Python\n(.*)", page, re.MULTILINE | re.DOTALL)
