@@ -6,6 +6,7 @@ folder whole or not at all.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -99,6 +100,8 @@ def train_sft(
 ) -> SftResult:
     """Train until the greedy accuracy on ``heldout`` reaches ``settings.stop_accuracy`` and write the model to ``out``.
 
+    Without that accuracy, train for ``settings.max_steps``.
+
     source: a model folder or hub id, or a function (folder, seed) that writes an untrained model.
     examples, heldout: parts of a Demonstration, whose answer counts when it is reproduced exactly.
     load_tokenizer: loads the generators' tokenizer. max_length: most tokens of prompt and completion.
@@ -128,7 +131,7 @@ def train_sft(
         model = _Model(loaded, vision=tower, output_tokens=only).prepare(limits, ranks, DTYPES[dtype])
         reported = progress if ranks.is_main else None
         last = _Training(model, other, settings, limits, ranks, reported).run(own, DTYPES[dtype], seed)
-        reached, digest = last.accuracy >= settings.stop_accuracy, settings_digest(settings, seed, dtype, base)
+        reached, digest = last.accuracy >= (settings.stop_accuracy or 0), settings_digest(settings, seed, dtype, base)
         result = SftResult(last.accuracy, last.step, round(last.seconds, 2), reached, digest)
         _check_reached(result, settings)
         save_weights(model.causal_lm, named_weights(model), aside, dtype, ranks)
@@ -224,7 +227,7 @@ class _Training:
         self.last = SftProgress(step, loss, accuracy, time.perf_counter() - self.started)
         if self.progress:
             self.progress(self.last)
-        mark = settings.stop_accuracy
+        mark = settings.stop_accuracy or math.inf
         if accuracy >= mark or step >= settings.max_steps:
             return None
         # Accuracy can jump by tenths within a few steps: evaluate often near the mark.
@@ -232,11 +235,12 @@ class _Training:
         return min(step + max(1, settings.eval_every // closeness), settings.max_steps)
 
     def _lr(self, step: int) -> float:
-        """Return the learning rate: a warm-up, then a fall as the best accuracy so far nears its mark.
+        """Return the learning rate: a warm-up, then a fall as the best accuracy so far, or the step, nears its mark.
 
         It does not rise again if the accuracy falls, which would make an unstable training less stable.
         """
-        left = max(0.0, 1.0 - self.best / self.settings.stop_accuracy)
+        mark = self.settings.stop_accuracy
+        left = max(0.0, 1.0 - (self.best / mark if mark else step / self.settings.max_steps))
         return self.settings.lr * min(1.0, step / WARMUP_STEPS) * max(FINISH_FACTOR, min(1.0, 1.5 * left))
 
     def _accuracy(self) -> float:

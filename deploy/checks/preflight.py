@@ -21,7 +21,7 @@ from broker.connection.connection import find_url
 from broker.weights.peers.certificate import has_tls
 from consumers.trainer.records.trackers import check_trackers
 from deploy.checks.finding import Finding, one_line, run_check
-from deploy.checks.model_files import check_hub_or_folder, check_tokenizer
+from deploy.checks.model_files import check_hub_or_folder, check_tokenizer, find_unmade
 from deploy.checks.names import check_names
 from deploy.control_plane.address import listen, read_token
 from producers.conversation.parsing.factory import check_parsers
@@ -197,6 +197,8 @@ def check_models(config: TidemillConfig) -> str:
         shape = PolicyShape.read(config.model.path, sac=trainer.sac is not None)
         return f"{config.model.path}: {shape.observations} observations, {shape.actions} actions"
     found = "created by warm_start" if config.warm_start else _check_policy(config.model)
+    if config.warm_start and not config.warm_start.starts_untrained and find_unmade(config):
+        check_hub_or_folder(config.warm_start.model, "warm_start.model")
     if trainer.kl.coef and trainer.kl.model is not None:
         check_hub_or_folder(trainer.kl.model, "trainer.kl.model")
     if trainer.critic is not None and trainer.critic.model is not None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from consumers.offline.provenance import settings_digest
+from deploy.checks.model_files import check_hub_or_folder
 from deploy.logs import configure_logging
 from deploy.services.torchrun import is_rank
 from producers.datasets.loading import build_dataset
@@ -72,15 +73,20 @@ def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> S
     from producers.tokenizer import HfTokenizer
 
     folder = Path(config.model.path)
-    source = load(settings.model, "warm_start.model", config.base)
+    source = load(settings.model, "warm_start.model", config.base) if settings.starts_untrained else settings.model
+    if not settings.starts_untrained:
+        check_hub_or_folder(settings.model, "warm_start.model")
     examples = pairs(settings.dataset, config.base)
     heldout = pairs(settings.eval, config.base)
     with _bar(ranks.is_main) as bar:
         task = bar.add_task("warm start", total=1.0, figures="")
 
         def show(progress: SftProgress) -> None:
-            figures = f"accuracy {progress.accuracy:.2f} of {settings.stop_accuracy:g}, step {progress.step}"
-            bar.update(task, completed=min(1.0, progress.accuracy / settings.stop_accuracy), figures=figures)
+            mark = settings.stop_accuracy
+            accuracy = f"{progress.accuracy:.2f}" + (f" of {mark:g}" if mark else "")
+            done = progress.accuracy / mark if mark else progress.step / settings.max_steps
+            figures = f"accuracy {accuracy}, step {progress.step}"
+            bar.update(task, completed=min(1.0, done), figures=figures)
             if not bar.console.is_terminal:
                 bar.console.print(f"warm start: {figures}", highlight=False)
 

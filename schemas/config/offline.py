@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from schemas.config.base import Section, UserPath
+from schemas.config.base import ModelPath, Section, UserPath
 from schemas.config.data import DatasetConfig
 from schemas.config.trainer import OptimizerConfig
 
@@ -12,18 +12,32 @@ from schemas.config.trainer import OptimizerConfig
 class WarmStartConfig(Section):
     """Supervised training that makes model.path if it does not exist, until it reaches an accuracy."""
 
-    model: str = Field(
-        description="Function (folder, seed) that writes an untrained model, as module:name or file.py:name."
+    model: ModelPath = Field(
+        description="What training starts from: a model's folder or hub id, or a function (folder, seed) that writes an"
+        " untrained model, as module:name or file.py:name."
     )
     dataset: DatasetConfig
     eval: DatasetConfig
     batch_size: int = Field(128, ge=1, description="Examples in one step.")
-    lr: float = Field(1e-3, gt=0, description="Peak learning rate; it falls as the accuracy approaches stop_accuracy.")
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate; it falls towards stop_accuracy or max_steps.")
     max_steps: int = Field(
-        2000, ge=1, description="Steps after which training fails if it has not reached stop_accuracy."
+        2000,
+        ge=1,
+        description="Steps after which training fails if it has not reached stop_accuracy, or ends if that is null.",
     )
     eval_every: int = Field(20, ge=1, description="Steps between two measurements of the accuracy.")
-    stop_accuracy: float = Field(0.5, gt=0, le=1, description="Held-out accuracy at which training stops.")
+    stop_accuracy: float | None = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Held-out accuracy at which training stops: the share of answers that greedy sampling repeats"
+        " to the letter. null trains for max_steps.",
+    )
+
+    @property
+    def starts_untrained(self) -> bool:
+        """Whether a function writes the model that training starts from."""
+        return ":" in self.model
 
 
 class PreferenceConfig(Section):

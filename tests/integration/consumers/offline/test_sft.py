@@ -98,6 +98,31 @@ def test_the_command_answers_in_json_what_it_made_and_that_there_is_nothing_to_m
         assert json.loads(done.stdout) == {"model": "made", "made": False}, done.stderr
 
 
+def test_the_command_trains_a_model_folder_for_all_steps_where_no_accuracy_is_asked_for(tmp_path: Path) -> None:
+    start = make_tiny_model(tmp_path / "start")
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in PAIRS]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    data = {"name": "jsonl", "args": {"path": "pairs.jsonl"}}
+    warm_start = settings(dataset=data, eval=data, model="start", stop_accuracy=None, max_steps=3, eval_every=2)
+    config = {
+        "model": {"path": "made", "max_length": 64},
+        "sampling": {"max_tokens": 8},
+        "train": data,
+        "reward": {"terms": [{"name": "exact"}]},
+        "warm_start": warm_start.model_dump(mode="json"),
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    done = run_tidemill("sft", "config.yaml", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 3
+    before, after = (load_model(folder, "float32").state_dict() for folder in (start, tmp_path / "made"))
+    assert before.keys() == after.keys()
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+    done = run_tidemill("sft", "config.yaml", "warm_start.model=./gone", cwd=tmp_path)
+    wrong = "tidemill: warm_start.model ./gone does not exist: give a model folder or a Hub id\n"
+    assert (done.returncode, done.stderr.splitlines(keepends=True)[-1]) == (2, wrong)
+
+
 def picture(colour: tuple[int, int, int]) -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (28, 28), colour).save(file, "PNG")
@@ -161,6 +186,19 @@ def test_the_learning_rate_stays_low_when_accuracy_falls(tmp_path: Path, monkeyp
     assert after_warm_up[0] == 3e-3
     assert after_warm_up == sorted(after_warm_up, reverse=True)
     assert after_warm_up[-1] == pytest.approx(3e-3 * 1.5 * (1 - 0.8 / 0.9))
+
+
+def test_the_learning_rate_falls_to_the_last_step_where_no_accuracy_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, lr = list[float](), sft._Training._lr
+    monkeypatch.setattr(sft._Training, "_lr", lambda training, step: used.append(lr(training, step)) or used[-1])
+    steps = 4 * sft.WARMUP_STEPS
+    wanted = settings(stop_accuracy=None, max_steps=steps, eval_every=steps)
+    result = train_sft(tmp_path / "out", build, PAIRS, PAIRS, wanted, **COMMON)
+    assert (result.steps, result.reached, len(used)) == (steps, True, steps)
+    assert used[steps // 2 :] == sorted(used[steps // 2 :], reverse=True)
+    assert used[-1] < used[steps // 2]
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:

@@ -111,6 +111,13 @@ def test_a_model_is_judged_by_its_files(folder: Path) -> None:
         assert message in refused(folder, f"model.path={name}")
 
 
+def test_the_model_that_a_warm_start_begins_with_is_judged_too(folder: Path) -> None:
+    (folder / "model/model.safetensors").unlink()
+    for name, message in (("./none", "./none does not exist"), ("model", "model has no weights")):
+        warm_start = f"{{model: {name}, dataset: {{name: arithmetic}}, eval: {{name: arithmetic}}}}"
+        assert f"warm_start.model {message}" in refused(folder, "model.path=made", f"warm_start={warm_start}")
+
+
 def test_a_hub_id_is_one_question_and_one_line_without_a_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
