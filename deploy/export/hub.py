@@ -1,5 +1,6 @@
-"""An exported model for others: its model card with the metrics of the run, and the way to the Hugging Face hub."""
+"""An exported model for others: its model card with curve and metrics of its run, and the way to the hub."""
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -8,23 +9,38 @@ import yaml
 
 from deploy.control_plane.files.evaluations import read_evaluations
 from deploy.control_plane.files.run_folder import RunFolder, mask_tree
+from deploy.export.plot import Evaluation, plot_run
 from schemas.config import DatasetConfig, TidemillConfig
 from schemas.errors import ConfigError, InfraError
 from schemas.model_folder import split_revision
+from schemas.run_folder import METRICS, PLOT, StoredLines
 
 CARD = "README.md"
 TAGS = ["reinforcement-learning", "tidemill"]
 
 
 def write_card(config: TidemillConfig, folder: Path, checkpoint: str, adapter: bool) -> None:
-    """Write the model card into an exported model's folder."""
-    (folder / CARD).write_text(make_card(config, checkpoint, adapter), encoding="utf-8")
-
-
-def make_card(config: TidemillConfig, checkpoint: str, adapter: bool) -> str:
-    """Return the model card: base model, data, settings and results, as the run's folder has them."""
-    run = RunFolder(config.folder, config.run.name)
+    """Write the model card into an exported model's folder, with the curve of the run up to its step."""
     step = int(checkpoint.split("-")[1])
+    run = RunFolder(config.folder, config.run.name)
+    if rewards := _rewards(run, step):
+        evaluations = [
+            Evaluation(one.version, one.mean, one.wall_s or 0.0, one.accuracy)
+            for one in read_evaluations(run.path)
+            if one.mean is not None and one.version <= step
+        ]
+        title = f"{config.run.name}, step {step}"
+        plot_run(StoredLines(run.path / METRICS), evaluations, title, folder / PLOT, step)
+    (folder / CARD).write_text(make_card(config, run, step, rewards, adapter), encoding="utf-8")
+
+
+def make_card(
+    config: TidemillConfig, run: RunFolder, step: int, rewards: Sequence[tuple[str, str]], adapter: bool
+) -> str:
+    """Return the model card: base model, data, settings and results, as the run's folder has them.
+
+    rewards: the rows about them; with any there is a curve.
+    """
     datasets = [_title(one) for one in config.train]
     front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": TAGS}
     base, _ = split_revision(config.model.path)
@@ -40,7 +56,7 @@ def make_card(config: TidemillConfig, checkpoint: str, adapter: bool) -> str:
         ("Steps", f"{step}, of {config.trainer.batch_groups} prompts with {config.sampling.n} samples each"),
         ("Peak learning rate", f"{config.trainer.optimizer.lr:g}"),
         ("Staleness bound", str(config.flow.staleness)),
-        *_rewards(run, step),
+        *rewards,
     ]
     evaluations = [
         f"| {one.version} | {one.scored} | {one.mean:.4g} |"
@@ -53,6 +69,8 @@ def make_card(config: TidemillConfig, checkpoint: str, adapter: bool) -> str:
         f" {version('tidemill')}. The metrics are those of its run.",
         "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows)]),
     ]
+    if rewards:
+        parts.append(f"![Mean reward and evaluations over the steps]({PLOT})")
     if evaluations:
         table = ["| Weight version | Samples | Mean reward |", "| --- | --- | --- |", *evaluations]
         parts += ["## Evaluations on held-out prompts", "\n".join(table)]

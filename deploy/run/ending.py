@@ -12,8 +12,8 @@ from rich.table import Table
 from broker.client import Broker
 from broker.evaluations.results import EvalResult
 from consumers.trainer.records.evaluations import read_evaluations
-from deploy.run.plot import plot_run
-from deploy.run.summary import Evaluation, Final, write_summary
+from deploy.export.plot import Evaluation, plot_run
+from deploy.run.summary import Final, write_summary
 from deploy.supervisor.supervisor import RunOutcome
 from deploy.terminal.page import clock
 from schemas.config import TidemillConfig

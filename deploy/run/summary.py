@@ -10,21 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deploy.export.plot import Evaluation
 from schemas.errors import DiskError
 from schemas.run_folder import METRICS, SUMMARY, TRAINED, StoredLines, surviving_lines
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A complete evaluation on held-out prompts. reward: mean; wall_s: since the run began.
-
-    accuracy: share of correct samples; None if the configuration does not say which are correct.
-    """
-
-    version: int
-    reward: float
-    wall_s: float = 0.0
-    accuracy: float | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,6 +26,8 @@ from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
 from tests.support.servers.hub_server import TOKEN, Hub
 from tests.support.trainer.trajectories import make_groups
+
+BLUE = (59, 111, 182)
 
 
 def configuration(folder: Path, model: Path, **settings: Any) -> TidemillConfig:
@@ -132,6 +135,7 @@ def test_the_command_finds_a_run_by_its_folder_and_shows_what_it_does(run: Tidem
     done = run_tidemill("export", str(run.folder), "--step", "1", "--to", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("out: step-00000001-t0001 in float32, ")
+    assert "run.png" not in (tmp_path / "out/README.md").read_text(), "a run without metrics has no curve"
     assert "export: writing out" in done.stderr
     assert (tmp_path / "out/tokenizer.json").is_file()
 
@@ -142,7 +146,7 @@ def test_an_export_goes_to_the_hub_with_a_card_of_the_runs_figures(
     folder = tmp_path / "run"
     shutil.copytree(trained[0], folder)
     save_config(configuration(folder, model), folder / "config.yaml")
-    lines = [{"step": step, "reward/mean": step / 4} for step in (1, 2, 3)]
+    lines = [{"step": step, "wall_s": 60.0 * step, "reward/mean": step / 4} for step in (1, 2, 3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     evaluation = {"version": 2, "n": 8, "scored": 8, "failed": 0, "off_version": 0, "mean": 0.625}
     (folder / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
@@ -166,6 +170,11 @@ def test_an_export_goes_to_the_hub_with_a_card_of_the_runs_figures(
         assert "0.375 over the first 2 steps" in card
         assert "| 2 | 8 | 0.625 |" in card
         assert "lr: 0.001" in card
+        assert "](run.png)" in card
+        with Image.open(tmp_path / "out/run.png") as curve:
+            assert curve.format == "PNG"
+            colours = curve.convert("RGB").getcolors(1 << 24)
+            assert BLUE in [colour for _, colour in colours or ()], "a line of the rewards"
         assert str(tmp_path) not in card, "a folder of this machine says nothing to others"
         assert f"the folder {model.name}" in card
 

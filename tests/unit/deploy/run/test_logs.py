@@ -15,10 +15,9 @@ import pytest
 from rich.console import Console
 
 from consumers.trainer.records.evaluations import EvaluationLog
+from deploy.export.plot import Evaluation, plot_run, smooth
 from deploy.run.ending import Ending, finish
-from deploy.run.plot import plot_run, smooth
 from deploy.run.summary import (
-    Evaluation,
     Final,
     summarise,
     write_summary,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploy.run.summary import Evaluation
 from schemas.run_folder import surviving_lines
 
 if TYPE_CHECKING:
@@ -18,14 +18,36 @@ if TYPE_CHECKING:
 REWARD, HELD_OUT, INK, QUIET = "#3b6fb6", "#d1495b", "#222222", "#8a8f98"
 
 
-def plot_run(metrics: Iterable[dict[str, Any]], evaluations: Sequence[Evaluation], title: str, file: Path) -> None:
-    """Write a PNG. ``metrics`` are the lines of metrics.jsonl; an evaluation of version v belongs to step v."""
+@dataclass(frozen=True)
+class Evaluation:
+    """A complete evaluation on held-out prompts. reward: mean; wall_s: since the run began.
+
+    accuracy: share of correct samples; None if the configuration does not say which are correct.
+    """
+
+    version: int
+    reward: float
+    wall_s: float = 0.0
+    accuracy: float | None = None
+
+
+def plot_run(
+    metrics: Iterable[dict[str, Any]],
+    evaluations: Sequence[Evaluation],
+    title: str,
+    file: Path,
+    last: int | None = None,
+) -> None:
+    """Write a PNG. ``metrics`` are the lines of metrics.jsonl; an evaluation of version v belongs to step v.
+
+    metrics: looped over twice. last: the last step whose reward is shown.
+    """
     # matplotlib takes a second to load and nothing before needs it.
     from matplotlib.figure import Figure
 
     steps, rewards, minutes = array("q"), array("d"), array("d")
     for line in surviving_lines(metrics):
-        if "reward/mean" in line:
+        if "reward/mean" in line and (last is None or line["step"] <= last):
             steps.append(line["step"])
             rewards.append(line["reward/mean"])
             minutes.append(line["wall_s"] / 60)
