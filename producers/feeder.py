@@ -11,14 +11,14 @@ from broker.queues.dead_letters import UnusableTask
 from broker.queues.tasks import eval_task_id
 from producers.datasets.base import Dataset
 from producers.datasets.curriculum import Curriculum, PromptStatistic
-from producers.datasets.loading import build_dataset
+from producers.datasets.loading import ShortPrompts, build_dataset
 from producers.datasets.mixture import Mixture, PromptRef, build_mixture
 from producers.images.settings import image_settings
-from producers.tasks import TaskLimits, make_task, prepare_images, task_seed
-from schemas.codec import decode, encode
-from schemas.config import EvalConfig, SamplingConfig, TidemillConfig
-from schemas.errors import ConfigError, DataError, InfraError, RunFailed, describe_error
-from schemas.messages import Event, Kind, Task
+from producers.prompt_meter import PromptMeter
+from producers.tasks import TaskLimits, task_of, task_seed
+from schemas.config import EvalConfig, TidemillConfig
+from schemas.errors import RunFailed
+from schemas.messages import Event, Task
 from schemas.run_record import JoinedRun
 from schemas.system.lifecycle import StopFlag
 
@@ -38,8 +38,10 @@ def run_feeder(config: TidemillConfig, name: str) -> None:
     # It has no state: nothing is lost where it ends.
     with stop.ending_within(END_S):
         broker = Broker.connect(config)
-        train = build_mixture(config.train, config.base, config.run.seed)
-        held_out = [build_dataset(one, config.base) for one in config.eval.dataset] if config.eval else []
+        measure = PromptMeter.of(config)
+        train = build_mixture(config.train, config.base, config.run.seed, measure)
+        evaluated = config.eval.dataset if config.eval else []
+        held_out = [build_dataset(one, config.base, measure) for one in evaluated]
         feeder = Feeder(config, broker, train, held_out)
         with HeartbeatThread(broker, name, "feeder", feeder.describe, probes=config.probes):
             feeder.run(stop)
@@ -69,6 +71,9 @@ class Feeder:
         self._broker_lifetime = ""
         self._balanced = True
         self._state = "starting"
+        for dataset in (*(level for part in train.parts for level in part.levels), *held_out):
+            if isinstance(dataset, ShortPrompts):
+                log.info("prompts above max_prompt_tokens are left out", dataset=dataset.label, count=dataset.left_out)
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
         figures = {"cursor": float(self._cursor)}
@@ -220,32 +225,3 @@ class Feeder:
                 tasks.append(task_of(dataset, settings.label, index, task_id, "eval", sampling, limits, seed=seed))
         if self._broker.evals.open(version, tasks, self._run, images):
             log.info("evaluation opened", version=version, prompts=len(tasks))
-
-
-def task_of(
-    dataset: Dataset,
-    label: str,
-    index: int,
-    task_id: int,
-    kind: Kind,
-    sampling: SamplingConfig,
-    limits: TaskLimits,
-    level: int = -1,
-    seed: int | None = None,
-) -> Task | UnusableTask:
-    """Return the task for an example, or the reason if dataset ``label`` fails or gives a task that can't be sent."""
-    try:
-        example, max_bytes = dataset[index], limits.max_bytes
-        images = prepare_images(example.images, limits)
-        task = make_task(task_id, kind, example, sampling, label, level, images, seed)
-        # Its parts are checked here, where the index is known, before a generator reads them.
-        decode(encode(task, max_bytes), Task, max_bytes)
-    except InfraError:
-        raise
-    except (ConfigError, DataError) as error:
-        reason = str(error)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one example
-        reason = describe_error(error)
-    else:
-        return task
-    return UnusableTask(task_id, sampling.n, f"example {index} of dataset {label!r}: {reason}", label)

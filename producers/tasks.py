@@ -4,9 +4,11 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from producers.datasets.base import Example
+from broker.queues.dead_letters import UnusableTask
+from producers.datasets.base import Dataset, Example
+from schemas.codec import decode, encode
 from schemas.config import SamplingConfig
-from schemas.errors import DataError
+from schemas.errors import ConfigError, DataError, InfraError, describe_error
 from schemas.images import ImageSettings, prepare_image
 from schemas.messages import Image, Kind, Sampling, Task
 
@@ -83,3 +85,32 @@ def make_task(
         dataset=dataset,
         level=level,
     )
+
+
+def task_of(
+    dataset: Dataset,
+    label: str,
+    index: int,
+    task_id: int,
+    kind: Kind,
+    sampling: SamplingConfig,
+    limits: TaskLimits,
+    level: int = -1,
+    seed: int | None = None,
+) -> Task | UnusableTask:
+    """Return the task for an example, or the reason if dataset ``label`` fails or gives a task that can't be sent."""
+    try:
+        example, max_bytes = dataset[index], limits.max_bytes
+        images = prepare_images(example.images, limits)
+        task = make_task(task_id, kind, example, sampling, label, level, images, seed)
+        # Its parts are checked here, where the index is known, before a generator reads them.
+        decode(encode(task, max_bytes), Task, max_bytes)
+    except InfraError:
+        raise
+    except (ConfigError, DataError) as error:
+        reason = str(error)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one example
+        reason = describe_error(error)
+    else:
+        return task
+    return UnusableTask(task_id, sampling.n, f"example {index} of dataset {label!r}: {reason}", label)

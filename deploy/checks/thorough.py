@@ -9,12 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from broker.queues.dead_letters import UnusableTask
 from deploy.checks.finding import Finding
 from deploy.checks.model_files import find_unmade
-from producers.datasets.loading import build_dataset
-from producers.images.settings import image_settings
-from producers.tasks import TaskLimits
+from producers.datasets.loading import ShortPrompts, build_dataset
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError
 from schemas.model_folder import resolve_folder
@@ -65,23 +62,19 @@ def measure_prompts(config: TidemillConfig) -> Finding | str:
     """Check that the first prompts fit into model.max_length, in tokens as generators encode them."""
     if unmade := find_unmade(config):
         return unmade
-    from producers.feeder import task_of
-    from producers.tokenizer import HfTokenizer
+    from producers.prompt_meter import PromptMeter
 
-    tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
-    limits, room = TaskLimits(config.broker.max_message_bytes, image_settings(config)), config.model.max_length
+    measure, room = PromptMeter(config), config.model.max_length
     lengths: list[int] = []
     wrong: list[str] = []
-    count = 0
+    count = left_out = 0
     for dataset in (level for train in config.train for level in train.at_levels()):
-        examples = build_dataset(dataset, config.base)
+        examples = build_dataset(dataset, config.base, measure)
+        left_out += examples.left_out if isinstance(examples, ShortPrompts) else 0
         for index in range(min(len(examples), MEASURED)):
             count += 1
-            task = task_of(examples, dataset.label, index, index, "train", config.sampling, limits)
             try:
-                if isinstance(task, UnusableTask):
-                    raise DataError(task.reason)
-                length = len(tokenizer.prompt_ids(task))
+                length = measure(examples, dataset.label, index)
                 if length >= room:
                     raise DataError(f"example {index} of dataset {dataset.label!r} has {length} tokens")
             except DataError as error:
@@ -90,9 +83,10 @@ def measure_prompts(config: TidemillConfig) -> Finding | str:
                 lengths.append(length)
     if wrong:
         text = f"{len(wrong)} of the first {count} prompts cannot be used with model.max_length {room}: {wrong[0]}"
-        advice = "increase model.max_length or remove these prompts: each becomes a failed prompt group"
+        advice = "increase model.max_length or set max_prompt_tokens of the dataset: each becomes a failed prompt group"
         return Finding("prompts", "warn" if lengths else "fail", text, advice)
     text = f"up to {max(lengths)} tokens in the first {count}; model.max_length is {room}"
+    text += f"; max_prompt_tokens leaves out {left_out:,} examples" if left_out else ""
     cut = sum(length + config.sampling.max_tokens > room for length in lengths)
     if cut:
         problem = f"{text}; {cut} leave less than sampling.max_tokens {config.sampling.max_tokens}"

@@ -25,6 +25,7 @@ from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import engine_name, make_engine
 from producers.images.placeholders import ImagePlaceholders
 from producers.images.settings import image_settings
+from producers.prompt_meter import PromptMeter
 from producers.tasks import TaskLimits, make_task, prepare_images
 from producers.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, find_workflow, running
@@ -145,8 +146,9 @@ def _rates(held_out: HeldOut, result: DatasetResult) -> str:
 def open_datasets(config: TidemillConfig, evaluation: EvalConfig) -> list[HeldOut]:
     """Return the tasks of every dataset of the evaluation, numbered through."""
     found: list[HeldOut] = []
+    measure = PromptMeter.of(config)
     for one in evaluation.dataset:
-        dataset, sampling = build_dataset(one, config.base), evaluation.sampling_of(one)
+        dataset, sampling = build_dataset(one, config.base, measure), evaluation.sampling_of(one)
         first = sum(len(before.tasks) for before in found)
         limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
         examples = [dataset[i] for i in range(len(dataset))]

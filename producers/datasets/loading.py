@@ -6,21 +6,30 @@ against the protocol. A user's own dataset is any class or function that returns
 
 import difflib
 import inspect
+from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from producers.datasets import DATASETS
 from producers.datasets.base import Dataset, Example
 from schemas.arguments import convert_arguments
-from schemas.config import DatasetConfig
+from schemas.config import DatasetConfig, LabelledDataset
 from schemas.errors import ConfigError, DataError, InfraError, describe_error
 
+Measure: TypeAlias = Callable[[Dataset, str, int], int]
+"""Counts the tokens of a prompt, of the dataset with a label, by its index; DataError if it can't be used."""
+MOST_MEASURED = 10_000_000
+"""Most examples whose prompts are measured: some datasets have no end."""
 
-def build_dataset(config: DatasetConfig, base: Path) -> Dataset:
-    """Build the dataset that ``config`` names; relative paths start from ``base``. ConfigError is one line."""
+
+def build_dataset(config: DatasetConfig, base: Path, measure: Measure | None = None) -> Dataset:
+    """Build the dataset that ``config`` names; relative paths start from ``base``. ConfigError is one line.
+
+    measure: for ``max_prompt_tokens``; without it, nothing is left out.
+    """
     make = DATASETS.get(config.name, base)
     if not callable(make):
         raise ConfigError(f"dataset {config.name!r} must be a class or a function, is {type(make).__name__}")
@@ -29,7 +38,10 @@ def build_dataset(config: DatasetConfig, base: Path) -> Dataset:
         arguments["base"] = base
     dataset = make(**arguments)
     _check_protocol(dataset, config.name)
-    return dataset if config.limit is None else First(dataset, config.limit)
+    dataset = dataset if config.limit is None else First(dataset, config.limit)
+    if measure is None or not isinstance(config, LabelledDataset) or config.max_prompt_tokens is None:
+        return dataset
+    return ShortPrompts(dataset, config.label, config.max_prompt_tokens, measure)
 
 
 class First:
@@ -46,6 +58,39 @@ class First:
         if not 0 <= index < self._length:
             raise IndexError(f"example {index} of {self._length}")
         return self._dataset[index]
+
+
+class ShortPrompts:
+    """The examples whose prompts have at most ``longest`` tokens, in their order; ``left_out`` counts the others.
+
+    An example that can't be used stays: its group fails with the reason. ConfigError if none is left.
+    """
+
+    def __init__(self, dataset: Dataset, label: str, longest: int, measure: Measure) -> None:
+        self._dataset, self.label, count = dataset, label, len(dataset)
+        if count > MOST_MEASURED:
+            raise ConfigError(
+                f"dataset {label!r}: max_prompt_tokens measures up to {MOST_MEASURED:,} examples, it has {count:,}:"
+                " set limit"
+            )
+        self._kept = array("q", (i for i in range(count) if self._tokens(i, measure) <= longest))
+        self.left_out = count - len(self._kept)
+        if not self._kept:
+            raise ConfigError(f"dataset {label!r}: max_prompt_tokens {longest} leaves out all {count:,} examples")
+
+    def _tokens(self, index: int, measure: Measure) -> int:
+        try:
+            return measure(self._dataset, self.label, index)
+        except DataError:
+            return 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        return self._dataset[self._kept[index]]
 
 
 def _takes(make: Callable[..., Any], name: str) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from producers.datasets.base import Dataset
 from producers.datasets.curriculum import check_size
-from producers.datasets.loading import build_dataset
+from producers.datasets.loading import Measure, build_dataset
 from producers.datasets.prompt_order import PromptOrder
 from schemas.config import CurriculumConfig, TrainDataset
 
@@ -92,13 +92,13 @@ class Mixture:
         return self.parts[prompt.part].levels[prompt.level]
 
 
-def build_mixture(datasets: Sequence[TrainDataset], base: Path, seed: int) -> Mixture:
-    """Build the mixture that the configuration names; ConfigError is one line."""
+def build_mixture(datasets: Sequence[TrainDataset], base: Path, seed: int, measure: Measure | None = None) -> Mixture:
+    """Build the mixture that the configuration names; ConfigError is one line. measure: see ``build_dataset``."""
     return Mixture(
         [
             DatasetPart(
                 one.label,
-                [build_dataset(level, base) for level in one.at_levels()],
+                [build_dataset(level, base, measure) for level in one.at_levels()],
                 one.weight,
                 one.shuffle,
                 one.curriculum,

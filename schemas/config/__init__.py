@@ -11,6 +11,7 @@ from schemas.config.data import (
     DatasetConfig,
     EvalConfig,
     EvalDataset,
+    LabelledDataset,
     RewardConfig,
     RewardTerm,
     TrainDataset,

@@ -44,6 +44,12 @@ class LabelledDataset(DatasetConfig):
         description="Name of this dataset in metrics and reward terms. By default its name; for your own dataset, the"
         " part after the colon.",
     )
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Leave out examples whose prompts have more tokens. By default such a prompt fails where it leaves"
+        " no room for an answer.",
+    )
 
     @model_validator(mode="after")
     def _take_label(self) -> Self:

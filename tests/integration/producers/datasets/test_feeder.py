@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from broker.client import Broker
 from broker.evaluations.results import EvalResult
 from broker.queues.tasks import eval_task_id
 from producers.datasets.base import Example
-from producers.datasets.loading import build_dataset
+from producers.datasets.loading import ShortPrompts, build_dataset
 from producers.datasets.mixture import DatasetPart, Mixture
 from producers.feeder import Feeder
 from schemas.config import DatasetConfig, TidemillConfig, parse_config
@@ -156,6 +157,22 @@ def test_an_evaluation_under_way_in_a_wipe_leaves_nothing_behind(broker: Broker,
     client.delete(keys.journal, keys.ctl)
     take_over_as(broker, saved)
     assert client.hgetall(keys.evals) == {}
+
+
+def test_prompts_that_are_left_out_are_counted_in_the_log(broker: Broker, tmp_path: Path) -> None:
+    short = ShortPrompts(Numbers(12), "mine", 8, lambda numbers, _, index: len(numbers[index].text or ""))
+    with capture_logs() as lines:
+        feeder = Feeder(configured(tmp_path), broker, Mixture([DatasetPart("mine", [short])]), [])
+    (line,) = lines
+    assert (line["event"], line["dataset"], line["count"]) == (
+        "prompts above max_prompt_tokens are left out",
+        "mine",
+        2,
+    )
+    take_over(broker)
+    found: list[tuple[int, str, str]] = []
+    assert feed_until(feeder, lambda: found.extend(texts(broker)) or len(found) >= 4) == []
+    assert {len(text) for _, _, text in found} == {8}
 
 
 class Examples:
