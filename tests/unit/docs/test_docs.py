@@ -152,6 +152,18 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
             assert (ROOT / span).exists(), span
 
 
+def test_every_kind_of_contribution_names_tests_to_copy_and_where_it_goes() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^## Adding things\n\n.*\n.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table.splitlines()]
+    kinds = {kind for name, *_ in rows for kind in name.split(", ")}
+    assert {"reward", "dataset", "workflow", "environment", "algorithm", "model family", "engine"} <= kinds
+    for _, goes, _, tests in rows:
+        (file,) = CODE.findall(tests)
+        assert (ROOT / "tests" / file).is_file(), file
+        assert all((ROOT / place).exists() for place in CODE.findall(goes) if "/" in place), goes
+
+
 @each_page
 def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
