@@ -17,6 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from consumers.trainer.distributed.network import used_interface
 from consumers.trainer.distributed.ranks import Ranks, reason
 from deploy.checks.finding import Finding, judged
 from deploy.planning.cards import CARDS, find_links, recognize_card
@@ -47,7 +48,8 @@ class RankReport(msgspec.Struct, frozen=True):
 
     device, device_id: name of its kind, and which one it is. versions: by package. clock_s: seconds ahead of rank 0.
     sees_folder: whether it sees what rank 0 writes into run.folder. product_s: seconds of a matrix product;
-    product_error: relative to the same in float64. taken: share of the device's memory that others use.
+    product_error: relative to the same in float64. taken: share of the device's memory that others use. interface,
+    address, mbit_per_s: of the network by which it meets the others.
     """
 
     rank: int
@@ -60,6 +62,9 @@ class RankReport(msgspec.Struct, frozen=True):
     product_s: float
     product_error: float
     taken: float
+    interface: str = ""
+    address: str = ""
+    mbit_per_s: int = 0
 
     @property
     def name(self) -> str:
@@ -104,6 +109,7 @@ def compare(reports: Sequence[RankReport], collective: Collective | None, folder
         text = f"{ahead.name} is {ahead.clock_s:+.2f} s from rank 0, the most of all"
         good = abs(ahead.clock_s) <= CLOCK_S
         findings.append(judged("clocks", good, text, "set them by NTP: logs and traces are compared by time", "warn"))
+        findings.append(_networks(reports))
     blind = [report.name for report in reports if not report.sees_folder]
     text = f"{', '.join(blind)}: no file that rank 0 writes into {folder}" if blind else f"all ranks share {folder}"
     wrong = [f"{one.name} is off by {one.product_error:.2g}" for one in reports if not one.product_error <= WRONG]
@@ -155,6 +161,19 @@ def _versions(reports: Sequence[RankReport]) -> list[Finding]:
     return findings or [Finding("versions", "ok", ", ".join(f"{k} {v}" for k, v in reports[0].versions.items()))]
 
 
+def _networks(reports: Sequence[RankReport]) -> Finding:
+    """Judge the interfaces of several machines, of which the slowest decides."""
+    first = {report.host: report for report in reversed(reports)}
+    used = [first[host] for host in sorted(first)]
+    texts = []
+    for one in used:
+        speed = f"{one.mbit_per_s / 1000:g} Gbit/s" if one.mbit_per_s else "of unknown speed"
+        texts.append(f"{one.host}: {f'{one.interface} {one.address}, {speed}' if one.address else 'not found'}")
+    alike = all(one.address for one in used) and len({one.mbit_per_s for one in used}) == 1
+    advice = "name the interfaces of one fast network in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on each machine"
+    return judged("network", alike, "; ".join(texts), advice, "warn")
+
+
 def _speeds(reports: Sequence[RankReport]) -> Finding:
     slow = []
     for report in reports:
@@ -180,6 +199,7 @@ def _measure(ranks: Ranks, folder: Path) -> RankReport:
         free, total = torch.cuda.mem_get_info(device)
         taken = 1 - (free + torch.cuda.memory_reserved(device)) / total
     seconds, error = _product(device)
+    interface, address, speed = used_interface()
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     if device.type == "cuda":
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -194,6 +214,9 @@ def _measure(ranks: Ranks, folder: Path) -> RankReport:
         product_s=seconds,
         product_error=error,
         taken=max(0.0, taken),
+        interface=interface,
+        address=address,
+        mbit_per_s=speed,
     )
 
 

@@ -6,11 +6,12 @@ loopback address, as Debian writes it to /etc/hosts, ranks of other machines can
 
 import os
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 import psutil
 
 _IFNAME = "GLOO_SOCKET_IFNAME"
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 _OUTSIDE = "192.0.2.1"
 """An address of no machine (RFC 5737): the way to it is the default route."""
 
@@ -28,6 +29,15 @@ def choose_interface(environment: MutableMapping[str, str] = os.environ) -> None
         if name is not None:
             environment[_IFNAME] = name
             return
+
+
+def used_interface(environment: Mapping[str, str] = os.environ) -> tuple[str, str, int]:
+    """Return name and address of the interface that ranks meet by, and its Mbit/s; "" without one, 0 if not known."""
+    there = environment.get("MASTER_ADDR", "localhost")
+    name = environment.get(_IFNAME, "").partition(",")[0] or interface_to(there) or ""
+    addresses = [one.address for one in psutil.net_if_addrs().get(name, ()) if one.family in _INTERNET]
+    speed = psutil.net_if_stats()[name].speed if addresses else 0
+    return name, addresses[0].partition("%")[0] if addresses else "", speed
 
 
 def interface_to(host: str) -> str | None:

@@ -26,6 +26,9 @@ GOOD = [
         product_s=0.002,
         product_error=3e-4,
         taken=0.01,
+        interface="eth0",
+        address=f"10.0.0.{rank // 2 + 1}",
+        mbit_per_s=100_000,
     )
     for rank in range(4)
 ]
@@ -42,6 +45,7 @@ def test_equal_ranks_have_no_problem() -> None:
     assert problems(GOOD[:1], None) == []
     texts = {finding.name: finding.text for finding in compare(GOOD, SUM, Path("/shared/run"))}
     assert texts["ranks"] == "4 on 2 machines: 4 x H100"
+    assert texts["network"] == "node-0: eth0 10.0.0.1, 100 Gbit/s; node-1: eth0 10.0.0.2, 100 Gbit/s"
     assert texts["sum over ranks"] == "180.00 GB/s of each rank over nccl"
 
 
@@ -63,6 +67,21 @@ def test_a_rank_that_differs_is_named(change: dict[str, object], name: str, leve
     (found,) = problems([*GOOD[:3], msgspec.structs.replace(GOOD[3], **change)])
     assert found[:2] == (name, level)
     assert text in found[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"interface": "docker0", "mbit_per_s": 1000}, "node-1: docker0 10.0.0.2, 1 Gbit/s"),
+        ({"mbit_per_s": 0}, "node-1: eth0 10.0.0.2, of unknown speed"),
+        ({"interface": "", "address": "", "mbit_per_s": 0}, "node-1: not found"),
+    ],
+    ids=["slower", "unknown", "none"],
+)
+def test_machines_whose_networks_differ_are_named(change: dict[str, object], text: str) -> None:
+    ((name, level, found),) = problems([*GOOD[:2], *(msgspec.structs.replace(one, **change) for one in GOOD[2:])])
+    assert (name, level) == ("network", "warn")
+    assert found == f"node-0: eth0 10.0.0.1, 100 Gbit/s; {text}"
 
 
 def test_a_wrong_sum_is_a_problem() -> None:

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from consumers.trainer.distributed import network
-from consumers.trainer.distributed.network import choose_interface, interface_to
+from consumers.trainer.distributed.network import choose_interface, interface_to, used_interface
 
 RANK = """
 import datetime, os, sys
 import torch, torch.distributed as dist
-from consumers.trainer.distributed.network import choose_interface
+from consumers.trainer.distributed.network import choose_interface, used_interface
 if sys.argv[1] == "ours":
     choose_interface()
+    print("by", *used_interface())
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
 number = torch.ones(1)
 dist.all_reduce(number)
@@ -63,7 +64,10 @@ def test_ranks_of_machines_that_call_themselves_loopback_meet(tmp_path: Path) ->
     tried = subprocess.run(["unshare", "-Urnm", "true"], capture_output=True, check=False)
     if tried.returncode or shutil.which("ip") is None:
         pytest.skip("no network namespaces here, or no program ip")
-    assert "sum 2.0" in on_two_machines(tmp_path / "ours", "ours")
+    said = on_two_machines(tmp_path / "ours", "ours")
+    assert "sum 2.0" in said
+    assert "by va 10.9.0.1 10000" in said
+    assert "by vb 10.9.0.2 10000" in (tmp_path / "ours/out1").read_text()
     assert "sum 2.0" not in on_two_machines(tmp_path / "plain", "gloo's own way")
 
 
@@ -80,6 +84,12 @@ def test_an_interface_is_chosen_for_several_machines_only(monkeypatch: pytest.Mo
     ):
         choose_interface(given)
         assert given.get("GLOO_SOCKET_IFNAME") == chosen
+
+
+def test_the_interface_that_a_user_names_is_the_one_in_use() -> None:
+    assert used_interface({"GLOO_SOCKET_IFNAME": "lo,eth0"})[:2] == ("lo", "127.0.0.1")
+    for nowhere in ({"GLOO_SOCKET_IFNAME": "none0"}, {"MASTER_ADDR": "localhost"}, {}):
+        assert used_interface(nowhere)[1:] == ("", 0)
 
 
 def test_loopback_and_unknown_hosts_have_no_interface() -> None:
