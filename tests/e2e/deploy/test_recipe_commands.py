@@ -1,4 +1,4 @@
-"""The recipe about spot machines, run here in small by the commands of its page."""
+"""The recipes about spot machines and SkyPilot, run here in small by the commands of their pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from schemas.run_folder import SUMMARY
+from schemas.run_folder import SUMMARY, read_lines
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.light_service import METADATA
 from tests.support.runs.programs import free_port
@@ -129,3 +129,28 @@ def test_a_spot_machine_that_is_taken_back_is_followed_by_another(tmp_path: Path
         assert whole.wait(DEADLINE_S) == 0, output(tmp_path, 1)
         assert second.wait(DEADLINE_S) == 0, output(tmp_path, 3)
     assert finished(run) == ("finished", STEPS, 0, 0)
+
+
+def test_a_task_of_skypilot_that_is_killed_and_started_again_resumes_from_its_bucket(
+    tmp_path: Path, start: Start
+) -> None:
+    page = (ROOT / "docs/recipes/skypilot.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```yml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (mount,) = yaml.safe_load(text)["file_mounts"]
+    bucket = tmp_path / "bucket"
+    script = yaml.safe_load(text)["run"].replace(mount, str(bucket))
+    run = bucket / "mine"
+
+    first = start(script)
+    trained = run / "trained.jsonl"
+    wait_for(lambda: trained.is_file() and trained.read_text().count('"step"') >= 4, "fourth step")
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert not (run / SUMMARY).exists()
+
+    assert start(script).wait(DEADLINE_S) == 0, output(tmp_path, 1)
+    reason, steps, _, twice = finished(run)
+    assert (reason, steps, twice) == ("finished", STEPS, 0)
+    resumed = [line["resumed"] for line in read_lines(trained) if "resumed" in line]
+    assert resumed, "it started from the beginning"
+    assert resumed[-1] > 1

@@ -2,10 +2,12 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 
 from consumers.reward.scorer import Scorer
 from deploy.checks.names import check_names
@@ -32,6 +34,19 @@ def test_the_file_of_a_recipe_is_accepted_and_its_page_names_it(title: str, tmp_
     assert config.run.name == title.removesuffix(".yaml")
     (page,) = [text for page in PAGES if f'title="{title}"' in (text := page.read_text(encoding="utf-8"))]
     assert f"    tidemill up {title}" in page
+
+
+def test_the_task_of_skypilot_has_its_keys_installs_what_there_is_and_runs_from_its_bucket() -> None:
+    page = (ROOT / "docs/recipes/skypilot.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```yml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    task = yaml.safe_load(text)
+    assert set(task) == {"resources", "workdir", "file_mounts", "setup", "run"}, "keys of SkyPilot's tasks"
+    (extras,) = re.findall(r"^pip install 'tidemill\[(.*)\]'$", task["setup"].strip())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    (mount,) = task["file_mounts"]
+    (folder,) = re.findall(r"run\.folder=(\S+)", task["run"])
+    assert folder.startswith(f"{mount}/")
 
 
 def test_every_recipe_says_what_you_have_and_want_and_is_listed() -> None:
