@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The packages of examples/verifiers, examples/openenv and examples/textarena into interpreters of their own, as their
-# README.md says, into .environments: `make environments`.
+# The packages of examples/verifiers, examples/openenv and examples/textarena, as their README.md says, and the harness
+# lm-eval, into interpreters of their own in .environments: `make environments`.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 
@@ -11,11 +11,11 @@ fill() {
   .venv/bin/python -m venv "$to"
   "$to/bin/pip" install --quiet --disable-pip-version-check "$@"
   touch "$to/installed"
-  echo "$("$to/bin/pip" --disable-pip-version-check freeze | grep "^$1==") is in $to"
+  echo "$("$to/bin/pip" --disable-pip-version-check freeze | grep "^${1//-/[-_]}==") is in $to"
 }
 
 filling=() status=0
-for packages in "verifiers uv" openenv textarena; do
+for packages in "verifiers uv" openenv textarena "lm-eval lm-eval[api]"; do
   fill $packages &
   filling+=($!)
 done

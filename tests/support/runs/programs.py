@@ -72,7 +72,7 @@ def sglang_command() -> list[str]:
 
 
 def environment_python(name: str) -> Path:
-    """The interpreter that has verifiers, openenv or textarena. Skips the test without it: not every index has them."""
+    """The interpreter with a package of `make environments`. Skips the test without it: not every index has them."""
     folder = Path(__file__).resolve().parents[3] / ".environments" / name
     if not (folder / "installed").is_file():
         pytest.skip(f"{name} is not there: make environments")
