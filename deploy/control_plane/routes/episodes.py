@@ -54,6 +54,8 @@ async def reward_episode(context: InContext, request: Request, id: str, body: Ep
 @router.api_route("/{id}/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
 async def converse(context: InContext, request: Request, id: str, path: str) -> RedirectResponse:
     """Lead a client's request to the generator that holds the conversation."""
+    # Anthropic's library appends /v1/messages to an address, also to one that ends in /v1.
+    path = path.removeprefix("v1/")
     end = time.monotonic() + HELD_S
     while True:
         url = await asyncio.to_thread(_held_at, context, id)

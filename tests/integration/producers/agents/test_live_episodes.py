@@ -107,6 +107,27 @@ async def test_a_conversation_becomes_one_sample_with_the_reward_that_came_first
     assert [message["role"] for message in sample.data["messages"]] == ["user", "assistant"] * 2
 
 
+async def test_anthropics_client_holds_a_conversation_too(
+    broker: Broker, model: Path, tmp_path: Path, control: ControlPlane
+) -> None:
+    """Its library appends ``/v1/messages`` to an address that ends in ``/v1``."""
+    anthropic = pytest.importorskip("anthropic")
+    prepare(broker, tmp_path)
+    config = live_config(model, tmp_path)
+    asked: Any = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]}
+    engine = make_engine(config, token_s=0.0, min_length=3, max_length=9)
+    async with running_generator(config, broker, engine), begun(control) as (id, client):
+        async with anthropic.AsyncAnthropic(base_url=str(client.base_url), api_key="none") as other:
+            first = await other.messages.create(**asked)
+            async with other.messages.stream(**asked) as stream:
+                second = await stream.get_final_message()
+        assert (await reward(control, id, 1.0))[0] == 200
+        (sample,) = await read_published(broker, 1)
+    assert [message.content[0].type for message in (first, second)] == ["text", "text"]
+    assert (sample.reward, sample.calls, {row.name for row in sample.rows()}) == (1.0, 2, {"main"})
+    assert sample.loss_mask.numpy().any()
+
+
 async def refusal(control: ControlPlane, id: str) -> Any:
     return (await reward(control, id, 0.0))[1]
 
