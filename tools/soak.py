@@ -53,6 +53,8 @@ EVALUATION_BYTES = 4500.0
 """What an evaluation takes there and in the supervisor, twice: each look reads all of them again."""
 ALL_MEMORY = "server/all_memory_mb"
 """Goes up and down with the pipeline, and grows with what is kept for users: reported, not judged."""
+EVAL_FIELDS = "fields of an evaluation, at most"
+"""One more when the first sample of an evaluation fails, for example: a part of a bound, not judged."""
 BOUNDED = ("groups", "journal", "samples", "trajectories", "bodies", "scored", "metrics", "events", "evals")
 """Keys whose length has a bound."""
 Look = dict[str, float]
@@ -72,7 +74,7 @@ def look(root: psutil.Process, url: str, broker: Broker) -> Look:
         state = broker.ledger.read_state()
         found["live groups"], found["live groups, at most"] = state.live_groups, state.live_bound
         found["uncommitted steps, at most"] = state.max_uncommitted
-        found["fields of an evaluation, at most"] = fields_of_evaluation(client.hkeys(broker.connection.keys.evals))
+        found[EVAL_FIELDS] = fields_of_evaluation(client.hkeys(broker.connection.keys.evals))
         found[ALL_MEMORY] = found["server/other_memory_mb"] = client.info("memory")["used_memory"] / 1e6
         found["server/clients"] = client.info("clients")["connected_clients"]
         keys = sorted(key.decode() for key in client.scan_iter(count=1000))
@@ -178,7 +180,7 @@ def growth(
                 "after": round(after, 2),
                 "most": round(most, 2),
                 "bound": bound or None,
-                "grows": name != ALL_MEMORY and after - before > allowed,
+                "grows": name not in (ALL_MEMORY, EVAL_FIELDS) and after - before > allowed,
             }
         )
     return rows
@@ -246,7 +248,7 @@ def main() -> int:
     series = MetricsSeries()
     series.add(json.loads(lines[-2]))
     live, uncommitted = int(looks[-1]["live groups, at most"]), int(looks[-1]["uncommitted steps, at most"])
-    eval_fields = int(max(one["fields of an evaluation, at most"] for one in looks))
+    eval_fields = int(max(one[EVAL_FIELDS] for one in looks))
     bounds = length_bounds(live, config.sampling.n, uncommitted, eval_fields)
     judged = looks[int(len(looks) * warm_up / options.minutes) :]
     rows = growth(judged, bounds, kept_for_people(judged, len(series.names), eval_fields))

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from tools.soak import ALL_MEMORY, fields_of_evaluation, growth, kept_for_people, length_bounds
+from tools.soak import ALL_MEMORY, EVAL_FIELDS, fields_of_evaluation, growth, kept_for_people, length_bounds
 
 
 def grows(name: str, value: Callable[[int], float]) -> bool:
@@ -65,3 +65,7 @@ def test_the_control_plane_may_grow_by_what_it_keeps_of_each_step() -> None:
 def test_all_memory_of_the_server_is_noted_and_the_rest_of_it_judged() -> None:
     assert not grows(ALL_MEMORY, lambda at: 10.0 + at)
     assert grows("server/other_memory_mb", lambda at: 5.0 + 0.1 * at)
+
+
+def test_the_first_failed_sample_of_an_evaluation_is_no_growth() -> None:
+    assert not grows(EVAL_FIELDS, lambda at: 11.0 + (at > 90))
