@@ -17,6 +17,8 @@ MOVING = ("GIF", "WEBP", "PNG", "TIFF", "JPEG")
 """Formats whose frames can be taken; the last one only has one."""
 VIDEOS = "mov,matroska,avi,mpegts"
 """Formats of videos, by FFmpeg's names; the first two are MP4 and WebM as well."""
+MOST_BYTES = 1 << 30
+"""Of the file of an image or a video."""
 MOST_PIXELS = 178_956_970
 """Of a frame of a video, as Pillow allows an image: a file of a few bytes may claim frames of gigabytes."""
 _NO_FRAMES = f"no frames can be read ({', '.join(MOVING)}, MP4, WebM, AVI and MPEG-TS have some)"
@@ -129,14 +131,15 @@ def _load_text(value: str, where: str, folder: Path, load: bool) -> bytes:
         raise DataError(f"{where}: the image {value[:100]} is not on this machine; an image is {_KINDS}")
     file = folder / Path(value).expanduser()
     try:
-        if load:
-            return file.read_bytes()
-        if not file.is_file():
-            raise FileNotFoundError(2, "No such file or directory")
+        # A named pipe would keep the feeder waiting, and a device would never end.
+        if file.exists() and not file.is_file():
+            raise ValueError("it is no regular file")
+        if file.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has {file.stat().st_size} bytes, at most {MOST_BYTES} are read")
+        return file.read_bytes() if load else b""
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"{where}: the image {file} can't be read: {reason}") from error
-    return b""
 
 
 def place_images(messages: list[ChatMessage], count: int, where: str) -> list[ChatMessage]:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,20 @@ def test_a_video_that_cannot_be_read_is_refused_in_a_line() -> None:
             read({"prompt": "p", "image": data}, frames=2)
     with pytest.raises(ConfigError, match="frames 0 must be 1 or more"):
         read({"prompt": "p"}, frames=0)
+
+
+def test_a_path_to_what_is_no_image_file_never_holds_up_the_feeder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for path in ("pipe", "folder", "/dev/zero"):
+        with pytest.raises(DataError, match="can't be read: it is no regular file"):
+            read({"prompt": "?", "image": path}, tmp_path)
+    (tmp_path / "large.png").write_bytes(png("red"))
+    monkeypatch.setattr("producers.images.prepare.MOST_BYTES", 10)
+    with pytest.raises(DataError, match=r"can't be read: it has [0-9]+ bytes, at most 10 are read"):
+        read({"prompt": "?", "image": "large.png"}, tmp_path)
 
 
 def test_a_video_with_frames_larger_than_an_image_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
