@@ -172,7 +172,7 @@ def _place(config: TidemillConfig, placement: PlacementConfig, gpus: Sequence[Gp
         )
     parts = describe_placed(gpus, placed)
     width = len(engines[0])
-    sharing = [index for index, places in enumerate(engines) if not set(places).isdisjoint(placed["trainer"])]
+    sharing = [index for index, guest in enumerate(placement.guests(width)) if guest]
     if sharing:
         parts.append(f"in turns with the trainer: {', '.join(f'generator-{index}' for index in sharing)}")
     text = f"{planned}GPUs: {'; '.join(parts)}"

@@ -96,15 +96,14 @@ def compare(config: TidemillConfig, known: Known, chosen: Plan) -> dict[str, Pla
     found = {"turns": best_in_turns(chosen, rates, mix, unit, STEPS)}
     if (placement := config.placement) is None or placement.is_auto:
         return found
-    width, own = engine_width(config), set(parse_ranges(placement.trainer))
-    engines = placement.engines(width)
+    guests = placement.guests(engine_width(config))
     layout = replace(
         chosen.layout,
-        generators=len(engines),
-        trainers=len(own),
+        generators=len(guests),
+        trainers=len(parse_ranges(placement.trainer)),
         staleness=config.flow.staleness,
         window=config.flow.window,
-        shared=sum(not own.isdisjoint(numbers) for numbers in engines),
+        shared=sum(guests),
     )
     found["placement"] = simulate(layout, rates, mix, STEPS)
     if layout.gpus > 1:

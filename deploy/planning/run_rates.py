@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from deploy.planning.cluster import ClusterRates, LengthMix
+from deploy.planning.cluster import ClusterRates, LengthMix, engine_width
 from schemas.config import TidemillConfig, by_pool, load_config
 from schemas.errors import ConfigError
 from schemas.run_folder import CONFIG, METRICS, StoredLines
@@ -22,7 +22,7 @@ MOST = 10_000
 _READ = (
     *(f"time/{name}_s" for name in (*TRAINING, "total", "publish", "hand_over", "wait")),
     *(f"train/length_{name}" for name in ("mean", "median", "p95")),
-    *("train/tokens", "perf/generated_tokens_per_s"),
+    *("train/tokens", "perf/generated_tokens_per_s", "perf/shared_gpu_share"),
 )
 
 
@@ -48,8 +48,11 @@ def stated(max_tokens: int, max_samples: int) -> Known:
     return Known(replace(ClusterRates(), most=max_samples), mix, source)
 
 
-def of_run(file: Path, before: Known, ranks: int, generators: int, since: int = 0) -> Known:
-    """Replace the numbers that a run's metrics.jsonl has; ranks, generators: those it ran with from step ``since``."""
+def of_run(file: Path, before: Known, ranks: int, generators: int, since: int = 0, guests: int = 0) -> Known:
+    """Replace the numbers that a run's metrics.jsonl has; ranks, generators: those it ran with from step ``since``.
+
+    guests: the generators among them that share GPUs with the trainer, and sleep while it has them.
+    """
     steps = (line for line in StoredLines(file) if "time/total_s" in line and "train/tokens" in line)
     steps = (line for line in steps if line.get("step", 0) >= since)
     lines = list(deque(({name: line[name] for name in _READ if name in line} for line in steps), MOST))
@@ -71,7 +74,8 @@ def of_run(file: Path, before: Known, ranks: int, generators: int, since: int = 
     generated = sorted(line["perf/generated_tokens_per_s"] for line in lines if line.get("perf/generated_tokens_per_s"))
     if generated and generators:
         # They rest while slots are taken: nine tenths of the way up is nearer to what they can than the mean.
-        rates = sampling_at(rates, generated[int(0.9 * (len(generated) - 1))] / generators)
+        asleep = guests * fmean(line.get("perf/shared_gpu_share", 0.0) for line in lines)
+        rates = sampling_at(rates, generated[int(0.9 * (len(generated) - 1))] / max(generators - asleep, 0.1))
         waited = fmean(line.get("time/wait_s", 0.0) / line["time/total_s"] for line in lines)
         source["sampled"] = words + ("" if waited > 0.3 else "; the trainer was waited for, they can do more")
     return Known(rates, mix, source)
@@ -96,7 +100,9 @@ def figures(
     except ConfigError:
         ran = config
     generators = generators or max(1, sum(one.generator.replicas for one in by_pool(ran).values()))
-    known = of_run(config.folder / METRICS, known, ran.trainer.processes, generators, since)
+    placed = ran.placement if ran.placement is not None and not ran.placement.is_auto else None
+    guests = sum(placed.guests(engine_width(ran))[:generators]) if placed is not None else 0
+    known = of_run(config.folder / METRICS, known, ran.trainer.processes, generators, since, guests)
     rates, mix, source = known.rates, known.mix, dict(known.source)
     if trained is not None:
         rates, source["trained"] = replace(rates, trained_tokens_per_s=trained), "given"

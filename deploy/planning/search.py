@@ -190,9 +190,8 @@ def wanted_generators(config: TidemillConfig, running: int, since: int, elsewher
     known = figures(config, since=since, generators=running)
     if placement is None or not known.source["sampled"].startswith("measured"):
         return None
-    own, engines = set(parse_ranges(placement.trainer)), placement.engines(width)
-    shared = [not own.isdisjoint(numbers) for numbers in engines]
-    layouts = [_layout(config, n, len(own), sum(shared[:n])) for n in range(1, len(engines) + elsewhere + 1)]
+    trainers, shared = len(parse_ranges(placement.trainer)), placement.guests(width)
+    layouts = [_layout(config, n, trainers, sum(shared[:n])) for n in range(1, len(shared) + elsewhere + 1)]
     speeds = [_speed(simulate(layout, known.rates, known.mix, STEPS)) for layout in layouts]
     return next(n for n, speed in enumerate(speeds, 1) if speed >= NEARLY * max(speeds))
 

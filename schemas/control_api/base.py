@@ -12,7 +12,9 @@ RunState = Literal[
 OVER = ("finished", "failed", "stopped")
 """States in which a run has ended."""
 PauseMode = Literal["none", "freeze", "drain"]
-Limit = Literal["nothing", "prompts", "staleness", "generation", "reward", "training", "weights", "paused", "broker"]
+Limit = Literal[
+    "nothing", "prompts", "staleness", "generation", "reward", "training", "weights", "turns", "paused", "broker"
+]
 Level = Literal["info", "warning", "error"]
 Finish = Literal["stop", "length", "abort", "calls", "deadline"]
 

@@ -36,7 +36,8 @@ class Evidence:
     and for a generator. step_samples: those of one step. load: share of the generators' places that are taken, None
     without generators. update: share of the time that generators stand still for new weights. filtered: share of the
     groups that came back and were dropped because their rewards are equal, None before there are enough.
-    evaluating: the evaluation that is under way, such as "version 20 (312 of 1,319 samples)", else empty.
+    evaluating: the evaluation that is under way, such as "version 20 (312 of 1,319 samples)", else empty. hand_over:
+    share of the time in which the GPUs that the trainer shares change hands.
     """
 
     state: RunState
@@ -57,6 +58,7 @@ class Evidence:
     generated_per_s: float
     trained_per_s: float
     evaluating: str = ""
+    hand_over: float | None = None
 
 
 def find_bottleneck(seen: Evidence) -> Bottleneck:
@@ -66,6 +68,7 @@ def find_bottleneck(seen: Evidence) -> Bottleneck:
         for name, value in (
             ("trainer_wait_share", seen.wait),
             ("publish_share", seen.publish),
+            ("hand_over_share", seen.hand_over),
             ("weight_update_share", seen.update),
             ("slots_used", seen.active / seen.capacity if seen.capacity else None),
             ("generator_load", seen.load),
@@ -116,6 +119,11 @@ def _standing(seen: Evidence) -> tuple[str, str] | None:
 def _limit(seen: Evidence) -> tuple[str, str]:
     """Return limit and text for a run that trains."""
     wait = seen.wait or 0.0
+    if seen.hand_over is not None and seen.hand_over > MUCH:
+        return "turns", (
+            f"Turns: the GPUs that trainer and generators share change hands for {seen.hand_over:.0%} of each step."
+            " Give each its own, or a step more to do: a larger trainer.batch_groups."
+        )
     if wait < BUSY:
         if seen.publish is not None and seen.publish > MUCH:
             return "weights", f"Weights: publishing them takes {seen.publish:.0%} of each step."

@@ -346,6 +346,7 @@ class Collector:
             generated_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in generators),
             trained_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in live if beat.role == "trainer"),
             evaluating=_under_way(self.evaluations),
+            hand_over=sum(history.last("time/hand_over_s", RECENT)) / total if total else None,
         )
 
 

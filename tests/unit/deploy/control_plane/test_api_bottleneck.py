@@ -48,6 +48,8 @@ BUSY = Evidence(
         ({}, "generation"),
         ({"wait": 0.05}, "training"),
         ({"wait": 0.05, "publish": 0.5}, "weights"),
+        ({"wait": 0.05, "hand_over": 0.1}, "training"),
+        ({"wait": 0.05, "hand_over": 0.4}, "turns"),
         ({"unscored": 100}, "reward"),
         ({"update": 0.6}, "weights"),
         ({"active": 3}, "prompts"),

@@ -13,6 +13,7 @@ from deploy.launchers import local
 from deploy.launchers.gpus import Gpu, plan_gpus
 from deploy.launchers.local import BALANCE_S, Balance
 from deploy.planning.cluster import ClusterRates, LengthMix
+from deploy.planning.run_rates import figures
 from deploy.planning.search import best, simulate, wanted_generators
 from schemas.config import TidemillConfig, parse_config, save_config
 from schemas.control_api import ServiceStatus
@@ -39,7 +40,7 @@ def gpus(count: int) -> list[Gpu]:
     return [Gpu(str(index)) for index in range(count)]
 
 
-def measure(folder: Path, training_s: float, sampled: float, first: int = 0) -> None:
+def measure(folder: Path, training_s: float, sampled: float, first: int = 0, **more: float) -> None:
     """Write 20 steps of a run, of 10,000 tokens and with answers of some 300."""
     with (folder / METRICS).open("a") as file:
         for step in range(first, first + 20):
@@ -53,6 +54,7 @@ def measure(folder: Path, training_s: float, sampled: float, first: int = 0) -> 
                 "train/length_median": 300.0,
                 "train/length_p95": 500.0,
                 "perf/generated_tokens_per_s": sampled,
+                **more,
             }
             file.write(json.dumps(line) + "\n")
 
@@ -98,6 +100,18 @@ def test_the_last_run_decides_and_the_trainers_gpus_stay_if_they_are_set(tmp_pat
     ran.generator.replicas = 32
     save_config(ran, tmp_path / CONFIG)
     assert plan_gpus(make(tmp_path), gpus(8)).trainer < slow_trainer.trainer, "each of 32 generators sampled little"
+
+
+def test_a_generator_that_slept_while_the_trainer_worked_is_not_taken_for_a_slow_one(tmp_path: Path) -> None:
+    measure(tmp_path, 9.0, 9_000.0, **{"perf/shared_gpu_share": 0.5})
+    rates = []
+    for generator in ("1-3", "0-2"):
+        ran = make(tmp_path, {"trainer": "0", "generator": generator})
+        ran.generator.replicas = 3
+        save_config(ran, tmp_path / CONFIG)
+        rates.append(figures(ran).rates.sampled_tokens_per_s())
+    # One of three sampled for half of the time.
+    assert rates == pytest.approx([3_000, 3_600])
 
 
 def test_where_engines_cannot_sleep_nothing_is_shared(tmp_path: Path) -> None:
