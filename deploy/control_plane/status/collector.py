@@ -50,6 +50,8 @@ FEW_BATCHES = 4
 STOPPED = 10
 """A step that took so many times the median was not worked on all the time."""
 ROLES = ("supervisor", "node", "control", "feeder", "generator", "reward", "trainer")
+MISMATCH = ("gap", "kl")
+"""Of a generator's log-probabilities from the trainer's, in the newest step that trained tokens of it."""
 NOT_LOAD = ("tokens_per_s",)
 LOST = "lost"
 """The state of a service that was silent for too long."""
@@ -237,6 +239,9 @@ class Collector:
 
     def _service(self, beat: Heartbeat, orders: ControlState, now: float) -> ServiceStatus:
         figures = {name: value for name, value in beat.figures.items() if name not in NOT_LOAD}
+        for name in MISMATCH if beat.role == "generator" else ():
+            if newest := self.history.last(f"mismatch/{beat.service}/{name}"):
+                figures[f"mismatch_{name}"] = newest[0]
         in_flight = beat.figures.get("samples_in_flight")
         most = beat.figures.get("max_samples") or self._plan.max_samples
         return ServiceStatus(

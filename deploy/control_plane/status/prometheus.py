@@ -41,6 +41,10 @@ POOL_FIGURES = (
     ("pool_trained_share", "Share of the trained tokens that came from a pool", "trained_share"),
     ("pool_logprob_gap", "Mean difference of a pool's log-probabilities from the trainer's", "logprob_gap"),
 )
+MISMATCHES = (
+    ("gap", "Largest mean difference of a generator's log-probabilities from the trainer's"),
+    ("kl", "Largest divergence (k3) of a generator from the trainer"),
+)
 AGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
@@ -141,6 +145,10 @@ class StatusMetrics(Collector):
         yield _labelled("services_live", "Services with a recent heartbeat", "role", counts)
         drained = sum(service.state == DRAINED for service in live)
         yield _gauge("generators_drained", "Generators whose log-probabilities are not those of the policy", drained)
+        for name, text in MISMATCHES:
+            found = [one.figures[f"mismatch_{name}"] for one in live if f"mismatch_{name}" in one.figures]
+            if found:
+                yield _gauge(f"generators_mismatch_{name}_max", text, max(found))
         tokens = ((role, sum(x.tokens_per_s for x in live if x.role == role)) for role in ("generator", "trainer"))
         yield _labelled("tokens_per_second", "Tokens generated and trained a second", "role", tokens)
         shares = {x.role: [y.figures[SHARE] for y in live if y.role == x.role and SHARE in y.figures] for x in live}

@@ -98,6 +98,22 @@ def test_pools_are_shown_on_the_page_in_the_status_and_to_prometheus() -> None:
     assert 'tidemill_pool_logprob_gap{pool="fast"} 0.4' in render(found, True, {}, {}).decode()
 
 
+def test_each_generator_has_its_newest_distance_from_the_trainer_and_prometheus_the_largest() -> None:
+    collector = Collector(None, PlannedRun("run", pools=("fast", "old")))  # type: ignore[arg-type]
+    for step, far in ((1, 0.9), (2, 0.2)):
+        near = {f"mismatch/generator-old-0/{name}": 0.01 for name in ("gap", "kl")}
+        collector.history.add({"step": step, "mismatch/generator-fast-0/gap": far, **near})
+    found = collector._status(LEDGER, LAGS, BEATS, [], 100.0)
+    shown = {one.name: one.figures for one in found.services}
+    assert shown["generator-fast-0"]["mismatch_gap"] == 0.2
+    assert (shown["generator-old-0"]["mismatch_gap"], shown["generator-old-0"]["mismatch_kl"]) == (0.01, 0.01)
+    assert not [name for name in shown["reward-0"] if name.startswith("mismatch")]
+    text = render(found, True, {}, {}).decode()
+    assert "tidemill_generators_mismatch_gap_max 0.2" in text
+    assert "tidemill_generators_mismatch_kl_max 0.01" in text
+    assert "mismatch" not in render(status(BEATS), True, {}, {}).decode()
+
+
 def test_prometheus_has_the_share_of_time_of_those_that_share_gpus() -> None:
     found = status(BEATS)
     assert "shared_gpu" not in render(found, True, {}, {}).decode()

@@ -51,6 +51,9 @@ function note(service) {
   if (lent !== undefined) said.push(`without its GPU for ${duration(lent)}`);
   if (share !== undefined) said.push(`had it ${percent(share)} of the time`);
   if (service.load !== null && service.state !== "loading") said.push(`${percent(service.load)} full`);
+  const { mismatch_gap: gap, mismatch_kl: kl } = service.figures;
+  if (gap !== undefined) said.push(`log-probability gap ${small(gap)}`);
+  if (kl !== undefined) said.push(`KL ${small(kl)}`);
   const failed = (service.figures.error ?? 0) + (service.figures.timeout ?? 0);
   if (failed) said.push(`${count(failed)} failed`);
   return said.join(" · ");
