@@ -101,6 +101,7 @@ def _counts(config: TidemillConfig, broker: Broker, reason: str, phases: Mapping
         dropped_equal=ledger.dropped.get("zero_variance", 0) * config.sampling.n,
         dropped_stale=ledger.dropped.get("stale", 0) * config.sampling.n,
         tokens_generated=ledger.tokens_generated,
+        trainer_steps=ledger.steps or None,
         devices_s=ledger.devices,
         evaluations=_evaluations(config, broker.evals.read_results(), ledger.started),
         phases_s=phases,

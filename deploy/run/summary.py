@@ -21,7 +21,7 @@ class Final:
 
     published: first deliveries. dropped, failed: published samples of groups that ended untrained.
     live: published samples of groups that are still in the pipeline. phases_s: seconds by phase. devices_s: of devices
-    by role and use.
+    by role and use. trainer_steps: an order's, None if it stayed as configured.
     Without ``published`` (the broker did not answer any more) what was lost is unknown.
     """
 
@@ -35,6 +35,7 @@ class Final:
     tokens_generated: int = 0
     devices_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     evaluations: Sequence[Evaluation] = ()
+    trainer_steps: int | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -119,6 +120,7 @@ def summarise(metrics: Iterable[dict[str, Any]], trained: Iterable[dict[str, Any
         "accuracy_before": before and before.accuracy,
         "accuracy_after": after and after.accuracy,
         "steps": steps,
+        "trainer_steps": final.trainer_steps,
         "versions_published": version + 1,
         "trajectories": final.published,
         "trajectories_trained": samples.distinct,

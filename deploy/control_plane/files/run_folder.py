@@ -69,6 +69,7 @@ class RunFolder:
             return None
         summary, last = self.summary, last_line(self.path / METRICS, "step")
         settings = _raw_settings(self.path / CONFIG)
+        planned = summary.get("trainer_steps") or settings.get("trainer.steps")
         state, cause = run_state(self.path, summary, max(updated))
         evaluations = [one for one in read_evaluations(self.path) if one.mean is not None]
         first, newest = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
@@ -79,7 +80,7 @@ class RunFolder:
             state=state,
             cause=cause,
             step=max(_whole(summary.get("steps")), _whole(last.get("step"))),
-            steps=settings.get("trainer.steps") if isinstance(settings.get("trainer.steps"), int) else None,
+            steps=planned if isinstance(planned, int) else None,
             reward=number(last.get("reward/mean")),
             heldout_reward_before=before.mean if before else number(summary.get("reward_before")),
             heldout_reward=newest.mean if newest else number(summary.get("reward_after")),

@@ -37,6 +37,14 @@ def test_a_finished_run_is_listed_with_where_it_stands(tmp_path: Path) -> None:
     assert Archive(tmp_path / "first").runs(Page(9)).runs[0].name == "first", "a run's own folder"
 
 
+def test_steps_that_an_order_changed_are_listed_as_ordered(tmp_path: Path) -> None:
+    file = make_run(tmp_path / "run", steps=3) / "summary.json"
+    for ordered, steps in ((80, 80), (None, 40)):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "trainer_steps": ordered}))
+        assert (head := RunFolder(tmp_path / "run").head()) is not None
+        assert head.steps == steps
+
+
 @pytest.mark.parametrize("order", get_args(Order))
 def test_each_run_is_listed_once_while_runs_change(tmp_path: Path, order: Order) -> None:
     names = [f"run-{number}" for number in range(5)]
