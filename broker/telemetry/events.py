@@ -6,10 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from broker.connection.connection import Connection
 from broker.connection.stream_pages import KEEP_LINES, Entry, read_page
 from schemas.codec import encode, try_decode
 from schemas.messages import Event
+
+MOST_TEXT = 1500
+"""Characters of an event: the reason of an error may quote a whole file."""
 
 
 class Events:
@@ -19,6 +24,9 @@ class Events:
         self._connection = connection
 
     def emit(self, event: Event) -> None:
+        """Append an event; a text longer than ``MOST_TEXT`` is cut."""
+        if len(event.text) > MOST_TEXT:
+            event = msgspec.structs.replace(event, text=f"{event.text[:MOST_TEXT]} …")
         self._connection.run_script("append_telemetry", "events", "b", encode(event), KEEP_LINES)
 
     def tail(self, count: int) -> list[Event]:
