@@ -6,11 +6,13 @@ A marker with the size and digest of every file completes a checkpoint: ``damage
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from schemas.errors import ConfigError
 from schemas.system.files import atomic_folder, commit_folder
@@ -24,7 +26,8 @@ _OLDER = re.compile(r"step-\d{8,}-e\d{4,}(\.msgpack\.zst)?|EPOCH")
 def damage(path: Path) -> str | None:
     """Say what is wrong with a checkpoint folder, whose files must have their sizes and digests; None if nothing."""
     try:
-        listed: dict[str, list[Any]] = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
+        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+        listed: dict[str, list[Any]] = marker["files"]
     except FileNotFoundError:
         return f"no {MARKER} marker"
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -35,7 +38,7 @@ def damage(path: Path) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
-    digests = _digests([path / name for name in listed])
+    digests = _digests([path / name for name in listed], _blake3 if "digest" in marker else _blake2b)
     changed = [name for (name, (_, digest)), now in zip(listed.items(), digests, strict=True) if now != digest]
     return f"{changed[0]} has changed since it was written" if changed else None
 
@@ -59,7 +62,7 @@ def complete(aside: Path, path: Path) -> None:
     rest = [name for name in files if name not in known]
     known |= dict(zip(rest, _digests([files[name] for name in rest]), strict=True))
     listed = {name: [file.stat().st_size, known[name]] for name, file in files.items()}
-    write_json(aside / MARKER, {"files": listed})
+    write_json(aside / MARKER, {"files": listed, "digest": "blake3"})
     commit_folder(aside, path)
 
 
@@ -78,13 +81,18 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _digests(files: Sequence[Path]) -> list[str]:
+def _blake3(file: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest(length=16)
+
+
+def _digests(files: Sequence[Path], digest: Callable[[Path], str] = _blake3) -> list[str]:
     """Return the digests of files, several at a time: hashing is what saving and loading of large models wait for."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="digest") as pool:
-        return list(pool.map(_digest, files))
+        return list(pool.map(digest, files))
 
 
-def _digest(file: Path) -> str:
+def _blake2b(file: Path) -> str:
+    """Return the digest of a marker that names none."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 

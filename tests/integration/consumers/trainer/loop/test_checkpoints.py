@@ -1,6 +1,7 @@
 """CheckpointStore: the next step is the same bit for bit, only whole folders count, damage is named."""
 
 import copy
+import hashlib
 import io
 import json
 import pickle
@@ -76,13 +77,22 @@ def test_rank_0_does_not_read_what_other_ranks_have_written(tmp_path: Path, monk
     files.note_digests(aside, 1, [theirs])
     read: list[Path] = []
     digests = files._digests
-    monkeypatch.setattr(files, "_digests", lambda paths: read.extend(paths) or digests(paths))
+    monkeypatch.setattr(files, "_digests", lambda paths, *by: read.extend(paths) or digests(paths, *by))
     files.complete(aside, tmp_path / "step")
     assert read == [ours]
     assert sorted(file.name for file in (tmp_path / "step").iterdir()) == ["COMPLETE", theirs.name, ours.name]
     assert damage(tmp_path / "step") is None
     (tmp_path / "step" / theirs.name).write_text("__2_0.distcp")
     assert damage(tmp_path / "step") == f"{theirs.name} has changed since it was written"
+
+
+def test_a_marker_that_names_no_digest_holds_those_of_blake2b(tmp_path: Path) -> None:
+    (tmp_path / "model").write_bytes(b"weights")
+    digest = hashlib.blake2b(b"weights", digest_size=16).hexdigest()
+    (tmp_path / "COMPLETE").write_text(json.dumps({"files": {"model": [7, digest]}}))
+    assert damage(tmp_path) is None
+    (tmp_path / "model").write_bytes(b"Weights")
+    assert damage(tmp_path) == "model has changed since it was written"
 
 
 def test_the_step_after_loading_is_bit_identical(model: PreTrainedModel, tmp_path: Path) -> None:
