@@ -305,7 +305,6 @@ def test_these_are_the_trackers_of_accelerate() -> None:
 
 
 def test_tensorboard_itself(make: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with Pipeline(broker):
@@ -321,7 +320,7 @@ def test_weights_and_biases_lists_runs_by_name_in_one_project(
     make: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run without a connection: what it was started with, and that it has every step."""
-    wandb = pytest.importorskip("wandb")
+    import wandb
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_PROJECT", "sums")
     real, started, last = wandb.init, [], {}
