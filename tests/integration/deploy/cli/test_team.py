@@ -57,6 +57,11 @@ def test_a_team_sees_all_its_runs_and_what_does_not_answer(
     ):
         silent.bind(("127.0.0.1", 0))
         silent.listen(5)
+        # First: what reads the damaged run goes on in this process, and logs to its output.
+        printed = json.loads(
+            run_tidemill("team", str(write(tmp_path, [{"owner": "<b>", "control": api.url}])), "--json").stdout
+        )
+        assert [row["owner"] for row in printed] == ["<b>"]
         file = write(
             tmp_path,
             [
@@ -85,10 +90,7 @@ def test_a_team_sees_all_its_runs_and_what_does_not_answer(
             assert (row["state"], row["devices"]) == ("unreachable", None)
             assert why in row["problem"]
         assert "hidden" not in json.dumps(rows)
-        file = write(tmp_path, [{"owner": "<b>", "control": api.url}])
-        printed = json.loads(run_tidemill("team", str(file), "--json").stdout)
-        assert [row["owner"] for row in printed] == ["<b>"]
-        check_page(file)
+        check_page(write(tmp_path, [{"owner": "<b>", "control": api.url}]))
 
 
 def test_more_runs_than_are_asked_at_once_are_all_shown(make_broker: Callable[..., Broker], tmp_path: Path) -> None:
