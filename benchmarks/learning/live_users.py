@@ -1,10 +1,10 @@
-"""The policy of examples/arithmetic learns from users, who reward its answers late, while processes are killed::
+"""The policy of examples/completion learns from users, who reward it late, while processes are killed::
 
-    python -m benchmarks.learning.live_users --conversations 2000 --kills 5 --out runs/live-users
+    python -m benchmarks.learning.live_users --conversations 4000 --kills 5 --out runs/live-users
 
-Unmodified openai clients ask sums. Of each conversation another request reports 1 to 60 s later whether the answer was
-right. Generator, control plane and broker are killed with SIGKILL so many times each, in turns. Printed are the share
-of right answers by tenths of the conversations, the held-out accuracy before and after, and what became of the rewards.
+Unmodified openai clients ask for completions. Of each conversation another request reports 1 to 60 s later whether it
+was kept. Generator, control plane and broker are killed with SIGKILL so many times each, in turns. Printed are
+the share of kept completions by tenths of the conversations, and what became of the rewards.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ from broker.client import Broker
 from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
-from producers.datasets.arithmetic import Arithmetic
 from schemas.config import BrokerConfig
+from schemas.plugins import load
 from schemas.run_folder import surviving_lines
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "config.yaml"
-MODEL = Path("runs/cache/arithmetic")
-"""The example's, made by its warm start if it is not there."""
+EXAMPLE = Path(__file__).parents[2] / "examples" / "completion" / "config.yaml"
 NAME = "live-users"
 VICTIMS = ("generator-0", "control", "broker")
-BATCH, STALENESS, WINDOW, HELD = 32, 32, 513, 300
+BATCH, STALENESS, WINDOW, HELD = 16, 40, 257, 300
 """With these a reward may be a minute late at ten conversations a second. HELD: conversations at once."""
 STALL_S = 600.0
 """A run without a step for so long stands still."""
@@ -46,21 +44,17 @@ CLI = (sys.executable, "-P", "-m", "deploy.cli")
 
 def settings(folder: Path, url: str, steps: int, lr: float) -> list[str]:
     """What differs from the example."""
-    agents = {"episodes": 1024, "grace_s": 0, "live": {"reward_s": 120, "rate": 1e6}}
-    generator = {"engine": "transformers", "lease_s": 3, "workflow": {"name": "live"}, "agents": agents}
     changed: dict[str, Any] = {
         "run": {"name": NAME, "folder": str(folder / "run")},
-        "train": {"name": "live"},
-        "eval": None,
-        "reward": {"terms": []},
         "flow": {"staleness": STALENESS, "window": WINDOW},
         "broker.url": url,
-        "generator": generator,
+        "generator.engine": "transformers",
+        "generator.lease_s": 3,
+        "generator.agents.episodes": 1024,
+        "generator.agents.live.reward_s": 120,
         "trainer.steps": steps,
         "trainer.batch_groups": BATCH,
-        "trainer.batch_timeout_s": 3600,
         "trainer.optimizer.lr": lr,
-        "trainer.checkpoint.every": 20,
         "supervisor": {"max_restarts": 100, "backoff_s": 0.2},
         "control.port": free_port(),
     }
@@ -73,21 +67,22 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-class Adders(Users):
-    """Users who ask sums. right: of each conversation with a stored reward, in the order of the rewards."""
+class Editors(Users):
+    """Users who write code. kept: of each conversation with a stored reward, in the order of the rewards."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         super().__init__(folder, seed)
-        self._sums = Arithmetic()
-        self.right: list[float] = []
+        self._beginning = load("lines.py:beginning", "example", EXAMPLE.parent)
+        self._keeps = load("lines.py:keeps", "example", EXAMPLE.parent)
+        self.kept: list[float] = []
         self.rewarded: dict[str, float] = {}
         self.counts: dict[str, int] = dict.fromkeys(("begun", "given_up", "repeated", "changed", "refused"), 0)
 
     async def converse(self, client: openai.AsyncOpenAI, number: int) -> float:
-        """Ask one sum; 1.0 if the answer is right."""
-        example = self._sums[self.rng.randrange(len(self._sums))]
-        answer = await client.completions.create(model="policy", prompt=example.text or "")
-        return float(answer.choices[0].text == example.data["answer"])
+        """Ask for one completion; 1.0 if it is kept."""
+        line = self._beginning(self.rng)
+        answer = await client.completions.create(model="policy", prompt=line)
+        return float(self._keeps(line, answer.choices[0].text))
 
     def note(self, kind: str, **data: Any) -> None:
         """Count it."""
@@ -95,7 +90,7 @@ class Adders(Users):
             self.counts[kind] += 1
         elif data["id"] not in self.rewarded:
             self.rewarded[data["id"]] = data["counts"]
-            self.right.append(data["counts"])
+            self.kept.append(data["counts"])
         else:
             self.counts["repeated"] += 1
             self.counts["changed"] += data["changed"] or data["counts"] != self.rewarded[data["id"]]
@@ -103,9 +98,9 @@ class Adders(Users):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--conversations", type=int, default=2000, help="that are trained")
+    parser.add_argument("--conversations", type=int, default=4000, help="that are trained")
     parser.add_argument("--kills", type=int, default=5, help="of each of the three")
-    parser.add_argument("--lr", type=float, default=4e-4)
+    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/live-users"), help="a new folder")
     given = parser.parse_args()
@@ -115,13 +110,10 @@ def main() -> None:
         with (out / "log").open("w") as log:
             changed = settings(out, server.url, steps, given.lr)
             run = subprocess.Popen([*CLI, "up", str(EXAMPLE), *changed], stdout=log, stderr=subprocess.STDOUT)
-        users = Adders(out / "run", given.seed)
+        users = Editors(out / "run", given.seed)
         asyncio.run(play(run, users, server, out / "run", steps, given.kills))
-        print(json.dumps({"accuracy": tenths(users.right), **users.counts}), flush=True)
+        print(json.dumps({"kept": tenths(users.kept), **users.counts}), flush=True)
         print(json.dumps(what_became(users, server, out / "run")), flush=True)
-    subprocess.run([*CLI, "export", str(out / "run"), "--to", str(out / "end")], check=True, capture_output=True)
-    for name, model in (("start", MODEL), ("end", out / "end")):
-        print(json.dumps({name: evaluate(model)}), flush=True)
 
 
 async def play(
@@ -163,7 +155,7 @@ def kill(run: subprocess.Popen[bytes], victim: str, server: EmbeddedServer) -> N
             process.kill()
 
 
-def what_became(users: Adders, server: EmbeddedServer, folder: Path) -> dict[str, int]:
+def what_became(users: Editors, server: EmbeddedServer, folder: Path) -> dict[str, int]:
     """How many rewards were trained, ended with a reason, and were in the pipeline at the end."""
     broker = Broker(Connection(server.url, Keys("tidemill", NAME), 60), BrokerConfig())
     records = broker.live_episodes().read([*users.rewarded])[1]
@@ -180,17 +172,10 @@ def what_became(users: Adders, server: EmbeddedServer, folder: Path) -> dict[str
     }
 
 
-def tenths(right: Sequence[float]) -> list[float]:
-    """The share of right answers in each tenth."""
-    size = max(1, len(right) // 10)
-    return [round(sum(right[at : at + size]) / size, 3) for at in range(0, size * 10, size)]
-
-
-def evaluate(model: Path) -> Any:
-    """The held-out accuracy, greedy, as the example measures it."""
-    command = [*CLI, "eval", str(EXAMPLE), "--model", str(model), "--json", "generator.engine=transformers"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)
+def tenths(kept: Sequence[float]) -> list[float]:
+    """The share of kept completions in each tenth."""
+    size = max(1, len(kept) // 10)
+    return [round(sum(kept[at : at + size]) / size, 3) for at in range(0, size * 10, size)]
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
