@@ -105,8 +105,9 @@ def convert(
         typer.Option("--from", help="verl, trl, trl-dpo, areal, rlinf, rlinf_control, prime_rl; default: detect."),
     ] = None,
     processes: Annotated[
-        int, typer.Option(min=1, help="GPUs that trained there; the trainer is sharded over as many.")
-    ] = 1,
+        int | None,
+        typer.Option(min=1, help="Processes that trained there; default: as the file tells. The trainer has as many."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="New file for the configuration; default: print it.")] = None,
     as_json: Json = False,
 ) -> None:

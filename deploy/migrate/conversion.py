@@ -32,14 +32,14 @@ class Reference(str):
 class Conversion:
     """The configuration so far, and what was not carried over.
 
-    found: the other system's settings by key. processes: ranks that trained there. known: settings with known values,
-    where references have the value they stand for. left_out: keys with the reason. unknown: keys of no rule.
-    to_do: what is left to do.
+    found: the other system's settings by key. processes: ranks that trained there, None if the user does not say.
+    known: settings with known values, where references have the value they stand for. left_out: keys with the reason.
+    unknown: keys of no rule. to_do: what is left to do.
     """
 
     found: Mapping[str, Any]
     rules: Iterable[ConversionRule]
-    processes: int = 1
+    processes: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)

@@ -22,10 +22,10 @@ SYSTEMS: dict[str, ForeignSystem] = {
 """By the name that ``--from`` takes. The first that a file looks like reads it; TRL takes any mapping in YAML."""
 
 
-def convert_file(file: Path, system: str | None = None, processes: int = 1) -> tuple[str, Conversion]:
+def convert_file(file: Path, system: str | None = None, processes: int | None = None) -> tuple[str, Conversion]:
     """Convert a script or a configuration file; returns the system's title with the conversion. ConfigError.
 
-    system: a name of SYSTEMS, by default what the file looks like. processes: ranks that trained there.
+    system: a name of SYSTEMS, by default what the file looks like. processes: see Conversion.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def convert_file(file: Path, system: str | None = None, processes: int = 1) -> t
     return SYSTEMS[chosen].title, convert_text(file, text, SYSTEMS[chosen], processes)
 
 
-def convert_text(file: Path, text: str, system: ForeignSystem, processes: int = 1) -> Conversion:
+def convert_text(file: Path, text: str, system: ForeignSystem, processes: int | None = None) -> Conversion:
     """Convert the text of a file, whose path tells its name and what is beside it. ConfigError."""
     try:
         found = system.read(file, text)
@@ -59,7 +59,7 @@ def convert_text(file: Path, text: str, system: ForeignSystem, processes: int = 
     return done
 
 
-def _converted(file: Path, found: Mapping[str, Any], system: ForeignSystem, processes: int) -> Conversion:
+def _converted(file: Path, found: Mapping[str, Any], system: ForeignSystem, processes: int | None) -> Conversion:
     try:
         done = Conversion(found, system.rules, processes)
         system.convert(done)
@@ -67,7 +67,7 @@ def _converted(file: Path, found: Mapping[str, Any], system: ForeignSystem, proc
         raise ConfigError(f"{file} holds a value of another type than {system.title} gives it: {error}") from error
     except ArithmeticError as error:
         raise ConfigError(f"{file} holds a number that can't be used, such as 0 samples of a group: {error}") from error
-    done.set("trainer.processes", processes if processes > 1 else None)
+    done.set("trainer.processes", processes)
     if done.get("model.path") is None:
         done.set("model.path", "MODEL")
         done.ask("model.path: a folder or a hub id")

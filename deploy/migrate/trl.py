@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, reads_images
-from deploy.migrate.hydra import read_yaml
+from deploy.migrate.hydra import find_above, read_yaml
 from deploy.migrate.rules import FILL_IN, listed, read_rules, schedule
 from deploy.migrate.shell import command_lines
-from deploy.migrate.trl_script import CONFIGS, read_flags, read_script
+from deploy.migrate.trl_script import CONFIGS, launch_flags, process_count, read_flags, read_script
 from schemas.errors import ConfigError
 
 LOSSES = {"grpo": "dapo", "dapo": "dapo", "bnpo": "dapo", "dr_grpo": "dr_grpo", "cispo": "cispo", "sapo": "sapo"}
@@ -27,6 +27,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "AsyncGRPO": {"max_completion_length": 2048, "lr_scheduler_type": "constant"},
 }
 """Defaults of a trainer that differ from those of GRPO."""
+COMMANDS = {"grpo": "GRPO", "rloo": "RLOO", "dpo": "DPO"}
+"""Trainers by the command of TRL's that starts them."""
 
 
 def convert(done: Conversion) -> None:
@@ -51,9 +53,17 @@ def convert(done: Conversion) -> None:
         done.ask("train.args.image: the column of the images, which TRL calls image or images")
 
 
+def _ranks(done: Conversion, ours: str) -> int:
+    """Return the processes that trained; if they are not known, one, with a note that ``ours`` is for one."""
+    count = done.processes or done.known.get("num_processes")
+    if count is None:
+        done.ask(f"{ours}, trainer.processes: nothing tells how many processes trained, so these are for one")
+    return count or 1
+
+
 def _steps(done: Conversion) -> None:
     known, group, accumulated = done.known, done.value("num_generations"), done.value("gradient_accumulation_steps")
-    rows = done.value("per_device_train_batch_size") * done.processes
+    rows = done.value("per_device_train_batch_size") * _ranks(done, "trainer.batch_groups")
     # A generation serves so many micro-batches, and each gradient_accumulation_steps of them make an update.
     served = known.get("steps_per_generation") or known.get("generation_batch_size", rows * accumulated) // rows
     completions, updates = rows * max(served, accumulated), max(1, served // accumulated)
@@ -181,7 +191,7 @@ def convert_dpo(done: Conversion) -> None:
     done.set("sampling.max_tokens", max(1, done.value("max_length") // 2))
     done.set("dpo.out", known.get("output_dir", "runs/models/preferred"))
     rows = done.value("per_device_train_batch_size") * done.value("gradient_accumulation_steps")
-    done.set("dpo.batch_size", rows * done.processes)
+    done.set("dpo.batch_size", rows * _ranks(done, "dpo.batch_size"))
     done.set_steps("num_train_epochs", "dpo")
     done.set("dpo.optimizer.betas", [0.9, 0.999])
     args: dict[str, Any] = {"path": known.get("data_files") or known.get("dataset_name") or "DATASET", "answer": None}
@@ -197,7 +207,9 @@ def convert_dpo(done: Conversion) -> None:
     done.set("reward.terms", [{"name": "exact"}])
 
 
-STARTED = re.compile(r"\btrl (grpo|rloo)\b|^\s*(?:accelerate launch|python3?)\b.*\.py\b", re.M)
+STARTED = re.compile(
+    r"\btrl (grpo|rloo)\b|^\s*(?:\w+=\S*\s+)*(?:accelerate launch|torchrun|deepspeed|python3?)\b.*\.py\b", re.M
+)
 
 
 def _looks_like(file: Path, text: str) -> bool:
@@ -216,7 +228,8 @@ def _read(file: Path, text: str) -> dict[str, Any]:
         if found is None:
             raise ConfigError(f"{file} makes none of {', '.join(CONFIGS)}: there is nothing to convert")
         return found
-    return read_yaml(text, file)
+    found = read_yaml(text, file)
+    return process_count(file, found) | found
 
 
 def _read_shell(file: Path, text: str) -> dict[str, Any]:
@@ -228,14 +241,18 @@ def _read_shell(file: Path, text: str) -> dict[str, Any]:
         if at is None or at >= len(words):
             continue
         flags = read_flags(words[at + 1 :])
-        beside = file.parent / words[at] if script is not None else file.parent / str(flags.pop("config", ""))
-        if not beside.is_file():
-            names = {"grpo": "GRPO", "rloo": "RLOO", "dpo": "DPO"}
-            return {"trainer": names.get(words[at], "GRPO"), **flags}
-        inside = beside.read_text(encoding="utf-8")
-        given = read_script(beside, inside, flags) if beside.suffix == ".py" else read_yaml(inside, beside) | flags
+        config = find_above(file, str(flags.get("config", "")))
+        if config is not None:
+            del flags["config"]
+            flags = read_yaml(config.read_text(encoding="utf-8"), config) | flags
+        if cli is not None:
+            return {"trainer": COMMANDS.get(words[at], "GRPO"), **process_count(file, flags), **flags}
+        launched, beside = launch_flags(file, words[:at]), find_above(file, words[at])
+        if beside is None:
+            return {"trainer": "GRPO", **launched, **flags}
+        given = read_script(beside, beside.read_text(encoding="utf-8"), flags)
         if given is not None:
-            return given
+            return launched | given
     raise ConfigError(f"{file} starts no script and no trainer of TRL: there is nothing to convert")
 
 

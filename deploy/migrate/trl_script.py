@@ -8,15 +8,16 @@ standard library makes.
 
 import ast
 import builtins
+import math
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deploy.migrate.conversion import Conversion, Unread
-from deploy.migrate.hydra import parse_value
+from deploy.migrate.hydra import find_above, parse_value, read_yaml
 from deploy.migrate.shell import UNKNOWN
 
 CONFIGS = ("GRPOConfig", "RLOOConfig", "AsyncGRPOConfig", "DPOConfig")
@@ -25,6 +26,9 @@ POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
 """Arguments of a trainer that may come without a name."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Binding = Function | ast.ClassDef | ast.Assign | ast.Import | ast.ImportFrom
+COUNTED = ("num_processes", "nproc_per_node", "nnodes")
+SHIPPED = {"single_gpu": 1, **dict.fromkeys(("multi_gpu", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"), 8)}
+"""Processes of the files for accelerate that TRL ships, by their names."""
 LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
 
 
@@ -135,16 +139,42 @@ def _parsed(values: list[str]) -> Any:
     return parsed if len(parsed) > 1 else parsed[0]
 
 
-def shown_flags(file: Path, text: str) -> dict[str, Any]:
-    """Return the flags of the longest command in a script's text that starts it."""
-    shown: dict[str, Any] = {}
+def process_count(file: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``num_processes`` as the flags of a launcher tell it, empty if they do not.
+
+    accelerate's own file is read if it lies beside ``file`` or in a folder above.
+    """
+    named = str(flags.get("config_file") or flags.get("accelerate_config") or "")
+    config = find_above(file, named)
+    inside = {} if config is None else read_yaml(config.read_text(encoding="utf-8"), config)
+    count = flags.get("num_processes", inside.get("num_processes", SHIPPED.get(named)))
+    if "nproc_per_node" in flags:
+        sizes = [flags["nproc_per_node"], flags.get("nnodes", 1)]
+        count = math.prod(sizes) if all(type(one) is int for one in sizes) else Unread(" * ".join(map(str, sizes)))
+    return {} if count is None else {"num_processes": count}
+
+
+def launch_flags(file: Path, words: Sequence[str]) -> dict[str, Any]:
+    """Return the flags of what starts a script, ``launch.NAME``, and ``num_processes`` if they tell it."""
+    given = read_flags(words)
+    alone = bool(words) and words[-1].rpartition("/")[2].startswith("python")
+    rest = {f"launch.{name}": value for name, value in given.items() if name not in COUNTED}
+    return rest | ({"num_processes": 1} if alone else process_count(file, given))
+
+
+def shown_flags(file: Path, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the flags of the longest command in a script's text that starts it, and those of its launcher."""
+    shown: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for line in re.sub(r"\s*\\\n[\s#]*", " ", text).splitlines():
-        if f"{file.name} --" in line:
+        if file.name in line:
             try:
-                flags = read_flags(shlex.split(line.partition(file.name)[2]))
+                words = shlex.split(line)
             except ValueError:
                 continue
-            shown = max(shown, flags, key=len)
+            at = next((at for at, word in enumerate(words) if word.rpartition("/")[2] == file.name), 0)
+            if at:
+                found = read_flags(words[at + 1 :]), launch_flags(file, words[:at])
+                shown = max(shown, found, key=lambda one: (len(one[0]), len(one[1])))
     return shown
 
 
@@ -160,8 +190,9 @@ def read_script(file: Path, text: str, flags: dict[str, Any] | None = None) -> d
     if made is None and not taken:
         return None
     found: dict[str, Any] = {"trainer": (made or taken[0]).removesuffix("Config")}
+    shown, launched = shown_flags(file, text) if flags is None else (flags, {})
+    found |= launched
     if made is None:
-        shown = shown_flags(file, text) if flags is None else flags
         source.options |= shown
         found |= shown | {"shown_flags": len(shown)} if flags is None else shown
     given = dict(source.keywords(source.calls[made])) if made is not None else {}

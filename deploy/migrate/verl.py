@@ -92,7 +92,7 @@ def convert(done: Conversion) -> None:
 def _run(done: Conversion) -> None:
     known, keys = done.known, ("trainer.n_gpus_per_node", "trainer.nnodes")
     gpus = int(done.value(keys[0])) * int(done.value(keys[1]))
-    if done.processes == 1 and gpus > 1:
+    if done.processes is None and gpus > 1:
         done.ask(f"trainer.processes: verl's {gpus} GPUs are to be shared out between trainer and generators")
     done.set_steps("trainer.total_epochs")
     prefix = f"{MODEL}.lora." if f"{MODEL}.lora.rank" in known else f"{MODEL}.lora_"

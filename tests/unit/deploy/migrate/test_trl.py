@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from deploy.checks.names import check_names
+from deploy.migrate.convert import convert_file
 from schemas.config import parse_config
 from schemas.errors import ConfigError
 from tests.support.runs.converted_files import converted
@@ -145,6 +146,53 @@ def test_command_lines_in_a_shell_script(tmp_path: Path) -> None:
     config, _ = convert(tmp_path, "accelerate launch --num_processes 2 go.py --beta 0.5 --max_steps 3\n", "run.sh")
     assert (config["trainer"]["kl"]["coef"], config["trainer"]["steps"]) == (0.5, 3)
     assert config["reward"]["terms"] == [{"name": "go_rewards.py:judged"}]
+
+
+STARTS = [
+    ("accelerate launch --num_processes 8 go.py", 8),
+    ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file zero.yaml go.py", 4),
+    ("accelerate launch --config_file=zero.yaml --num_processes=2 --mixed_precision bf16 go.py", 2),
+    ("torchrun --nnodes 2 --nproc-per-node=4 go.py", 8),
+    ("python3 go.py", 1),
+    ("accelerate launch go.py", None),
+    ("accelerate launch --config_file elsewhere.yaml go.py", None),
+]
+"""Commands that start a script, with the processes that they start, None if only a run tells."""
+MORE = [
+    ("python -m torch.distributed.run --nproc_per_node $((2 * 4)) go.py", 8),
+    ("torchrun --nproc_per_node $GPUS go.py", None),
+    ("trl grpo --num_processes 8 --config go.yaml", 8),
+    ("trl grpo --accelerate_config zero3 --config go.yaml", 8),
+    ("trl grpo --config go.yaml", None),
+]
+"""What only a shell script has."""
+CASES = [(start, count, False) for start, count in STARTS + MORE] + [(start, count, True) for start, count in STARTS]
+
+
+@pytest.mark.parametrize(("start", "processes", "shown"), CASES)
+def test_a_batch_is_that_of_all_processes(tmp_path: Path, start: str, processes: int | None, shown: bool) -> None:
+    """Those of a command in a shell script, or of the command that a script's own text shows."""
+    made = "per_device_train_batch_size=16, gradient_accumulation_steps=1, num_generations=4"
+    (tmp_path / "zero.yaml").write_text("num_machines: 1\nnum_processes: 4\n")
+    (tmp_path / "go.yaml").write_text(made.replace("=", ": ").replace(", ", "\n"))
+    text = script(made, "model='m'")
+    if shown:
+        config, notes = convert(tmp_path, f'"""\n{start.replace(" go", " x/go")}\n"""\n{text}')
+    else:
+        (tmp_path / "go.py").write_text(text)
+        config, notes = convert(tmp_path, f"{start}\n", "run.sh")
+    assert config["trainer"]["batch_groups"] == 4 * (processes or 1)
+    assert config["trainer"].get("processes", 1) == (processes or 1)
+    assert any("nothing tells how many processes" in note for note in notes) == (processes is None), notes
+    assert "mixed_precision" not in start or any("launch.mixed_precision=bf16" in note for note in notes)
+
+
+def test_the_number_of_processes_that_is_given_counts(tmp_path: Path) -> None:
+    file = tmp_path / "go.py"
+    file.write_text(script("per_device_train_batch_size=16, num_generations=4", "model='m'"))
+    _, done = convert_file(file, processes=8)
+    assert (done.config["trainer"]["batch_groups"], done.config["trainer"]["processes"]) == (32, 8)
+    assert not any("how many processes" in note for note in done.notes())
 
 
 def test_dpo(tmp_path: Path) -> None:
