@@ -24,6 +24,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "int_div": operator.floordiv,
     "not": operator.not_,
+    "oc.env": lambda _, default: default,
 }
 """Functions in references that systems register, such as ``${subtract:${a}, 1}``."""
 
@@ -106,7 +107,7 @@ def settings(tree: Mapping[str, Any], given: Mapping[str, Any] | None = None) ->
     """Return the settings of nested sections by dotted key, without those that are null or Hydra's own.
 
     given: overrides by dotted key. A setting that only refers to another one is a Reference with its value,
-    text that a reference stands in has it put in, and what only a run tells (``${oc.env:HOME}``) is Unread.
+    text that a reference stands in has it put in, and what only a run tells (``${oc.env:HOME}``, ``???``) is Unread.
     """
     flat = {**dict(_leaves(tree)), **(given or {})}
     for key, value in list(flat.items()):
@@ -119,10 +120,11 @@ def settings(tree: Mapping[str, Any], given: Mapping[str, Any] | None = None) ->
             flat[key] = None
     found = {}
     for key, written in flat.items():
-        value = number(_resolved(written, flat, 16))
+        value = number(_resolved(Unread(written) if written == "???" else written, flat, 16))
         if value is None:
             continue
-        if isinstance(written, str) and REFERENCE.fullmatch(written) and not isinstance(value, Unread):
+        whole = REFERENCE.fullmatch(written) if isinstance(written, str) and not isinstance(value, Unread) else None
+        if whole is not None and not whole[1].startswith("oc.env:"):
             reference = Reference(written)
             reference.value = value
             value = reference
@@ -150,6 +152,11 @@ def _resolved(value: Any, flat: Mapping[str, Any], depth: int) -> Any:
         if name in flat and depth:
             return _resolved(flat[name], flat, depth - 1)
         function, _, given = name.partition(":")
+        if function == "oc.select":
+            key, _, default = given.partition(",")
+            return (
+                _resolved(flat.get(key.strip(), yaml.safe_load(default)), flat, depth - 1) if depth else Unread(value)
+            )
         try:
             return RESOLVERS[function](*(yaml.safe_load(one) for one in given.split(",")))
         except (KeyError, TypeError, ZeroDivisionError, yaml.YAMLError):

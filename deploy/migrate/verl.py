@@ -4,13 +4,14 @@ Keys are those of verl's ``ppo_trainer`` and ``ppo_megatron_trainer`` of January
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, Reference, Unread, parquet, reads_images
-from deploy.migrate.hydra import find_above, overrides, read_yaml, settings
+from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, parquet, reads_images
+from deploy.migrate.hydra import compose, find_above, overrides, read_yaml, settings
 from deploy.migrate.rules import ESTIMATORS, FILL_IN, read_rules
 from deploy.migrate.shell import command_lines
 from schemas.errors import ConfigError
@@ -54,18 +55,16 @@ def _read(file: Path, text: str) -> dict[str, Any]:
             raise ConfigError(f"{file} has no overrides such as data.train_batch_size=1024")
         name, folder = str(found.get("--config-name", "")), str(found.get("--config-path", "config"))
         config = find_above(file, f"{folder}/{name.removesuffix('.yaml')}.yaml") if name else None
-        found = {**({} if config is None else _settings(config)), **found}
+        found = settings({}, found) if config is None else _composed(config, config.read_text(encoding="utf-8"), found)
         tools = found.get(f"{TURNS}.tool_config_path")
         beside = find_above(file, tools) if isinstance(tools, str) else None
         return found if beside is None else {**found, f"{TURNS}.tool_config_path": str(beside)}
-    return _settings(file, text)
+    return _composed(file, text, {})
 
 
-def _settings(file: Path, text: str | None = None) -> dict[str, Any]:
-    """Return the settings of a YAML file, less Hydra's own and those that refer to others, which these stand for."""
-    tree = read_yaml(file.read_text(encoding="utf-8") if text is None else text, file)
-    found = settings({key: value for key, value in tree.items() if key != "hydra"})
-    return {key: one for key, one in found.items() if one != "???" and not isinstance(one, Unread | Reference)}
+def _composed(file: Path, text: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a YAML file with the files that it includes, and these overrides."""
+    return settings(compose(file, read_yaml(text, file)), given)
 
 
 def convert(done: Conversion) -> None:

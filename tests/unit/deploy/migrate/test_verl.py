@@ -73,6 +73,47 @@ def test_images(tmp_path: Path) -> None:
         assert any(text in note for note in notes), notes
 
 
+def test_a_yaml_file_includes_others_and_names_what_only_a_run_tells(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("data: {max_response_length: 100, max_prompt_length: 50, train_files: '???'}\n")
+    text = """
+defaults: [ppo_trainer, base, _self_]
+hydra: {searchpath: ["file://verl/trainer/config"]}
+data: {max_prompt_length: 60, made_up: "${oc.env:ROWS}", other: "${oc.env:ROWS,7}"}
+algorithm: {adv_estimator: grpo}
+actor_rollout_ref:
+  actor: {optim: {lr: "${oc.env:LR}", weight_decay: "${oc.env:DECAY,0.2}"}}
+  rollout: {n: "${oc.select:data.unset,4}", prompt_length: "${oc.select:data.max_prompt_length,512}"}
+  model: {path: org/m}
+critic: {model: {path: "${actor_rollout_ref.model.path}"}}
+"""
+    config, notes = converted(tmp_path / "ppo.yaml", text, "verl")
+    assert (config["model"]["max_length"], config["sampling"]["max_tokens"], config["sampling"]["n"]) == (160, 100, 4)
+    assert config["trainer"]["optimizer"]["weight_decay"] == 0.2
+    for told in (
+        "actor.optim.lr is ${oc.env:LR}, which only a run",
+        "data.train_files is ???, which only a run",
+        "data.made_up is ${oc.env:ROWS}, which only a run",
+        "data.other=7",
+        "defaults.ppo_trainer=included",
+        "hydra.searchpath=",
+    ):
+        assert any(told in note for note in notes), (told, notes)
+    assert not any("prompt_length" in note or "critic.model.path" in note for note in notes), "named where it stands"
+
+
+def test_a_script_overrides_the_yaml_that_it_names(tmp_path: Path) -> None:
+    """Also where the file refers to what the script sets."""
+    (tmp_path / "base.yaml").write_text("data: {max_prompt_length: 70}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [base]\nactor_rollout_ref: {actor: {ppo_mini_batch_size: '${data.train_batch_size}'}}\n"
+    )
+    named = ("--config-path=.", "--config-name=mine", "data.train_batch_size=32", "data.max_response_length=30")
+    text = f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {' '.join(named)}\n"
+    config, _ = converted(tmp_path / "run.sh", text, "verl")
+    assert (config["trainer"]["batch_groups"], config["model"]["max_length"]) == (32, 100)
+    assert "minibatches" not in config["trainer"]
+
+
 def test_rewards(tmp_path: Path) -> None:
     config, _ = convert(tmp_path, "reward_model.enable=True", "reward_model.model.path=org/judge")
     assert config["reward"]["terms"] == [{"name": "reward_model", "args": {"path": "org/judge"}}]
