@@ -122,6 +122,36 @@ def test_rewards(tmp_path: Path) -> None:
     assert config["reward"]["terms"] == [{"name": "r.py:judge", "args": {"top": 2}}]
 
 
+def test_rewards_by_the_newer_keys(tmp_path: Path) -> None:
+    own, model = "reward.custom_reward_function", "reward.reward_model"
+    config, notes = convert(tmp_path, f"{own}.path=r.py", f"{own}.name=judge", f"+{own}.reward_kwargs.top=2")
+    assert config["reward"]["terms"] == [{"name": "r.py:judge", "args": {"top": 2}}]
+    assert not any("is a guess" in note for note in notes)
+    config, _ = convert(tmp_path, f"{model}.enable=True", f"{model}.model_path=org/judge")
+    assert config["reward"]["terms"] == [{"name": "reward_model", "args": {"path": "org/judge"}}]
+    config, notes = convert(tmp_path, f"{model}.enable=True", f"{own}.path=r.py")
+    assert config["reward"]["terms"] == [{"name": "r.py:compute_score"}]
+    assert any("r.py may ask verl's reward model" in note for note in notes)
+    buffer = "+reward.reward_kwargs.overlong_buffer_cfg"
+    config, _ = convert(tmp_path, f"{buffer}.enable=True", f"{buffer}.len=256", "reward.reward_manager.name=dapo")
+    assert config["reward"]["terms"][1]["args"] == {"max_tokens": 512, "overlong_buffer": 256, "factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "reward.reward_manager.module.path=mine.py",
+        "reward.made_up=1",
+        "custom_reward_function.path=$ELSEWHERE",
+        "reward.custom_reward_function.path=$ELSEWHERE",
+    ],
+)
+def test_a_reward_of_ones_own_is_never_guessed(tmp_path: Path, given: str) -> None:
+    config, notes = convert(tmp_path, given)
+    assert config["reward"]["terms"] == [{"name": "FILL_IN"}]
+    assert any(f"{given.partition('=')[0]} chooses verl's reward" in note for note in notes), notes
+
+
 def test_the_overlong_penalty_and_the_filter_of_dapo(tmp_path: Path) -> None:
     buffer = "+reward_model.reward_kwargs.overlong_buffer_cfg"
     config, _ = convert(
