@@ -17,7 +17,10 @@ from schemas.errors import ConfigError
 REJECTION = "actor.rejection_sampling"
 ALONE = {"d": 1, "p": 1, "t": 1, "c": 1}
 """Sizes that a backend does not name: data, pipeline, tensor and context parallel."""
-PARTS = re.compile(r"([a-z]\w*):((?:[dptce]\d+)+)|((?:[dptce]\d+)+)")
+PARTS = re.compile(r"(?:([a-z]\w*)(?:\[\w+\])?[:.])?((?:[dptce]\d+)+)")
+SPLIT = re.compile(r"\(attn:(\w+)\|ffn:\w+\)")
+"""A split of attention and experts in different ways, (attn:d4p4t2|ffn:d2p4e4), of as many ranks."""
+SERVERS = ("sglang", "vllm")
 OURS = ("model_path", "model", "random_seed", "seed", "dtype", "context_length", "max_model_len", "skip_tokenizer_init")
 """Options of a server that Tidemill sets itself."""
 PROXIMAL = {"recompute": "recompute", "metrics": "recompute", "loglinear": "interpolate"}
@@ -33,11 +36,10 @@ DATASETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def sizes(backend: str) -> tuple[str | None, dict[str, int]]:
     """Return the engine and the sizes of a backend such as ``fsdp:d4p1t2``; ValueError."""
-    # Attention and experts may be split in different ways: (attn:d4p4t2|ffn:d2p4e4), of as many ranks.
-    match = PARTS.fullmatch(re.sub(r"\(attn:(\w+)\|ffn:\w+\)", r"\1", backend.strip()))
+    match = PARTS.fullmatch(SPLIT.sub(r"\1", backend.strip()))
     if match is None:
         raise ValueError(f"{backend!r} is no backend such as fsdp:d4p1t1")
-    return match[1], {letter: int(size) for letter, size in re.findall(r"([dptce])(\d+)", match[2] or match[3])}
+    return match[1], {letter: int(size) for letter, size in re.findall(r"([dptce])(\d+)", match[2])}
 
 
 def convert(done: Conversion) -> None:
@@ -75,8 +77,15 @@ def convert(done: Conversion) -> None:
 
 def _backends(done: Conversion) -> None:
     known = done.known
-    first, _, second = str(known.get("allocation_mode") or "").partition("+")
-    if rollout := known.get("rollout.backend") or first:
+    # Of sglang:d2+fsdp:d4 each part has GPUs of its own, those of sglang:d4|fsdp:d4 share them.
+    mode = SPLIT.sub(r"\1", str(known.get("allocation_mode") or ""))
+    parts = [part.split("|") for part in mode.split("+") if part]
+    by_role: dict[bool, list[str]] = {True: [], False: []}
+    for one in (one for part in parts for one in part):
+        by_role[sizes(one)[0] in SERVERS].append(one)
+    rollout = known.get("rollout.backend") or next(iter(by_role[True]), None)
+    actor = known.get("actor.backend") or next(iter(by_role[False]), None)
+    if rollout:
         engine, given = sizes(rollout)
         size = ALONE | given
         args = {"tensor_parallel_size": size["t"]} if size["t"] > 1 else {}
@@ -88,12 +97,16 @@ def _backends(done: Conversion) -> None:
         most = known.get("rollout.max_concurrent_rollouts")
         done.set("generator.max_samples", max(1, most // size["d"]) if most else None)
         done.ask(f"generators: AReaL's {rollout} is {size['d']} copies, GPUs for each: {size['t']}")
-    if actor := known.get("actor.backend") or second:
+    if actor:
         size = ALONE | sizes(actor)[1]
         ranks = size["d"] * size["p"] * size["t"] * size["c"]
         done.set("trainer.processes", ranks)
         done.set("trainer.parallel.context", size["c"] if size["c"] > 1 else None)
         done.ask(f"trainer: AReaL's {actor} is {ranks} ranks; FSDP2 shards over all of them, in place of p and t")
+    if rollout and actor and any({rollout, actor} <= set(part) for part in parts):
+        served = done.get("generator.replicas") * (done.get("generator.args.tensor_parallel_size") or 1)
+        done.set("placement", {"trainer": f"0-{ranks - 1}", "generator": f"0-{served - 1}"})
+        done.ask("placement: these share GPUs of one machine, as they did in AReaL")
 
 
 def _loss(done: Conversion) -> None:

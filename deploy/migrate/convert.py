@@ -67,7 +67,9 @@ def _converted(file: Path, found: Mapping[str, Any], system: ForeignSystem, proc
         raise ConfigError(f"{file} holds a value of another type than {system.title} gives it: {error}") from error
     except ArithmeticError as error:
         raise ConfigError(f"{file} holds a number that can't be used, such as 0 samples of a group: {error}") from error
-    done.set("trainer.processes", processes)
+    if processes is not None and processes != done.get("trainer.processes"):
+        done.set("trainer.processes", processes)
+        done.config.pop("placement", None)
     if done.get("model.path") is None:
         done.set("model.path", "MODEL")
         done.ask("model.path: a folder or a hub id")
@@ -79,5 +81,5 @@ def render(file: Path, system: str, done: Conversion) -> str:
     lines = [f"# Converted from {file.name} of {system}. Try it with: tidemill doctor"]
     lines += [f"# {note}" for note in done.notes()]
     order = ("run", "model", "train", "eval", "sampling", "reward", "flow", "generator", "trainer", "dpo")
-    config = {name: done.config[name] for name in order if name in done.config}
+    config = {name: done.config[name] for name in order if name in done.config} | done.config
     return "\n".join(lines) + "\n" + yaml.safe_dump(config, sort_keys=False, allow_unicode=True)

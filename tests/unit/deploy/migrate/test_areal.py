@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deploy.migrate.areal import sizes
-from deploy.migrate.convert import convert_file
+from deploy.migrate.convert import convert_file, render
 from schemas.errors import ConfigError
 from tests.support.runs.converted_files import converted
 
@@ -60,6 +60,8 @@ def test_a_file(tmp_path: Path) -> None:
     [
         ("fsdp:d4p1t2", "fsdp", {"d": 4, "p": 1, "t": 2}),
         ("d8", None, {"d": 8}),
+        ("sglang.d4t2", "sglang", {"d": 4, "t": 2}),
+        ("fsdp[actor]:d4", "fsdp", {"d": 4}),
         ("megatron:(attn:d1p12t4|ffn:d1p12e4)", "megatron", {"d": 1, "p": 12, "t": 4}),
     ],
 )
@@ -68,10 +70,27 @@ def test_sizes_of_a_backend(backend: str, engine: str | None, size: dict[str, in
 
 
 def test_an_allocation_mode(tmp_path: Path) -> None:
-    changes = [('  backend: "sglang:d4p1t2"\n', ""), ('  backend: "fsdp:d2p1t1c2"\n', "")]
-    config, _ = convert(tmp_path, *changes, added="allocation_mode: vllm:d4p1t1+d2t2\n")
+    config, _ = convert(tmp_path, *ALONE, added="allocation_mode: vllm:d4p1t1+d2t2\n")
     assert (config["generator"]["engine"], config["generator"]["replicas"]) == ("vllm", 4)
     assert config["trainer"]["processes"] == 4
+
+
+ALONE = [('  backend: "sglang:d4p1t2"\n', ""), ('  backend: "fsdp:d2p1t1c2"\n', "")]
+"""Takes the backends of the sections out."""
+
+
+def test_a_trainer_and_generators_on_the_same_gpus(tmp_path: Path) -> None:
+    config, notes = convert(tmp_path, *ALONE, added="allocation_mode: sglang:d2t2|fsdp:d4\n")
+    assert config["placement"] == {"trainer": "0-3", "generator": "0-3"}
+    assert (config["trainer"]["processes"], config["generator"]["replicas"]) == (4, 2)
+    assert any("placement: these share GPUs" in note for note in notes)
+    _, done = convert_file(tmp_path / "areal.yaml")
+    assert "placement:" in render(tmp_path / "areal.yaml", "AReaL", done)
+
+
+def test_a_trainer_alone_is_no_generator(tmp_path: Path) -> None:
+    config, _ = convert(tmp_path, *ALONE, added="allocation_mode: fsdp:d8\n")
+    assert (config["trainer"]["processes"], "engine" in config.get("generator", {})) == (8, False)
 
 
 @pytest.mark.parametrize(
