@@ -14,6 +14,7 @@ from typing import Any
 from deploy.migrate.conversion import YAML, Conversion, ForeignSystem, parquet, reads_images
 from deploy.migrate.hydra import compose, read_yaml, settings
 from deploy.migrate.rules import ESTIMATORS, FILL_IN, listed, read_rules, several
+from schemas.config.deploy import parse_ranges
 from schemas.errors import ConfigError
 
 SAMPLED = "algorithm.sampling_params"
@@ -34,8 +35,7 @@ def convert(done: Conversion) -> None:
     answer = known.get(f"{SAMPLED}.max_new_tokens", longest - known.get("data.max_prompt_length", longest // 2))
     done.set("sampling.max_tokens", min(answer, longest - 1))
     done.set_steps("runner.max_epochs")
-    if placed := {key.removeprefix(PLACED): known[key] for key in done.within(PLACED)}:
-        done.ask(f"trainer.processes, generator.replicas: RLinf places {placed} (component: its GPUs)")
+    _placement(done)
     done.set("trainer.optimizer.betas", [done.value(f"actor.optim.adam_beta{n}") for n in (1, 2)])
     _loss(done)
     _data(done)
@@ -44,6 +44,29 @@ def convert(done: Conversion) -> None:
         done.set_adapter("actor.model.lora_rank")
     if known.get("data.image_keys") or reads_images(done.get("model.path")):
         done.read_images(listed(known.get("data.image_keys") or "image")[0])
+
+
+def _placement(done: Conversion) -> None:
+    """Convert the GPUs of trainer and generators; those of all GPUs and of groups of nodes are named."""
+    known, placed = done.known, {key.removeprefix(PLACED): done.known[key] for key in done.within(PLACED)}
+    by_role = {role: gpus for roles, gpus in placed.items() for role in re.split(r"[,\s]+", roles)}
+    nodes = known.get("cluster.num_nodes", 1)
+    whole = f"0-{done.processes - 1}" if done.processes else "all"
+    trainer, generator = (str(by_role.get(role, "")).replace("all", whole) for role in ("actor", "rollout"))
+    if any(role.endswith(".node_group") for role in by_role):
+        done.ask(f"pools: RLinf places {placed}; generators on other machines are a pool for each kind of them")
+        return
+    try:
+        ranks, gpus = len(parse_ranges(trainer)), len(parse_ranges(generator))
+    except ValueError:
+        done.ask(f"placement, trainer.processes, generator.replicas: RLinf places {placed} (component: its GPUs)")
+        return
+    done.set("trainer.processes", ranks)
+    done.set("generator.replicas", max(1, gpus // known.get("rollout.tensor_parallel_size", 1)))
+    if nodes == 1:
+        done.set("placement", {"trainer": trainer, "generator": generator})
+    else:
+        done.ask(f"placement: RLinf places {placed} on {nodes} machines, where each service is started by itself")
 
 
 def _loss(done: Conversion) -> None:

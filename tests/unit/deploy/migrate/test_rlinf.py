@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from deploy.migrate.convert import convert_file
 from deploy.migrate.hydra import compose, settings
 from schemas.errors import ConfigError
 from tests.support.runs.converted_files import converted
@@ -56,10 +57,11 @@ def test_a_file(tmp_path: Path) -> None:
     assert trainer["kl"] == {"coef": 0.001, "estimator": "k3", "place": "loss", "bias_correction": False}
     assert config["train"]["args"] == {"path": "d/rows.jsonl", "prompt": "prompt", "answer": "solutions"}
     assert config["generator"]["args"] == {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
+    assert config["placement"] == {"trainer": "0-3", "generator": "4-7"}
+    assert (trainer["processes"], config["generator"]["replicas"]) == (4, 2)
     for text in (
         "actor.fsdp_config.strategy=fsdp",
         "defaults.absent/thing@actor.other=included",
-        "RLinf places {'actor': '0-3', 'rollout': '4-7'}",
         "reward.reward_scale=5.0: not carried over",
     ):
         assert any(text in note for note in notes), (text, notes)
@@ -77,6 +79,26 @@ def test_an_agent_is_never_a_single_turn(tmp_path: Path) -> None:
     config, notes = convert(tmp_path, added="agentloop: {max_turns: 4}\n")
     assert config["generator"]["workflow"] == {"name": "FILL_IN"}
     assert any("agentloop.max_turns=4" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("placed", "processes", "ours", "note"),
+    [
+        ("{'actor,rollout,reward': all}", None, None, "placement, trainer.processes, generator.replicas: RLinf places"),
+        ("{'actor,rollout,reward': all}", 8, {"trainer": "0-7", "generator": "0-7"}, ""),
+        ("{'actor, inference': 0-3, rollout: '2-3,5,6'}", None, {"trainer": "0-3", "generator": "2-3,5,6"}, ""),
+        ("{actor: 0-3, rollout: '0-1:0-3'}", None, None, "generator.replicas: RLinf places"),
+        ("{actor: {node_group: a, placement: 0-3}, rollout: {placement: 4-7}}", None, None, "pools: RLinf places"),
+        ("{actor: 0-15, rollout: 16-19}\n  num_nodes: 3", None, None, "on 3 machines"),
+    ],
+)
+def test_placement(tmp_path: Path, placed: str, processes: int | None, ours: dict[str, str] | None, note: str) -> None:
+    convert(tmp_path, ("{actor: 0-3, rollout: 4-7}", placed))
+    _, done = convert_file(tmp_path / "math" / "grpo.yaml", processes=processes)
+    assert done.config.get("placement") == ours
+    assert note in " ".join(done.to_do)
+    if "num_nodes" in placed:
+        assert (done.config["trainer"]["processes"], done.config["generator"]["replicas"]) == (16, 2)
 
 
 def test_images(tmp_path: Path) -> None:
