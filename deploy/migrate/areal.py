@@ -54,7 +54,8 @@ def convert(done: Conversion) -> None:
     done.set("model.max_length", longest if longest > answer else done.value("train_dataset.max_length") + answer)
     done.set("sampling.max_tokens", answer)
     done.set("trainer.optimizer.betas", [done.value(f"actor.optimizer.beta{n}") for n in (1, 2)])
-    done.warm_up(done.value("actor.optimizer.warmup_steps_proportion"))
+    if "actor.optimizer.warmup_steps" not in known:
+        done.warm_up(done.value("actor.optimizer.warmup_steps_proportion"))
     _backends(done)
     _data(done)
     if kind != "rl":

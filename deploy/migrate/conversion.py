@@ -70,7 +70,8 @@ class Conversion:
         ours = rule.converted(value)
         if ours == FILL_IN and isinstance(rule.convert, Mapping):
             names = ", ".join(str(name) for name in rule.convert if name != "other")
-            self.leave(f"not one of {names}; it can be one of your own", key)
+            own = "" if "optimizer" in rule.ours else "; it can be one of your own"
+            self.leave(f"not one of {names}{own}", key)
         for path in rule.ours.split(", "):
             self.set(path, ours)
 
@@ -127,6 +128,12 @@ class Conversion:
             self.ask(f"{path}: {share:g} of trainer.steps")
         elif share:
             self.set(path, round(share * steps))
+
+    def set_min_lr(self, rate: Any, section: str = "trainer.optimizer") -> None:
+        """Set the learning rate that the schedule ends at, as a share of the peak."""
+        peak = self.get(f"{section}.lr")
+        if rate and peak:
+            self.set(f"{section}.min_lr_ratio", min(1.0, float(rate) / float(peak)))
 
     def set_engine(self, engine: str | None) -> None:
         """Set the engine; that of SGLang is its server."""

@@ -51,11 +51,17 @@ def _loss(done: Conversion) -> None:
 
 def _trainer(done: Conversion) -> None:
     known = done.known
-    done.set(
-        "trainer.optimizer.betas", [known.get("trainer.optim.betas1", 0.9), known.get("trainer.optim.betas2", 0.999)]
-    )
-    if known.get("trainer.optim.type") == "muon":
-        done.set("trainer.optimizer.name", done.value("trainer.optim.type"))
+    second = 0.95 if known.get("trainer.optim.type") == "muon" else done.value("trainer.optim.betas2")
+    betas = [done.value("trainer.optim.betas1"), known.get("trainer.optim.betas2", second)]
+    done.set("trainer.optimizer.betas", betas)
+    kind, warmup, last = (done.value(f"trainer.scheduler.{name}") for name in ("type", "warmup_steps", "decay_steps"))
+    if kind in ("linear", "cosine"):
+        done.set("trainer.optimizer.warmup_steps", warmup)
+        done.set_min_lr(known.get("trainer.scheduler.min_lr"))
+    if kind == "linear" and last == 0:
+        done.set("trainer.optimizer.schedule", "constant")
+    elif kind == "linear" and last != known.get("max_steps", 0) - warmup:
+        done.ask(f"trainer.optimizer.schedule: there the learning rate falls over the last {last} steps, here over all")
     if done.within("trainer.model.ac"):
         done.set("trainer.activation_checkpointing", True)
     if done.within("trainer.model.ac_offloading"):

@@ -37,6 +37,11 @@ def convert(done: Conversion) -> None:
     done.set_steps("runner.max_epochs")
     _placement(done)
     done.set("trainer.optimizer.betas", [done.value(f"actor.optim.adam_beta{n}") for n in (1, 2)])
+    if not done.get("trainer.optimizer.warmup_steps"):
+        shares = ("actor.optim.lr_warmup_steps_ratio", "actor.lr_sched.lr_warmup_fraction")
+        done.warm_up(next((known[share] for share in shares if share in known), 0))
+    if "actor.optim.min_lr_rate" not in known:
+        done.set_min_lr(known.get("actor.optim.min_lr") or known.get("actor.lr_sched.min_lr"))
     _loss(done)
     _data(done)
     _engine(done)

@@ -78,8 +78,9 @@ def staleness(value: Any) -> int:
 
 
 def schedule(name: Any) -> str | None:
-    """Return the learning-rate schedule by its name in transformers and verl; None without a counterpart."""
-    return next((ours for ours in ("constant", "cosine", "linear") if str(name).startswith(ours)), None)
+    """Return the learning-rate schedule by its name in transformers, verl and RLinf; None without a counterpart."""
+    match = re.match(r"(?:torch_)?(constant|cosine|linear)(?!.*restarts)", str(name))
+    return match[1] if match else None
 
 
 def run_name(text: Any) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, reads_images
-from deploy.migrate.hydra import find_above, read_yaml
+from deploy.migrate.hydra import find_above, parse_value, read_yaml
 from deploy.migrate.rules import FILL_IN, listed, read_rules, schedule
 from deploy.migrate.shell import command_lines
 from deploy.migrate.trl_script import CONFIGS, launch_flags, process_count, read_flags, read_script
@@ -77,11 +77,21 @@ def _steps(done: Conversion) -> None:
     done.set_steps("num_train_epochs")
     done.set("trainer.optimizer.betas", [done.value("adam_beta1"), done.value("adam_beta2")])
     done.set("trainer.optimizer.schedule", schedule(done.value("lr_scheduler_type")))
+    _end_of_schedule(done, "trainer.optimizer")
     warmup = known.get("warmup_ratio") or known.get("warmup_steps", 0)
     if warmup >= 1:
         done.set("trainer.optimizer.warmup_steps", -(-int(warmup) // updates))
     else:
         done.warm_up(warmup)
+
+
+def _end_of_schedule(done: Conversion, section: str) -> None:
+    given = done.known.get("lr_scheduler_kwargs") or {}
+    given = parse_value(given) if isinstance(given, str) else given
+    done.set_min_lr(given.get("min_lr"), section)
+    done.set(f"{section}.min_lr_ratio", given.get("min_lr_rate"))
+    if rest := {name: value for name, value in given.items() if name not in ("min_lr", "min_lr_rate")}:
+        done.ask(f"{section}.schedule: of lr_scheduler_kwargs, {rest} is not built in")
 
 
 def _loss(done: Conversion) -> None:
@@ -194,6 +204,7 @@ def convert_dpo(done: Conversion) -> None:
     done.set("dpo.batch_size", rows * _ranks(done, "dpo.batch_size"))
     done.set_steps("num_train_epochs", "dpo")
     done.set("dpo.optimizer.betas", [0.9, 0.999])
+    _end_of_schedule(done, "dpo.optimizer")
     args: dict[str, Any] = {"path": known.get("data_files") or known.get("dataset_name") or "DATASET", "answer": None}
     if known.get("dataset_config"):
         args["name"] = known["dataset_config"]

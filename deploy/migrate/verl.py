@@ -133,6 +133,7 @@ def _optimizer(done: Conversion) -> None:
         done.set("trainer.optimizer.warmup_steps", int(done.known[warmup]))
     else:
         done.warm_up(done.known.get(ratio, 0))
+    done.set_min_lr(done.known.get(f"{ACTOR}.optim.min_lr"))
 
 
 def _loss(done: Conversion) -> None:

@@ -40,6 +40,62 @@ def test_each_setting_is_carried_over_or_named(name: str) -> None:
     assert [key for key, value in found.items() if f"{key}={value}" not in notes] == []
 
 
+V = "actor_rollout_ref.actor.optim"
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "ours"),
+    [
+        ("trl", {"optim": "adamw_bnb_8bit"}, {"name": "adamw_8bit"}),
+        ("trl", {"optim": "lion_8bit"}, {"name": "FILL_IN"}),
+        ("trl", {"learning_rate": 2e-6, "lr_scheduler_kwargs": '{"min_lr": 1e-6}'}, {"min_lr_ratio": 0.5}),
+        ("trl", {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, {"min_lr_ratio": 0.1}),
+        ("verl", {f"{V}.optimizer": "muon", f"{V}.lr_decay_style": "cosine"}, {"name": "muon", "schedule": "cosine"}),
+        ("verl", {f"{V}.lr": 1e-6, f"{V}.min_lr": 1e-7}, {"min_lr_ratio": pytest.approx(0.1)}),
+        ("areal", {"actor.optimizer.type": "sgd"}, {"name": "FILL_IN"}),
+        (
+            "areal",
+            {"actor.optimizer.type": "adam", "actor.optimizer.warmup_steps": 7},
+            {"name": "adamw", "warmup_steps": 7},
+        ),
+        ("rlinf", {"actor.optim.lr": 4e-6, "actor.lr_sched.min_lr": 2e-6}, {"min_lr_ratio": 0.5}),
+        ("rlinf", {"actor.optim.min_lr_rate": 0.1, "actor.optim.min_lr": 1.0}, {"min_lr_ratio": 0.1}),
+        (
+            "rlinf",
+            {"actor.optim.optimizer": "adam", "actor.optim.lr_scheduler": "torch_cosine"},
+            {"schedule": "cosine"},
+        ),
+        ("rlinf", {"runner.max_steps": 100, "actor.lr_sched.lr_warmup_fraction": 0.1}, {"warmup_steps": 10}),
+        ("prime_rl", {"trainer.optim.type": "muon"}, {"name": "muon", "betas": [0.9, 0.95]}),
+        ("prime_rl", {"trainer.optim.type": "sign_sgd"}, {"name": "FILL_IN", "betas": [0.9, 0.999]}),
+        (
+            "prime_rl",
+            {"trainer.optim.lr": 2e-6, "trainer.scheduler.type": "cosine", "trainer.scheduler.min_lr": 1e-6},
+            {"schedule": "cosine", "warmup_steps": 10, "min_lr_ratio": 0.5},
+        ),
+        (
+            "prime_rl",
+            {"trainer.scheduler.type": "linear", "trainer.scheduler.decay_steps": 0},
+            {"schedule": "constant"},
+        ),
+    ],
+)
+def test_the_optimizer_and_its_schedule(name: str, found: dict[str, Any], ours: dict[str, Any]) -> None:
+    done = convert_text(Path("file"), "", replace(SYSTEMS[name], read=lambda file, text: found))
+    optimizer = done.config["trainer"]["optimizer"]
+    assert {key: optimizer.get(key) for key in ours} == ours
+
+
+def test_what_of_a_schedule_is_not_built_in_is_named() -> None:
+    for name, found, note in (
+        ("trl", {"lr_scheduler_kwargs": {"num_cycles": 2}}, "{'num_cycles': 2} is not built in"),
+        ("trl", {"lr_scheduler_type": "cosine_with_restarts"}, "lr_scheduler_type=cosine_with_restarts: not carried"),
+        ("prime_rl", {"trainer.scheduler.type": "linear", "max_steps": 100}, "falls over the last 10 steps"),
+    ):
+        done = convert_text(Path("file"), "", replace(SYSTEMS[name], read=lambda file, text, found=found: found))
+        assert any(note in one for one in done.notes()), done.notes()
+
+
 @pytest.mark.parametrize(
     ("name", "found"),
     [
