@@ -22,7 +22,7 @@ from deploy.cli.options import (
     print_json,
     result_alone,
 )
-from schemas.errors import ConfigError
+from schemas.errors import NOT_DONE_EXIT, ConfigError
 from schemas.run_folder import config_of
 
 app = typer.Typer()
@@ -96,9 +96,12 @@ def agent(
 
 @app.command(rich_help_panel=RUN)
 def convert(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="A script or configuration file of TRL, verl, AReaL, RLinf or prime-rl."),
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="A script or file of settings of TRL, verl, AReaL, RLinf or prime-rl; of several, later ones count.",
+        ),
     ],
     system: Annotated[
         str | None,
@@ -111,11 +114,15 @@ def convert(
     out: Annotated[Path | None, typer.Option(help="New file for the configuration; default: print it.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Convert a configuration of TRL, verl, AReaL, RLinf or prime-rl, and list what has no counterpart."""
+    """Convert a configuration of TRL, verl, AReaL, RLinf or prime-rl, and list what has no counterpart.
+
+    Exit code 4 if something is left to fill in, which the first line names.
+    """
     from deploy.migrate.convert import convert_file, render
     from deploy.migrate.trl_script import move_functions
 
-    name, done = convert_file(file, system, processes)
+    name, done = convert_file(*files, system=system, processes=processes)
+    file, missing = files[0], done.missing()
     written: list[Path] = []
     if out is not None:
         if out.exists():
@@ -124,14 +131,23 @@ def convert(
         out.write_text(render(file, name, done), encoding="utf-8")
     if as_json:
         print_json(
-            {"from": name, "config": done.config, "notes": done.notes(), "out": None if out is None else str(out)}
+            {
+                "from": name,
+                "config": done.config,
+                "missing": missing,
+                "notes": done.notes(),
+                "out": None if out is None else str(out),
+            }
         )
     elif out is None:
         typer.echo(render(file, name, done), nl=False)
     else:
         for moved in written:
             typer.echo(f"{moved}: holds what {file.name} gives its trainer")
-        typer.echo(f"{out}: see the {len(done.notes())} notes at its head, then try: tidemill doctor {out}")
+        left = f"fill in {', '.join(missing)}, " if missing else ""
+        typer.echo(f"{out}: {left}see the {len(done.notes())} notes at its head, then try: tidemill doctor {out}")
+    if missing:
+        raise typer.Exit(NOT_DONE_EXIT)
 
 
 @app.command(rich_help_panel=RUN)

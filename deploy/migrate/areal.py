@@ -194,7 +194,7 @@ def _workflow(done: Conversion) -> None:
 
 
 def _data(done: Conversion) -> None:
-    known, path = done.known, str(done.known.get("train_dataset.path", "DATASET"))
+    known, path = done.known, str(done.known.get("train_dataset.path", FILL_IN))
     rule, args = next((found for word, found in DATASETS.items() if word in path), (FILL_IN, {}))
     done.set("train.name", "hf")
     done.set("train.args", {"path": path, "split": done.value("train_dataset.split"), **args})
@@ -222,7 +222,7 @@ def _data(done: Conversion) -> None:
 
 def _preference(done: Conversion, section: str) -> None:
     """Make the section of DPO or of a reward model from what would be the optimizer's and the data's."""
-    rows = {"path": done.known.get("train_dataset.path", "DATASET"), "answer": None}
+    rows = {"path": done.known.get("train_dataset.path", FILL_IN), "answer": None}
     done.set(f"{section}.out", f"runs/models/{run_name(done.known.get('experiment_name')) or section}")
     done.set(f"{section}.dataset", {"name": "hf", "args": {**rows, "split": "train"}})
     done.set(f"{section}.eval", {"name": "hf", "args": {**rows, "split": "test"}})

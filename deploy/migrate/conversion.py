@@ -106,6 +106,13 @@ class Conversion:
             node = node.setdefault(section, {})
         node[name] = value
 
+    def missing(self, node: Any = None, path: str = "") -> list[str]:
+        """Return the settings that hold FILL_IN, by their paths."""
+        node = node if path else self.config
+        if not isinstance(node, dict):
+            return [path] if FILL_IN in str(node) else []
+        return [one for name, value in node.items() for one in self.missing(value, f"{path}.{name}".lstrip("."))]
+
     def ask(self, text: str) -> None:
         """Note what is left to do."""
         self.to_do.append(text)

@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 
 from deploy.migrate import areal, prime_rl, rlinf, trl, verl
-from deploy.migrate.conversion import Conversion, ForeignSystem
+from deploy.migrate.conversion import YAML, Conversion, ForeignSystem
+from deploy.migrate.rules import FILL_IN
 from schemas.errors import ConfigError
 
 SYSTEMS: dict[str, ForeignSystem] = {
@@ -22,30 +23,46 @@ SYSTEMS: dict[str, ForeignSystem] = {
 """By the name that ``--from`` takes. The first that a file looks like reads it; TRL takes any mapping in YAML."""
 
 
-def convert_file(file: Path, system: str | None = None, processes: int | None = None) -> tuple[str, Conversion]:
-    """Convert a script or a configuration file; returns the system's title with the conversion. ConfigError.
+def convert_file(*files: Path, system: str | None = None, processes: int | None = None) -> tuple[str, Conversion]:
+    """Convert a script or configuration files; returns the system's title with the conversion. ConfigError.
 
-    system: a name of SYSTEMS, by default what the file looks like. processes: see Conversion.
+    files: of several, settings of a later one count. system: a name of SYSTEMS, by default what the first file looks
+    like. processes: see Conversion.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+    texts = {file: _text(file) for file in files}
+    file, text = next(iter(texts.items()))
+    if len(files) > 1 and (odd := [one for one in files if one.suffix not in (".toml", *YAML)]):
+        raise ConfigError(f"{odd[0]} can't be joined with other files, only YAML and TOML can: convert it alone")
     if system not in (None, *SYSTEMS):
         raise ConfigError(f"--from: {system!r} is not known, must be one of {', '.join(SYSTEMS)}")
     chosen = system or next((name for name, one in SYSTEMS.items() if one.looks_like(file, text)), None)
     if chosen is None:
         titles = ", ".join(one.title for one in SYSTEMS.values())
         raise ConfigError(f"{file} looks like a file of none of {titles}: there is nothing to convert")
-    return SYSTEMS[chosen].title, convert_text(file, text, SYSTEMS[chosen], processes)
+    return SYSTEMS[chosen].title, convert_text(file, text, SYSTEMS[chosen], processes, texts)
 
 
-def convert_text(file: Path, text: str, system: ForeignSystem, processes: int | None = None) -> Conversion:
-    """Convert the text of a file, whose path tells its name and what is beside it. ConfigError."""
+def _text(file: Path) -> str:
     try:
-        found = system.read(file, text)
-    except (SyntaxError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {file}: {' '.join(str(error).split())}") from error
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def convert_text(
+    file: Path,
+    text: str,
+    system: ForeignSystem,
+    processes: int | None = None,
+    texts: Mapping[Path, str] | None = None,
+) -> Conversion:
+    """Convert the text of a file, whose path tells its name and what is beside it, or several texts. ConfigError."""
+    found: dict[str, Any] = {}
+    for one, inside in (texts or {file: text}).items():
+        try:
+            found |= system.read(one, inside)
+        except (SyntaxError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read {one}: {' '.join(str(error).split())}") from error
     done = _converted(file, found, system, processes)
 
     def differs(others: Mapping[str, Any]) -> bool:
@@ -71,14 +88,16 @@ def _converted(file: Path, found: Mapping[str, Any], system: ForeignSystem, proc
         done.set("trainer.processes", processes)
         done.config.pop("placement", None)
     if done.get("model.path") is None:
-        done.set("model.path", "MODEL")
+        done.set("model.path", FILL_IN)
         done.ask("model.path: a folder or a hub id")
     return done
 
 
 def render(file: Path, system: str, done: Conversion) -> str:
     """Return the configuration as YAML, headed by what is left to do and what was left out."""
-    lines = [f"# Converted from {file.name} of {system}. Try it with: tidemill doctor"]
+    missing = done.missing()
+    then = f"{len(missing)} to fill in: {', '.join(missing)}" if missing else "Try it with: tidemill doctor"
+    lines = [f"# Converted from {file.name} of {system}. {then}"]
     lines += [f"# {note}" for note in done.notes()]
     order = ("run", "model", "train", "eval", "sampling", "reward", "flow", "generator", "trainer", "dpo")
     config = {name: done.config[name] for name in order if name in done.config} | done.config

@@ -21,6 +21,9 @@ NOT_PASSED = ("data_parallel_size", "tool_call_parser", "max_model_len", "enable
 def convert(done: Conversion) -> None:
     """Convert settings of prime-rl, in its own defaults where they differ from ours and decide what is trained."""
     known = done.known
+    if not done.within("orchestrator"):
+        what = "supervised training" if done.within("data") else "no training"
+        raise ConfigError(f"there is no section orchestrator, so that it is {what}: files of the command rl are read")
     length = known.get("orchestrator.seq_len", done.value("seq_len"))
     most = f"{TRAIN}.sampling.max_completion_tokens"
     done.set("sampling.max_tokens", min(known.get(most, length // 2), length - 1))
@@ -116,13 +119,7 @@ def _dataset(done: Conversion, section: str, source: Mapping[str, Any], read: st
 
 
 def _read(file: Path, text: str) -> dict[str, Any]:
-    tree = tomllib.loads(text)
-    if "orchestrator" not in tree:
-        what = "supervised training" if "data" in tree else "no training"
-        raise ConfigError(
-            f"{file} has no section orchestrator, so that it is {what}: the file of the command rl is read"
-        )
-    return settings(tree)
+    return settings(tomllib.loads(text))
 
 
 SYSTEM = ForeignSystem("prime-rl", read_rules("prime_rl"), lambda file, text: file.suffix == ".toml", _read, convert)

@@ -118,7 +118,7 @@ def _data(done: Conversion) -> None:
 
 
 def _dataset(paths: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
-    path = str((paths[0] if isinstance(paths, list) and paths else paths) or "DATASET.jsonl")
+    path = str((paths[0] if isinstance(paths, list) and paths else paths) or FILL_IN)
     if path.endswith(".parquet"):
         return parquet(path, **columns)
     return {"name": "jsonl", "args": {"path": str(Path(path)), **columns}}

@@ -152,7 +152,7 @@ def _rewards(done: Conversion) -> None:
         term["weight"] = weight
     if not terms:
         done.ask("reward.terms: name your reward function as file.py:name")
-    done.set("reward.terms", terms or [{"name": "exact"}])
+    done.set("reward.terms", terms or [{"name": FILL_IN}])
 
 
 def _data(done: Conversion) -> None:
@@ -160,7 +160,7 @@ def _data(done: Conversion) -> None:
     if not name:
         done.ask("train: name the dataset, such as {name: jsonl, args: {path: prompts.jsonl}}")
     # Its prompts are texts or conversations in the column prompt, and rewards read the other columns.
-    args: dict[str, Any] = {"path": name or "DATASET", "split": done.value("dataset_train_split")}
+    args: dict[str, Any] = {"path": name or FILL_IN, "split": done.value("dataset_train_split")}
     if known.get("dataset_config"):
         args["name"] = known["dataset_config"]
     judged = any(term["name"] == "math" for term in done.get("reward.terms"))
@@ -205,7 +205,7 @@ def convert_dpo(done: Conversion) -> None:
     done.set_steps("num_train_epochs", "dpo")
     done.set("dpo.optimizer.betas", [0.9, 0.999])
     _end_of_schedule(done, "dpo.optimizer")
-    args: dict[str, Any] = {"path": known.get("data_files") or known.get("dataset_name") or "DATASET", "answer": None}
+    args: dict[str, Any] = {"path": known.get("data_files") or known.get("dataset_name") or FILL_IN, "answer": None}
     if known.get("dataset_config"):
         args["name"] = known["dataset_config"]
     if not known.get("dataset_name"):

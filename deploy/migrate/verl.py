@@ -223,7 +223,7 @@ def _datasets(files: Any, done: Conversion) -> list[dict[str, Any]]:
     if (prompt := done.value("data.prompt_key")) != "prompt":
         columns["prompt"] = prompt
     listed_files = files if isinstance(files, list) else [files]
-    found = [parquet(str(file or "FOLDER/train.parquet"), **columns) for file in listed_files or [None]]
+    found = [parquet(str(file or f"{FILL_IN}/train.parquet"), **columns) for file in listed_files or [None]]
     for number, one in enumerate(found if len(listed_files) > 1 else []):
         label = f"{Path(one['args']['path']).name}-{one['args']['split']}-{number}"
         one["label"] = re.sub(r"[^\w.-]", "_", label, flags=re.ASCII)[-64:]

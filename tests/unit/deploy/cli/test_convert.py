@@ -77,7 +77,9 @@ def convert(tmp_path: Path, name: str, text: str, *options: str) -> tuple[dict[s
     file = tmp_path / name
     file.write_text(text)
     done = run_tidemill("convert", str(file), *options)
-    assert done.returncode == 0, done.stderr
+    missing = "FILL_IN" in done.stdout
+    assert done.returncode == (4 if missing else 0), done.stderr
+    assert (" to fill in: " in done.stdout.splitlines()[0]) == missing
     config = yaml.safe_load(done.stdout)
     parse_config(config)
     return config, [line for line in done.stdout.splitlines() if line.startswith("# ")]
@@ -264,6 +266,18 @@ def test_a_file_that_exists_is_not_written_over(tmp_path: Path) -> None:
     assert "exists" in done.stderr
 
 
+def test_what_is_left_to_fill_in_is_counted_and_ends_with_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    script, out = tmp_path / "run.sh", tmp_path / "mine.yaml"
+    script.write_text("main_ppo algorithm.adv_estimator=remax data.train_files=a/b.parquet trainer.total_epochs=1\n")
+    done = run_tidemill("convert", str(script), "--out", str(out))
+    assert done.returncode == 4
+    names = "trainer.advantage.name, model.path"
+    assert f"fill in {names}, see the" in done.stdout
+    assert out.read_text().splitlines()[0] == f"# Converted from run.sh of verl. 2 to fill in: {names}"
+    done = run_tidemill("convert", str(script), "--json")
+    assert (done.returncode, json.loads(done.stdout)["missing"]) == (4, names.split(", "))
+
+
 @pytest.mark.parametrize("rules", [system.rules for system in SYSTEMS.values()], ids=list(SYSTEMS))
 def test_every_setting_of_ours_that_a_rule_names_exists(rules: tuple[ConversionRule, ...]) -> None:
     known = {".".join(path) for path in _paths(TidemillConfig)}
@@ -301,4 +315,6 @@ def test_every_setting_of_trl_that_a_rule_names_exists() -> None:
             elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
                 known |= {arg.arg for arg in node.args.args}
     ours, of_peft, of_older_releases = {"trainer", "shown_flags", "data_files"}, {"task_type"}, {"warmup_ratio"}
-    assert {rule.theirs for rule in SYSTEMS["trl"].rules} - known <= ours | of_peft | of_older_releases
+    of_what_starts_it = {"num_processes", "accelerate_config", "config", "launch.*"}
+    named = {rule.theirs for rule in SYSTEMS["trl"].rules}
+    assert named - known <= ours | of_peft | of_older_releases | of_what_starts_it

@@ -41,6 +41,7 @@ def test_each_setting_is_carried_over_or_named(name: str) -> None:
 
 
 V = "actor_rollout_ref.actor.optim"
+RL = {"orchestrator.group_size": 8}
 
 
 @pytest.mark.parametrize(
@@ -66,16 +67,16 @@ V = "actor_rollout_ref.actor.optim"
             {"schedule": "cosine"},
         ),
         ("rlinf", {"runner.max_steps": 100, "actor.lr_sched.lr_warmup_fraction": 0.1}, {"warmup_steps": 10}),
-        ("prime_rl", {"trainer.optim.type": "muon"}, {"name": "muon", "betas": [0.9, 0.95]}),
-        ("prime_rl", {"trainer.optim.type": "sign_sgd"}, {"name": "FILL_IN", "betas": [0.9, 0.999]}),
+        ("prime_rl", RL | {"trainer.optim.type": "muon"}, {"name": "muon", "betas": [0.9, 0.95]}),
+        ("prime_rl", RL | {"trainer.optim.type": "sign_sgd"}, {"name": "FILL_IN", "betas": [0.9, 0.999]}),
         (
             "prime_rl",
-            {"trainer.optim.lr": 2e-6, "trainer.scheduler.type": "cosine", "trainer.scheduler.min_lr": 1e-6},
+            RL | {"trainer.optim.lr": 2e-6, "trainer.scheduler.type": "cosine", "trainer.scheduler.min_lr": 1e-6},
             {"schedule": "cosine", "warmup_steps": 10, "min_lr_ratio": 0.5},
         ),
         (
             "prime_rl",
-            {"trainer.scheduler.type": "linear", "trainer.scheduler.decay_steps": 0},
+            RL | {"trainer.scheduler.type": "linear", "trainer.scheduler.decay_steps": 0},
             {"schedule": "constant"},
         ),
     ],
@@ -90,7 +91,7 @@ def test_what_of_a_schedule_is_not_built_in_is_named() -> None:
     for name, found, note in (
         ("trl", {"lr_scheduler_kwargs": {"num_cycles": 2}}, "{'num_cycles': 2} is not built in"),
         ("trl", {"lr_scheduler_type": "cosine_with_restarts"}, "lr_scheduler_type=cosine_with_restarts: not carried"),
-        ("prime_rl", {"trainer.scheduler.type": "linear", "max_steps": 100}, "falls over the last 10 steps"),
+        ("prime_rl", RL | {"trainer.scheduler.type": "linear", "max_steps": 100}, "falls over the last 10 steps"),
     ):
         done = convert_text(Path("file"), "", replace(SYSTEMS[name], read=lambda file, text, found=found: found))
         assert any(note in one for one in done.notes()), done.notes()

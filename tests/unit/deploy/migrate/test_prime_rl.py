@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from deploy.migrate.convert import convert_file
 from schemas.errors import ConfigError
 from tests.support.runs.converted_files import converted
 
@@ -84,6 +85,21 @@ def test_several_environments_have_their_shares(tmp_path: Path) -> None:
     config, notes = convert(tmp_path, FILE + more)
     assert [(one["label"], one.get("weight")) for one in config["train"]] == [("sums", None), ("b", 0.3)]
     assert any("of b these settings are left out: {'curriculum': 1}" in note for note in notes)
+
+
+def test_of_several_files_the_later_ones_count(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("base.toml", "small.toml", "rate.toml")]
+    files[0].write_text(FILE)
+    files[1].write_text("max_steps = 3\n[orchestrator]\ngroup_size = 4\n")
+    files[2].write_text("[trainer.optim]\nlr = 1e-5\n")
+    title, done = convert_file(*files)
+    trainer = done.config["trainer"]
+    assert (title, trainer["steps"], done.config["sampling"]["n"], trainer["batch_groups"]) == ("prime-rl", 3, 4, 32)
+    assert (trainer["optimizer"]["lr"], trainer["optimizer"]["name"]) == (1e-5, "muon")
+    script = tmp_path / "run.sh"
+    script.write_text("true\n")
+    with pytest.raises(ConfigError, match=r"run\.sh can't be joined"):
+        convert_file(files[0], script)
 
 
 @pytest.mark.parametrize(("algorithm", "advantage"), [("max_rl", "max_rl"), ("opd", "FILL_IN")])
