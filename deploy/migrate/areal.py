@@ -1,6 +1,6 @@
 """AReaL: its YAML of dataclasses, or a shell script that starts one with overrides.
 
-Keys are those of AReaL in May 2026, with the backends of trainer and generators in each section or in
+Keys are those of AReaL in May to August 2026, with the backends of trainer and generators in each section or in
 ``allocation_mode``.
 """
 
@@ -117,6 +117,10 @@ def _loss(done: Conversion) -> None:
     if known.get("actor.use_sapo_loss"):
         name = "sapo"
         args = {"tau_positive": done.value("actor.sapo_tau_pos"), "tau_negative": done.value("actor.sapo_tau_neg")}
+    elif known.get("actor.use_cispo_loss"):
+        name, args = "cispo", {"clip_high": args["clip_high"]}
+        if low < 1:
+            done.ask(f"trainer.loss: AReaL's cispo also bounds the ratio from below, by {1 - low:g}")
     elif "actor.m2_threshold" in known:
         name, args = "m2po", {**args, "second_moment": known["actor.m2_threshold"]}
     elif level not in ("token", "sequence"):

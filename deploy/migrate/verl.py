@@ -1,6 +1,6 @@
 """verl's PPO trainer: its YAML, or the shell script with Hydra overrides that its examples are.
 
-Keys are those of verl's ``ppo_trainer`` and ``ppo_megatron_trainer`` of January 2026.
+Keys are those of verl's ``ppo_trainer`` and ``ppo_megatron_trainer`` of January to August 2026.
 """
 
 import re
@@ -21,6 +21,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 TURNS = f"{ROLLOUT}.multi_turn"
 CORRECTION = "algorithm.rollout_correction"
+ASYNC = "async_training"
 OVERLONG = "reward_model.reward_kwargs"
 LIMITS = {"max_assistant_turns": "max_calls", "max_parallel_calls": "parallel"}
 LIMITS["max_tool_response_length"] = "longest_result"
@@ -57,6 +58,10 @@ def read_script(text: str) -> dict[str, Any]:
 
 def _read(file: Path, text: str) -> dict[str, Any]:
     if file.suffix in SHELL:
+        if re.search(r"verl\.trainer\.\w*sft", text) and "main_ppo" not in text:
+            raise ConfigError(
+                f"{file} starts supervised training, which has no counterpart: only PPO's trainer has one"
+            )
         found = read_script(text)
         if not found:
             raise ConfigError(f"{file} has no overrides such as data.train_batch_size=1024")
@@ -84,6 +89,10 @@ def convert(done: Conversion) -> None:
     response = done.value("data.max_response_length")
     done.set("model.max_length", done.value("data.max_prompt_length") + response)
     batch, part = done.value("data.train_batch_size"), done.value(f"{ACTOR}.ppo_mini_batch_size")
+    if done.within(f"{ASYNC}."):
+        # There, train_batch_size has no effect.
+        batch = part * done.value(f"{ASYNC}.require_batches") * done.value(f"{ASYNC}.trigger_parameter_sync_step")
+        done.set("trainer.batch_groups", batch)
     done.set("trainer.minibatches", -(-batch // part) if part < batch else None)
     if part < batch and batch % part:
         done.ask(f"trainer.minibatches: verl cuts {batch} prompts by {part}, with a rest; here parts are equal")
@@ -106,6 +115,10 @@ def _run(done: Conversion) -> None:
     if done.processes is None and gpus > 1:
         done.ask(f"trainer.processes: verl's {gpus} GPUs are to be shared out between trainer and generators")
     done.set_steps("trainer.total_epochs")
+    if mode := known.get("trainer.v1.trainer_mode"):
+        done.set(
+            "flow.staleness", 0 if mode == "sync" else done.value("trainer.v1.sampler.max_off_policy_threshold") - 1
+        )
     prefix = f"{MODEL}.lora." if f"{MODEL}.lora.rank" in known else f"{MODEL}.lora_"
     if known.get(f"{prefix}rank", 0) > 0:
         done.set_adapter(f"{prefix}rank", f"{prefix}alpha", f"{MODEL}.target_modules")
@@ -254,6 +267,9 @@ def _rewards(done: Conversion) -> None:
         term = {"name": name}
         done.ask(f"reward.terms: verl chooses by data_source; {name} is a guess from the name of the files")
     terms = [term]
+    if known.get("distillation.enabled"):
+        terms.append({"name": FILL_IN})
+        done.ask("reward.terms: each teacher of distillation.* is a term teacher or teacher_server, with trainer.kl")
     buffer = f"{OVERLONG}.overlong_buffer_cfg"
     if known.get(f"{buffer}.enable"):
         length = {"max_tokens": known.get(f"{OVERLONG}.max_resp_len", done.value("data.max_response_length"))}

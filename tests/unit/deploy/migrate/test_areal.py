@@ -116,6 +116,7 @@ def test_norms_of_rewards(tmp_path: Path, mean: str, std: str, more: str, advant
         ("importance_sampling_level: sequence", "gspo", {"clip_low": 0.3, "clip_high": 0.3}),
         ("use_sapo_loss: true", "sapo", {"tau_positive": 1.0, "tau_negative": 1.05}),
         ("use_decoupled_loss: true", "decoupled_ppo", {"clip_low": 0.3, "clip_high": 0.3, "dual_clip": 1e9}),
+        ("use_cispo_loss: true\n  eps_clip_higher: 4.0", "cispo", {"clip_high": 4.0}),
         ("eps_clip_higher: 0.4\n  c_clip: 3", "ppo", {"clip_low": 0.3, "clip_high": 0.4, "dual_clip": 3}),
         ("importance_sampling_level: turn", "FILL_IN", {}),
     ],

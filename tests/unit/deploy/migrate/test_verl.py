@@ -206,6 +206,33 @@ def test_a_server_of_sglang(tmp_path: Path) -> None:
     assert generator["args"] == {"mem_fraction_static": 0.7, "attention_backend": "fa3"}
 
 
+@pytest.mark.parametrize(
+    ("given", "staleness", "batch", "parts"),
+    [
+        (["trainer.v1.trainer_mode=sync"], 0, 64, 2),
+        (["trainer.v1.trainer_mode=colocate_async", "trainer.v1.sampler.max_off_policy_threshold=3"], 2, 64, 2),
+        (["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=2"], 7, 64, 2),
+        (["async_training.staleness_threshold=0.5", "async_training.require_batches=2"], 1, 256, 8),
+        (["trainer.balance_batch=True"], None, 64, 2),
+    ],
+)
+def test_asynchronous_trainers(tmp_path: Path, given: list[str], staleness: int | None, batch: int, parts: int) -> None:
+    config, _ = convert(tmp_path, *given)
+    assert config.get("flow", {}).get("staleness") == staleness
+    assert (config["trainer"]["batch_groups"], config["trainer"]["minibatches"]) == (batch, parts)
+
+
+def test_a_teacher_is_asked_for(tmp_path: Path) -> None:
+    config, notes = convert(tmp_path, "distillation.enabled=True", "distillation.teacher_models.t.model_path=org/big")
+    assert [term["name"] for term in config["reward"]["terms"]] == ["gsm8k", "FILL_IN"]
+    assert any("distillation.teacher_models.t.model_path=org/big" in note for note in notes)
+
+
+def test_supervised_training_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="supervised training"):
+        converted(tmp_path / "run.sh", "torchrun -m verl.trainer.sft_trainer optim.lr=1e-5 data.n=1\n", "verl")
+
+
 def test_a_group_of_one_is_rewarded_as_it_is(tmp_path: Path) -> None:
     config, notes = convert(tmp_path, f"{ROLLOUT}.n=1")
     assert config["trainer"]["advantage"]["name"] == "raw"
