@@ -229,7 +229,8 @@ def outcome(done: Conversion) -> tuple[str, str]:
         check_names(parse_config(json.loads(json.dumps(done.config))))
     except ConfigError as error:
         return ("incomplete" if FILL_IN in text else "malformed"), str(error)
-    return "accepted", ""
+    missing = done.missing()
+    return ("incomplete", f"{', '.join(missing)} to fill in") if missing else ("accepted", "")
 
 
 def measure(file: Path, system: str) -> dict[str, Any]:

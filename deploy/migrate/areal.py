@@ -81,11 +81,9 @@ def _backends(done: Conversion) -> None:
     # Of sglang:d2+fsdp:d4 each part has GPUs of its own, those of sglang:d4|fsdp:d4 share them.
     mode = SPLIT.sub(r"\1", str(known.get("allocation_mode") or ""))
     parts = [part.split("|") for part in mode.split("+") if part]
-    by_role: dict[bool, list[str]] = {True: [], False: []}
-    for one in (one for part in parts for one in part):
-        by_role[sizes(one)[0] in SERVERS].append(one)
-    rollout = known.get("rollout.backend") or next(iter(by_role[True]), None)
-    actor = known.get("actor.backend") or next(iter(by_role[False]), None)
+    serves = {one: sizes(one)[0] in SERVERS for part in parts for one in part}
+    rollout = known.get("rollout.backend") or next((one for one in serves if serves[one]), None)
+    actor = known.get("actor.backend") or next((one for one in serves if not serves[one]), None)
     if rollout:
         engine, given = sizes(rollout)
         size = ALONE | given

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from deploy.migrate import areal, prime_rl, rlinf, trl, verl
-from deploy.migrate.conversion import YAML, Conversion, ForeignSystem
+from deploy.migrate.conversion import Conversion, ForeignSystem
 from deploy.migrate.rules import FILL_IN
 from schemas.errors import ConfigError
 
@@ -31,8 +31,6 @@ def convert_file(*files: Path, system: str | None = None, processes: int | None 
     """
     texts = {file: _text(file) for file in files}
     file, text = next(iter(texts.items()))
-    if len(files) > 1 and (odd := [one for one in files if one.suffix not in (".toml", *YAML)]):
-        raise ConfigError(f"{odd[0]} can't be joined with other files, only YAML and TOML can: convert it alone")
     if system not in (None, *SYSTEMS):
         raise ConfigError(f"--from: {system!r} is not known, must be one of {', '.join(SYSTEMS)}")
     chosen = system or next((name for name, one in SYSTEMS.items() if one.looks_like(file, text)), None)

@@ -54,7 +54,7 @@ def _loss(done: Conversion) -> None:
 
 def _trainer(done: Conversion) -> None:
     known = done.known
-    second = 0.95 if known.get("trainer.optim.type") == "muon" else done.value("trainer.optim.betas2")
+    second = 0.95 if known.get("trainer.optim.type") == "muon" else 0.999
     betas = [done.value("trainer.optim.betas1"), known.get("trainer.optim.betas2", second)]
     done.set("trainer.optimizer.betas", betas)
     kind, warmup, last = (done.value(f"trainer.scheduler.{name}") for name in ("type", "warmup_steps", "decay_steps"))

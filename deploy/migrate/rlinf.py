@@ -19,6 +19,7 @@ from schemas.errors import ConfigError
 
 SAMPLED = "algorithm.sampling_params"
 PLACED = "cluster.component_placement."
+ROLES = {"trainer": "actor", "generator": "rollout"}
 SIZES = {"observations": "obs_dim", "actions": "action_dim"}
 REWARDS = {"math": "math", "code_offline": "code", "vqa": "geometry3k"}
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "16": "float16", "32": "float32"}
@@ -53,23 +54,20 @@ def convert(done: Conversion) -> None:
 
 def _placement(done: Conversion) -> None:
     """Convert the GPUs of trainer and generators; those of all GPUs and of groups of nodes are named."""
-    known, placed = done.known, {key.removeprefix(PLACED): done.known[key] for key in done.within(PLACED)}
-    by_role = {role: gpus for roles, gpus in placed.items() for role in re.split(r"[,\s]+", roles)}
-    nodes = known.get("cluster.num_nodes", 1)
+    placed = {key.removeprefix(PLACED): done.known[key] for key in done.within(PLACED)}
+    by_role = {role: str(gpus) for roles, gpus in placed.items() for role in re.split(r"[,\s]+", roles)}
     whole = f"0-{done.processes - 1}" if done.processes else "all"
-    trainer, generator = (str(by_role.get(role, "")).replace("all", whole) for role in ("actor", "rollout"))
-    if any(role.endswith(".node_group") for role in by_role):
-        done.ask(f"pools: RLinf places {placed}; generators on other machines are a pool for each kind of them")
-        return
+    both = {ours: by_role.get(theirs, "").replace("all", whole) for ours, theirs in ROLES.items()}
     try:
-        ranks, gpus = len(parse_ranges(trainer)), len(parse_ranges(generator))
+        ranks, gpus = (len(parse_ranges(given)) for given in both.values())
     except ValueError:
-        done.ask(f"placement, trainer.processes, generator.replicas: RLinf places {placed} (component: its GPUs)")
+        ours = "pools" if "node_group" in str(by_role.keys()) else "placement, trainer.processes, generator.replicas"
+        done.ask(f"{ours}: RLinf places {placed} (component: its GPUs)")
         return
     done.set("trainer.processes", ranks)
-    done.set("generator.replicas", max(1, gpus // known.get("rollout.tensor_parallel_size", 1)))
-    if nodes == 1:
-        done.set("placement", {"trainer": trainer, "generator": generator})
+    done.set("generator.replicas", max(1, gpus // done.known.get("rollout.tensor_parallel_size", 1)))
+    if (nodes := done.known.get("cluster.num_nodes", 1)) == 1:
+        done.set("placement", both)
     else:
         done.ask(f"placement: RLinf places {placed} on {nodes} machines, where each service is started by itself")
 

@@ -4,10 +4,10 @@ Columns are those of `ConversionRule`, with | between them. A row may name sever
 """
 
 import csv
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -89,21 +89,7 @@ def run_name(text: Any) -> str | None:
     return re.sub(r"[^a-z0-9_-]+", "-", str(text or "").lower()).strip("-_")[:63] or None
 
 
-CONVERTERS = (
-    math.ceil,
-    same,
-    positive,
-    several,
-    listed,
-    trackers,
-    staleness,
-    schedule,
-    run_name,
-    bool,
-    float,
-    int,
-    str,
-)
+CONVERTERS = (same, positive, several, listed, trackers, staleness, schedule, run_name, bool, float, int, str, ceil)
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {one.__name__: one for one in CONVERTERS}
 """By the name that the column ``convert`` has."""
 

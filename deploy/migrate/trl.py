@@ -27,8 +27,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "AsyncGRPO": {"max_completion_length": 2048, "lr_scheduler_type": "constant"},
 }
 """Defaults of a trainer that differ from those of GRPO."""
-COMMANDS = {"grpo": "GRPO", "rloo": "RLOO", "dpo": "DPO"}
-"""Trainers by the command of TRL's that starts them."""
 
 
 def convert(done: Conversion) -> None:
@@ -257,7 +255,7 @@ def _read_shell(file: Path, text: str) -> dict[str, Any]:
             del flags["config"]
             flags = read_yaml(config.read_text(encoding="utf-8"), config) | flags
         if cli is not None:
-            return {"trainer": COMMANDS.get(words[at], "GRPO"), **process_count(file, flags), **flags}
+            return {"trainer": words[at].upper(), **process_count(file, flags), **flags}
         launched, beside = launch_flags(file, words[:at]), find_above(file, words[at])
         if beside is None:
             return {"trainer": "GRPO", **launched, **flags}

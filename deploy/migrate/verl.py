@@ -22,7 +22,8 @@ MODEL = "actor_rollout_ref.model"
 TURNS = f"{ROLLOUT}.multi_turn"
 CORRECTION = "algorithm.rollout_correction"
 ASYNC = "async_training"
-OVERLONG = "reward_model.reward_kwargs"
+OWN = "reward.custom_reward_function"
+OVERLONG = "reward.reward_kwargs"
 LIMITS = {"max_assistant_turns": "max_calls", "max_parallel_calls": "parallel"}
 LIMITS["max_tool_response_length"] = "longest_result"
 PENALTIES = {
@@ -30,13 +31,6 @@ PENALTIES = {
     "reward": ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl"),
 }
 """Places of a penalty: the settings that turn it on, its coefficient and its estimator, with that by default."""
-NEWER = {
-    "reward.custom_reward_function.": "custom_reward_function.",
-    "reward.reward_model.model_path": "reward_model.model.path",
-    "reward.reward_model.": "reward_model.",
-    "reward.reward_kwargs.": f"{OVERLONG}.",
-}
-"""Starts of keys of verl since 2026, with those that they had before, under which they are looked up."""
 REWARDS = {"gsm8k": "gsm8k", "geo3k": "geometry3k", "geometry3k": "geometry3k", "clevr": "clevr", "code": "code"}
 """The rule for data whose file has this word in its path; math for others."""
 SGLANG = {"gpu_memory_utilization": "mem_fraction_static", "enforce_eager": "disable_cuda_graph"}
@@ -79,13 +73,17 @@ def _composed(file: Path, text: str, given: Mapping[str, Any]) -> dict[str, Any]
     return settings(compose(file, read_yaml(text, file)), given)
 
 
-def _older(key: str) -> str:
-    return next((old + key.removeprefix(new) for new, old in NEWER.items() if key.startswith(new)), key)
+def _newer(key: str) -> str:
+    """Return a key of rewards as verl has it since 2026, below ``reward``."""
+    key = re.sub(r"^(custom_reward_function|reward_model)\.", r"reward.\1.", key)
+    return key.replace("reward_model.reward_kwargs", "reward_kwargs").replace(
+        "reward_model.model.path", "reward_model.model_path"
+    )
 
 
 def convert(done: Conversion) -> None:
     """Convert settings of verl, in its own defaults where they differ from ours and decide what is trained."""
-    done.known = {_older(key): value for key, value in done.known.items()}
+    done.known = {_newer(key): value for key, value in done.known.items()}
     response = done.value("data.max_response_length")
     done.set("model.max_length", done.value("data.max_prompt_length") + response)
     batch, part = done.value("data.train_batch_size"), done.value(f"{ACTOR}.ppo_mini_batch_size")
@@ -245,19 +243,17 @@ def _datasets(files: Any, done: Conversion) -> list[dict[str, Any]]:
 
 def _rewards(done: Conversion) -> None:
     known, files = done.known, str(done.known.get("data.train_files")).lower()
-    path, enabled = known.get("custom_reward_function.path"), known.get("reward_model.enable")
+    path, enabled = known.get(f"{OWN}.path"), known.get("reward.reward_model.enable")
     # What is of no rule, or only a run tells, may choose the reward.
     own = [key for key in done.found if key.startswith("reward.") and done.rule(key) is None]
-    own += [key for key in done.found.keys() - known.keys() if _older(key) == "custom_reward_function.path"]
+    own += [key for key in done.found if path is None and _newer(key) == f"{OWN}.path"]
     if path:
-        given = done.within("custom_reward_function.reward_kwargs.")
-        args = {key.rpartition(".")[2]: known[key] for key in given}
-        term: dict[str, Any] = {"name": f"{path}:{done.value('custom_reward_function.name')}"}
-        term |= {"args": args} if args else {}
+        args = {key.rpartition(".")[2]: known[key] for key in done.within(f"{OWN}.reward_kwargs.")}
+        term: dict[str, Any] = {"name": f"{path}:{done.value(f'{OWN}.name')}"} | ({"args": args} if args else {})
         if enabled:
             done.ask(f"reward.terms: {path} may ask verl's reward model: give it a server of your own")
     elif enabled:
-        term = {"name": "reward_model", "args": {"path": known.get("reward_model.model.path", FILL_IN)}}
+        term = {"name": "reward_model", "args": {"path": known.get("reward.reward_model.model_path", FILL_IN)}}
         done.ask("reward.terms: reward_model runs in the reward service; reward_model_server asks a server of its own")
     elif own:
         term = {"name": FILL_IN}
