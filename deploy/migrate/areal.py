@@ -240,7 +240,7 @@ def _preference(done: Conversion, section: str) -> None:
 def _looks_like(file: Path, text: str) -> bool:
     if file.suffix in SHELL:
         is_started = "--config" in text and re.search(r"\b(actor|rollout|scheduler)\.\w+=", text) is not None
-        return is_started and "main_ppo" not in text
+        return is_started and "actor_rollout_ref" not in text
     signs = (r"^experiment_name:", r"^(gconfig|actor|train_dataset):")
     return file.suffix in YAML and all(re.search(sign, text, re.M) for sign in signs)
 

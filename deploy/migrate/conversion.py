@@ -234,7 +234,7 @@ def others(value: Any) -> tuple[Any, ...]:
     if isinstance(value, int):
         return (value + 3, 2 * value + 1) if value >= 0 else (7,)
     if isinstance(value, float):
-        return (value / 2 or 0.25,)
+        return (value / 2 or 0.25, 2 * value + 1)
     return (f"{value}x", f"x{value}") if isinstance(value, str) else (type(value)(),)
 
 

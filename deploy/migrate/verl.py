@@ -110,7 +110,14 @@ def convert(done: Conversion) -> None:
 def _run(done: Conversion) -> None:
     known, keys = done.known, ("trainer.n_gpus_per_node", "trainer.nnodes")
     gpus = int(done.value(keys[0])) * int(done.value(keys[1]))
-    if done.processes is None and gpus > 1:
+    apart = next(
+        (key for key in ("rollout", ROLLOUT) if known.get(f"{key}.nnodes", 1) and f"{key}.n_gpus_per_node" in known), ""
+    )
+    if apart:
+        done.set("trainer.processes", gpus)
+        served = known[f"{apart}.n_gpus_per_node"] * known.get(f"{apart}.nnodes", 1)
+        done.set("generator.replicas", max(1, served // known.get(f"{ROLLOUT}.tensor_model_parallel_size", 1)))
+    elif done.processes is None and gpus > 1:
         done.ask(f"trainer.processes: verl's {gpus} GPUs are to be shared out between trainer and generators")
     done.set_steps("trainer.total_epochs")
     if mode := known.get("trainer.v1.trainer_mode"):

@@ -101,6 +101,14 @@ critic: {model: {path: "${actor_rollout_ref.model.path}"}}
     assert not any("prompt_length" in note or "critic.model.path" in note for note in notes), "named where it stands"
 
 
+def test_a_script_of_its_fully_asynchronous_trainer_is_verls(tmp_path: Path) -> None:
+    text = "python -m verl.experimental.fully_async_policy.fully_async_main --config-path=c --config-name=f.yaml"
+    config, _ = converted(
+        tmp_path / "run.sh", f"{text} actor_rollout_ref.actor.ppo_epochs=2 rollout.nnodes=1\n", "verl"
+    )
+    assert config["trainer"]["epochs"] == 2
+
+
 def test_a_script_overrides_the_yaml_that_it_names(tmp_path: Path) -> None:
     """Also where the file refers to what the script sets."""
     (tmp_path / "base.yaml").write_text("data: {max_prompt_length: 70}\n")
@@ -220,6 +228,17 @@ def test_asynchronous_trainers(tmp_path: Path, given: list[str], staleness: int 
     config, _ = convert(tmp_path, *given)
     assert config.get("flow", {}).get("staleness") == staleness
     assert (config["trainer"]["batch_groups"], config["trainer"]["minibatches"]) == (batch, parts)
+
+
+def test_generators_that_have_gpus_of_their_own(tmp_path: Path) -> None:
+    trainer = ("trainer.nnodes=2", "trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=2")
+    for section in ("rollout", ROLLOUT):
+        config, notes = convert(tmp_path, *trainer, f"{section}.n_gpus_per_node=4", f"{section}.nnodes=1")
+        assert (config["trainer"]["processes"], config["generator"]["replicas"]) == (16, 2)
+        assert not any("shared out" in note for note in notes)
+    config, notes = convert(tmp_path, *trainer, f"{ROLLOUT}.n_gpus_per_node=4", f"{ROLLOUT}.nnodes=0")
+    assert "processes" not in config["trainer"]
+    assert any("16 GPUs are to be shared out" in note for note in notes)
 
 
 def test_a_teacher_is_asked_for(tmp_path: Path) -> None:
