@@ -39,6 +39,8 @@ from deploy.migrate.shell import UNKNOWN, command_lines
 from schemas.config import parse_config
 from schemas.errors import ConfigError
 
+MAIN = re.compile("main_ppo|fully_async_main")
+"""What verl's scripts start."""
 RAW = re.compile(r"\$[({\w]|`")
 """Text of a shell that nothing evaluated."""
 PRELUDE = r"""
@@ -82,7 +84,7 @@ def command_line(file: Path, timeout_s: float = 20) -> list[str]:
         records = [line.split("\x1f")[:-1] for line in out.read_text(encoding="utf-8", errors="replace").split("\x1e")]
     words = [word.replace("/mnt", ".") for word in max(records, key=_settings)]
     # Where bash ends before the command, for lack of a program or a folder, the converter's own reading is varied.
-    if any("main_ppo" in word for word in words):
+    if any(MAIN.search(word) for word in words):
         return words
     return max(command_lines(file.read_text(encoding="utf-8")), key=_settings, default=[])
 
@@ -98,7 +100,7 @@ def _is_setting(word: str) -> bool:
 def _shell_variants(text: str) -> Iterator[Variant]:
     words = list({word.partition("=")[0]: word for word in shlex.split(text)}.values())
     # What comes before are options of the program that starts it on the machines.
-    main = next((at for at, word in enumerate(words) if "main_ppo" in word), -1)
+    main = next((at for at, word in enumerate(words) if MAIN.search(word)), -1)
     for at, word in enumerate(words):
         key, equals, value = word.partition("=")
         if equals and at > main and _is_setting(word):
@@ -204,7 +206,7 @@ EXAMPLES = {
         _holding("examples/**/*.yaml", "\ntrial_name:"), lambda file: file.read_text(encoding="utf-8"), _tree_variants
     ),
     "verl": Examples(
-        _holding("examples/**/*.sh", "main_ppo"),
+        _holding("[ev]*/**/*.sh", "main_ppo", "fully_async_main"),
         lambda file: shlex.join(word for word in command_line(file) if UNKNOWN not in word),
         _shell_variants,
     ),
