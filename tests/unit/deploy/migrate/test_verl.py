@@ -140,6 +140,8 @@ def test_rewards_by_the_newer_keys(tmp_path: Path) -> None:
     config, notes = convert(tmp_path, f"{model}.enable=True", f"{own}.path=r.py")
     assert config["reward"]["terms"] == [{"name": "r.py:compute_score"}]
     assert any("r.py may ask verl's reward model" in note for note in notes)
+    config, _ = convert(tmp_path, "reward.reward_manager.source=register", "reward.reward_manager.name=naive")
+    assert config["reward"]["terms"] == [{"name": "gsm8k"}]
     buffer = "+reward.reward_kwargs.overlong_buffer_cfg"
     config, _ = convert(tmp_path, f"{buffer}.enable=True", f"{buffer}.len=256", "reward.reward_manager.name=dapo")
     assert config["reward"]["terms"][1]["args"] == {"max_tokens": 512, "overlong_buffer": 256, "factor": 1.0}
