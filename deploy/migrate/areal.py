@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, reads_images
-from deploy.migrate.hydra import find_above, overrides, read_yaml, settings
+from deploy.migrate.hydra import compose, find_above, overrides, read_yaml, settings
 from deploy.migrate.rules import FILL_IN, read_rules, run_name, several
 from deploy.migrate.shell import command_lines
 from schemas.errors import ConfigError
@@ -21,6 +21,8 @@ PARTS = re.compile(r"(?:([a-z]\w*)(?:\[\w+\])?[:.])?((?:[dptce]\d+)+)")
 SPLIT = re.compile(r"\(attn:(\w+)\|ffn:\w+\)")
 """A split of attention and experts in different ways, (attn:d4p4t2|ffn:d2p4e4), of as many ranks."""
 SERVERS = ("sglang", "vllm")
+AGENT = {"mode": "inline", "export_style": "individual", "turn_discount": 1.0}
+"""Settings of agents that files without one have as well."""
 OURS = ("model_path", "model", "random_seed", "seed", "dtype", "context_length", "max_model_len", "skip_tokenizer_init")
 """Options of a server that Tidemill sets itself."""
 PROXIMAL = {"recompute": "recompute", "metrics": "recompute", "loglinear": "interpolate"}
@@ -186,7 +188,8 @@ def _advantage(done: Conversion) -> None:
 
 
 def _workflow(done: Conversion) -> None:
-    if own := done.within("rollout.agent.", "workflow", "econfig.", "tir.", "max_turns", "n_trajs"):
+    agents = done.within("rollout.agent.", "workflow", "econfig.", "tir.", "max_turns", "n_trajs")
+    if own := [key for key in agents if done.known[key] != AGENT.get(key.removeprefix("rollout.agent."))]:
         done.set("generator.workflow.name", FILL_IN)
         done.ask(f"generator.workflow: an agent or an environment of your own, after {', '.join(own)}")
     if "rollout.agent.session_timeout_seconds" in done.known:
@@ -247,7 +250,7 @@ def _looks_like(file: Path, text: str) -> bool:
 
 def _read(file: Path, text: str) -> dict[str, Any]:
     if file.suffix not in SHELL:
-        return settings(read_yaml(text, file))
+        return settings(compose(file, read_yaml(text, file)))
     for words in command_lines(text):
         at = next((at for at, word in enumerate(words) if word in ("--config", "--config-file")), None)
         if at is not None and at + 1 < len(words):
@@ -255,7 +258,8 @@ def _read(file: Path, text: str) -> dict[str, Any]:
             if config is None:
                 name = words[at + 1]
                 raise ConfigError(f"{file} starts from {name}, which is neither beside it nor in a folder above")
-            return settings(read_yaml(config.read_text(encoding="utf-8"), config), overrides(words[at + 2 :]))
+            tree = compose(config, read_yaml(config.read_text(encoding="utf-8"), config))
+            return settings(tree, overrides(words[at + 2 :]))
     raise ConfigError(f"{file} has no command with --config: there is nothing to convert")
 
 

@@ -67,7 +67,8 @@ class Script:
     """The state of a script while its statements are gone through: variables, functions, and commands so far."""
 
     def __init__(self) -> None:
-        self.variables: dict[str, str | list[str]] = {"HOME": "~", "PWD": "."}
+        # Scripts of verl ask the machine for a DEVICE: gpu or npu.
+        self.variables: dict[str, str | list[str]] = {"HOME": "~", "PWD": ".", "DEVICE": "gpu"}
         self.functions: dict[str, Node] = {}
         self.commands: list[list[str]] = []
 

@@ -124,6 +124,8 @@ def _run(done: Conversion) -> None:
         done.set(
             "flow.staleness", 0 if mode == "sync" else done.value("trainer.v1.sampler.max_off_policy_threshold") - 1
         )
+    if done.get("trainer.activation_offload") and done.get("trainer.activation_checkpointing") is None:
+        done.set("trainer.activation_checkpointing", True)
     prefix = f"{MODEL}.lora." if f"{MODEL}.lora.rank" in known else f"{MODEL}.lora_"
     if known.get(f"{prefix}rank", 0) > 0:
         done.set_adapter(f"{prefix}rank", f"{prefix}alpha", f"{MODEL}.target_modules")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.migrate.conversion import Unread
+from deploy.migrate.conversion import Conversion, Unread
 from deploy.migrate.convert import SYSTEMS, convert_text, render
 from schemas.errors import ConfigError
 
@@ -38,6 +38,11 @@ def test_each_setting_is_carried_over_or_named(name: str) -> None:
     done = convert_text(Path("file"), "", replace(SYSTEMS[name], read=lambda file, text: found))
     notes = " ".join(done.notes())
     assert [key for key, value in found.items() if f"{key}={value}" not in notes] == []
+
+
+def convert_found(name: str, found: dict[str, Any]) -> Conversion:
+    """The conversion of these settings of a system."""
+    return convert_text(Path("file"), "", replace(SYSTEMS[name], read=lambda file, text: found))
 
 
 V = "actor_rollout_ref.actor.optim"
@@ -82,8 +87,7 @@ RL = {"orchestrator.group_size": 8}
     ],
 )
 def test_the_optimizer_and_its_schedule(name: str, found: dict[str, Any], ours: dict[str, Any]) -> None:
-    done = convert_text(Path("file"), "", replace(SYSTEMS[name], read=lambda file, text: found))
-    optimizer = done.config["trainer"]["optimizer"]
+    optimizer = convert_found(name, found).config["trainer"]["optimizer"]
     assert {key: optimizer.get(key) for key in ours} == ours
 
 
@@ -93,7 +97,7 @@ def test_what_of_a_schedule_is_not_built_in_is_named() -> None:
         ("trl", {"lr_scheduler_type": "cosine_with_restarts"}, "lr_scheduler_type=cosine_with_restarts: not carried"),
         ("prime_rl", RL | {"trainer.scheduler.type": "linear", "max_steps": 100}, "falls over the last 10 steps"),
     ):
-        done = convert_text(Path("file"), "", replace(SYSTEMS[name], read=lambda file, text, found=found: found))
+        done = convert_found(name, found)
         assert any(note in one for one in done.notes()), done.notes()
 
 

@@ -132,6 +132,24 @@ def test_an_agent_of_ones_own_is_never_a_single_turn(tmp_path: Path) -> None:
     assert any("workflow=my.Agent" in note for note in notes)
 
 
+def test_settings_that_files_without_an_agent_have_make_no_agent(tmp_path: Path) -> None:
+    inline = "  fileroot: ${trial_name}\n  agent: {mode: inline, export_style: individual, turn_discount: 1.0}\n"
+    config, _ = convert(tmp_path, ("  fileroot: ${trial_name}\n", inline))
+    assert "workflow" not in config["generator"]
+    config, _ = convert(tmp_path, ("  fileroot: ${trial_name}\n", inline.replace("inline", "online")))
+    assert config["generator"]["workflow"] == {"name": "FILL_IN"}
+
+
+def test_a_file_includes_others(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("actor: {eps_clip: 0.1, entropy_coeff: 0.5}\n")
+    config, notes = convert(
+        tmp_path, ("experiment_name: Sums", "defaults: [base, other, _self_]\nexperiment_name: Sums")
+    )
+    assert config["trainer"]["loss"]["args"]["clip_low"] == 0.3
+    for text in ("actor.entropy_coeff=0.5", "defaults.other=included"):
+        assert any(text in note for note in notes), notes
+
+
 def test_overrides_of_a_script(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(FILE)
     file = tmp_path / "run.sh"

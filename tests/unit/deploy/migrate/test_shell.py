@@ -33,6 +33,7 @@ def words(script: str) -> list[str]:
         ("export A=1 B=2; E=3 show $A$B 2>&1 | tee log", ["12"]),
         (": ${A:=5}; show ${A} ${A:+set} ${#A}", ["5", "set", "1"]),
         ("show p=$(pwd)/x q=$PWD/y", ["p=./x", "q=./y"]),
+        ("d=${DEVICE:-$(probe && echo npu || echo gpu)}; show d=$d", ["d=gpu"]),
     ],
 )
 def test_words(script: str, expected: list[str]) -> None:

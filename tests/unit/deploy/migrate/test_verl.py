@@ -243,6 +243,11 @@ def test_generators_that_have_gpus_of_their_own(tmp_path: Path) -> None:
     assert any("16 GPUs are to be shared out" in note for note in notes)
 
 
+def test_offloaded_activations_are_those_that_are_saved(tmp_path: Path) -> None:
+    config, _ = convert(tmp_path, "actor_rollout_ref.model.enable_activation_offload=True")
+    assert config["trainer"]["activation_checkpointing"] is True
+
+
 def test_a_teacher_is_asked_for(tmp_path: Path) -> None:
     config, notes = convert(tmp_path, "distillation.enabled=True", "distillation.teacher_models.t.model_path=org/big")
     assert [term["name"] for term in config["reward"]["terms"]] == ["gsm8k", "FILL_IN"]
