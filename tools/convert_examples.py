@@ -69,7 +69,21 @@ def command_line(file: Path, timeout_s: float = 20) -> list[str]:
         out.touch()
         prelude.write_text(PRELUDE)
         box = ["bwrap", "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "--tmpfs", "/mnt", "--clearenv"]
-        box += ["--bind", folder, folder, "--chdir", "/mnt", "--setenv", "HOME", "~", "--setenv", "BASH_ENV"]
+        box += [
+            "--bind",
+            folder,
+            folder,
+            "--chdir",
+            "/mnt",
+            "--setenv",
+            "HOME",
+            "~",
+            "--setenv",
+            "DEVICE",
+            "gpu",
+            "--setenv",
+            "BASH_ENV",
+        ]
         inside = f'exec 9>>{out}; exec /bin/bash "$0"'
         try:
             subprocess.run(
