@@ -244,7 +244,7 @@ def outcome(done: Conversion) -> tuple[str, str]:
     try:
         check_names(parse_config(json.loads(json.dumps(done.config))))
     except ConfigError as error:
-        return ("incomplete" if FILL_IN in text else "malformed"), str(error)
+        return ("incomplete" if FILL_IN in str(error) else "malformed"), str(error)
     missing = done.missing()
     return ("incomplete", f"{', '.join(missing)} to fill in") if missing else ("accepted", "")
 
