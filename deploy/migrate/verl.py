@@ -53,9 +53,7 @@ def read_script(text: str) -> dict[str, Any]:
 def _read(file: Path, text: str) -> dict[str, Any]:
     if file.suffix in SHELL:
         if re.search(r"verl\.trainer\.\w*sft", text) and "main_ppo" not in text:
-            raise ConfigError(
-                f"{file} starts supervised training, which has no counterpart: only PPO's trainer has one"
-            )
+            raise ConfigError(f"{file} starts supervised training: only PPO's trainer is converted")
         found = read_script(text)
         if not found:
             raise ConfigError(f"{file} has no overrides such as data.train_batch_size=1024")
@@ -76,9 +74,8 @@ def _composed(file: Path, text: str, given: Mapping[str, Any]) -> dict[str, Any]
 def _newer(key: str) -> str:
     """Return a key of rewards as verl has it since 2026, below ``reward``."""
     key = re.sub(r"^(custom_reward_function|reward_model)\.", r"reward.\1.", key)
-    return key.replace("reward_model.reward_kwargs", "reward_kwargs").replace(
-        "reward_model.model.path", "reward_model.model_path"
-    )
+    key = key.replace("reward.reward_model.reward_kwargs.", "reward.reward_kwargs.")
+    return key.replace("reward_model.model.path", "reward_model.model_path")
 
 
 def convert(done: Conversion) -> None:
@@ -110,20 +107,16 @@ def convert(done: Conversion) -> None:
 def _run(done: Conversion) -> None:
     known, keys = done.known, ("trainer.n_gpus_per_node", "trainer.nnodes")
     gpus = int(done.value(keys[0])) * int(done.value(keys[1]))
-    apart = next(
-        (key for key in ("rollout", ROLLOUT) if known.get(f"{key}.nnodes", 1) and f"{key}.n_gpus_per_node" in known), ""
-    )
-    if apart:
+    apart = ((known.get(f"{key}.n_gpus_per_node", 0), known.get(f"{key}.nnodes", 1)) for key in ("rollout", ROLLOUT))
+    if served := max(per_node * nodes for per_node, nodes in apart):
         done.set("trainer.processes", gpus)
-        served = known[f"{apart}.n_gpus_per_node"] * known.get(f"{apart}.nnodes", 1)
         done.set("generator.replicas", max(1, served // known.get(f"{ROLLOUT}.tensor_model_parallel_size", 1)))
     elif done.processes is None and gpus > 1:
         done.ask(f"trainer.processes: verl's {gpus} GPUs are to be shared out between trainer and generators")
     done.set_steps("trainer.total_epochs")
     if mode := known.get("trainer.v1.trainer_mode"):
-        done.set(
-            "flow.staleness", 0 if mode == "sync" else done.value("trainer.v1.sampler.max_off_policy_threshold") - 1
-        )
+        most = done.value("trainer.v1.sampler.max_off_policy_threshold")
+        done.set("flow.staleness", 0 if mode == "sync" else most - 1)
     if done.get("trainer.activation_offload") and done.get("trainer.activation_checkpointing") is None:
         done.set("trainer.activation_checkpointing", True)
     prefix = f"{MODEL}.lora." if f"{MODEL}.lora.rank" in known else f"{MODEL}.lora_"
