@@ -24,7 +24,7 @@ SECONDS = (1.0, 10.0)
 
 
 class Editor:
-    """Asks the policy, and tells it what became of its proposals. kept: of each one that was told, in order."""
+    """Asks the policy, and reports what became of its proposals. kept: of each one that was reported, in order."""
 
     def __init__(self, url: str, token: str) -> None:
         self._http = httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=60)

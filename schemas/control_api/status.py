@@ -31,7 +31,9 @@ class ServiceStatus(Answer):
     acknowledged: dict[str, int] = Field(
         description="Number of the newest order that the service has followed, by kind of order."
     )
-    figures: dict[str, float] = Field(description="All other metrics of the heartbeat, by name; of a generator, its mismatch_gap and mismatch_kl.")
+    figures: dict[str, float] = Field(
+        description="All other metrics of the heartbeat, by name; of a generator, its mismatch_gap and mismatch_kl."
+    )
 
 
 class PoolStatus(Answer):

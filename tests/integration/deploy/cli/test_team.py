@@ -57,7 +57,7 @@ def test_a_team_sees_all_its_runs_and_what_does_not_answer(
     ):
         silent.bind(("127.0.0.1", 0))
         silent.listen(5)
-        # First: what reads the damaged run goes on in this process, and logs to its output.
+        # First: what reads the damaged run continues in this process, and logs to its output.
         printed = json.loads(
             run_tidemill("team", str(write(tmp_path, [{"owner": "<b>", "control": api.url}])), "--json").stdout
         )

@@ -321,6 +321,7 @@ def test_weights_and_biases_lists_runs_by_name_in_one_project(
 ) -> None:
     """A run without a connection: what it was started with, and that it has every step."""
     import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_PROJECT", "sums")
     real, started, last = wandb.init, [], {}
