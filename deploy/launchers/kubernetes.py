@@ -5,6 +5,7 @@ sizes, and a ConfigMap with the configuration and the files that it names. For H
 This launcher only writes files.
 """
 
+import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,8 @@ from deploy.launcher_options import KubernetesOptions
 from deploy.launchers.factory import check_places
 from deploy.launchers.gpus import check_count
 from deploy.planning.cluster import DeviceQuota, engine_width
-from schemas.config import TidemillConfig, dump_config, of_pool
+from schemas.config import TidemillConfig, by_pool, dump_config, of_pool
+from schemas.control_api.orders import scaled_role
 from schemas.errors import OK_EXIT, ConfigError
 
 RUNS = Path("/tidemill/runs")
@@ -121,13 +123,19 @@ class Kubernetes(KubernetesOptions):
 
     def _quota(self, config: TidemillConfig) -> DeviceQuota:
         """Return the run's quota; ConfigError if it is too small for the trainer and a generator of each kind."""
-        ranks = self._gpus(config, "trainer") or config.trainer.processes
-        return DeviceQuota.check(config, self.trainer_nodes * ranks, 1)
+        control = config.control.model_copy(update={"devices": self._devices(config)})
+        return DeviceQuota.check(config.model_copy(update={"control": control}), generators=1)
 
     def _most_generators(self, config: TidemillConfig) -> int | None:
         """Return how many generators KEDA may start within the run's quota; None without one."""
         quota = self._quota(config)
-        return None if quota.most is None else (quota.most - quota.trainer) // engine_width(config)
+        return None if quota.most is None else (quota.most - quota.trainer) // quota.widths["generator"]
+
+    def _devices(self, config: TidemillConfig) -> dict[str, int]:
+        """Return the setting control.devices of these pods; without GPUs a generator has what its engine has."""
+        ranks = self._gpus(config, "trainer") or config.trainer.processes
+        gpus = {scaled_role("generator", pool): self._gpus(one, "generator") for pool, one in by_pool(config).items()}
+        return {kind: count for kind, count in gpus.items() if count} | {"trainer": self.trainer_nodes * ranks}
 
     def _namespace(self, config: TidemillConfig) -> str:
         return self.namespace or f"tidemill-{config.run.name}"
@@ -241,15 +249,19 @@ class Kubernetes(KubernetesOptions):
         }
         if self.storage_class:
             claim["storageClassName"] = self.storage_class
+        devices = [{"name": "TIDEMILL_CONTROL__DEVICES", "value": _compact(self._devices(config))}]
+        control: dict[str, Any] = {"containers": [{"name": "control", "env": devices}]}
+        if self.access_mode == OF_ONE_NODE:
+            control |= _beside("trainer")
         patches = [
             _patch("batch/v1", "Job", "trainer", size | {"template": {"spec": pod}}),
+            _patch("apps/v1", "Deployment", "control", {"template": {"spec": control}}),
             _patch("v1", "PersistentVolumeClaim", "tidemill-runs", claim),
         ]
         if self.access_mode == OF_ONE_NODE:
             own: dict[str, Any] = {"volumes": [{"name": "runs", "persistentVolumeClaim": None, "emptyDir": {}}]}
             names = [*deployments, *WITHOUT_VOLUME]
             patches += [_patch("apps/v1", "Deployment", name, {"template": {"spec": own}}) for name in names]
-            patches.append(_patch("apps/v1", "Deployment", "control", {"template": {"spec": _beside("trainer")}}))
         if config.pools:
             rule = {"apiGroups": ["apps"], "resources": ["deployments/scale"], "verbs": ["get", "patch"]}
             role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "control"}}
@@ -279,6 +291,10 @@ def _read_text(path: Path) -> str:
 
 def _patch(version: str, kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": dict(spec)}
+
+
+def _compact(value: Mapping[str, int]) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)
 
 
 def _resources(gpus: int) -> dict[str, Any]:

@@ -49,8 +49,10 @@ class DeviceQuota:
     @classmethod
     def of(cls, config: TidemillConfig) -> DeviceQuota:
         """Take the sizes from the configuration."""
-        widths = {scaled_role("generator", pool): engine_width(one) for pool, one in by_pool(config).items()}
-        return cls(config.supervisor.max_devices, config.trainer.processes, widths)
+        given = config.control.devices
+        kinds = {scaled_role("generator", pool): one for pool, one in by_pool(config).items()}
+        widths = {kind: given.get(kind) or engine_width(one) for kind, one in kinds.items()}
+        return cls(config.supervisor.max_devices, given.get("trainer", config.trainer.processes), widths)
 
     @classmethod
     def check(cls, config: TidemillConfig, trainer: int | None = None, generators: int | None = None) -> DeviceQuota:

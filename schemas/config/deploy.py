@@ -176,6 +176,12 @@ class ControlConfig(Section):
         " default only if host is this machine.",
     )
     deployments: DeploymentsConfig = Field(default_factory=DeploymentsConfig)
+    devices: dict[Annotated[str, Field(pattern=r"^(trainer|generator(\..+)?)$")], Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict,
+        description="Devices of the trainer, and of one generator (generator, or generator.POOL), for"
+        " supervisor.max_devices; `tidemill kubernetes` and the chart write them. By default trainer.processes, and the"
+        " width of the engine.",
+    )
     scale_hint: str | None = Field(
         None,
         description="Command, with {role} and {replicas}, that changes the number of replicas in a deployment that"

@@ -39,6 +39,7 @@ def test_a_run_beyond_its_quota_is_refused_in_one_line() -> None:
         (Slurm(generators=40, generator_gpus=2, trainer_nodes=2, trainer_gpus=8), "40 generator and the trainer's 16"),
         (Ray(generators=1, max_generators=9), "9 generator and the trainer's 2"),
         (Kubernetes(trainer_nodes=4), "1 generator and the trainer's 8"),
+        (Kubernetes(generator_gpus=8), "1 generator and the trainer's 2"),
     ],
 )
 def test_a_launcher_with_numbers_of_its_own_is_refused_in_one_line(

@@ -80,6 +80,15 @@ resources:
 { {{- range $index, $name := keys . | sortAlpha }}{{ if $index }}, {{ end }}{{ $name }}: {{ get $ $name | toString | quote }}{{ end -}} }
 {{- end }}
 
+{{- /* Devices of the trainer, and of one generator of each kind that has any. */ -}}
+{{- define "tidemill.devices" -}}
+{{- $trainer := .Values.trainer }}{{ $generator := .Values.generator -}}
+{{- $found := dict "trainer" (mul $trainer.nodes ($trainer.gpus | default $trainer.ranks)) -}}
+{{- range $pool, $own := $generator.pools | default (dict "" dict) -}}
+{{- with dig "gpus" $generator.gpus $own }}{{ $_ := set $found (printf "generator.%s" $pool | trimSuffix ".") . }}{{ end -}}
+{{- end }}{{ toJson $found -}}
+{{- end }}
+
 {{- /* The volume of the run's files for a role: an own disk where only one node can mount it. */ -}}
 {{- define "tidemill.runs" -}}
 {{- $root := index . 0 -}}

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from deploy.launchers.kubernetes import MAX_FILES, Kubernetes
+from deploy.planning.cluster import DeviceQuota
 from schemas.config import load_config, parse_config
 from schemas.errors import ConfigError
 from tests.support.runs.programs import find_program
@@ -146,6 +147,25 @@ def test_every_object_is_in_the_namespace_of_the_run(file: Path) -> None:
     assert not [kind for kind, _ in objects if kind == "HorizontalPodAutoscaler"], "one autoscaler, not two"
 
 
+@pytest.mark.parametrize(
+    ("options", "overrides", "trainer", "widths"),
+    [
+        ({"trainer_nodes": 2, "trainer_gpus": 8, "generator_gpus": 4}, [], 16, {"generator": 4}),
+        ({"trainer_nodes": 2, "trainer_gpus": 0, "generator_gpus": 0}, [], 8, {"generator": 2}),
+        ({}, [f"pools={POOLS}"], 4, {"generator.l40s": 4, "generator.slow": 1}),
+    ],
+)
+def test_the_control_plane_counts_the_devices_of_the_pods(
+    file: Path, options: dict[str, Any], overrides: list[str], trainer: int, widths: dict[str, int]
+) -> None:
+    """Else `tidemill scale` would exceed supervisor.max_devices."""
+    (control,) = pod(render(file, *overrides, **options), "Deployment", "control")["containers"]
+    given = {entry["name"]: entry.get("value") for entry in control["env"]}
+    environment = {name: given[name] for name in ("TIDEMILL_CONTROL__DEVICES",)}
+    quota = DeviceQuota.of(load_config(file, overrides, environment=environment))
+    assert (quota.trainer, quota.widths) == (trainer, widths)
+
+
 def test_keda_starts_no_more_generators_than_the_run_may_hold(file: Path) -> None:
     quota = "supervisor.max_devices=21"
     objects = render(file, quota, keda=True)
@@ -153,6 +173,8 @@ def test_keda_starts_no_more_generators_than_the_run_may_hold(file: Path) -> Non
     folder = file.parent / "chart"
     Kubernetes(folder=folder, helm=True, keda=True).prepare(load_config(file, [quota], environment={}))
     assert yaml.safe_load((folder / "values.yaml").read_text())["autoscaling"]["generator"] == {"max": 8}
+    objects = render(file, quota, keda=True, generator_gpus=4)
+    assert objects["ScaledObject", "generator"]["spec"]["maxReplicaCount"] == 4, "of four GPUs each"
 
 
 def test_a_volume_of_one_node_is_mounted_by_trainer_and_control_alone(file: Path) -> None:
