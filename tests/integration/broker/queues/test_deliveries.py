@@ -290,3 +290,24 @@ def test_what_waits_is_exact_after_the_server_lost_count(broker: Broker) -> None
     assert (seen.waiting, seen.pending, seen.entered) == (1, 2, 3)
     # Who has not looked before can't know the surplus; there is never more than the stream holds.
     assert tasks(broker, {}).waiting <= seen.length
+
+
+def test_what_waits_is_known_although_some_were_deleted_unread(broker: Broker) -> None:
+    """The server does not know the lag then, and never again, even once all the rest is read."""
+    take_over(broker)
+    surplus: dict[str, int] = {}
+    for number in range(4):
+        broker.ledger.admit(make_task(number))
+    key, queue = broker.connection.keys.tasks, broker.task_queue("g")
+    queue.read(1, 10)
+    entries = broker.connection.run("range", lambda client: client.xrange(key))
+    broker.connection.run("delete", lambda client: client.xdel(key, entries[2][0]))
+    (group,) = broker.connection.run("groups", lambda client: client.xinfo_groups(key))
+    assert group["lag"] is None
+    seen = tasks(broker, surplus)
+    assert (seen.length, seen.waiting, seen.pending) == (3, 2, 1)
+    queue.read(2, 10)
+    seen = tasks(broker, surplus)
+    assert (seen.waiting, seen.pending) == (0, 3)
+    broker.ledger.admit(make_task(4))
+    assert (tasks(broker, surplus).waiting, tasks(broker, {}).waiting) == (1, 1)
