@@ -3,6 +3,7 @@
 Every service handles exactly these errors; any other is a bug and ends the process.
 """
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
@@ -78,6 +79,15 @@ REFUSED_EXIT = 5
 """Exit code for a request that the control plane rejected, or that is not for an active run."""
 RUN_FAILED_EXIT = 6
 """Exit code if the run can't continue, even after a restart."""
+UNFINISHED_EXIT = 75
+"""Exit code of a service that ended in order before its run, unasked by the program that restarts it."""
 INTERRUPTED_EXIT = 130
+EXIT_CODES: Mapping[type[TidemillError], int] = {
+    ConfigError: CONFIG_EXIT,
+    RefusedError: REFUSED_EXIT,
+    RunFailed: RUN_FAILED_EXIT,
+    FencedError: FENCED_EXIT,
+}
+"""All other errors end with ERROR_EXIT."""
 HOPELESS = frozenset({CONFIG_EXIT, FENCED_EXIT, RUN_FAILED_EXIT})
 """Exit codes after which a restart is useless: wrong configuration, replaced trainer, failed run."""

@@ -39,12 +39,15 @@ log = structlog.get_logger()
 
 
 class Trainer:
-    """A trainer process. progress: what its weights were trained on. pause: follows the orders of users."""
+    """A trainer process. progress: what its weights were trained on. pause: follows the orders of users.
+
+    finished: whether it has finished the run.
+    """
 
     def __init__(
         self, config: TidemillConfig, name: str, broker: Broker, step: Learner, turns: DeviceTurns | None = None
     ) -> None:
-        self.config, self.broker, self.state = config, broker, "starting"
+        self.config, self.broker, self.state, self.finished = config, broker, "starting", False
         self._turns = turns
         self.context = context = TrainerContext.create(config, name, broker, step, turns)
         self.session, self.rank_group = context.session, context.rank_group
@@ -191,8 +194,9 @@ class Trainer:
             if not stop:
                 self.context.retry("model", self.export_model)
                 self.session.finish_run()
+                self.finished = True
         self.publisher.close()
-        self.rank_group.dismiss()
+        self.rank_group.dismiss(self.finished)
         self.step_log.close()
 
     def export_model(self) -> None:

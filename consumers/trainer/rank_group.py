@@ -98,7 +98,9 @@ class Onload(msgspec.Struct, tag="onload"):
 
 
 class Dismiss(msgspec.Struct, tag="dismiss"):
-    """End: the training is over."""
+    """End. finished: whether the run is; else the trainer ends, and is started again to resume it."""
+
+    finished: bool
 
 
 Command: TypeAlias = Train | Gather | Save | Load | Export | Compare | Offload | Onload | Dismiss
@@ -282,22 +284,22 @@ class RankGroup:
             self._turns.hold()
         self.state.onload()
 
-    def dismiss(self) -> None:
-        """End the work of the other ranks."""
-        self._send_to_all(Dismiss())
+    def dismiss(self, finished: bool = True) -> None:
+        """End the work of the other ranks. finished: whether the run is."""
+        self._send_to_all(Dismiss(finished))
         self._shut_down()
 
     def _shut_down(self) -> None:
         self._writer.shutdown()
         self._publisher.shutdown()
 
-    def follow(self) -> None:
-        """Execute the commands of rank 0, until it dismisses this rank."""
+    def follow(self) -> bool:
+        """Execute the commands of rank 0, until it dismisses this rank; returns whether the run is finished."""
         while True:
             command = _decoder.decode(self.ranks.channel.receive(0))
             if isinstance(command, Dismiss):
                 self._shut_down()
-                return
+                return command.finished
             if isinstance(command, Offload | Onload):
                 # A rank whose state is not where rank 0 believes it to be must end.
                 self._execute(command)

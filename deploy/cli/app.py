@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Mapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,15 +33,10 @@ from deploy.cli.options import (
 from schemas.errors import (
     CONFIG_EXIT,
     ERROR_EXIT,
-    FENCED_EXIT,
+    EXIT_CODES,
     OK_EXIT,
-    REFUSED_EXIT,
-    RUN_FAILED_EXIT,
     ConfigError,
     DiskError,
-    FencedError,
-    RefusedError,
-    RunFailed,
     TidemillError,
     first_error,
 )
@@ -54,13 +48,6 @@ if TYPE_CHECKING:
 SERVICE_COMMANDS = (["feeder"], ["generator"], ["reward"], ["trainer"], ["control"])
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a disk, which are not errors of the user's."""
-EXIT_CODES: Mapping[type[TidemillError], int] = {
-    ConfigError: CONFIG_EXIT,
-    RefusedError: REFUSED_EXIT,
-    RunFailed: RUN_FAILED_EXIT,
-    FencedError: FENCED_EXIT,
-}
-"""All other errors end with ERROR_EXIT."""
 
 app = typer.Typer(
     name="tidemill",
@@ -68,7 +55,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 an error, 2 wrong configuration or usage, 3 another trainer took over, 4 accepted but"
-    " not done in time, 5 rejected, 6 the run cannot continue, 130 interrupted.",
+    " not done in time, 5 rejected, 6 the run cannot continue, 75 a trainer has to resume elsewhere, 130 interrupted.",
     pretty_exceptions_enable=False,
 )
 

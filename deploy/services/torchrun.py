@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.services.main import command
-from schemas.errors import ERROR_EXIT, HOPELESS, OK_EXIT, ConfigError
+from schemas.errors import ERROR_EXIT, HOPELESS, OK_EXIT, UNFINISHED_EXIT, ConfigError
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ def is_rank() -> bool:
 def launch(processes: int, arguments: Sequence[str], grace_s: float, machines: Machines | None = None) -> int:
     """Run ``tidemill ARGUMENTS`` in ``processes`` ranks until all have ended; returns the exit code.
 
+    It is 0 if this process was asked to end, and ``UNFINISHED_EXIT`` if only another one of ``machines`` was.
+
     grace_s: when this process is asked to end it asks all ranks, and kills them after so long.
     machines: the others that train with this one.
     """
@@ -67,7 +69,7 @@ def launch(processes: int, arguments: Sequence[str], grace_s: float, machines: M
     except ChildFailedError as error:
         # The ranks have said why; a wrong configuration is wrong for all of them.
         codes = [failure.exitcode for failure in error.failures.values()]
-        return next((code for code in codes if code in HOPELESS), ERROR_EXIT)
+        return next((code for code in codes if code in HOPELESS | {UNFINISHED_EXIT}), ERROR_EXIT)
     except SignalException:
         return OK_EXIT
     return OK_EXIT

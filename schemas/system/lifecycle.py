@@ -15,7 +15,7 @@ from functools import partial
 from types import FrameType
 from typing import Literal, TypeVar
 
-from schemas.errors import OK_EXIT
+from schemas.errors import OK_EXIT, UNFINISHED_EXIT
 
 PauseReason = Literal["starting", "ordered", "broker silent", "device in use"]
 """Reasons of a pause: a service has not read the run's orders yet, was ordered, can't read them, or lent its GPU."""
@@ -61,9 +61,13 @@ class PauseReasons:
 
 
 class StopFlag:
-    """Flag that the first SIGTERM or SIGINT sets; every loop of a service reads it at least once a second."""
+    """Flag that the first SIGTERM or SIGINT sets; every loop of a service reads it at least once a second.
+
+    signalled: whether a signal has set it, as who starts and restarts this process sends it.
+    """
 
     def __init__(self) -> None:
+        self.signalled = False
         self._event = threading.Event()
         self._wakes: list[Callable[[], object]] = []
 
@@ -73,9 +77,16 @@ class StopFlag:
         signal.signal(signal.SIGINT, self._on_signal)
         return self
 
+    @staticmethod
+    def installed() -> StopFlag | None:
+        """Return the flag that SIGTERM sets in this process; None if it sets none."""
+        owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        return owner if isinstance(owner, StopFlag) else None
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._event.is_set():
+        if self.signalled:
             os._exit(128 + number)
+        self.signalled = True
         self.set()
 
     def set(self) -> None:
@@ -96,7 +107,7 @@ class StopFlag:
 
     @contextmanager
     def ending_within(self, seconds: float, silent_s: Callable[[], float] = lambda: math.inf) -> Iterator[None]:
-        """End the process with code 0 if it is still here so long after the flag is set: nothing is half-done here.
+        """End the process if it is still here so long after the flag is set: nothing is half-done here.
 
         silent_s: for how long the broker has not answered; the process ends only once that is ``seconds`` too, and
         what it holds then, others take over.
@@ -108,7 +119,7 @@ class StopFlag:
             wait = seconds
             while not done.wait(wait):
                 if silent_s() >= seconds:
-                    os._exit(OK_EXIT)
+                    os._exit(self.unfinished_code)
                 wait = 0.5
 
         threading.Thread(target=watch, name="ending", daemon=True).start()
@@ -116,6 +127,11 @@ class StopFlag:
             yield
         finally:
             done.set()
+
+    @property
+    def unfinished_code(self) -> int:
+        """Exit code of a service that ends because of the flag: 0 only for who has sent the signal."""
+        return OK_EXIT if self.signalled else UNFINISHED_EXIT
 
     def __bool__(self) -> bool:
         return self._event.is_set()

@@ -39,6 +39,7 @@ from consumers.trainer.distributed.tensor_parallel import cut_layers
 from consumers.trainer.distributed.watchdog import RankWatchdog
 from schemas.config import ParallelConfig, TrainerConfig
 from schemas.errors import ConfigError, DiskError, InfraError
+from schemas.system.lifecycle import StopFlag
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -113,12 +114,15 @@ class Ranks:
         """True on the rank that talks to the broker and writes files that are not sharded."""
         return self.rank == 0
 
-    def watchdog(self) -> AbstractContextManager[object]:
-        """Return a context for all that ranks do together, in which none outlives another; empty in one process."""
+    def watchdog(self, stop: StopFlag | None = None) -> AbstractContextManager[object]:
+        """Return a context for all that ranks do together, in which none outlives another; empty in one process.
+
+        stop: set on rank 0 once it is set on any rank.
+        """
         if self.world == 1:
             return nullcontext()
         # The address of rank 0 that the launcher gives.
-        return RankWatchdog(self.rank, self.world, self.channel, os.environ.get("MASTER_ADDR", "localhost"))
+        return RankWatchdog(self.rank, self.world, self.channel, os.environ.get("MASTER_ADDR", "localhost"), stop)
 
     @cached_property
     def channel(self) -> Channel:

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from schemas.errors import OK_EXIT, UNFINISHED_EXIT
 from schemas.system.lifecycle import PauseReasons, StopFlag, importing, until_stopped
 
 
@@ -99,3 +100,18 @@ def test_a_collector_that_the_user_turned_off_stays_off() -> None:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def test_a_signal_after_the_flag_is_no_second_one() -> None:
+    """A rank may be asked by another machine's before its own machine is."""
+    stop = StopFlag().install()
+    try:
+        assert StopFlag.installed() is stop
+        stop.set()
+        assert stop.unfinished_code == UNFINISHED_EXIT
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.unfinished_code == OK_EXIT
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert StopFlag.installed() is None

@@ -1,9 +1,12 @@
 """Ranks: how they are laid out, which models a layout refuses, and which rank ends when and why."""
 
 import json
+import os
 import queue
+import signal
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ import pytest
 from consumers.trainer.distributed.layout import Layout, check_model
 from consumers.trainer.distributed.watchdog import LEAVE_S, SILENT_S, ExitReason, PeerMonitor, RankWatchdog
 from schemas.config import ParallelConfig, parse_config
-from schemas.errors import ConfigError
+from schemas.errors import ERROR_EXIT, FENCED_EXIT, RUN_FAILED_EXIT, UNFINISHED_EXIT, ConfigError
+from schemas.system.lifecycle import StopFlag
 
 QWEN = {
     "model_type": "qwen3",
@@ -167,13 +171,22 @@ def test_a_rank_that_does_not_follow_the_end_of_rank_0_is_ended() -> None:
     assert reason.code == 1
 
 
-def test_the_failure_of_rank_0_is_told_by_rank_0_alone() -> None:
-    """Its exit code must be the one that counts: 3 means that another trainer took over."""
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("failed with FencedError: replaced", FENCED_EXIT),
+        ("failed with RunFailed: no group can be trained", RUN_FAILED_EXIT),
+        ("failed with DiskError: full", ERROR_EXIT),
+        ("failed: rank 2 of the trainer was killed or its machine is gone; all ranks end", ERROR_EXIT),
+    ],
+)
+def test_the_failure_of_rank_0_is_told_by_rank_0_alone_and_its_exit_code_is_everyones(line: str, code: int) -> None:
+    """A machine that ends with 0 is not started again, and one that ends with 1 is, though another trainer runs."""
     peers = PeerMonitor(1, [0], now=0.0)
-    peers.note_message(0, "failed with FencedError: replaced", 1.0)
+    peers.note_message(0, line, 1.0)
     reason = peers.check(1.0)
     assert reason is not None
-    assert reason.code == 0
+    assert (reason.code, reason.told) == (code, True)
 
 
 class Wire:
@@ -191,12 +204,18 @@ class Wire:
 
 @pytest.fixture
 def pair() -> tuple[RankWatchdog, RankWatchdog, queue.Queue[ExitReason]]:
+    return connect(None, None)
+
+
+def connect(
+    first_stop: StopFlag | None, second_stop: StopFlag | None
+) -> tuple[RankWatchdog, RankWatchdog, queue.Queue[ExitReason]]:
     """Two connected ranks, and the reasons of the first."""
     reasons: queue.Queue[ExitReason] = queue.Queue()
     wire = Wire()
     # A machine may call itself what no other one reaches, as Debian's /etc/hosts does.
-    first = RankWatchdog(0, 2, wire, "127.0.1.1", reasons.put)  # type: ignore[arg-type]
-    second = RankWatchdog(1, 2, wire, "127.0.0.1", lambda reason: None)  # type: ignore[arg-type]
+    first = RankWatchdog(0, 2, wire, "127.0.1.1", first_stop, reasons.put)  # type: ignore[arg-type]
+    second = RankWatchdog(1, 2, wire, "127.0.0.1", second_stop, lambda reason: None)  # type: ignore[arg-type]
     meeting = threading.Thread(target=first.__enter__)
     meeting.start()
     second.__enter__()
@@ -220,3 +239,33 @@ def test_ranks_that_end_well_end_in_any_order(pair: tuple[RankWatchdog, RankWatc
     second.__exit__(None, None, None)
     first.__exit__(None, None, None)
     assert reasons.empty()
+
+
+class Busy(StopFlag):
+    """The flag of a process whose main thread waits in a collective: no handler in Python runs before that ends."""
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Do nothing yet."""
+
+
+@pytest.mark.parametrize("how", ["signal, main thread at work", "flag"])
+def test_a_rank_that_is_asked_to_end_tells_rank_0(how: str) -> None:
+    """Else no checkpoint is written, and what started the rank kills it in the end."""
+    first_stop, second_stop = StopFlag(), Busy()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        second_stop.install()
+        first, second, reasons = connect(first_stop, second_stop)
+        if how == "flag":
+            second_stop.set()
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert first_stop.wait(DEADLINE_S)
+        assert (first_stop.signalled, first_stop.unfinished_code) == (False, UNFINISHED_EXIT)
+        second.__exit__(None, None, None)
+        first.__exit__(None, None, None)
+        assert reasons.empty()
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
