@@ -30,7 +30,7 @@ SCRIPTS = ("job.sh", "services.sbatch", "trainer.sbatch", "submit.sh")
 GENERATORS = "generators.sbatch"
 """The script of generators; of those of a pool, generators-POOL.sbatch."""
 PREPARE = "prepare.sbatch"
-GRACE_S = 60
+GRACE_S = 160
 """Seconds for a checkpoint after Slurm's warning, which comes 180 s before a job's end."""
 NO_GPUS = "no GPUs: Slurm knows of none here; --trainer-gpus and --generator-gpus ask for some"
 

@@ -9,18 +9,22 @@ FOLDER=$folder
 if [ "$own_broker" = yes ]; then export REDIS_URL_FILE=$$FOLDER/redis_url; unset REDIS_URL; fi
 asked=
 
+# Ask the child of keep to end, once for each signal, also if the signal came before there was a child.
+pass_on() { if [ -n "$$tell" ] && [ -n "$$child" ]; then tell= && kill -TERM "$$child" 2>/dev/null; fi; }
+
 # keep forward|leave COMMAND...: run a service, again when it fails, until it ends well, is asked to end, or fails in
 # a way that no restart mends: 2 is a wrong configuration, 3 another trainer, 6 a run that fails as a whole. With `leave`, SIGTERM is not passed on:
 # Slurm sends it to the tasks of srun itself.
 keep() {
-  local how=$$1 code pause=1 began
+  local how=$$1 code pause=1 began child= tell=
   shift
-  trap 'asked=term; [ "$$how" = leave ] || kill -TERM "$$child" 2>/dev/null' TERM
-  trap 'asked=time; kill -TERM "$$child" 2>/dev/null' USR1
+  trap 'asked=term; [ "$$how" = leave ] || { tell=yes; pass_on; }' TERM
+  trap 'asked=time; tell=yes; pass_on' USR1
   while :; do
-    began=$$SECONDS
+    began=$$SECONDS child=
     "$$@" &
     child=$$!
+    pass_on
     wait "$$child"; code=$$?
     # A signal ends the wait, not the service.
     while kill -0 "$$child" 2>/dev/null; do wait "$$child"; code=$$?; done

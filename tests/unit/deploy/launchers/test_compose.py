@@ -141,6 +141,13 @@ def test_every_service_has_a_health_check_and_time_to_end(compose: dict[str, Any
             assert service["healthcheck"]["test"][0] == "CMD", name
 
 
+def test_a_checkpoint_has_the_grace_of_its_container(compose: dict[str, Any]) -> None:
+    for name in ("trainer", "trainer-gpu"):
+        service = compose["services"][name]
+        grace = int(service["environment"]["TIDEMILL_SUPERVISOR__GRACE_S"])
+        assert 60 < grace < int(service["stop_grace_period"].removesuffix("s"))
+
+
 def test_every_image_is_built_once_from_a_target_of_the_dockerfile(compose: dict[str, Any]) -> None:
     targets = set(re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE.read_text(), re.MULTILINE))
     built = {service["image"]: service["build"]["target"] for service in ours(compose).values() if "build" in service}

@@ -204,7 +204,7 @@ def test_one_trainer_process_needs_no_launcher_and_many_meet_at_the_first_node(t
     assert "srun" not in written(tmp_path)["trainer.sbatch"]
     script = written(tmp_path, trainer_nodes=4, trainer_gpus=8)["trainer.sbatch"]
     assert "#SBATCH --nodes=4\n" in script
-    assert "supervisor.grace_s=60 --ranks 8 --nodes 4 " in script
+    assert "supervisor.grace_s=160 --ranks 8 --nodes 4 " in script
     assert '--meet "$head:$((40000 + SLURM_JOB_ID % 20000))"' in script, "two runs on a node do not share a port"
 
 

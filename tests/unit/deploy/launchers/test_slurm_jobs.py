@@ -1,0 +1,114 @@
+"""What the script of a trainer's Slurm job does with signals and exit codes; Slurm's programs and ours are fakes."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy.launchers.slurm import GRACE_S, Slurm
+from schemas.errors import HOPELESS, UNFINISHED_EXIT
+from tests.support.configurations import minimal_config
+
+DEADLINE_S = 30.0
+UNTIL_ASKED = "trap 'echo saved >>$LOG; exit 0' TERM; echo ready >>$LOG; while :; do /bin/sleep 0.05; done"
+FAKES = {
+    "srun": 'echo "srun $*" >>$LOG; while [ "$1" != tidemill ]; do shift; done; "$@" & wait $!',
+    "scontrol": 'echo "scontrol $*" >>$LOG; [ "$1" != show ] || echo node-a',
+    "scancel": 'echo "scancel $*" >>$LOG',
+    "squeue": ":",
+    "sleep": ":",
+}
+
+
+class Job:
+    """The script of a trainer's job, with the shell that stands for `tidemill`."""
+
+    def __init__(self, folder: Path, tidemill: str, **options: int) -> None:
+        self.log, bin = folder / "log", folder / "bin"
+        bin.mkdir()
+        for name, text in (FAKES | {"tidemill": f'echo "tidemill $1" >>$LOG; {tidemill}'}).items():
+            (bin / name).write_text(f"#!/bin/bash\n{text}\n")
+            (bin / name).chmod(0o755)
+        self.log.touch()
+        run = {"name": "big", "folder": str(folder / "run")}
+        slurm = Slurm(folder=folder / "slurm", setup=f"export PATH={bin}:$PATH LOG={self.log}", **options)  # type: ignore[arg-type]
+        slurm.write(minimal_config(run=run))
+        (folder / "slurm" / "redis_url").write_text("redis://nowhere")
+        self.command = ["bash", str(folder / "slurm" / "trainer.sbatch")]
+
+    def start(self, number: int = 7) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "SLURM_JOB_ID": str(number), "SLURM_JOB_NODELIST": "node-[a-b]"}
+        return subprocess.Popen(self.command, env=environment, start_new_session=True)
+
+    def lines(self) -> list[str]:
+        return self.log.read_text().splitlines()
+
+    def run(self, number: int = 7) -> tuple[int, list[str]]:
+        process = self.start(number)
+        try:
+            return process.wait(DEADLINE_S), self.lines()
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "after"), [(signal.SIGUSR1, ["saved", "scontrol requeue 7"]), (signal.SIGTERM, ["saved"])]
+)
+def test_a_trainer_that_is_asked_to_end_saves_and_its_job_is_queued_again(
+    number: signal.Signals, after: list[str], tmp_path: Path
+) -> None:
+    """SIGUSR1 comes before the time limit. After SIGTERM Slurm itself queues a preempted job. Other jobs continue."""
+    job = Job(tmp_path, UNTIL_ASKED)
+    process = job.start()
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while "ready" not in job.lines():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(process.pid, number)
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert job.lines() == ["tidemill trainer", "ready", *after]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("code", sorted(HOPELESS))
+def test_what_no_restart_mends_ends_the_job_with_its_code(code: int, nodes: int, tmp_path: Path) -> None:
+    ended, lines = Job(tmp_path, f"exit {code}", trainer_nodes=nodes).run()
+    assert ended == code
+    assert lines.count("tidemill trainer") == 1
+    assert not [line for line in lines if line.startswith("scancel")], "the others wait for a trainer that is mended"
+
+
+@pytest.mark.parametrize("code", [1, UNFINISHED_EXIT, 137])
+def test_a_trainer_that_fails_is_started_again_and_the_end_of_the_run_ends_all_jobs(code: int, tmp_path: Path) -> None:
+    job = Job(tmp_path, f"[ $(grep -c 'tidemill trainer' $LOG) = 3 ] || exit {code}")
+    ended, lines = job.run()
+    assert ended == 0
+    assert lines.count("tidemill trainer") == 3
+    ending = [line for line in lines if line.startswith("scancel")]
+    assert {name for line in ending for name in re.findall(r"tidemill-big-\w+", line)} == {
+        "tidemill-big-generator",
+        "tidemill-big-services",
+    }
+
+
+def test_two_trainers_on_one_node_have_a_port_each_and_a_lost_rank_ends_the_others(tmp_path: Path) -> None:
+    job = Job(tmp_path, "exit 0", trainer_nodes=2)
+    started = [line for number in (7, 8) for line in job.run(number)[1] if line.startswith("srun")]
+    ports = {meet for line in started for meet in re.findall(r"--meet node-a:(\d+)", line)}
+    assert len(ports) == 2
+    assert all("--kill-on-bad-exit=1" in line for line in started)
+
+
+def test_a_checkpoint_has_most_of_the_time_of_the_warning(tmp_path: Path) -> None:
+    Job(tmp_path, "exit 0", trainer_nodes=2)
+    script = (tmp_path / "slurm" / "trainer.sbatch").read_text()
+    (warning,) = re.findall(r"--signal=B:USR1@(\d+)", script)
+    assert 60 < GRACE_S < int(warning)
+    assert f"supervisor.grace_s={GRACE_S} " in script
