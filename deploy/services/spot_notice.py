@@ -4,7 +4,7 @@ The notice comes 30 s (Google Cloud, Azure) to 120 s (AWS) before the end. Asked
 unfinished samples, which others continue, and a trainer writes a checkpoint.
 
 Sources: AWS, "Spot Instance interruption notices"; Google Cloud, "Preemptible VM instances", key instance/preempted;
-Azure, "Scheduled Events for Linux VMs".
+Azure, "Scheduled Events for Linux VMs": they go to all machines of a scale set or an availability set.
 """
 
 import json
@@ -22,6 +22,7 @@ import structlog
 
 from deploy.supervisor.process import MARK
 from schemas.config import TidemillConfig
+from schemas.system.lifecycle import StopFlag
 
 LOOK_S = 2.0
 TIMEOUT_S = 2.0
@@ -37,12 +38,14 @@ class MetadataServer:
     """The server of a cloud that tells a machine of its end, at an address that only the machine reaches.
 
     path: what to ask for, with these headers. token_path: where a PUT gives a token for that, if one is needed.
+    name_path: where the machine's name is, if the notices are those of all machines of its set.
     """
 
     base: str
     path: str
     headers: Mapping[str, str] = field(default_factory=dict)
     token_path: str | None = None
+    name_path: str | None = None
 
     def read(self) -> str | None:
         """Return the notice, or None without one. OSError or HTTPException: the server can't be asked."""
@@ -52,7 +55,10 @@ class MetadataServer:
             token = self._ask(Request(self.base + self.token_path, headers=asked, method="PUT"))
             headers["X-aws-ec2-metadata-token"] = token or ""
         answer = self._ask(Request(self.base + self.path, headers=headers))
-        return answer if answer is not None and announces_end(answer) else None
+        if answer is None or not announces_end(answer, None):
+            return None
+        name = self._ask(Request(self.base + self.name_path, headers=headers)) if self.name_path is not None else None
+        return answer if announces_end(answer, name) else None
 
     def _ask(self, request: Request) -> str | None:
         """Return the answer's text, None for 404."""
@@ -69,12 +75,20 @@ class MetadataServer:
 SERVERS: Mapping[str, MetadataServer] = {
     "aws": MetadataServer(AWS, "/latest/meta-data/spot/instance-action", token_path="/latest/api/token"),
     "gcp": MetadataServer(GOOGLE, "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}),
-    "azure": MetadataServer(AWS, "/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"}),
+    "azure": MetadataServer(
+        AWS,
+        "/metadata/scheduledevents?api-version=2020-07-01",
+        {"Metadata": "true"},
+        name_path="/metadata/instance/compute/name?api-version=2021-02-01&format=text",
+    ),
 }
 
 
-def announces_end(answer: str) -> bool:
-    """Return whether a metadata server's answer says that the machine is taken back: AWS's, Google's or Azure's."""
+def announces_end(answer: str, name: str | None) -> bool:
+    """Return whether a metadata server's answer says that the machine is taken back: AWS's, Google's or Azure's.
+
+    name: the machine's, of which Azure's events name several; None: an event is for any.
+    """
     if answer.upper() in ("TRUE", "FALSE"):
         return answer.upper() == "TRUE"
     try:
@@ -84,12 +98,23 @@ def announces_end(answer: str) -> bool:
     if not isinstance(found, dict):
         return False
     events = found.get("Events")
-    kinds = [event.get("EventType") for event in events if isinstance(event, dict)] if isinstance(events, list) else []
+    kinds = [event.get("EventType") for event in (events if isinstance(events, list) else []) if _concerns(event, name)]
     return found.get("action") in ("terminate", "stop", "hibernate") or "Preempt" in kinds or "Terminate" in kinds
 
 
+def _concerns(event: object, name: str | None) -> bool:
+    """Return whether an event of Azure is for the machine of this name. One that names no machines is for any."""
+    if not isinstance(event, dict) or name is None:
+        return isinstance(event, dict)
+    machines = event.get("Resources", [name])
+    return isinstance(machines, list) and name.casefold() in (str(machine).casefold() for machine in machines)
+
+
 class SpotNoticeWatch:
-    """A thread that asks this very process to end, as SIGTERM does, once its machine is announced to end."""
+    """A thread that asks this very process to end, as SIGTERM does, once its machine is announced to end.
+
+    A trainer that ends so has an exit code that has it started again (StopFlag.unfinished_code).
+    """
 
     def __init__(self, server: MetadataServer) -> None:
         self._server = server
@@ -107,7 +132,11 @@ class SpotNoticeWatch:
         while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and time.monotonic() < due:
             # A process that is still loading its libraries does not know yet how to end well.
             time.sleep(LOOK_S)
-        os.kill(os.getpid(), signal.SIGTERM)
+        stop = StopFlag.installed()
+        if stop is not None:
+            stop.set()
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _look(self) -> str | None:
         try:
@@ -124,8 +153,8 @@ class SpotNoticeWatch:
 def watch_spot_notices(config: TidemillConfig) -> None:
     """Watch for the end of this machine if ``supervisor.spot_notices`` names its cloud.
 
-    The services of a supervisor leave it to their supervisor, and the other ranks of a trainer to rank 0.
+    The services of a supervisor leave it to their supervisor, and the other ranks of a machine to its first one.
     """
     cloud = config.supervisor.spot_notices
-    if cloud is not None and MARK not in os.environ and os.environ.get("RANK", "0") == "0":
+    if cloud is not None and MARK not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
         SpotNoticeWatch(SERVERS[cloud]).start()

@@ -8,10 +8,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 TOKEN = "AQAEAL1-token"
-EVENTS = {
-    "DocumentIncarnation": 2,
-    "Events": [{"EventId": "A", "EventType": "Preempt", "ResourceType": "VirtualMachine"}],
-}
+NAME = "spot_0"
+"""Name of the machine, one of a scale set."""
+
+
+def events(*names: str) -> str:
+    """What Azure tells all machines of a scale set when it takes these back."""
+    event = {"EventId": "A", "EventType": "Preempt", "ResourceType": "VirtualMachine", "Resources": list(names)}
+    return json.dumps({"DocumentIncarnation": 2, "Events": [event]})
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -36,7 +40,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/computeMetadata/v1/instance/preempted" and headers["Metadata-Flavor"] == "Google":
             return self._answer(200, "TRUE" if ended else "FALSE")
         if self.path == "/metadata/scheduledevents?api-version=2020-07-01" and headers["Metadata"] == "true":
-            return self._answer(200, json.dumps(EVENTS if ended else {"DocumentIncarnation": 1, "Events": []}))
+            return self._answer(200, events("spot_7", NAME) if ended else events("spot_7"))
+        if self.path == "/metadata/instance/compute/name?api-version=2021-02-01&format=text":
+            return self._answer(200 if headers["Metadata"] == "true" else 400, NAME)
         return self._answer(400, "")
 
     def _answer(self, code: int, text: str) -> None:

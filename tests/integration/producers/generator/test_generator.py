@@ -165,6 +165,8 @@ async def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, br
             )
 
 
+IN_FLIGHT = 1
+"""Tokens of a sample that its engine may make while it is asked to end the sample."""
 COUNTING = """
 import os
 from producers.engines.scripted import ScriptedEngine
@@ -253,7 +255,8 @@ async def test_a_spot_machine_that_is_taken_back_hands_its_samples_over(
     async with running_generator(config, broker, make_engine(config, min_length=5, max_length=5), name="heir"):
         for item in await read_published(broker, 3):
             start = item.loss_mask.data.index(1)
-            assert 50 < len(item.tokens.numpy()[start:]) - 5 <= made(), "it resumes with what came back"
+            kept = len(item.tokens.numpy()[start:]) - 5
+            assert made() - IN_FLIGHT <= kept <= made(), "it resumes with what came back, which is all"
 
 
 def eval_task(version: int, index: int) -> Task:
