@@ -18,6 +18,30 @@ def split_revision(path: str) -> tuple[str, str | None]:
     return id, revision or None
 
 
+def is_of_hub(path: str) -> bool:
+    """Return whether a model's path may be an id of the hub, where there is no folder of this name."""
+    return not path.startswith((".", "/", "~")) and split_revision(path)[0].count("/") <= 1
+
+
+def fetch_model(path: str) -> None:
+    """Download a model of the hub into its cache, and leave a file there once all of it is there; ConfigError.
+
+    A folder is left as it is. The file is ``fetched_name`` in HF_HOME.
+    """
+    resolve_folder(path)
+    if not Path(path).expanduser().is_dir():
+        from huggingface_hub.constants import HF_HOME
+
+        file = Path(HF_HOME) / fetched_name(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
+def fetched_name(path: str) -> str:
+    """Return the name of the file that says that a model of the hub is in the cache."""
+    return f"fetched/{path.replace('/', '--')}"
+
+
 def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     """Return the model's folder: ``path`` itself, or the hub's snapshot of that id, downloaded if needed.
 
@@ -28,7 +52,7 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
         return folder
     path = str(path)
     id, revision = split_revision(path)
-    if path.startswith((".", "/", "~")) or id.count("/") > 1:
+    if not is_of_hub(path):
         raise ConfigError(f"model.path {path}: no such folder")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -123,10 +123,16 @@ def control(
 
 
 @app.command(rich_help_panel=SERVICES)
-def prepare(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
+def prepare(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    fetch: Annotated[bool, typer.Option("--fetch", help="Download a model of the Hub into HF_HOME.")] = False,
+) -> None:
     """Check the configuration and its model, and train the warm_start model, before services start."""
     loaded = load(config, overrides)
     from deploy.checks.preflight import check_model
+    from schemas.model_folder import fetch_model
 
     made: dict[str, Any] | None = {"model": loaded.model.path, "made": False}
     with result_alone(as_json):
@@ -135,6 +141,8 @@ def prepare(config: ConfigFile, overrides: Overrides = None, as_json: Json = Fal
             from deploy.offline.warm_start import make_model
 
             made = make_model(loaded, loaded.warm_start)
+        elif fetch and loaded.model.kind != "mlp":
+            fetch_model(loaded.model.path)
     if as_json and made is not None:
         print_json(made)
 

@@ -24,8 +24,11 @@ from deploy.planning.cluster import DeviceQuota, engine_width
 from schemas.config import TidemillConfig, by_pool, dump_config, of_pool
 from schemas.control_api.orders import scaled_role
 from schemas.errors import OK_EXIT, ConfigError
+from schemas.model_folder import fetched_name, is_of_hub
 
 RUNS = Path("/tidemill/runs")
+HUB = RUNS / "cache" / "hub"
+"""HF_HOME of the pods."""
 PATCHES, PRIORITY = "patches.yaml", "priority.yaml"
 PEER_PORT = 8643
 BROKER_DEADLINE_S = 600.0
@@ -131,6 +134,17 @@ class Kubernetes(KubernetesOptions):
         quota = self._quota(config)
         return None if quota.most is None else (quota.most - quota.trainer) // quota.widths["generator"]
 
+    def _made_model(self, config: TidemillConfig) -> str:
+        """Return a file on the volume that is there once the trainer's pod has made or fetched the model; "" for none.
+
+        Generators that have disks of their own fetch it themselves.
+        """
+        model = config.model
+        if config.warm_start is not None:
+            return f"{model.path}/config.json"
+        waits = is_of_hub(model.path) and model.kind != "mlp" and self.access_mode != OF_ONE_NODE
+        return f"{HUB}/{fetched_name(model.path)}" if waits else ""
+
     def _devices(self, config: TidemillConfig) -> dict[str, int]:
         """Return the setting control.devices of these pods; without GPUs a generator has what its engine has."""
         ranks = self._gpus(config, "trainer") or config.trainer.processes
@@ -183,7 +197,7 @@ class Kubernetes(KubernetesOptions):
             },
             "generator": {
                 "gpus": self._gpus(config, "generator"),
-                "waitFor": _made_model(config),
+                "waitFor": self._made_model(config),
                 "pools": {
                     name: {
                         "gpus": self._gpus(of_pool(config, name), "generator"),
@@ -216,7 +230,7 @@ class Kubernetes(KubernetesOptions):
             (container,) = spec["containers"]
             container["args"] += ["--pool", name]
             container["image"] = own.image or f"{self.registry}/tidemill-generator:{self.tag}{'-cuda' if gpus else ''}"
-            if file := _made_model(config):
+            if file := self._made_model(config):
                 spec["initContainers"] = [_waits_for(file, container["image"])]
             for kind in ("requests", "limits"):
                 amounts = container["resources"][kind]
@@ -240,7 +254,7 @@ class Kubernetes(KubernetesOptions):
         generator: dict[str, Any] = {
             "containers": [{"name": "generator", "resources": _resources(self._gpus(config, "generator"))}]
         }
-        if file := _made_model(config):
+        if file := self._made_model(config):
             generator["initContainers"] = [_waits_for(file)]
         deployments = sorted(f"generator-{name}" for name in config.pools) or ["generator"]
         claim: dict[str, Any] = {
@@ -273,11 +287,6 @@ class Kubernetes(KubernetesOptions):
             if most := self._most_generators(config):
                 patches[-1]["spec"]["maxReplicaCount"] = most
         return patches
-
-
-def _made_model(config: TidemillConfig) -> str:
-    """Return a file of the model that the trainer's pod makes; empty without a warm_start."""
-    return f"{config.model.path}/config.json" if config.warm_start is not None else ""
 
 
 def _read_text(path: Path) -> str:

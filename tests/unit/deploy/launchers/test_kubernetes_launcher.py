@@ -14,6 +14,7 @@ from deploy.launchers.kubernetes import MAX_FILES, Kubernetes
 from deploy.planning.cluster import DeviceQuota
 from schemas.config import load_config, parse_config
 from schemas.errors import ConfigError
+from schemas.model_folder import fetched_name
 from tests.support.runs.programs import find_program
 
 POOLS = (
@@ -100,7 +101,10 @@ def test_without_gpus_nothing_asks_for_one(file: Path) -> None:
 
 def test_generators_wait_for_the_model_that_the_trainers_pod_makes(file: Path) -> None:
     """A generator without its model ends with 2, and is started again with pauses that grow to five minutes."""
-    assert "initContainers" not in pod(render(file), "Deployment", "generator")
+    assert "initContainers" not in pod(render(file, access_mode="ReadWriteOnce"), "Deployment", "generator")
+    (wait,) = pod(render(file), "Deployment", "generator")["initContainers"]
+    assert wait["command"][-1] == f"/tidemill/runs/cache/hub/{fetched_name('Qwen/Qwen2.5-0.5B-Instruct')}"
+    assert "initContainers" not in pod(render(file, "model.path=/tidemill/runs/mine"), "Deployment", "generator")
     warm = {"model": "rewards.py:build", "dataset": {"name": "arithmetic"}, "eval": {"name": "arithmetic"}}
     data = yaml.safe_load(file.read_text())
     data["model"] = {"path": "/tidemill/runs/cache/sums"}

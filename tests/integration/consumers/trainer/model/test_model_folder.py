@@ -17,8 +17,8 @@ from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.probe import reference_logprobs
 from deploy.checks.model_files import check_hub_or_folder
 from schemas.config import ModelConfig
-from schemas.errors import ConfigError
-from schemas.model_folder import resolve_folder, split_revision
+from schemas.errors import CONFIG_EXIT, ConfigError
+from schemas.model_folder import fetched_name, resolve_folder, split_revision
 from schemas.weight_files import read_shapes
 from tests.support.models.families import FAMILIES, make_family
 from tests.support.models.tiny_model import make_tiny_model
@@ -68,6 +68,28 @@ def test_a_revision_of_a_model_of_the_hub_is_trained(tmp_path: Path) -> None:
             assert line.startswith("model.path me/tiny@second: no such folder, and the Hub answered: ")
             assert "404" in line
         assert {commit: names.count("model.safetensors") for commit, names in hub.fetched.items()} == {OLD: 1, NEW: 1}
+
+
+def test_a_model_of_the_hub_is_fetched_whole_before_generators_start(tmp_path: Path) -> None:
+    """They wait for a file: all would download it at once."""
+    config = {"model": {"path": "me/tiny"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
+    file, cache = tmp_path / "my.yaml", tmp_path / "cache"
+    file.write_text(json.dumps(config))
+    marker = cache / fetched_name("me/tiny")
+    with Hub() as hub:
+        variables = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
+
+        def prepare() -> int:
+            command = [sys.executable, "-m", "deploy.cli", "prepare", str(file), "--fetch"]
+            return subprocess.run(command, env=variables, capture_output=True, timeout=120, check=False).returncode
+
+        assert (prepare(), marker.exists()) == (CONFIG_EXIT, False), "no such model yet"
+        hub.revisions["me/tiny", "main"] = (NEW, files_of(make_tiny_model(tmp_path / "tiny", layers=1)))
+        assert (prepare(), marker.exists()) == (0, True)
+        assert hub.fetched[NEW].count("model.safetensors") == 1
+        variables["HF_HUB_OFFLINE"] = "1"
+        assert prepare() == 0
+        assert hub.fetched[NEW].count("model.safetensors") == 1, "once"
 
 
 def test_a_folder_may_have_any_name_and_a_path_is_no_revision(tmp_path: Path) -> None:
