@@ -116,19 +116,27 @@ def purge(
     prefix: Prefix = "tidemill",
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Delete the run even if its services are alive.")] = False,
+    files: Annotated[
+        bool, typer.Option("--files", help="Delete its folder as well, with checkpoints and models.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete all data of a run, or of runs that ended, in the broker; their folders stay."""
+    """Delete all data of a run, or of runs that ended, in the broker; their folders stay without --files."""
     from deploy.client import find
 
     if as_json and not yes:
         raise ConfigError("--json cannot ask for confirmation: add --yes")
     if (run is None) == (ended is None):
         raise ConfigError("give either RUN or --ended DAYS")
+    of_run = None
+    if files:
+        from deploy.run.folder import ended_folder
+
+        of_run = ended_folder
     if run is None:
-        find.purge_ended(url, ended or 0.0, yes, as_json)
+        find.purge_ended(url, ended or 0.0, yes, as_json, of_run)
         return
-    find.purge(find.find(run, url, prefix, any_schema=True), run, yes, force, as_json)
+    find.purge(find.find(run, url, prefix, any_schema=True), run, yes, force, as_json, of_run)
 
 
 @app.command(rich_help_panel=SERVICES)

@@ -11,10 +11,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
 from rich.markup import escape
@@ -30,7 +30,10 @@ from schemas.urls import hide_password
 if TYPE_CHECKING:
     from broker.client import Broker
     from broker.connection.runs import RunInfo
+    from broker.flow.owner import Owner
     from schemas.config import TidemillConfig
+
+    FolderOf: TypeAlias = Callable[[Owner], tuple[Path, Callable[[], None]]]
 
 DEADLINE_S = 5.0
 DAY_S = 86_400.0
@@ -215,38 +218,53 @@ def _found(head: RunHead | None) -> dict[str, Any]:
     return {"reward": head.reward, "updated": head.updated, "tags": head.tags, "notes": head.notes}
 
 
-def purge(broker: Broker, run: str, yes: bool, force: bool = False, as_json: bool = False) -> None:
-    """Delete a run after confirmation; RefusedError while its services are alive, unless ``force`` is given."""
+def purge(
+    broker: Broker, run: str, yes: bool, force: bool = False, as_json: bool = False, files: FolderOf | None = None
+) -> None:
+    """Delete a run after confirmation; RefusedError while its services are alive, unless ``force`` is given.
+
+    files: finds its folder, which is deleted, too; ConfigError, and nothing is deleted, if it is not on this machine.
+    """
+    from broker.flow.owner import NO_OWNER
     from deploy.control_plane.status.run_state import LIVE_S
 
     alive = broker.heartbeats.list_heard(LIVE_S)
-    if alive and not force:
+    if alive and (files or not force):
+        remedy = "stop it first" if files else "stop it first, or add --force, which loses work in flight"
         raise RefusedError(
-            f"run {run!r} is alive, with heartbeats of {', '.join(alive)} in the last {LIVE_S:.0f} s: stop it first, or"
-            " add --force, which loses work in flight"
+            f"run {run!r} is alive, with heartbeats of {', '.join(alive)} in the last {LIVE_S:.0f} s: {remedy}"
         )
+    folder, delete_folder = files(broker.owner.read() or NO_OWNER) if files else (None, lambda: None)
     if not yes:
         note = f" It has services: {', '.join(alive)}." if alive else ""
-        if input(f"Delete all data of run {run} in the broker ({size(broker.measure_memory())})?{note} [y/N] ") != "y":
+        more = f", and {folder} with its checkpoints" if folder else ""
+        memory = size(broker.measure_memory())
+        if input(f"Delete all data of run {run} in the broker ({memory}){more}?{note} [y/N] ") != "y":
             print("nothing was deleted")
             return
     deleted = broker.purge()
-    print(json.dumps({"run": run, "deleted_keys": deleted}) if as_json else f"deleted {deleted} keys of run {run}")
+    delete_folder()
+    found = {"run": run, "deleted_keys": deleted} | ({"deleted_folder": str(folder)} if folder else {})
+    print(json.dumps(found) if as_json else f"deleted {deleted} keys of run {run}{f' and {folder}' if folder else ''}")
 
 
-def purge_ended(url: str | None, days: float, yes: bool, as_json: bool = False) -> None:
-    """Delete the runs that ended ``days`` or more days ago, after confirmation; one with live services stays."""
+def purge_ended(url: str | None, days: float, yes: bool, as_json: bool = False, files: FolderOf | None = None) -> None:
+    """Delete the runs that ended ``days`` or more days ago, after confirmation; one with live services stays.
+
+    files: as above, for each; a run whose folder is not on this machine stays.
+    """
     before = time.time() - days * DAY_S
     ended = [run for run in _runs_on_brokers(url) if run.state in OVER and 0 < run.changed <= before]
     if not yes and ended:
         names = ", ".join(f"{run.name} ({date(run.changed)}, {size(run.memory)})" for run in ended)
-        if input(f"Delete all data of {len(ended)} runs in the broker: {names}? [y/N] ") != "y":
+        more = ", and their folders with their checkpoints" if files else ""
+        if input(f"Delete all data of {len(ended)} runs in the broker{more}: {names}? [y/N] ") != "y":
             print("nothing was deleted")
             return
     for run in ended:
         try:
-            purge(find(run.name, url, run.prefix, any_schema=True), run.name, True, as_json=as_json)
-        except RefusedError as error:
-            print(error, file=sys.stderr)
+            purge(find(run.name, url, run.prefix, any_schema=True), run.name, True, as_json=as_json, files=files)
+        except (RefusedError, ConfigError) as error:
+            print(f"run {run.name} stays: {error}", file=sys.stderr)
     if not ended and not as_json:
         print(f"no run ended {days:g} or more days ago")

@@ -10,8 +10,9 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +146,36 @@ def forget_run(config: TidemillConfig) -> None:
             f"--fresh deletes nothing: a `tidemill broker` uses {config.folder / 'broker'}, stop it first"
         )
     # A broker that was started for the run has its data and password here, Python what it has just written.
-    kept = {LOCK, PYTHON, "broker", "redis_url"} if shared else {LOCK, PYTHON}
-    for path in config.folder.iterdir():
+    _delete_files(config.folder, {LOCK, PYTHON, "broker", "redis_url"} if shared else {LOCK, PYTHON})
+
+
+def ended_folder(owner: Owner) -> tuple[Path, Callable[[], None]]:
+    """Return the folder of a run that has ended, and what deletes it, except for files there that are not the run's.
+
+    ConfigError if it is not here, another run's, or in use.
+    """
+    folder = Path(owner.folder)
+    record = read_record(folder) if folder.is_absolute() else None
+    if record is None or record.id != owner.id:
+        raise ConfigError(
+            f"--files deletes nothing: {owner.folder or 'its folder'} is not here, or another run's; the run began on"
+            f" {owner.host or 'an unknown machine'}"
+        )
+    if _server_runs(folder / "broker"):
+        raise ConfigError(f"--files deletes nothing: a `tidemill broker` uses {folder / 'broker'}, stop it first")
+    with sole_user(folder):
+        return folder, partial(_delete_folder, folder)
+
+
+def _delete_folder(folder: Path) -> None:
+    with sole_user(folder):
+        _delete_files(folder, set())
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _delete_files(folder: Path, kept: Collection[str]) -> None:
+    for path in folder.iterdir():
         if path.name in kept or not is_run_name(path.name):
             continue
         if path.is_dir() and not path.is_symlink():

@@ -230,6 +230,31 @@ def test_runs_that_ended_long_ago_are_purged_and_no_others(make_broker: Callable
     assert "no run ended 60 or more days ago" in run_tidemill("purge", "--ended", "60", "--url", purge[-1]).stdout
 
 
+def test_files_of_a_run_are_deleted_where_they_are_its_own(
+    make_broker: Callable[..., Broker], models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    mine, other, elsewhere = (make_broker() for _ in range(3))
+    config = load_config(write_config(tmp_path / "mine", models[0], mine.connection.keys.run))
+    folder, checkpoint = config.folder, config.folder / "checkpoints" / "step-00000004-t0001"
+    checkpoint.mkdir(parents=True)
+    (folder / "notes of mine.txt").write_text("stays")
+    mine.owner.claim(Owner.of(claim_folder(config).id, folder))
+    other.owner.claim(Owner.of("another", folder))
+    elsewhere.owner.claim(Owner("another", "/there/run", "far"))
+    for broker in (other, elsewhere):
+        purge = ("purge", broker.connection.keys.run, "--url", broker.connection.url, "--yes", "--files")
+        assert "--files deletes nothing: " in refused(run_tidemill(*purge))
+        assert broker.owner.read() is not None
+    purge = ("purge", mine.connection.keys.run, "--url", mine.connection.url, "--files")
+    with sole_user(folder):
+        assert "another `tidemill up` uses the folder" in refused(run_tidemill(*purge, "--yes"))
+    assert "nothing was deleted" in run_tidemill(*purge, answer="n\n").stdout
+    assert checkpoint.is_dir()
+    done = run_tidemill(*purge, "--yes", "--json")
+    assert json.loads(done.stdout)["deleted_folder"] == str(folder)
+    assert [path.name for path in folder.iterdir()] == ["notes of mine.txt"]
+
+
 def test_of_several_ranks_the_first_alone_records_the_run(
     shared: Broker, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
