@@ -16,7 +16,7 @@
 {{- /* Labels of an object, within braces: (list $ "role"), or (list $ "generator" "pool"); both may be "". */ -}}
 {{- define "tidemill.labels" -}}
 {{- $root := index . 0 -}}
-app: tidemill{{ if not $root.Values.plain }}, app.kubernetes.io/instance: {{ $root.Release.Name }}{{ end }}{{ with index . 1 }}, role: {{ . }}{{ end }}{{ with rest (rest .) }}{{ with first . }}, pool: {{ . }}{{ end }}{{ end -}}
+app: tidemill{{ if not $root.Values.plain }}, app.kubernetes.io/instance: {{ $root.Release.Name | quote }}{{ end }}{{ with index . 1 }}, role: {{ . }}{{ end }}{{ with rest (rest .) }}{{ with first . }}, pool: {{ . | quote }}{{ end }}{{ end -}}
 {{- end }}
 
 {{- /* Labels of a workload: those and its own, such as a queue's of Kueue. */ -}}

@@ -27,10 +27,10 @@ __all__ = ["file"]
 CONFIG = "run: {name: sums}\n"
 OF_THE_CLUSTER = {"kube-root-ca.crt", "tidemill-trainer", "tidemill-generator"}
 FULL: dict[str, Any] = {
-    "config": CONFIG,
+    "config": CONFIG + "trainer: {publish: {transport: peer}}\n",
     "files": {"reward.py": "def exact(completion, answer):\n    return 1.0\n"},
     "images": {"pullSecrets": [{"name": "pull"}]},
-    "trainer": {"nodes": 3, "gpus": 4, "labels": {"kueue.x-k8s.io/queue-name": "team"}, "nodeSelector": {"pool": "a"}},
+    "trainer": {"nodes": 1, "gpus": 4, "labels": {"kueue.x-k8s.io/queue-name": "team"}, "nodeSelector": {"pool": "a"}},
     "generator": {"gpus": 0, "waitFor": "/tidemill/runs/cache/sums/config.json", "runtimeClassName": "gvisor"},
     "reward": {
         "egress": [{"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}], "ports": [{"port": 443}]}],
@@ -190,12 +190,27 @@ def ports_of(objects: Objects, kind: str, name: str) -> list[dict[str, Any]]:
         ({"files": {"config.yaml": ""}}, "config.yaml"),
         ({"reward": {"egress": [{"ports": [{"port": 443}]}]}}, "missing property 'to'"),
         ({"reward": {"limits": {"memory": None}}}, "memory"),
+        ({"autoscaling": {"by": "hpa", "reward": {"min": 0}}}, "minimum: got 0, want 1"),
+        ({"storage": {"accessMode": "ReadWriteOnce"}}, "needs trainer.publish.transport redis or peer"),
+        ({"storage": {"accessMode": "ReadWriteOnce"}, "trainer": {"nodes": 2}}, "excludes trainer.nodes 2"),
     ],
 )
 def test_a_wrong_value_is_named(values: dict[str, Any], text: str) -> None:
     with pytest.raises(helm_python.HelmError) as caught:
         render(values)
     assert text in str(caught.value)
+
+
+def test_names_that_yaml_takes_for_something_else_are_texts() -> None:
+    pools = {"on": {}, "null": {}}
+    objects = render({"generator": {"pools": pools, "waitFor": "1"}, "autoscaling": {"by": "none"}}, name="true")
+    for pool in pools:
+        document = objects["Deployment", f"true-generator-{pool}"]
+        labels = document["spec"]["template"]["metadata"]["labels"]
+        assert (labels["pool"], labels["app.kubernetes.io/instance"]) == (pool, "true")
+        assert document["spec"]["template"]["spec"]["containers"][0]["args"][-1] == pool
+    with pytest.raises(helm_python.HelmError, match="must begin with a letter"):
+        render({}, name="123")
 
 
 def in_order(value: Any) -> Any:
