@@ -21,10 +21,13 @@ from tests.support.user_code.sandboxes import LIMITS, left_with, mark, processes
 SPINNING = "import os, sys\nprint('begun', flush=True)\nwhile True: pass"
 
 
-def test_a_program_gets_its_input_and_its_files_and_says_what_it_found() -> None:
-    outcome = run_python(
-        "import sys; print(sys.stdin.read().upper()); print('no', file=sys.stderr); sys.exit(3)", stdin=b"ab"
-    )
+both = pytest.mark.parametrize("name", ["bwrap", "sandlock"])
+
+
+@both
+def test_a_program_gets_its_input_and_its_files_and_says_what_it_found(name: str) -> None:
+    code = "import sys; print(sys.stdin.read().upper()); print('no', file=sys.stderr); sys.exit(3)"
+    outcome = run_python(code, name, stdin=b"ab")
     assert (outcome.end, outcome.code, outcome.stdout, outcome.stderr) == ("exit", 3, b"AB\n", b"no\n")
 
 
@@ -37,8 +40,9 @@ def test_a_program_sees_no_environment_and_is_an_ordinary_user(monkeypatch: pyte
     assert "secret" not in environment_of_bwrap
 
 
-def test_the_probe_finds_that_nothing_gets_through() -> None:
-    probed = probe(sandbox())
+@both
+def test_the_probe_finds_that_nothing_gets_through(name: str) -> None:
+    probed = probe(sandbox(name))
     assert probed.allowed == []
     assert {"fork loops", "unix sockets"} <= set(probed.blocked)
 
@@ -83,13 +87,16 @@ def test_only_tmp_can_be_written_and_holds_no_more_than_its_size() -> None:
     ],
     ids=["computes", "waits", "prints"],
 )
-def test_a_program_is_ended_at_its_limits(code: str, limits: Limits, end: str) -> None:
-    outcome = run_python(code, limits=limits)
-    assert outcome.end == end
+@both
+def test_a_program_is_ended_at_its_limits(name: str, code: str, limits: Limits, end: str) -> None:
+    outcome = run_python(code, name, limits)
+    # sandlock does not say by which signal a program ended.
+    assert outcome.end == end or (name == "sandlock" and code == SPINNING and outcome.code > 128)
     assert len(outcome.stdout) <= limits.output_bytes
 
 
-def test_nothing_is_left_of_a_program_that_leaves_its_session() -> None:
+@both
+def test_nothing_is_left_of_a_program_that_leaves_its_session(name: str) -> None:
     word = mark()
     code = f"""
         import os, time
@@ -100,15 +107,16 @@ def test_nothing_is_left_of_a_program_that_leaves_its_session() -> None:
                     os.execv("/usr/bin/sleep", ["{word}", "1000"])
                 os._exit(0)
     """
-    assert run_python(textwrap.dedent(code)).end == "exit"
+    assert run_python(textwrap.dedent(code), name).end == "exit"
     assert not left_with(word)
-    assert run_python(textwrap.dedent(code) + "time.sleep(100)", limits=Limits(wall_s=1)).end == "time"
+    assert run_python(textwrap.dedent(code) + "time.sleep(100)", name, Limits(wall_s=1)).end == "time"
     assert not left_with(word)
 
 
-def test_nothing_is_left_of_a_program_that_is_killed_while_its_sandbox_is_made() -> None:
+@both
+def test_nothing_is_left_of_a_program_that_is_killed_while_its_sandbox_is_made(name: str) -> None:
     word = mark()
-    way = sandbox()
+    way = sandbox(name)
     for n in range(40):
         running = way.start(["/usr/bin/sleep", "1000", word])
         time.sleep(n * 0.0005)
@@ -116,12 +124,13 @@ def test_nothing_is_left_of_a_program_that_is_killed_while_its_sandbox_is_made()
     assert not left_with(word)
 
 
-def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
-    sandbox()
+@both
+def test_a_program_dies_with_the_process_that_started_it(name: str, tmp_path: Path) -> None:
+    sandbox(name)
     word = mark()
     code = f"""
         from schemas.system.sandbox.jail import Sandbox
-        running = Sandbox("bwrap").start(["/bin/sh", "-c", "echo begun; exec sleep 1000", "{word}"])
+        running = Sandbox("{name}").start(["/bin/sh", "-c", "echo begun; exec sleep 1000", "{word}"])
         print(running.stdout.read(6), flush=True)
         input()
     """

@@ -1,5 +1,6 @@
 """The reward ``code``: what counts as passed, what an infrastructure failure is, and what programs can't cheat with."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from consumers.reward.rewards.programs.score import extract, read_cases
 from consumers.reward.rewards.terms import RewardInput, resolve
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, InfraError
-from schemas.system.sandbox import jail
+from schemas.system.sandbox import bubblewrap, jail
 from tests.support.user_code.sandboxes import sandbox
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -21,9 +22,17 @@ STDIN = {"cases": [{"stdin": "1", "stdout": "1"}, {"stdin": "2", "stdout": "2"}]
 ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(2, 2) == 5"]
 
 
-@pytest.fixture(autouse=True)
-def _with_a_sandbox() -> None:
-    sandbox()
+@pytest.fixture(autouse=True, params=["bwrap", pytest.param("sandlock", marks=pytest.mark.matrix("another sandbox"))])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The sandbox that ``auto`` takes: sandlock where there is no bubblewrap."""
+    name = str(request.param)
+    sandbox(name)
+    if name == "sandlock":
+        monkeypatch.setattr(bubblewrap, "find_bwrap", lambda: None)
+    jail.why_not.cache_clear()
+    assert jail.choose("auto").name == name
+    yield name
+    jail.why_not.cache_clear()
 
 
 def score(completion: str, **given: Any) -> float:
@@ -148,8 +157,11 @@ def test_programs_of_another_language_read_stdin() -> None:
 
 def test_the_data_of_a_task_does_not_choose_the_sandbox(tmp_path: Path) -> None:
     (term,) = resolve([RewardTerm(name="code")], tmp_path)
-    told = {"cases": [{"stdin": "", "stdout": "65534"}], "sandbox": "none", "python": "/nowhere", "timeout_s": -1}
-    assert term.call(RewardInput("", "import os; print(os.getuid())", [], [], told)).value == 1.0
+    told = {"cases": [{"stdin": "", "stdout": "no"}], "sandbox": "none", "python": "/nowhere", "timeout_s": -1}
+    secret = tmp_path / "secret"
+    secret.touch()
+    program = f"try: print(open({str(secret)!r}).read())\nexcept OSError: print('no')"
+    assert term.call(RewardInput("", program, [], [], told)).value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -181,8 +193,8 @@ def test_a_sandbox_that_fails_excludes_the_sample(tmp_path: Path, monkeypatch: p
     )
 
 
-def test_the_benchmark_counts_the_cases_of_right_programs() -> None:
+def test_the_benchmark_counts_the_cases_of_right_programs(way: str) -> None:
     for kind in KINDS:
-        found = measure_code("bwrap", kind, seconds=0.1)
+        found = measure_code(way, kind, seconds=0.1)
         assert found["programs"] >= 1
         assert found["cases_per_s_per_core"] > 0
