@@ -102,7 +102,15 @@ def trainer(
             " placement"
         )
     arguments = ["trainer", str(config), *(overrides or []), "--name", name or "trainer"]
-    in_ranks(loaded, arguments, ranks=ranks, machines=machines_of(nodes, node_rank, meet))
+    machines = machines_of(nodes, node_rank, meet)
+    if machines is not None:
+        from deploy.services.finished_run import FinishedRunWatch
+
+        if FinishedRunWatch(loaded).finished_before():
+            # The other machines have ended and would not come.
+            print("tidemill: the run is finished: give it more trainer.steps", file=sys.stderr)
+            return
+    in_ranks(loaded, arguments, ranks=ranks, machines=machines)
     from deploy.services.main import run_role
 
     run_role("trainer", loaded, name)

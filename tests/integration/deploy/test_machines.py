@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
+from broker.client import Broker
 from deploy.services import torchrun
 from deploy.services.torchrun import Machines
 from schemas.errors import CONFIG_EXIT, OK_EXIT, ConfigError
 from schemas.system.device_lock import VARIABLE, SharedGpus
+from tests.support.broker.trainer_sessions import take_over
 from tests.support.runs.command_line import run_tidemill
 from tests.support.runs.programs import free_port
 
@@ -97,3 +100,29 @@ def test_gpus_are_shared_in_turns_by_the_command_that_starts_both_sides_alone(
     monkeypatch.setenv(VARIABLE, SharedGpus("devices", [0]).to_environment())
     done = run_tidemill("trainer", "examples/arithmetic/config.yaml", *shared, *where)
     assert done.returncode == OK_EXIT, done.stderr
+
+
+def test_a_machine_of_a_finished_run_does_not_wait_for_the_others(
+    make_broker: Callable[..., Broker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked to end at the very end, and the others are never started again."""
+    started: list[int] = []
+
+    def launch(ranks: int, *_: object) -> int:
+        started.append(ranks)
+        return OK_EXIT
+
+    monkeypatch.setattr(torchrun, "launch", launch)
+    broker = make_broker()
+    name, url = broker.connection.keys.run, broker.connection.url
+    where = ["--nodes", "2", "--meet", "trainer-0:29500", f"run.name={name}", f"broker.url={url}", "trainer.steps=5"]
+    training = take_over(broker, steps=5, step=5, saved=5)
+    assert run_tidemill("trainer", "examples/arithmetic/config.yaml", *where).returncode == OK_EXIT
+    assert started, "the run is not finished yet"
+    training.finish_run()
+    done = run_tidemill("trainer", "examples/arithmetic/config.yaml", *where)
+    assert (done.returncode, done.stderr) == (
+        OK_EXIT,
+        "tidemill: the run is finished: give it more trainer.steps\n",
+    )
+    assert len(started) == 1
