@@ -46,6 +46,8 @@ OLDEST_GPU = (8, 0)
 """Lowest compute capability at which both flash kernels work."""
 LARGEST_HEAD = 256
 """Largest size of a head that both flash kernels take."""
+TRIED, LONGEST_TRIED = (0, 9, 266, 512), 257
+"""Where the sequences begin with which a kernel is tried, and tokens of the longest: more than one block of them."""
 ATTENTION = "tidemill_packed"
 
 log = structlog.get_logger()
@@ -273,16 +275,9 @@ def attend(
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
         raise ValueError("packed attention has no soft cap, no sinks and no sliding window that leaves tokens out")
     if cu_seq_lens_q is None:
-        out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            # One query after a cache sees all of it.
-            is_causal=attention_mask is None and query.shape[2] > 1,
-            scale=scaling,
-            enable_gqa=_grouped(query, key),
-        )
+        # One query after a cache sees all of it.
+        causal = attention_mask is None and query.shape[2] > 1
+        out = _attend_plainly(query, key, value, scaling, causal, attention_mask)
         return out.transpose(1, 2), None
     if attention_mask is not None:
         raise ValueError("packed attention has no mask of the model's own")
@@ -394,9 +389,21 @@ def _each(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: in
     found = []
     for (length, count), part in zip(runs, parts, strict=True):
         q, k, v = (tensor[0].unflatten(1, (count, length)).transpose(0, 1) for tensor in part)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=_grouped(query, key))
+        out = _attend_plainly(q, k, v, scale)
         found.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(found)[None]
+
+
+def _attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool = True, mask: Tensor | None = None
+) -> Tensor:
+    """Call PyTorch's attention, for [B, H, N, D]."""
+    grouped = _grouped(query, key)
+    if grouped and query.device.type != "cpu":
+        # In float32 no kernel of a GPU takes grouped heads without scores of N x N, nor in 16 bits with a mask.
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+        grouped = False
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 def _flat(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -423,21 +430,28 @@ def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
         size = config.qk_nope_head_dim + latent
     groups = heads if latent else getattr(config, "num_key_value_heads", None) or heads
     shapes = (heads, size), (groups, size), (groups, getattr(config, "v_head_dim", None) or size)
-    query, key, value = (
-        torch.randn(1, count, 24, width, device=device, dtype=dtype, requires_grad=True) for count, width in shapes
-    )
-    starts = torch.tensor([0, 9, 24], device=device, dtype=torch.int32)
+    total = TRIED[-1]
+    query, key, value = given = [
+        torch.randn(1, count, total, width, device=device, dtype=dtype, requires_grad=True) for count, width in shapes
+    ]
+    starts = torch.tensor(TRIED, device=device, dtype=torch.int32)
     try:
-        found = KERNELS[name](query, key, value, starts, 15, None)
-        found.float().square().sum().backward()
-        wrong = not torch.allclose(found, _each(query, key, value, starts, 15, None), rtol=0.05, atol=0.05)
-        problem = "its result is wrong" if wrong else ""
+        found, wanted = (kernel(query, key, value, starts, LONGEST_TRIED, None) for kernel in (KERNELS[name], _each))
+        upstream = torch.randn_like(wanted)
+        gradients = zip(*(torch.autograd.grad(out, given, upstream) for out in (found, wanted)), strict=True)
+        problem = "" if _close(found, wanted) else "its result is wrong"
+        if not problem and not all(_close(*pair) for pair in gradients):
+            problem = "its gradient is wrong"
     except (RuntimeError, ValueError, ImportError) as error:
         problem = str(error).splitlines()[0]
     if problem:
         log.warning("an attention kernel does not work here; each sequence is computed alone", kernel=name, why=problem)
         KERNELS[name] = _each
     return problem
+
+
+def _close(found: Tensor, wanted: Tensor) -> bool:
+    return bool((found - wanted).float().norm() <= 0.05 * wanted.float().norm())
 
 
 KERNELS: dict[KernelName, Kernel] = {"flash_attn": _flash_attn, "varlen": _varlen, "each": _each}

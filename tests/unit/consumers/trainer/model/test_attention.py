@@ -154,6 +154,62 @@ def wrong(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: 
     return KERNELS["each"](query, key, value + 1, *others)
 
 
+def wrong_behind_a_block(*given: Any) -> torch.Tensor:
+    """The last of many tokens alone."""
+    out = right(*given).clone()
+    out[:, 256:] *= 0.5
+    return out
+
+
+class _HalfGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, key: torch.Tensor) -> torch.Tensor:
+        return key.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] / 2
+
+
+def wrong_gradient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
+    return KERNELS["each"](query, _HalfGradient.apply(key), value, *others)
+
+
+WRONG = [(wrong, "result"), (wrong_behind_a_block, "result"), (wrong_gradient, "gradient")]
+
+
+@pytest.mark.parametrize(("kernel", "part"), WRONG)
+def test_what_a_kernel_computes_wrong_is_named(kernel: Any, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "choose_kernel", lambda *_: "varlen")
+    monkeypatch.setitem(KERNELS, "varlen", kernel)
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
+    assert packing.try_kernel(config, torch.device("cpu"), torch.float32) == f"its {part} is wrong"
+    assert KERNELS["varlen"] is KERNELS["each"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_grouped_heads_are_repeated_where_no_kernel_takes_them(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``meta`` stands for a GPU, on which PyTorch's grouped attention in float32 makes scores of all pairs."""
+    calls: list[tuple[int, bool]] = []
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **others: Any) -> torch.Tensor:
+        calls.append((key.shape[1], others["enable_gqa"]))
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    query, key, value = (torch.empty(1, heads, 9, 8, device=device) for heads in (4, 2, 2))
+    KERNELS["each"](query, key, value, torch.tensor([0, 5, 9], dtype=torch.int32), 5, None)
+    packing.attend(torch.nn.Module(), query, key, value, None)
+    assert calls == [(2, True) if device == "cpu" else (4, False)] * 3
+
+
+def test_repeated_heads_are_those_of_their_groups() -> None:
+    query, key, value = (torch.randn(2, heads, 9, 8) for heads in (4, 2, 2))
+    grouped = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    repeated = (tensor.repeat_interleave(2, 1) for tensor in (key, value))
+    torch.testing.assert_close(F.scaled_dot_product_attention(query, *repeated, is_causal=True), grouped)
+
+
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize(("kernel", "stays"), [(right, True), (refused, False), (wrong, False)])
 def test_a_kernel_that_fails_with_the_models_heads_is_replaced_before_training(
