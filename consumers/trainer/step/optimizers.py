@@ -6,7 +6,7 @@ that of the embedding.
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,9 @@ from consumers.trainer.step.gradient_update import LocalAdamW
 from schemas.config import OptimizerConfig
 from schemas.errors import ConfigError
 
+PINNED = 1 << 28
+"""Elements of a block of pinned memory, 1 GiB of float32, unless a moment is larger."""
+_ADAMW, _MUON = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 _NUMBERED = re.compile(r"\.\d+\.")
 """Part of the name of what belongs to one of many layers."""
 
@@ -105,24 +108,58 @@ def build_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
     optimizer = (LocalMuon if settings.name == "muon" else LocalAdamW)(groups, **values, fused=True)
     optimizer.offloaded = settings.offload
     # AdamW makes its state at the first step, and saving before that would count as one: so make it now.
-    for name, parameter in trained.items():
-        moments = ("momentum_buffer",) if name in muon else ("exp_avg", "exp_avg_sq")
-        state = {each: _zeros_like(parameter, settings.offload) for each in moments}
+    moments = [(p, each) for name, p in trained.items() for each in (_MUON if name in muon else _ADAMW)]
+    made = _zeros_like([p for p, _ in moments], settings.offload)
+    for (parameter, each), zeros in zip(moments, made, strict=True):
+        optimizer.state[parameter][each] = zeros
+    for parameter in trained.values():
         # AdamW looks for a step in every state that it loads.
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        optimizer.state[parameter] = state
+        optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return optimizer
 
 
-def _zeros_like(parameter: nn.Parameter, offload: bool) -> Tensor:
-    """Make a moment of a parameter, sharded like it. offload: in main memory, pinned for a GPU."""
-    zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+def _zeros_like(parameters: Sequence[nn.Parameter], offload: bool) -> list[Tensor]:
+    """Make a moment of each parameter, sharded like it. offload: in main memory, pinned for a GPU."""
     if not offload:
-        return zeros
-    part = local_part(zeros)
-    held = torch.zeros_like(part, device="cpu", pin_memory=part.device.type == "cuda")
+        return [torch.zeros_like(p, memory_format=torch.preserve_format) for p in parameters]
+    parts = [local_part(p) for p in parameters]
+    held = pin_zeros(parts) if is_pinned(parts) else [torch.zeros_like(part, device="cpu") for part in parts]
     # DTensor.from_local would move it to the device of the mesh.
-    return DTensor(held, zeros._spec, requires_grad=False) if isinstance(zeros, DTensor) else held
+    return [
+        DTensor(zeros, p._spec, requires_grad=False) if isinstance(p, DTensor) else zeros
+        for p, zeros in zip(parameters, held, strict=True)
+    ]
+
+
+def is_pinned(parts: Sequence[Tensor]) -> bool:
+    """Return whether the moments of these parameters are pinned: for a GPU."""
+    return any(part.device.type == "cuda" for part in parts)
+
+
+def pin_zeros(parts: Sequence[Tensor], pin: bool = True) -> list[Tensor]:
+    """Make zeros like each tensor, all of one type, in pinned main memory: many in one block.
+
+    PyTorch rounds the size of a pinned block up to a power of two, which for each tensor alone may be twice its size.
+    """
+    # Each begins at a multiple of 256 bytes.
+    sizes = [part.numel() + -part.numel() % 64 for part in parts]
+    largest = max(PINNED, *(_power_of_two(size) for size in sizes))
+    used: list[int] = []
+    places = []
+    for size in sizes:
+        block = next((at for at, taken in enumerate(used) if taken + size <= largest), len(used))
+        used += [0] * (block == len(used))
+        places.append((block, used[block]))
+        used[block] += size
+    blocks = [torch.zeros(_power_of_two(taken), dtype=parts[0].dtype, pin_memory=pin) for taken in used]
+    return [
+        blocks[block].as_strided(part.shape, part.stride(), offset)
+        for part, (block, offset) in zip(parts, places, strict=True)
+    ]
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
 
 
 def _matrices_of_layers(model: nn.Module) -> Iterator[str]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.step import gradient_update
+from consumers.trainer.step import gradient_update, optimizers
 from consumers.trainer.step.build import build_critic, build_train_step
 from consumers.trainer.step.gradient_update import LocalAdamW
 from consumers.trainer.step.optimizers import build_optimizer
@@ -185,6 +185,41 @@ def test_an_offloaded_state_comes_to_the_device_by_buckets(model: Path, monkeypa
     assert max(brought) <= 2 * (3000 + largest)
     assert sum(brought) == 2 * sum(p.numel() for p in policy.parameters())
     assert {each.data_ptr() for each in moments(optimizer)} == held
+
+
+def test_moments_share_pinned_blocks_whose_sizes_are_not_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch rounds each block up to a power of two: for these parts alone by more than a third."""
+    monkeypatch.setattr(optimizers, "PINNED", 1 << 12)
+    parts = [torch.empty(1, 2500), *(torch.empty(70, 9) for _ in range(40)), torch.empty(9, 70).T, torch.empty(3)]
+    made = optimizers.pin_zeros(parts, pin=False)
+    assert [(each.shape, each.stride()) for each in made] == [(part.shape, part.stride()) for part in parts]
+    for number, each in enumerate(made):
+        assert not each.any()
+        each.fill_(number + 1)
+    assert all((each == number + 1).all() for number, each in enumerate(made)), "none overlaps another"
+    assert all(each.data_ptr() % 64 == 0 for each in made)
+    blocks = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in made}.values()
+    assert all(size.bit_count() == 1 for size in blocks)
+    alone = sum(4 << (part.numel() - 1).bit_length() for part in parts)
+    assert sum(blocks) < 1.25 * sum(4 * part.numel() for part in parts) < alone
+
+
+def test_an_offloaded_state_for_a_gpu_is_in_blocks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policies = [Policy(load_model(model, "float32")) for _ in range(2)]
+    apart = build_optimizer(policies[0], OptimizerConfig(offload=True))
+    # As on a GPU, but nothing is pinned here.
+    zeros = optimizers.pin_zeros
+    monkeypatch.setattr(torch, "zeros_like", lambda part, **_: pytest.fail("a moment of its own"))
+    monkeypatch.setattr(optimizers, "is_pinned", lambda parts: True)
+    monkeypatch.setattr(optimizers, "pin_zeros", lambda parts: zeros(parts, pin=False))
+    shared = build_optimizer(policies[1], OptimizerConfig(offload=True))
+    assert len({each.untyped_storage().data_ptr() for each in moments(shared)}) == 1
+    for policy, optimizer in zip(policies, (apart, shared), strict=True):
+        for seed in range(3):
+            give_gradients(policy, seed)
+            optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(policies[0].parameters(), policies[1].parameters(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(moments(apart), moments(shared), strict=True))
 
 
 def test_8_bit_moments_stay_on_the_device() -> None:
