@@ -289,7 +289,7 @@ def _measure(
         operators=[(*key, calls) for key, calls in operators.items()],
         traffic=[replace(key, sent=sent) for key, sent in traffic.items()],
         waits=sorted(watch.waits),
-        step_waits=sorted(shapes.waits),
+        step_waits=sorted((shapes.waits | watch.between) - watch.waits),
         main_memory=_bytes(away),
     )
 
@@ -334,7 +334,8 @@ class _Watch:
     """What is in memory when a backward pass begins and ends, and the work of optimizers.
 
     kept: bytes for backward, at the most. gradients: their bytes. changed: the work of updates. waits: functions that
-    wait for the device in micro-batches.
+    wait for the device in micro-batches. between: those that wait after one model's last backward pass and before
+    another's first.
     """
 
     def __init__(self, step: TrainStep, shapes: ShapesOnly, ledger: MemoryLedger, base: int) -> None:
@@ -342,6 +343,8 @@ class _Watch:
         self.kept = self.gradients = 0
         self.changed = WorkLedger()
         self.waits: set[str] = set()
+        self.between: set[str] = set()
+        self._current: GradientUpdate | None = None
         for _, update in step.parts().values():
             self._follow(update)
 
@@ -350,6 +353,10 @@ class _Watch:
 
         def watched(loss: Tensor) -> None:
             self.kept = max(self.kept, self._ledger.live - self._base - _gradient_bytes(self._step))
+            if self._current not in (None, update):
+                self.between.update(self._shapes.waits)
+                self._shapes.waits.clear()
+            self._current = update
             backward(loss)
             self.gradients = max(self.gradients, _gradient_bytes(self._step))
             self.waits.update(self._shapes.waits)

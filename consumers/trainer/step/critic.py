@@ -119,8 +119,11 @@ class CriticStep:
         }
 
     def _accumulate(self, batch: Sequence[MicroBatch], tokens: float) -> Sums:
-        """Run backward from each micro-batch's part of the loss; returns the loss and the sums that metrics need."""
-        sums = Sums(6)
+        """Run backward from each micro-batch's part of the loss; returns the loss and the sums that metrics need.
+
+        They are read afterwards, so that the device is given work ahead meanwhile.
+        """
+        seen: list[Tensor] = []
         for micro in batch:
             old_values, returns = micro.values, micro.returns
             if old_values is None or returns is None:
@@ -129,15 +132,14 @@ class CriticStep:
             loss = value_loss(values, old_values, returns, self.settings.clip)
             total = torch.where(micro.sampled, loss, 0.0).sum() / max(tokens, 1.0)
             self.update.backward(total)
-            errors, found = (returns - old_values)[micro.sampled].double(), returns[micro.sampled].double()
-            sums.add(
-                float(total.detach()),
-                float(errors.square().sum()),
-                float(found.square().sum()),
-                float(found.numel()),
-                float(errors.sum()),
-                float(found.sum()),
+            errors, found = (torch.where(micro.sampled, x, 0.0).double() for x in (returns - old_values, returns))
+            squares = errors.square().sum(), found.square().sum()
+            seen.append(
+                torch.stack([total.detach().double(), *squares, micro.sampled.sum(), errors.sum(), found.sum()])
             )
+        sums = Sums(6)
+        if seen:
+            sums.add(*torch.stack(seen).sum(0).tolist())
         return sums
 
 
