@@ -30,7 +30,7 @@ from producers.engines.sampling import check_sampling
 from producers.engines.vllm.arguments import check_machine, check_names_of_arguments
 from producers.engines.vllm.before_import import check_batch_invariance, is_cpu_build
 from producers.tasks import make_sampling
-from schemas.config import HttpEngineConfig, ModelConfig, TidemillConfig, by_pool, dump_config
+from schemas.config import HttpEngineConfig, ModelConfig, TidemillConfig, TrainerConfig, by_pool, dump_config
 from schemas.errors import ConfigError
 from schemas.model_folder import find_tokens
 from schemas.policy_shape import PolicyShape
@@ -120,6 +120,7 @@ def check_packages(config: TidemillConfig, here: bool = True) -> str:
             _check_server(config.generator.http)
         if config.trainer.lora is not None:
             _need("peft", "trainer.lora", "train")
+        _check_torchao(config.trainer)
     if engine == "vllm":
         check_names_of_arguments(config.generator.args)
         if here and is_cpu_build():
@@ -145,6 +146,16 @@ def _check_server(http: HttpEngineConfig) -> None:
         raise ConfigError(f"generator.http.command {http.command[0]}: program not found")
     if http.url is None and http.command is None:
         _need(http.dialect, f"generator.http.dialect {http.dialect} without url or command", http.dialect)
+
+
+def _check_torchao(trainer: TrainerConfig) -> None:
+    """Raise ConfigError for an optimizer in 8 bits whose package is not installed."""
+    optimizers = {"trainer.optimizer": trainer.optimizer}
+    if trainer.critic is not None:
+        optimizers["trainer.critic.optimizer"] = trainer.critic.optimizer
+    for setting, optimizer in optimizers.items():
+        if optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+            raise ConfigError(f"{setting}.name adamw_8bit needs the package torchao: pip install torchao")
 
 
 def _need(package: str, what: str, extra: str) -> None:

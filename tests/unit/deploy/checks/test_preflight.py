@@ -1,5 +1,6 @@
 """What cannot work is reported before anything starts: one line, exit code 2, and nothing is loaded or left behind."""
 
+import importlib.util
 import json
 import socket
 import subprocess
@@ -138,6 +139,28 @@ def test_a_missing_package_is_told_where_services_run_here(changed: Changed, mon
     with pytest.raises(ConfigError, match=r"^the trainer needs the package torch: pip install 'tidemill\[train\]'$"):
         preflight.check_packages(config)
     assert preflight.check_packages(config, here=False) == "engine vllm"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "setting"),
+    [
+        ({"optimizer": {"name": "adamw_8bit"}}, "trainer.optimizer"),
+        ({"critic": {"optimizer": {"name": "adamw_8bit"}}, "advantage": {"name": "gae"}}, "trainer.critic.optimizer"),
+    ],
+)
+def test_an_optimizer_whose_package_is_missing_is_told_before_anything_starts(
+    changed: Changed, trainer: dict[str, Any], setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torchao" else there(name))
+    config = changed(trainer=trainer, generator={"engine": "scripted"})
+    with pytest.raises(
+        ConfigError, match=f"^{setting}.name adamw_8bit needs the package torchao: pip install torchao$"
+    ):
+        preflight.check_packages(config)
+    assert preflight.check_packages(config, here=False) == "engine scripted"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: there("torch" if name == "torchao" else name))
+    assert preflight.check_packages(config) == "engine scripted"
 
 
 def test_several_processes_of_vllm_on_a_cpu_are_refused(changed: Changed, monkeypatch: pytest.MonkeyPatch) -> None:
