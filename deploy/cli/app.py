@@ -113,12 +113,11 @@ def doctor(
     if gpu:
         if config is None or ranks:
             raise ConfigError("--gpu needs a configuration, and goes without --ranks")
-        from deploy.doctor.gpu import check_devices, check_gpu
+        from deploy.doctor.gpu import check_gpu
         from deploy.launchers.gpus import find_gpus
 
         loaded = load(config, overrides)
-        findings = check_devices(config, overrides or [], len(find_gpus()) or loaded.trainer.processes)
-        findings += check_gpu(loaded)
+        findings = check_gpu(config, overrides or [], loaded, len(find_gpus()) or loaded.trainer.processes)
     elif ranks:
         findings = _check_ranks(config, overrides or [], as_json, machines_of(nodes, node_rank, meet))
     else:

@@ -6,6 +6,7 @@ and closed. After each, memory must be free again.
 """
 
 import asyncio
+import gc
 import json
 import subprocess
 import time
@@ -36,14 +37,17 @@ from schemas.errors import ConfigError, TidemillError
 from schemas.images import probe_image
 from schemas.model_folder import resolve_folder
 
-START_S, CALL_S, RANKS_S = 150.0, 60.0, 300.0
+START_S, CALL_S, RANKS_S = 150.0, 60.0, 90.0
 """Seconds in which an engine must have started, any other call must have returned, and ranks must have ended."""
+DEADLINE_S = 180.0
+"""Seconds for all checks together, after which an engine that is still being checked is closed."""
 FREE_S = 20.0
 """Seconds in which memory that was given back must be free: a driver may report it only after a moment."""
 KEPT = 0.02
 """Share of a device's memory that may still be taken afterwards, by contexts and libraries."""
 ASLEEP = 0.5
 """Share of what an engine takes that its sleep must give back, at least."""
+TRAINER_FAILS = "the trainer fails in the same way: check model.path, model.dtype and the installation of PyTorch"
 GB = 1e9
 T = TypeVar("T")
 
@@ -74,20 +78,29 @@ class ProbeReference:
     logprobs: npt.NDArray[np.float32]
 
 
-def check_gpu(config: TidemillConfig) -> list[Finding]:
-    """Make all checks on the first GPU of this machine, else on its CPU. ConfigError for a model without tokens."""
+def check_gpu(file: Path, overrides: Sequence[str], config: TidemillConfig, ranks: int) -> list[Finding]:
+    """Make all checks on this machine's GPUs, else on its CPU. ConfigError for a model without tokens.
+
+    file, overrides: of the configuration, for the ranks' processes.
+    """
     if config.model.kind == "mlp":
         raise ConfigError("--gpu checks language models, and model.kind is mlp")
+    began = time.monotonic()
+    findings = check_devices(file, overrides, ranks)
     prepare_engine(config.generator.engine, config.model.kind == "vision")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     memory = Device(lambda: None)
     if device.type == "cuda":
         memory = Device(lambda: torch.cuda.mem_get_info(device)[0], torch.cuda.mem_get_info(device)[1])
-    attention, reference = check_attention(config, device), score_probe(config, device)
+    with _noting(findings, "attention", TRAINER_FAILS):
+        findings.append(check_attention(config, device))
+    reference = find_reference(config, device, findings)
     engine_class, settings = config.generator.engine, replace(engine_settings(config, "generator-0"), sleeps=True)
     engine = make_engine(engine_class, settings, config.base)
     judge = ProbeJudge(config.model.dtype, config.generator.probe_tolerance)
-    return [attention, *asyncio.run(check_engine(engine_name(engine_class), engine, reference, judge, memory))]
+    name = engine_name(engine_class)
+    left_s = max(0.0, DEADLINE_S - (time.monotonic() - began))
+    return [*findings, *asyncio.run(check_engine(name, engine, reference, judge, memory, left_s))]
 
 
 def check_devices(file: Path, overrides: Sequence[str], count: int) -> list[Finding]:
@@ -118,32 +131,54 @@ def check_attention(config: TidemillConfig, device: torch.device) -> Finding:
     return Finding("attention", "warn", f"{kernel}: {problem}", advice)
 
 
+def find_reference(config: TidemillConfig, device: torch.device, findings: list[Finding]) -> ProbeReference | None:
+    """Return what the trainer says to the probe; None if a finding says why it says nothing."""
+    reference = None
+    with _noting(findings, "policy", TRAINER_FAILS):
+        try:
+            reference = score_probe(config, device)
+        except torch.OutOfMemoryError:
+            text = f"{config.model.path} does not fit one card, so what the engine says is not compared with it"
+            advice = "a run shards it over the trainer's ranks: `tidemill plan --gpu` computes whether they are enough"
+            findings.append(Finding("policy", "warn", text, advice))
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+    return reference
+
+
 def score_probe(config: TidemillConfig, device: torch.device) -> ProbeReference:
-    """Score the probe with the policy's model on the device, and free it."""
+    """Score the probe with the policy's model on the device."""
     policy = load_policy(config, config.model.path, config.model.dtype).to(device)
     tokens, place = probe_tokens(config, policy)
     logprobs = reference_logprobs(policy, tokens)
-    del policy
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     images = image_settings(config)
     shown = [] if images is None or place is None else [PromptImage("probe", *place, probe_image(images))]
     return ProbeReference(tokens, shown, logprobs)
 
 
 async def check_engine(
-    name: str, engine: Engine, reference: ProbeReference, judge: ProbeJudge, memory: Device
+    name: str,
+    engine: Engine,
+    reference: ProbeReference | None,
+    judge: ProbeJudge,
+    memory: Device,
+    left_s: float | None = None,
 ) -> list[Finding]:
-    """Start the engine, probe it, have it sleep and wake, and close it; what comes after a failure is left out."""
+    """Start the engine, probe it, have it sleep and wake, and close it; what comes after a failure is left out.
+
+    reference: None if there is nothing to compare with. left_s: seconds in which all but the end must be done.
+    """
     findings: list[Finding] = []
     before = memory.free()
     with _noting(findings, "engine"):
-        seconds = await _within(START_S, engine.start(), "start")
-        taken = "" if before is None else f", takes {(before - (memory.free() or 0)) / GB:.1f} GB of the device"
-        findings.append(Finding("engine", "ok", f"{name} started in {seconds:.0f} s{taken}"))
-        await _probe("probe", engine, reference, judge, findings)
-        await _sleep(engine, before, memory, findings)
-        await _probe("probe after sleep", engine, reference, judge, findings)
+        async with asyncio.timeout(left_s):
+            seconds = await _within(START_S, engine.start(), "start")
+            taken = "" if before is None else f", takes {(before - (memory.free() or 0)) / GB:.1f} GB of the device"
+            findings.append(Finding("engine", "ok", f"{name} started in {seconds:.0f} s{taken}"))
+            await _probe("probe", engine, reference, judge, findings)
+            await _sleep(engine, before, memory, findings)
+            await _probe("probe after sleep", engine, reference, judge, findings)
     with _noting(findings, "engine's end"):
         await _within(CALL_S, engine.close(), "close")
         if before is not None:
@@ -156,13 +191,18 @@ async def check_engine(
 
 
 @contextmanager
-def _noting(findings: list[Finding], what: str) -> Iterator[None]:
+def _noting(
+    findings: list[Finding],
+    what: str,
+    advice: str = "generators fail in the same way: check generator.engine and generator.args",
+) -> Iterator[None]:
     """Make a finding of the error that ends this block."""
     try:
         yield
     except (TidemillError, RuntimeError, ValueError, OSError) as error:
-        advice = "generators fail in the same way: check generator.engine and generator.args"
-        findings.append(Finding(what, "fail", one_line(f"{type(error).__name__}: {error}"), advice))
+        # That of the deadline has no text.
+        why = str(error) or f"all checks together have not ended within {DEADLINE_S:.0f} s"
+        findings.append(Finding(what, "fail", one_line(f"{type(error).__name__}: {why}"), advice))
 
 
 async def _within(seconds: float, call: Awaitable[object], what: str) -> float:
@@ -180,9 +220,9 @@ async def _answer(seconds: float, call: Awaitable[T], what: str) -> T:
 
 
 async def _probe(
-    what: str, engine: Engine, reference: ProbeReference, judge: ProbeJudge, findings: list[Finding]
+    what: str, engine: Engine, reference: ProbeReference | None, judge: ProbeJudge, findings: list[Finding]
 ) -> None:
-    if what != "probe" and not isinstance(engine, SleepingEngine):
+    if reference is None or (what != "probe" and not isinstance(engine, SleepingEngine)):
         return
     images = {"images": reference.images} if reference.images else {}
     found = await _answer(CALL_S, engine.logprobs(reference.tokens, **images), what)

@@ -12,9 +12,18 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from consumers.trainer.model.policy import Policy
 from deploy.checks.finding import Finding
 from deploy.doctor import gpu
-from deploy.doctor.gpu import Device, ProbeReference, check_attention, check_devices, check_engine
+from deploy.doctor.gpu import (
+    Device,
+    ProbeReference,
+    check_attention,
+    check_devices,
+    check_engine,
+    check_gpu,
+    find_reference,
+)
 from producers.generator.weight_probe import ProbeJudge
 from schemas.errors import InfraError
 from tests.support.configurations import minimal_config
@@ -163,6 +172,43 @@ def test_what_ranks_of_their_own_find_is_taken_over(
     assert (one.name, one.level, one.text) == (found.name, found.level, found.text)
     assert bool(one.advice) == (one.level == "fail")
     assert asked == ["doctor", str(tmp_path / "my.yaml"), "run.seed=3", "trainer.processes=2", "--ranks", "--json"]
+
+
+def test_all_checks_of_an_engine_have_one_deadline() -> None:
+    card = ImitatedCard(fails="sleep hangs")
+    found = asyncio.run(
+        check_engine("vllm", card, REFERENCE, ProbeJudge("bfloat16"), Device(card.free, TOTAL), left_s=0.05)
+    )
+    assert found[-2].text == "TimeoutError: all checks together have not ended within 180 s"
+    assert (card.calls[-1], found[-1].name, found[-1].level) == ("close", "memory given back", "ok")
+
+
+def test_a_model_larger_than_a_card_is_a_line_and_the_engine_is_still_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_model(tmp_path, hidden=32, layers=1)
+    config = minimal_config(model={"path": str(tmp_path)}, generator={"engine": "transformers"})
+
+    def move(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 260.00 MiB")
+
+    monkeypatch.setattr(Policy, "to", move)
+    monkeypatch.setattr(gpu, "check_devices", lambda *_: [])
+    card = ImitatedCard()
+    monkeypatch.setattr(gpu, "make_engine", lambda *_: card)
+    found = {finding.name: finding for finding in check_gpu(tmp_path / "my.yaml", [], config, 1)}
+    assert found["policy"].level == "warn"
+    assert found["policy"].text == f"{tmp_path} does not fit one card, so what the engine says is not compared with it"
+    assert "plan --gpu" in found["policy"].advice
+    assert card.calls == ["start", "pause", "sleep", "wake", "close"]
+    assert "probe" not in found
+
+
+def test_a_policy_that_cannot_be_loaded_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    findings: list[Finding] = []
+    assert find_reference(minimal_config(model={"path": str(tmp_path)}), torch.device("cpu"), findings) is None
+    assert [(finding.name, finding.level) for finding in findings] == [("policy", "fail")]
 
 
 @pytest.mark.parametrize("problem", ["", "its result is wrong"])
