@@ -20,10 +20,10 @@ from deploy.planning.work import WorkLedger
 from schemas.config import TidemillConfig, parse_config
 
 
-def configuration(model: Path, **trainer: Any) -> TidemillConfig:
+def configuration(model: Path, dtype: str = "float32", **trainer: Any) -> TidemillConfig:
     return parse_config(
         {
-            "model": {"path": str(model), "dtype": "float32", "max_length": 256},
+            "model": {"path": str(model), "dtype": dtype, "max_length": 256},
             "train": {"name": "arithmetic"},
             "reward": {"terms": [{"name": "exact_match"}]},
             "sampling": {"max_tokens": 128, "n": 4},

@@ -21,24 +21,30 @@ def matrix(*values: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks", "parallel"),
+    ("model", "ranks", "parallel", "trainer"),
     [
-        ("qwen2", 4, {"tensor": 2, "context": 2}),
-        matrix("qwen2", 2, {}),
-        matrix("qwen2", 4, {"replicate": 2}),
-        matrix("tied", 2, {"tensor": 2}),
-        matrix("deep", 2, {"context": 2}),
-        matrix("mixture", 2, {}),
-        matrix("mixture", 4, {"tensor": 2}),
+        ("qwen2", 4, {"tensor": 2, "context": 2}, {}),
+        matrix("qwen2", 2, {}, {}),
+        matrix("qwen2", 4, {"replicate": 2}, {}),
+        matrix("tied", 2, {"tensor": 2}, {}),
+        matrix("deep", 2, {"context": 2}, {}),
+        matrix("mixture", 2, {}, {}),
+        matrix("mixture", 4, {"tensor": 2}, {}),
+        matrix("qwen2", 2, {}, {"dtype": "bfloat16"}),
+        matrix("qwen2", 2, {}, {"kl": {"coef": 0.1}}),
+        matrix("qwen2", 2, {}, {"critic": {}, "advantage": {"name": "gae"}}),
+        matrix("qwen2", 2, {}, {"lora": {"rank": 4}}),
     ],
 )
-def test_a_rank_does_what_was_rehearsed(tmp_path: Path, model: str, ranks: int, parallel: dict[str, int]) -> None:
+def test_a_rank_does_what_was_rehearsed(
+    tmp_path: Path, model: str, ranks: int, parallel: dict[str, int], trainer: dict[str, Any]
+) -> None:
     folder = tmp_path / "model"
     if model == "mixture":
         make_mixture(folder, hidden_size=64, head_dim=16)
     else:
         make_tiny_model(folder, hidden=128, layers=12 if model == "deep" else 4, tied=model == "tied")
-    trainer: dict[str, Any] = {"parallel": parallel, "processes": ranks}
+    trainer = {"parallel": parallel, "processes": ranks, **trainer}
     run_in_ranks(ranks, measure_in_ranks, folder, trainer, tmp_path / "report", output=tmp_path / "output")
     real = json.loads((tmp_path / "report").read_text())
     found = rehearse_apart(configuration(folder, **trainer), ranks, on_gpu=False)
@@ -51,6 +57,14 @@ def test_a_rank_does_what_was_rehearsed(tmp_path: Path, model: str, ranks: int, 
     assert sent == real["sent"]
     peak = sum(found[name] for name in ("gradients", "activations", "temporary"))
     assert peak == pytest.approx(real["peak"], rel=PEAK_TOLERANCE)
+
+
+@pytest.mark.matrix("one more comparison of rehearsed steps")
+@pytest.mark.parametrize("trainer", [{}, {"activation_checkpointing": True}, {"lora": {"rank": 4}}])
+def test_the_kernels_of_a_gpu_have_the_flops_of_a_cpus(tmp_path: Path, trainer: dict[str, Any]) -> None:
+    config = configuration(make_tiny_model(tmp_path, hidden=128, layers=4), **trainer)
+    flops = [rehearse_apart(config, 2, on_gpu=on_gpu)["flops"] for on_gpu in (False, True)]
+    assert flops[0] == flops[1]
 
 
 @pytest.mark.matrix("experts on ranks of their own; the layouts above count the rest")
