@@ -166,6 +166,9 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="With --gpu: compute every layout of the trainer's ranks.")
     ] = False,
+    image: Annotated[
+        Path | None, typer.Option(help="With --gpu: write a picture of the memory here, a PNG; needs matplotlib.")
+    ] = None,
     trained: Annotated[
         float | None,
         typer.Option("--trained-tokens-per-s", min=1e-3, help="Speed of one trainer GPU; default: as measured."),
@@ -188,7 +191,12 @@ def plan(
     if gpu is not None:
         from deploy.planning.fit import fit
 
-        fit(load(config, overrides), gpus, gpu, link, search, as_json)
+        loaded = load(config, overrides)
+        found = fit(loaded, gpus, gpu, link, search, as_json)
+        if image is not None:
+            from deploy.run.plot import plot_memory
+
+            plot_memory(found, f"{loaded.model.path}, trainer on {found.ranks} of {gpus} {gpu.upper()}", image)
         return
     from deploy.planning.command import plan as make_plan
 

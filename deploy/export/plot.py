@@ -1,4 +1,4 @@
-"""The plot of a run: reward and held-out accuracy or reward over steps and over minutes."""
+"""Pictures: the rewards of a run over steps and minutes, and the memory that ``tidemill plan --gpu`` computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from schemas.run_folder import surviving_lines
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from deploy.planning.fit import Fit
+
 REWARD, HELD_OUT, INK, QUIET = "#3b6fb6", "#d1495b", "#222222", "#8a8f98"
+MEMORY = {
+    **{"parameters": "#1f3f6e", "gradients": "#3b6fb6", "optimizer": "#6f9bd1"},
+    **{"activations": "#c98a2b", "temporary": "#d1495b"},
+    **{"weights": "#2f6b57", "engine's own": "#8a8f98", "cache": "#57a283"},
+}
+"""Colours of the parts of a GPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,46 @@ def plot_run(
     figure.savefig(file)
 
 
+def plot_memory(found: Fit, title: str, file: Path) -> None:
+    """Write a PNG: a bar for each way of training that was computed and each engine, beside the card's memory."""
+    from matplotlib.figure import Figure
+
+    from deploy.planning.fit import ENGINE_ACTIVATIONS, GIB, PARTS
+
+    rows = [(text, {part: size[part] / GIB for part in PARTS}) for text, size in found.tried.items()]
+    for pool, engine in found.engines.items():
+        held = engine.share * found.memory - engine.weights - ENGINE_ACTIVATIONS
+        parts = {"weights": engine.weights, "engine's own": ENGINE_ACTIVATIONS, "cache": max(0.0, held)}
+        rows.append(
+            (f"engine of pool {pool}" if pool else "engine", {name: size / GIB for name, size in parts.items()})
+        )
+    figure = Figure(figsize=(11, 1.9 + 0.42 * len(rows)), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for number, (_, parts) in enumerate(rows):
+        left = 0.0
+        for part, size in parts.items():
+            axes.barh(number, size, left=left, height=0.62, color=MEMORY[part])
+            if size > 0.04 * max(found.memory / GIB, sum(parts.values())):
+                axes.text(left + size / 2, number, f"{size:.1f}", ha="center", va="center", fontsize=9, color="white")
+            left += size
+        place: dict[str, Any] = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
+        total = axes.annotate(f"{left:.1f}", (left, number), color=INK, fontweight="bold", zorder=4, **place)
+        total.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
+    for limit, label, style in ((found.room, "for tensors", "--"), (found.memory, "the card", "-")):
+        axes.axvline(limit / GIB, color=INK, linewidth=1, linestyle=style, label=f"{label}, {limit / GIB:.1f}")
+    axes.set_yticks(range(len(rows)), [text for text, _ in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.06)
+    axes.set_xlabel("GiB of a GPU", color=QUIET)
+    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK)
+    _clear(axes)
+    there = {part: MEMORY[part] for _, parts in rows for part in parts}
+    handles = [axes.barh(0, 0, color=color, label=part) for part, color in there.items()]
+    lines = axes.get_lines()
+    figure.legend(handles=[*handles, *lines], loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.savefig(file)
+
+
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Return the centred running mean over at most ``window`` values, fewer at both ends."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
@@ -101,6 +149,10 @@ def _curves(
     axes.set_xlim(left=0)
     axes.margins(y=0.12)
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+    _clear(axes)
+
+
+def _clear(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.tick_params(colors=QUIET, length=0)
     for side in ("top", "right", "left"):

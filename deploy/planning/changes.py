@@ -27,10 +27,10 @@ class PlanChange:
     trainer: dict[str, Any]
 
 
-def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> dict[str, Any]:
+def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True, limit_s: float = LIMIT_S) -> dict[str, Any]:
     """Return the StepSize of rank 0 of ``ranks`` as a child process computes it; ConfigError if it cannot be computed.
 
-    on_gpu: see rehearse.
+    on_gpu: see rehearse. limit_s: seconds that it may take.
     """
     order = {"config": dump_config(config), "ranks": ranks, "on_gpu": on_gpu}
     try:
@@ -39,13 +39,13 @@ def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> d
             input=json.dumps(order),
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=limit_s,
             check=False,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"model.path {config.model.path!r}: its step took more than {LIMIT_S:.0f} s to size"
+            f"model.path {config.model.path!r}: its step took more than {limit_s:.0f} s to size"
         ) from None
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:

@@ -6,7 +6,7 @@ weights, and keys and values of the samples in flight.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import typer
@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from consumers.trainer.distributed.layout import has_plain_attention
 from deploy.planning.cards import (
     ARITHMETIC,
     BANDWIDTH,
@@ -29,7 +28,9 @@ from deploy.planning.cards import (
 )
 from deploy.planning.changes import changes, layouts, rehearse_apart, size_changes
 from deploy.planning.cluster import SHARED, TYPE_BYTES, UTILIZATION, VLLM_SHARE, engine_width
-from schemas.config import TidemillConfig
+from deploy.planning.search import place
+from schemas.config import TidemillConfig, by_pool
+from schemas.config.deploy import parse_ranges
 from schemas.errors import ConfigError
 from schemas.model_folder import resolve_folder
 
@@ -44,13 +45,15 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 class EngineSize:
     """Bytes of an engine on each of its GPUs. samples: of model.max_length tokens that fit at once.
 
-    token, samples: None for a model whose layers keep something else than keys and values of every token.
+    token: of the cache, for each token of such a sample. rate: tokens a second of an engine that is full, if its memory
+    alone limits it. They are None for a model whose layers keep a state.
     """
 
     share: float
     weights: int
     token: int | None
     samples: int | None
+    rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,18 +68,21 @@ class LayoutRow:
 
 @dataclass(frozen=True)
 class Fit:
-    """What was computed for a configuration. room: bytes that tensors of the trainer can have on a card.
+    """What was computed for a configuration. memory: bytes of a card. room: those that tensors of the trainer can have.
 
     tried: StepSizes as JSON, the first as configured, the others with the change that they are named after, which
-    makes them smaller. times: of each. layouts: as searched, the best first.
+    makes them smaller. times: of each. engines: by pool. layouts: as searched, the best first. trained: tokens a second
+    of one GPU of the trainer.
     """
 
     ranks: int
+    memory: int
     room: int
     tried: dict[str, dict[str, Any]]
     times: dict[str, StepTime]
-    engine: EngineSize
+    engines: dict[str, EngineSize]
     layouts: list[LayoutRow]
+    trained: float
 
     @property
     def best(self) -> str | None:
@@ -87,17 +93,17 @@ class Fit:
 
 def fit(
     config: TidemillConfig, gpus: int, gpu: str, link: str | None = None, search: bool = False, as_json: bool = False
-) -> None:
-    """Print what a rank of the trainer and an engine need of a card, and what helps if the trainer does not fit.
+) -> Fit:
+    """Print and return what a rank and an engine need of a card, and what helps if the trainer does not fit.
 
     link: see find_links. search: whether each layout of the trainer's ranks is computed, to name the fastest that fits.
     """
     card, links = find_card(gpu), find_links(link, gpu)
     ranks = trainer_ranks(config, gpus)
-    found = compute_fit(config, ranks, card, links, shared=gpus == 1, search=search)
+    found = compute_fit(config, ranks, card, links, shared=gpus == 1 and config.placement is None, search=search)
     if as_json:
         typer.echo(json.dumps(_as_json(found), indent=2))
-        return
+        return found
     size = found.tried[CONFIGURED]
     typer.echo(
         f"{size['model_parameters'] / 1e9:.2f} B parameters, the trainer on {ranks} of {gpus} {gpu.lower()},"
@@ -119,20 +125,30 @@ def fit(
     )
     if search:
         _print_layouts(found.layouts)
-    engine, cache = found.engine, "the cache of this kind of model is not computed"
+    for pool, engine in found.engines.items():
+        text = describe_engine(engine, config.model.max_length)
+        typer.echo(f"an engine of pool {pool}: {text}" if pool else f"an engine: {text}")
+        if engine.rate:
+            rates = f"--trained-tokens-per-s {found.trained:.0f} --sampled-tokens-per-s {engine.rate:.0f}"
+            typer.echo(f"for a split with these rates, computed, not measured: tidemill plan CONFIG {rates}")
+    return found
+
+
+def describe_engine(engine: EngineSize, max_length: int) -> str:
+    """Say what an engine's weights and cache take, and how many samples of ``max_length`` tokens fit."""
+    cache = "the cache of this kind of model is not computed"
     if engine.token is not None:
         cache = (
             f"{engine.token / 1024:.0f} KiB for each token in the cache, room for {engine.samples} samples of"
-            f" {config.model.max_length:,} tokens in {engine.share:.0%} of the card"
+            f" {max_length:,} tokens in {engine.share:.0%} of the card"
         )
-    typer.echo(f"an engine: {engine.weights / GIB:.1f} GiB of weights on a GPU, {cache}")
+    return f"{engine.weights / GIB:.1f} GiB of weights on a GPU, {cache}"
 
 
 def compute_fit(config: TidemillConfig, ranks: int, card: Card, links: Links, shared: bool, search: bool) -> Fit:
-    """Compute the step as configured, and with changes if it does not fit. shared: with an engine on one card."""
-    room = int(card.memory * USABLE)
-    if shared:
-        room -= int(card.memory * vllm_share(config, shared))
+    """Compute the step as configured, and with changes if it does not fit. shared: with engines on one card."""
+    pools = by_pool(config)
+    room = trainer_room(pools, card.memory, shared)
     size = rehearse_apart(config, ranks)
     others = size_changes(config, changes(config, ranks, shared)) if total(size) > room else {}
     tried = {CONFIGURED: size, **{text: one for text, one in others.items() if total(one) < total(size)}}
@@ -143,8 +159,25 @@ def compute_fit(config: TidemillConfig, ranks: int, card: Card, links: Links, sh
     ]
     # Those that fit first, and of these the fastest.
     rows.sort(key=lambda row: (row.left < 0, row.seconds if row.left >= 0 else -row.left))
+    engines = {
+        pool: replace(engine, rate=_sampled(engine, pools[pool], card))
+        for pool, engine in size_engines(pools, size["model_parameters"], card.memory, shared).items()
+    }
+    parallel = config.trainer.parallel
+    trained = size["tokens"] * size["micro_batches"] / (parallel.tensor * parallel.context) / times[CONFIGURED].total
+    return Fit(ranks, card.memory, room, tried, times, engines, rows, trained)
 
-    return Fit(ranks, room, tried, times, size_engine(config, size["model_parameters"], card.memory, shared), rows)
+
+def _sampled(engine: EngineSize, config: TidemillConfig, card: Card) -> float | None:
+    """Return the tokens a second of a full engine, each of which reads the weights once for all samples in flight.
+
+    These are half as long as model.max_length, in the mean.
+    """
+    if engine.token is None or engine.samples is None:
+        return None
+    samples = min(engine.samples, config.generator.max_samples)
+    read = engine.weights + samples * engine.token * config.model.max_length / 2
+    return samples * card.tbps * 1e12 * BANDWIDTH / read
 
 
 def _as_json(found: Fit) -> dict[str, Any]:
@@ -161,7 +194,8 @@ def _as_json(found: Fit) -> dict[str, Any]:
         "trainer": size,
         "helping": sizes,
         "best": found.best,
-        "engine": asdict(found.engine),
+        "trained_tokens_per_s": found.trained,
+        "engines": {pool: asdict(engine) for pool, engine in found.engines.items()},
         "layouts": [asdict(row) for row in found.layouts],
     }
 
@@ -210,14 +244,23 @@ def _print_table(found: Fit) -> None:
 
 
 def trainer_ranks(config: TidemillConfig, gpus: int) -> int:
-    """Return the ranks of the trainer: ``trainer.processes``, or what the generators leave if that is not set."""
+    """Return the ranks of the trainer: of ``placement``, ``trainer.processes``, or what the generators leave."""
+    if (placement := config.placement) is not None:
+        if placement.is_auto:
+            placement, _ = place(config, gpus)
+        places = parse_ranges(placement.trainer)
+        if (last := max(*places, *parse_ranges(placement.generator))) >= gpus:
+            raise ConfigError(f"--gpus {gpus} is too few: placement names GPU {last}, counted from 0")
+        return len(places)
     unit = config.trainer.parallel.unit
-    taken = config.generator.replicas * engine_width(config)
+    widths = [engine_width(one) for one in by_pool(config).values() for _ in range(one.generator.replicas)]
+    taken = sum(widths)
     given = "processes" in config.trainer.model_fields_set
     ranks = config.trainer.processes if given else max(0, gpus - taken) // unit * unit
     if gpus == 1 and unit == 1:
         return 1
-    if ranks < 1 or ranks + (taken and engine_width(config)) > gpus:
+    # Pools have all of their generators, others as many as there is room for.
+    if ranks < 1 or ranks + (taken if config.pools else min(widths, default=0)) > gpus:
         raise ConfigError(
             f"--gpus {gpus} is too few: the trainer needs {max(ranks, unit)} (trainer.processes, trainer.parallel) and"
             f" the generators {taken}"
@@ -230,34 +273,63 @@ def total(size: Mapping[str, Any]) -> int:
     return sum(int(size[name]) for name in PARTS)
 
 
-def size_engine(config: TidemillConfig, parameters: int, card_bytes: int, shared: bool) -> EngineSize:
-    """Compute the size of one engine. parameters: of the model, a number. shared: with the trainer on one card."""
-    width, args = engine_width(config), config.generator.args
-    share = vllm_share(config, shared) or VLLM_SHARE
-    kind = TYPE_BYTES[config.model.dtype]
-    weights = parameters * kind // width
+def trainer_room(pools: Mapping[str, TidemillConfig], card_bytes: int, shared: bool) -> int:
+    """Return the bytes that tensors of the trainer can have on a card. shared: with all engines, and not in turns."""
+    taken = sum(share * pools[pool].generator.replicas for pool, share in vllm_shares(pools, shared).items() if shared)
+    return int(card_bytes * USABLE) - int(card_bytes * taken)
+
+
+def size_engines(
+    pools: Mapping[str, TidemillConfig], parameters: int, card_bytes: int, shared: bool
+) -> dict[str, EngineSize]:
+    """Compute the size of an engine of each pool. parameters: of the model, a number. shared: see trainer_room."""
+    if not (shares := vllm_shares(pools, shared)):
+        return {}
+    model = next(iter(pools.values())).model
     settings = AutoConfig.from_pretrained(
-        resolve_folder(config.model.path, weights=False), trust_remote_code=config.model.trust_remote_code
+        resolve_folder(model.path, weights=False), trust_remote_code=model.trust_remote_code
     ).get_text_config()
-    token = _token_bytes(settings, kind, int(args.get("tensor_parallel_size", 1)), width, config.model.max_length)
-    if token is None:
-        return EngineSize(share, weights, None, None)
-    room = share * card_bytes - weights - ENGINE_ACTIVATIONS
-    return EngineSize(share, weights, token, max(0, int(room // (token * config.model.max_length))))
+    found, kind = {}, TYPE_BYTES[model.dtype]
+    for pool, share in shares.items():
+        width, tensor = engine_width(pools[pool]), int(pools[pool].generator.args.get("tensor_parallel_size", 1))
+        share, weights = share or VLLM_SHARE, parameters * kind // width
+        sample = _sample_bytes(settings, kind, tensor, width // tensor, model.max_length)
+        if sample is None:
+            found[pool] = EngineSize(share, weights, None, None)
+            continue
+        room = share * card_bytes - weights - ENGINE_ACTIVATIONS
+        found[pool] = EngineSize(share, weights, sample // model.max_length, max(0, int(room // sample)))
+    return found
 
 
-def vllm_share(config: TidemillConfig, shared: bool) -> float:
-    """Return the share of a card that vLLM takes, 0 for other engines. shared: with the trainer on one card."""
-    if config.generator.engine not in ("auto", "vllm"):
-        return 0.0
-    return float(config.generator.args.get(UTILIZATION) or (SHARED if shared else VLLM_SHARE))
+def vllm_shares(pools: Mapping[str, TidemillConfig], shared: bool) -> dict[str, float]:
+    """Return the share of a card that an engine of each pool takes, 0 for another than vLLM. shared: see trainer_room.
+
+    pools: the configuration of each; of those without generators nothing.
+    """
+    there = {pool: one.generator for pool, one in pools.items() if one.generator.replicas}
+    usual = SHARED / sum(each.replicas for each in there.values()) if shared and there else VLLM_SHARE
+    return {
+        pool: float(each.args.get(UTILIZATION) or usual) if each.engine in ("auto", "vllm") else 0.0
+        for pool, each in there.items()
+    }
 
 
-def _token_bytes(settings: Any, kind: int, tensor: int, width: int, max_length: int) -> int | None:
-    if not has_plain_attention(settings, max_length) or getattr(settings, "kv_lora_rank", None):
+def _sample_bytes(settings: Any, kind: int, tensor: int, stages: int, longest: int) -> int | None:
+    """Return the bytes of a sample in the cache of a GPU; None if a layer keeps something else than the tokens."""
+    layers = int(settings.num_hidden_layers)
+    window = getattr(settings, "sliding_window", None) or getattr(settings, "attention_chunk_size", None)
+    plain = "full_attention" if not window or not getattr(settings, "use_sliding_window", True) else "sliding_attention"
+    kinds = getattr(settings, "layer_types", None) or [plain] * layers
+    kept = {"full_attention": longest}
+    kept |= dict.fromkeys(("sliding_attention", "chunked_attention"), min(longest, window)) if window else {}
+    if not kept.keys() >= set(kinds):
         return None
     heads = int(getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads)
     of_head = int(getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads)
-    # A head that several ranks need is on each of them; the rest of the width cuts layers.
-    layers = -(-int(settings.num_hidden_layers) // (width // tensor))
-    return 2 * layers * -(-heads // tensor) * of_head * kind
+    # A head that several ranks need is on each of them; the stages of a pipeline share the layers.
+    of_layer = 2 * -(-heads // tensor) * of_head
+    if latent := getattr(settings, "kv_lora_rank", None):
+        # Every rank keeps what the heads' keys and values are made from (arXiv:2405.04434).
+        of_layer = int(latent) + int(settings.qk_rope_head_dim)
+    return -(-sum(kept[each] for each in kinds) // stages) * of_layer * kind

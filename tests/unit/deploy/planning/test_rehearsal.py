@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 import typer
+from matplotlib.image import imread
 
 from consumers.trainer.distributed.layout import Layout
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.optimizers import build_optimizer
 from deploy.offline.tiny_vision_model import Family, write_tiny_vision_model
-from deploy.planning.cards import ARITHMETIC, BANDWIDTH, CARDS, TRANSFER, find_links, step_time
+from deploy.planning.cards import ARITHMETIC, BANDWIDTH, CARDS, TRANSFER, USABLE, find_links, step_time
 from deploy.planning.changes import changes, layouts, rehearse_apart
-from deploy.planning.fit import PARTS, fit, size_engine, trainer_ranks, vllm_share
+from deploy.planning.fit import PARTS, EngineSize, fit, size_engines, trainer_ranks, trainer_room, vllm_shares
 from deploy.planning.rehearsal import make_batch
-from schemas.config import OptimizerConfig
+from deploy.run.plot import plot_memory
+from schemas.config import OptimizerConfig, PlacementConfig, TidemillConfig, by_pool, dump_config, parse_config
 from schemas.errors import ConfigError
 from tests.support.models.tiny_mixture import build_mixture
 from tests.support.models.tiny_model import make_tiny_model
@@ -226,13 +228,42 @@ def test_a_model_of_known_size_is_shared_out_evenly(tmp_path: Path) -> None:
     assert found["flops"] > 6 * body
 
 
+def engine(folder: Path, settings: dict[str, Any], longest: int = 256, **args: Any) -> EngineSize:
+    (folder / "config.json").write_text(json.dumps(settings))
+    config = configuration(folder)
+    model = config.model.model_copy(update={"max_length": longest})
+    generator = config.generator.model_copy(update={"args": args})
+    pools = {"": config.model_copy(update={"model": model, "generator": generator})}
+    return size_engines(pools, 7_615_616_512, CARDS["h100"].memory, shared=False)[""]
+
+
 def test_an_engine_has_keys_and_values_of_each_layer(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
-    found = size_engine(configuration(tmp_path), 7_615_616_512, CARDS["h100"].memory, shared=False)
+    found = engine(tmp_path, QWEN_7B)
     assert found.token == 2 * 28 * 4 * 128 * 4
     assert found.weights == 4 * 7_615_616_512
     assert found.samples is not None
     assert found.samples > 100
+    assert engine(tmp_path, QWEN_7B, tensor_parallel_size=8).token == 2 * 28 * 128 * 4
+    assert engine(tmp_path, QWEN_7B, pipeline_parallel_size=2).token == 2 * 14 * 4 * 128 * 4
+
+
+def test_a_window_keeps_no_more_than_its_tokens(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 7
+    windows = {**QWEN_7B, "use_sliding_window": True, "sliding_window": 128, "layer_types": kinds}
+    of_layer = 2 * 4 * 128 * 4
+    assert engine(tmp_path, windows, 1024).token == (21 * 128 + 7 * 1024) * of_layer // 1024
+    assert engine(tmp_path, windows, 64).token == 28 * of_layer
+    mistral = {**QWEN_7B, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 128}
+    assert engine(tmp_path, mistral, 1024).token == 28 * 128 * of_layer // 1024
+    states = {**windows, "layer_types": ["linear_attention"] * 28}
+    assert engine(tmp_path, states).samples is None
+
+
+def test_latent_attention_keeps_a_latent_and_a_key_on_every_rank(tmp_path: Path) -> None:
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 27, "num_key_value_heads": 16}
+    latent = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **sizes}
+    for tensor in (1, 4):
+        assert engine(tmp_path, latent, tensor_parallel_size=tensor).token == 27 * (512 + 64) * 4
 
 
 @pytest.mark.parametrize(
@@ -240,6 +271,7 @@ def test_an_engine_has_keys_and_values_of_each_layer(tmp_path: Path) -> None:
     [
         ({}, False, 0.9),
         ({}, True, 0.4),
+        ({"replicas": 2}, True, 0.2),
         ({"args": {"gpu_memory_utilization": 0.6}}, True, 0.6),
         ({"engine": "transformers"}, True, 0.0),
     ],
@@ -248,8 +280,11 @@ def test_vllm_takes_its_share_of_a_card_that_it_shares(
     tmp_path: Path, generator: dict[str, Any], shared: bool, share: float
 ) -> None:
     config = configuration(tmp_path)
-    changed = config.generator.model_copy(update=generator)
-    assert vllm_share(config.model_copy(update={"generator": changed}), shared) == share
+    pools = {"": config.model_copy(update={"generator": config.generator.model_copy(update=generator)})}
+    assert vllm_shares(pools, shared) == {"": share}
+    memory = CARDS["h100"].memory
+    taken = share * generator.get("replicas", 1) if shared else 0
+    assert trainer_room(pools, memory, shared) == pytest.approx(memory * (USABLE - taken), abs=2)
 
 
 def test_the_trainer_gets_the_cards_that_generators_leave(tmp_path: Path) -> None:
@@ -260,6 +295,35 @@ def test_the_trainer_gets_the_cards_that_generators_leave(tmp_path: Path) -> Non
     assert trainer_ranks(config, 1) == 1
     with pytest.raises(ConfigError, match="--gpus 4 is too few"):
         trainer_ranks(configuration(tmp_path, processes=4), 4)
+
+
+def test_a_placement_says_which_cards_the_trainer_has(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+
+    def placed(trainer: str, generator: str) -> TidemillConfig:
+        return config.model_copy(update={"placement": PlacementConfig(trainer=trainer, generator=generator)})
+
+    assert trainer_ranks(placed("0-7", "0-7"), 8) == 8
+    assert trainer_ranks(placed("0-5", "0-7"), 8) == 6
+    assert trainer_ranks(placed("0", "0"), 1) == 1
+    assert 1 <= trainer_ranks(placed("auto", "auto"), 8) <= 8
+    with pytest.raises(ConfigError, match="--gpus 8 is too few: placement names GPU 8, counted from 0"):
+        trainer_ranks(placed("0-7", "8"), 8)
+
+
+def test_generators_of_pools_have_cards_and_sizes_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    values = dump_config(configuration(tmp_path))
+    wide = {"generator": {"args": {"tensor_parallel_size": 4}}}
+    small = {"generator": {"replicas": 2, "engine": "transformers"}}
+    config = parse_config({**values, "pools": {"wide": wide, "small": small}})
+    assert trainer_ranks(config, 8) == 2
+    with pytest.raises(ConfigError, match=r"--gpus 6 is too few: .* and the generators 6"):
+        trainer_ranks(config, 6)
+    found = size_engines(by_pool(config), 7_615_616_512, CARDS["h100"].memory, shared=False)
+    assert found["wide"].token == 2 * 28 * 128 * 4
+    assert found["small"].token == 2 * 28 * 4 * 128 * 4
+    assert found["small"].weights == 4 * found["wide"].weights
 
 
 def test_an_unknown_card_and_what_cannot_be_sized_are_refused_by_name(tmp_path: Path) -> None:
@@ -312,8 +376,9 @@ def test_a_search_names_the_fastest_layout_that_fits(tmp_path: Path, monkeypatch
     config = configuration(tmp_path, processes=2)
     printed: list[str] = []
     monkeypatch.setattr(typer, "echo", printed.append)
-    fit(config, 3, "h100", search=True, as_json=True)
-    rows = json.loads(printed[-1])["layouts"]
+    found = fit(config, 3, "h100", search=True, as_json=True)
+    answer = json.loads(printed[-1])
+    rows = answer["layouts"]
     assert {row["layout"] for row in rows} == {
         "all ranks shard",
         "trainer.parallel.tensor=2",
@@ -321,3 +386,14 @@ def test_a_search_names_the_fastest_layout_that_fits(tmp_path: Path, monkeypatch
     }
     assert all(row["left"] > 0 for row in rows)
     assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+    size, card = answer["trainer"], CARDS["h100"]
+    assert answer["trained_tokens_per_s"] == size["tokens"] * size["micro_batches"] / size["seconds"]["total"]
+    # 64 samples, half as long as the longest, and the weights once, from memory for each token of all.
+    engine = answer["engines"][""]
+    read = engine["weights"] + 64 * engine["token"] * 256 / 2
+    assert config.generator.max_samples == 64
+    assert engine["rate"] == pytest.approx(64 * card.tbps * 1e12 * BANDWIDTH / read)
+    plot_memory(found, "a model", tmp_path / "memory.png")
+    height, width = imread(tmp_path / "memory.png").shape[:2]
+    assert width == 1650
+    assert height > 300
