@@ -22,7 +22,7 @@ COLUMNS: dict[str, list[Column]] = {
         ("MFU %", lambda row: number(row, "mfu", 1, 100)),
         ("attention", lambda row: row.get("kernel", "-")),
         ("memory GB", lambda row: number(row, "peak_gb", 1)),
-        ("by formula GB", lambda row: number(row, "formula_gb", 1)),
+        ("planned GB", lambda row: number(row, "planned_gb", 1)),
     ],
     "generator": [
         ("tokens/s through the service", lambda row: number(row, "tokens_per_s")),

@@ -1,4 +1,4 @@
-"""The trainer's whole step on one device: tokens a second, share of the hardware's peak, and memory beside its formula.
+"""The trainer's whole step on one device: tokens a second, share of the hardware's peak, and memory beside the plan.
 
 ``python -m benchmarks.gpu.trainer_step SHAPE FOLDER [SETTING=VALUE ...]`` prints one JSON line. ``limit`` is forward
 and backward of the same packed tokens through the bare model with the plainest cross-entropy, and no optimizer, where
@@ -25,11 +25,13 @@ from benchmarks.harness.trajectories import GROUP, random_groups
 from consumers.trainer.metrics.throughput import device_name, peak_flops
 from consumers.trainer.model.packing import choose_kernel, pack, switch_to_packing
 from consumers.trainer.step.build import build_train_step
-from deploy.doctor.gpu_memory import GB, model_size, trainer_need
+from deploy.planning.changes import rehearse_apart
+from deploy.planning.fit import PARTS, total
 from schemas.config import parse_config
 
 PROMPT, SPREAD, LONGEST = 100, 0.8, 2048
 ROUNDS = 5
+GB = 1 << 30
 
 
 def timed(work: Callable[[], Any], rounds: int) -> list[float]:
@@ -77,8 +79,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     seconds = timed(run, ROUNDS)
     peak = torch.cuda.max_memory_allocated() / GB if on_gpu else None
-    size = model_size(json.loads((folder / "config.json").read_text()))
-    need = trainer_need(config, size, None) if size else None
+    planned = rehearse_apart(config, 1)
     best_possible = peak_flops(device_name())
     row: dict[str, Any] = {
         "shape": shape,
@@ -93,8 +94,8 @@ def measure(
         "mfu": 3 * flops[-1] / median(seconds) / best_possible if best_possible else None,
         "phases": {name: round(median(p[name] for p in phases[1:]), 4) for name in phases[-1]},
         "peak_gb": peak,
-        "formula_gb": need.total if need else None,
-        "formula": dict(need.parts) if need else None,
+        "planned_gb": total(planned) / GB,
+        "planned": {part: planned[part] / GB for part in PARTS},
     }
     if bare:
         micro_batches, device = step.planner.plan(groups).batch().micro_batches, step.policy.device

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from broker.connection.connection import find_url
@@ -39,13 +40,18 @@ USER_CODE_DEADLINE_S = 600.0
 """A dataset of the Hub may have to be downloaded first."""
 
 
-def check(config: TidemillConfig, here: bool = True, skip: Collection[str] = ()) -> None:
+def check(
+    config: TidemillConfig,
+    here: bool = True,
+    skip: Collection[str] = (),
+    cards: Iterable[Finding] = (),
+) -> None:
     """Raise ConfigError, one line, for the first check that fails. Warnings go to stderr.
 
     here: services run on this machine, with its packages. skip: names of checks to leave out; ``user code`` is all
-    that run in the child process.
+    that run in the child process. cards: findings on the GPUs' memory, which come last.
     """
-    for finding in inspect(config, here=here, skip=skip):
+    for finding in chain(inspect(config, here=here, skip=skip), cards):
         if finding.level == "fail":
             raise ConfigError(finding.text)
         if finding.level == "warn":

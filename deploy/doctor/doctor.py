@@ -18,26 +18,19 @@ from rich.text import Text
 from broker.connection.connection import check_server_now, find_url
 from broker.connection.embedded import find_server
 from deploy.checks.finding import Finding, judged, one_line, run_check
-from deploy.checks.model_files import cached_folder
 from deploy.checks.preflight import inspect
-from deploy.doctor.gpu_memory import ModelSize, check_memory_fits, model_size
 from deploy.doctor.inference_server import check_inference_server, version_of
+from deploy.launchers.card_memory import check_cards
 from deploy.launchers.factory import Launcher, build_launcher
 from deploy.launchers.gpus import GpuPlan, find_gpus
 from deploy.launchers.local import Local
 from schemas.config import TidemillConfig, load_config
 from schemas.errors import ConfigError, InfraError
-from schemas.model_folder import read_json
 from schemas.system.sandbox.jail import choose
 from schemas.system.sandbox.probe import probe as probe_sandbox
 from schemas.urls import hide_password
 
 GB = 1024**3
-SAVING = {
-    "trainer memory": "more trainer.processes, trainer.activation_checkpointing, trainer.lora, or a lower"
-    " trainer.micro_batch_tokens",
-    "generator memory": "a larger gpu_memory_utilization or tensor_parallel_size in generator.args",
-}
 MAKE = (Path(__file__).parents[2] / "Makefile").is_file()
 """Whether this is a checkout, whose Makefile installs everything; otherwise pip does."""
 TRAIN = "make setup" if MAKE else "pip install 'tidemill[train]'"
@@ -84,30 +77,16 @@ def check_launcher(config: TidemillConfig) -> list[Finding]:
 
 
 def check_gpus(config: TidemillConfig, launcher: Launcher) -> list[Finding]:
-    """Check how GPUs would be assigned, and estimate from config.json whether each side fits into its memory."""
+    """Check how GPUs would be assigned, and whether each side fits into their memory."""
     gpus, plan, findings = find_gpus(), GpuPlan(0, 0, config.generator.replicas), []
     try:
         if isinstance(launcher, Local):
             plan = launcher.plan(config)
             text = plan.text or ("every service sees all GPUs" if gpus else "none: everything runs on the CPU")
             findings.append(Finding("GPUs", "ok", text))
-        size = _model_size(config.model.path)
+        return [*findings, *check_cards(config, gpus, plan)]
     except ConfigError as error:
         return [Finding("GPUs", "fail", one_line(str(error)))]
-    for name, fits, text in check_memory_fits(config, size, gpus, plan) if size else ():
-        findings.append(judged(name, fits, text, SAVING[name], "warn"))
-    return findings
-
-
-def _model_size(path: str) -> ModelSize | None:
-    """Return the sizes of a model on this machine, or None: other checks report a missing one."""
-    folder: Path | None = Path(path).expanduser()
-    if not (Path(path).expanduser() / "config.json").is_file():
-        try:
-            folder = cached_folder(path)
-        except (ConfigError, ImportError):
-            folder = None
-    return None if folder is None else model_size(read_json(folder / "config.json"))
 
 
 def check_python() -> Finding:

@@ -11,6 +11,7 @@ import structlog
 
 from broker.client import Broker
 from deploy.control_plane.status.scaling import machines, order_replicas
+from deploy.launchers.card_memory import check_cards
 from deploy.launchers.gpus import VISIBLE, Auto, Gpu, GpuPlan, check_count, find_gpus, plan_gpus
 from deploy.launchers.pool_gpus import plan_pools
 from deploy.planning.search import wanted_generators
@@ -100,7 +101,7 @@ class Local(Processes):
         config = plan.apply(config)
         if config.placement is not None and config.placement.balance:
             self._balance = Balance(config, time.monotonic())
-        return run_up(config, self, fresh)
+        return run_up(config, self, fresh, check_cards(config, self._there, plan))
 
     def start(
         self, argv: Sequence[str], name: str, role: str, log: Path | None, environment: Mapping[str, str], mark: str

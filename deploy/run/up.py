@@ -7,7 +7,7 @@ the trainer is done; stop the services, the broker last; print the summary. obse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from broker.connection.connection import check_server_now, find_url, open_client
 from broker.connection.embedded import EmbeddedServer
 from broker.flow.owner import Owner
 from broker.heartbeat import HeartbeatThread
+from deploy.checks.finding import Finding
 from deploy.checks.preflight import check
 from deploy.logs import configure_logging, lossy
 from deploy.offline.warm_start import is_current
@@ -54,14 +55,20 @@ EXIT_CODES = {"finished": OK_EXIT, "failed": ERROR_EXIT, "stopped": INTERRUPTED_
 SHOW_EVERY_S = 0.25
 
 
-def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False) -> int:
+def run_up(
+    config: TidemillConfig,
+    starter: Starter,
+    fresh: bool = False,
+    cards: Iterable[Finding] = (),
+) -> int:
     """Run until the training is done, fails or is interrupted. Return the exit code.
 
     starter: where services run. fresh: first delete the files and the broker's data of an earlier run of this name.
+    cards: as preflight.check has them.
     """
     folder = config.folder
     refuse_foreign(config, fresh)
-    check(config, here=isinstance(starter, Processes))
+    check(config, here=isinstance(starter, Processes), cards=cards)
     DeviceQuota.check(config)
     with ExitStack() as stack:
         stack.enter_context(sole_user(folder))

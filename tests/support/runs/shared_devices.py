@@ -20,7 +20,7 @@ from producers.generator.device_turns import shares_gpus
 from schemas.messages import WeightSource
 from schemas.system.device_lock import DeviceLock, SharedGpus, generator_lock
 
-GPUS = "#!/bin/sh\nfor i in {}; do echo $i, GPU-$i, 81920; done\n"
+GPUS = "#!/bin/sh\nfor i in {}; do echo $i, GPU-$i, [N/A]; done\n"
 Note = dict[str, Any]
 
 

@@ -12,24 +12,28 @@ from typing import Any
 import pytest
 
 from deploy.checks.finding import Finding
-from deploy.checks.preflight import check_packages
+from deploy.checks.preflight import check, check_packages
 from deploy.doctor import doctor
 from deploy.doctor.doctor import check_gpus
-from deploy.doctor.gpu_memory import check_memory_fits, model_size, trainer_need
 from deploy.doctor.inference_server import check_inference_server
-from deploy.launchers.gpus import Gpu, plan_gpus
+from deploy.launchers import card_memory
+from deploy.launchers.gpus import Gpu
 from deploy.launchers.local import Local
-from schemas.config import PlacementConfig, TidemillConfig, load_config
+from deploy.planning import changes
+from deploy.planning.changes import rehearse_apart
+from deploy.planning.fit import size_engines, total, trainer_room
+from schemas.config import PlacementConfig, TidemillConfig, by_pool, load_config
 from schemas.errors import ConfigError
-from schemas.weight_files import read_shapes
 from tests.support.configurations import minimal_config
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.producers.faulty_server import FaultyServer, served
 
 QWEN_HALF_B = {
+    "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "hidden_size": 896,
     "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
     "num_attention_heads": 14,
     "num_hidden_layers": 24,
     "num_key_value_heads": 2,
@@ -51,44 +55,8 @@ QWEN_2_5 = {
         "vocab_size": 152064,
     },
 }
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-}
-GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
-MIXTRAL = LLAMA_8B | {"model_type": "mixtral", "num_local_experts": 8, "vocab_size": 32000}
-
-
-@pytest.mark.parametrize(
-    ("config", "billions"), [(QWEN_HALF_B, 0.494), (LLAMA_8B, 8.03), (GPT2, 0.124), (MIXTRAL, 46.7)]
-)
-def test_parameters_of_known_models_are_counted_from_configurations(config: dict[str, Any], billions: float) -> None:
-    size = model_size(config)
-    assert size is not None
-    assert size.parameters / 1e9 == pytest.approx(billions, rel=0.01)
-
-
-def test_the_count_is_that_of_the_weights_that_are_stored(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "model", hidden=64)
-    stored = 0
-    for shape in read_shapes(folder).values():
-        count = 1
-        for length in shape:
-            count *= length
-        stored += count
-    size = model_size(json.loads((folder / "config.json").read_text()))
-    assert size is not None
-    assert size.parameters == pytest.approx(stored, rel=0.02)
-
-
-def test_a_configuration_of_an_unknown_kind_is_not_guessed() -> None:
-    assert model_size({"model_type": "other"}) is None
+SIZE = {"model_parameters": 494_000_000, "parameters": 2 << 30, "gradients": 2 << 30, "optimizer": 4 << 30}
+SIZE |= {"activations": 1 << 30, "temporary": 1 << 30}
 
 
 def config(**trainer: Any) -> TidemillConfig:
@@ -97,65 +65,6 @@ def config(**trainer: Any) -> TidemillConfig:
         trainer={"micro_batch_tokens": 4096, **trainer},
         generator={"engine": "vllm"},
     )
-
-
-def test_full_training_takes_sixteen_bytes_a_parameter_over_all_ranks_and_an_adapter_much_less() -> None:
-    size = model_size(LLAMA_8B)
-    assert size is not None
-    full = trainer_need(config(processes=8, activation_checkpointing=False), size, 80.0)
-    states = sum(full.parts[name] for name in ("weights", "gradients", "optimizer"))
-    assert states * 8 * 1024**3 == pytest.approx(16 * size.parameters)
-    assert full.fits
-    assert not trainer_need(config(), size, 80.0).fits
-    adapter = trainer_need(config(lora={"rank": 16}), size, 80.0)
-    assert adapter.parts["weights"] == pytest.approx(15, abs=1)
-    assert adapter.parts["optimizer"] < 1
-    less = trainer_need(config(activation_checkpointing=True), size, 80.0)
-    assert less.parts["activations, roughly"] < full.parts["activations, roughly"] / 8
-    assert trainer_need(config(), size, 80.0).parts == less.parts, "it is on by itself for a model of this size"
-    small = model_size(QWEN_HALF_B)
-    assert small is not None
-    assert (
-        trainer_need(config(), small, 80.0).parts
-        == trainer_need(config(activation_checkpointing=False), small, 80.0).parts
-    )
-    selective, offloaded = (
-        trainer_need(config(**{"activation_checkpointing": True, **more}), size, 80.0)
-        for more in ({"activation_checkpointing": "selective"}, {"activation_offload": True})
-    )
-    sums = [need.parts["activations, roughly"] for need in (offloaded, less, selective)]
-    assert sums == sorted(sums)
-    assert sums[0] < sums[1] / 2
-
-
-def test_two_gpus_tell_what_each_side_has_left() -> None:
-    size, gpus = model_size(QWEN_HALF_B), [Gpu("0", 24.0), Gpu("1", 24.0)]
-    assert size is not None
-    trainer, generator = check_memory_fits(config(), size, gpus, plan_gpus(config(), gpus))
-    assert trainer[:2] == ("trainer memory", True)
-    assert "494M parameters: 1.8 weights + 1.8 gradients + 3.7 optimizer" in trainer[2]
-    assert "of 24 GB on each GPU" in trainer[2]
-    assert generator[:2] == ("generator memory", True)
-    assert "0.9 weights, of 0.9 of 24 GB" in generator[2]
-
-
-def test_one_gpu_that_is_too_small_for_both_is_said_before_anything_runs() -> None:
-    size, gpus = model_size(LLAMA_8B), [Gpu("0", 24.0)]
-    assert size is not None
-    trainer, generator = check_memory_fits(config(), size, gpus, plan_gpus(config(), gpus))
-    assert not trainer[1]
-    assert "of 14 GB" in trainer[2]
-    assert not generator[1]
-    assert "the KV cache cannot hold one sample of model.max_length 4096" in generator[2]
-
-
-def test_in_turns_each_side_has_all_of_its_gpu() -> None:
-    size, gpus = model_size(QWEN_HALF_B), [Gpu("0", 24.0)]
-    assert size is not None
-    turns = config().model_copy(update={"placement": PlacementConfig(trainer="0", generator="0")})
-    trainer, generator = check_memory_fits(turns, size, gpus, plan_gpus(turns, gpus))
-    assert "of 24 GB on each GPU" in trainer[2]
-    assert "of 0.9 of 24 GB" in generator[2]
 
 
 @pytest.mark.parametrize(("checkout", "advice"), [(True, "make setup"), (False, "pip install 'tidemill[train]'")])
@@ -168,48 +77,133 @@ def test_who_installed_a_package_is_advised_pip(tmp_path: Path, checkout: bool, 
     assert runpy.run_path(str(file))["TRAIN"] == advice
 
 
-def test_without_gpus_only_what_would_be_needed_is_told() -> None:
-    size = model_size(QWEN_HALF_B)
-    assert size is not None
-    (trainer,) = check_memory_fits(config(), size, [], plan_gpus(config(), []))
-    assert trainer[1]
-    assert trainer[2].endswith("GB on each GPU")
-
-
-def test_doctor_tells_which_gpus_each_side_has_and_their_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    run = config().model_copy(update={"model": config().model.model_copy(update={"path": str(tmp_path)})})
+def findings(
+    run: TidemillConfig, gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch, **launcher: Any
+) -> dict[str, Finding]:
     for module in ("deploy.doctor.doctor", "deploy.launchers.local"):
-        monkeypatch.setattr(f"{module}.find_gpus", lambda: [Gpu("0", 24.0), Gpu("1", 24.0)])
-    found = {finding.name: finding for finding in check_gpus(run, Local())}
+        monkeypatch.setattr(f"{module}.find_gpus", lambda: gpus)
+    return {finding.name: finding for finding in check_gpus(run, Local(**launcher))}
+
+
+def of_model(folder: Path, run: TidemillConfig) -> TidemillConfig:
+    make_tiny_model(folder, hidden=128, layers=2)
+    return run.model_copy(update={"model": run.model.model_copy(update={"path": str(folder)})})
+
+
+def test_doctor_computes_the_step_for_the_gpus_that_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_memory, "LIMIT_S", 300.0)
+    run, sizes = of_model(tmp_path, config()), []
+    monkeypatch.setattr(changes, "rehearse_apart", lambda *a, **k: sizes.append(rehearse_apart(*a, **k)) or sizes[-1])
+    found = findings(run, [Gpu("0", 24.0), Gpu("1", 24.0)], monkeypatch)
     assert (found["GPUs"].level, found["GPUs"].text) == ("ok", "GPUs: 0 trainer; 1 generator-0")
-    assert found["trainer memory"].level == "warn"
-    assert "trainer.processes" in found["trainer memory"].advice
-    assert found["generator memory"].level == "ok"
-    monkeypatch.setattr("deploy.launchers.local.find_gpus", lambda: [Gpu("0", 24.0)])
+    assert found["trainer memory"].level == found["generator memory"].level == "ok"
+    (size,) = sizes
+    assert found["trainer memory"].text.startswith(f"{size['model_parameters'] / 1e6:,.0f}M parameters: ")
+    assert f"= {total(size) / 1024**3:.1f} of the 22.1 GiB that tensors can have" in found["trainer memory"].text
     wide = run.model_copy(update={"trainer": run.trainer.model_copy(update={"processes": 2})})
-    assert [finding.level for finding in check_gpus(wide, Local())] == ["fail"]
+    assert findings(wide, [Gpu("0", 24.0)], monkeypatch)["GPUs"].level == "fail"
 
 
-def test_the_table_of_the_gsm8k_example_is_what_the_estimate_says() -> None:
+@pytest.mark.parametrize(
+    ("gpus", "update", "room", "levels"),
+    [
+        ([24.0, 24.0], {}, "22.1", ("ok", "ok")),
+        ([8.0, 24.0], {}, "7.4", ("warn", "ok")),
+        ([24.0], {}, "12.5", ("ok", "ok")),
+        ([12.0], {}, "6.2", ("warn", "ok")),
+        ([12.0], {"placement": PlacementConfig(trainer="0", generator="0")}, "11.0", ("ok", "ok")),
+        ([24.0, 24.0], {"generator": {"args": {"gpu_memory_utilization": 0.1}}}, "22.1", ("ok", "warn")),
+    ],
+)
+def test_each_side_has_what_the_other_leaves_and_in_turns_all(
+    tmp_path: Path,
+    gpus: list[float],
+    update: dict[str, Any],
+    room: str,
+    levels: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deploy.planning.changes.rehearse_apart", lambda *_, **__: SIZE)
+    run = of_model(tmp_path, config())
+    if "generator" in update:
+        update = {"generator": run.generator.model_copy(update=update["generator"])}
+    cards = [Gpu(str(index), memory) for index, memory in enumerate(gpus)]
+    found = findings(run.model_copy(update=update), cards, monkeypatch)
+    trainer, generator = found["trainer memory"], found["generator memory"]
+    assert (trainer.level, generator.level) == levels
+    assert "2.0 parameters + 2.0 gradients + 4.0 optimizer + 1.0 activations" in trainer.text
+    assert f"10.0 of the {room} GiB" in trainer.text
+    assert ("plan --gpu" in trainer.advice, "tensor_parallel" in generator.advice) == tuple(x == "warn" for x in levels)
+
+
+def test_a_step_that_is_not_computed_in_time_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_memory, "LIMIT_S", 0.01)
+    found = findings(of_model(tmp_path, config()), [Gpu("0", 24.0)], monkeypatch)["trainer memory"]
+    assert found.level == "ok"
+    assert "not computed" in found.text
+    assert "took more than 0 s" in found.text
+
+
+def test_a_reference_in_main_memory_takes_none_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_memory, "LIMIT_S", 300.0)
+    run = of_model(tmp_path, config(kl={"coef": 0.1, "device": "cpu"}))
+    found = findings(run, [Gpu("0", 24.0), Gpu("1", 24.0)], monkeypatch)["trainer memory"]
+    assert "of the 22.1 GiB" in found.text
+
+
+def test_services_that_all_see_all_gpus_have_what_vllm_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.planning.changes.rehearse_apart", lambda *_, **__: SIZE)
+    run, gpus = of_model(tmp_path, config()), [Gpu("0", 24.0), Gpu("1", 24.0)]
+    all_see = {"trainer_gpus": 0, "generator_gpus": 0}
+    assert "of the 0.5 GiB" in findings(run, gpus, monkeypatch, **all_see)["trainer memory"].text
+    third = run.generator.model_copy(update={"args": {"gpu_memory_utilization": 0.3}})
+    found = findings(run.model_copy(update={"generator": third}), gpus, monkeypatch, **all_see)
+    assert "of the 14.9 GiB" in found["trainer memory"].text
+
+
+@pytest.mark.parametrize("gpus", [[], [Gpu("0", None)]])
+def test_without_gpus_of_known_memory_nothing_is_computed(
+    tmp_path: Path, gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.planning.changes.rehearse_apart", lambda *_, **__: pytest.fail("no card"))
+    assert set(findings(of_model(tmp_path, config()), gpus, monkeypatch)) == {"GPUs"}
+
+
+def test_up_warns_of_a_trainer_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deploy.planning.changes.rehearse_apart", lambda *_, **__: SIZE)
+    monkeypatch.setattr("deploy.launchers.local.find_gpus", lambda: [Gpu("0", 12.0)])
+    monkeypatch.setattr("deploy.checks.preflight.inspect", lambda *_, **__: [])
+    monkeypatch.setattr("deploy.launchers.local.run_up", lambda run, *_: check(run, cards=_[-1]) or 0)
+    Local().launch(of_model(tmp_path, config()))
+    told = capsys.readouterr().err
+    assert "tidemill: warning: 494M parameters" in told
+    assert "10.0 of the 6.2 GiB" in told
+
+
+@pytest.mark.matrix("what plan computes for each row of a README's table")
+def test_the_table_of_the_gsm8k_example_is_what_the_plan_says(tmp_path: Path) -> None:
     example = Path(__file__).resolve().parents[4] / "examples/gsm8k"
     rows = re.findall(
-        r"^\| `(.+?)` \| (\d) of (\d+) GB \| (?:`(.+?)`)? ?\| ([\d.]+) GB \| ([\d.]+) GB \|$",
+        r"^\| `(.+?)` \| (\d) of (\d+) GB \| (?:`(.+?)`)? ?\| ([\d.]+) GiB \| ([\d.]+) GiB \|$",
         (example / "README.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
     assert len(rows) == 5
     for model, gpus, memory_gb, settings, trainer, generator in rows:
-        config = load_config(example / "config.yaml", [f"model.path={model}", *settings.split()], {})
-        size = model_size(QWEN_2_5[model])
-        assert size is not None
-        need = trainer_need(config, size, None).total
-        weights = 2 * size.parameters / 1024**3
-        assert (f"{need:.0f}", f"{weights:.1f}") == (trainer, generator), (model, settings)
-        share = config.generator.args["gpu_memory_utilization"]
-        room = float(memory_gb) * (1 - share if int(gpus) == 1 else 1)
-        assert need < room, (model, settings)
-        assert config.trainer.processes + config.generator.replicas == max(2, int(gpus))
+        folder = tmp_path / model
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(QWEN_2_5[model]))
+        run = load_config(example / "config.yaml", [f"model.path={folder}", *settings.split()], {})
+        size = rehearse_apart(run, run.trainer.processes)
+        weights = 2 * size["model_parameters"] / 1024**3
+        assert (f"{total(size) / 1024**3:.0f}", f"{weights:.1f}") == (trainer, generator), (model, settings)
+        pools = by_pool(run)
+        memory = int(memory_gb) * 10**9
+        assert total(size) <= trainer_room(pools, memory, shared=int(gpus) == 1), (model, settings)
+        assert size_engines(pools, size["model_parameters"], memory, int(gpus) == 1)[""].samples
+        assert run.trainer.processes + run.generator.replicas == max(2, int(gpus))
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_numbers_that_are_given_stand() -> None:
 
 def test_up_assigns_all_gpus(four: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[TidemillConfig] = []
-    monkeypatch.setattr("deploy.launchers.local.run_up", lambda config, starter, fresh: seen.append(config))
+    monkeypatch.setattr("deploy.launchers.local.run_up", lambda config, *_: seen.append(config))
     local = Local()
     local.launch(config(replicas=9))
     assert capsys.readouterr().out.startswith("GPUs: 0 trainer; 1 generator-0; 2 generator-1; 3 generator-2; no room")
