@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.gpu.table import table
 from deploy.launchers.gpus import Gpu, find_gpus
+from deploy.planning.cards import CARDS, MACHINE
 
 PARTS = ("trainer", "generator", "weights", "recipe")
 CASE_DEADLINE_S = 900.0
@@ -46,53 +48,84 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with train.jsonl and test.jsonl of GSM8K; needed by recipe")
     parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
     parser.add_argument("--steps", type=int, default=12, help="steps of the recipe, of which the later half count")
+    parser.add_argument(
+        "--rehearse", metavar="CARDxN", help="without a GPU: all cases of N such cards (h100x2), with the tiny model"
+    )
     options = parser.parse_args()
     parts = options.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--parts: {unknown[0]!r} is not one of {', '.join(PARTS)}")
     if "recipe" in parts and (options.data is None or not (options.data / "train.jsonl").is_file()):
         parser.error("the part recipe needs --data FOLDER with train.jsonl and test.jsonl, or --parts without it")
+    if options.rehearse:
+        try:
+            imitate_gpus(options.rehearse, options.out / "bin")
+        except ValueError as error:
+            parser.error(str(error))
     gpus = find_gpus()
-    cases = [case for case in list_cases(options.out, gpus, options.data, options.steps) if case.part in parts]
+    small = True if options.rehearse else None
+    cases = [case for case in list_cases(options.out, gpus, options.data, options.steps, small) if case.part in parts]
     run_all(cases, options.out, gpus)
 
 
-def list_cases(out: Path, gpus: Sequence[Gpu], data: Path | None, steps: int) -> list[Case]:
-    """What this machine can run: tiny models without a GPU, 7B as an adapter where a GPU has 70 GB or more."""
+def imitate_gpus(text: str, folder: Path) -> None:
+    """Put a program nvidia-smi first that lists ``CARDxN``; ValueError says what that may be."""
+    name, _, count = text.lower().rpartition("x")
+    if name not in CARDS or not count.isdigit() or not 1 <= int(count) <= MACHINE:
+        raise ValueError(f"--rehearse {text!r}: must be 1 to {MACHINE} of {', '.join(CARDS)}, such as h100x2")
+    memory = CARDS[name].memory >> 20
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nfor i in $(seq 0 {int(count) - 1}); do echo $i, GPU-$i, {memory}; done\n")
+    program.chmod(0o755)
+    os.environ["PATH"] = f"{folder.resolve()}:{os.environ['PATH']}"
+
+
+def list_cases(out: Path, gpus: Sequence[Gpu], data: Path | None, steps: int, small: bool | None = None) -> list[Case]:
+    """What this machine can run: 7B as an adapter where a GPU has 70 GB or more.
+
+    small: with the tiny model instead; by default where there is no GPU.
+    """
+    small = not gpus if small is None else small
     cases: list[Case] = []
-    shapes = ("0.5B", "1.5B") if gpus else ("tiny",)
-    batch = ["samples=128", "mean=400", "bare=true"] if gpus else ["samples=16", "mean=30", "micro_batch_tokens=2048"]
+    shapes = ("tiny",) if small else ("0.5B", "1.5B")
+    batch = ["samples=16", "mean=30", "micro_batch_tokens=2048"] if small else ["samples=128", "mean=400", "bare=true"]
     variants: dict[str, list[str]] = {"": [], "compile": ["compile=true"]}
     if gpus:
         variants["checkpointing"] = ["activation_checkpointing=true"]
     trainers = [(shape, name, extra) for shape in shapes for name, extra in variants.items()]
     if any((gpu.memory_gb or 0) >= 70 for gpu in gpus):
-        trainers.append(("7B", "LoRA", ['lora={"rank": 32}', "activation_checkpointing=true"]))
+        trainers.append(("tiny" if small else "7B", "LoRA", ['lora={"rank": 32}', "activation_checkpointing=true"]))
     for shape, name, extra in trainers:
         command = ["-m", "benchmarks.gpu.trainer_step", shape, str(out / shape), *batch, *extra]
         cases.append(Case("trainer", f"{shape} {name}".strip(), command))
     for shape in shapes:
         sizes = ["--concurrency", "256", "--samples", "1024", "--tokens", "512", "--rounds", "3"]
-        sizes = sizes if gpus else ["--concurrency", "8", "--samples", "16", "--tokens", "16", "--rounds", "1"]
-        model = ["--model", str(out / shape), "--dtype", "bfloat16" if gpus else "float32", "--json"]
+        sizes = ["--concurrency", "8", "--samples", "16", "--tokens", "16", "--rounds", "1"] if small else sizes
+        model = ["--model", str(out / shape), "--dtype", "float32" if small else "bfloat16", "--json"]
         cases.append(Case("generator", shape, ["-m", "deploy.cli", "bench", "generator", *sizes, *model], shape))
-    for size, engine in (("500M", "vllm"),) if gpus else (("1M", "transformers"),):
+    for size, engine in (("1M", "transformers"),) if small else (("500M", "vllm"),):
         for kind in ("file", "peer"):
             chosen = ["--models", size, "--transports", kind, "--rounds", "3", "--engine", engine, "--json"]
             cases.append(Case("weights", f"{size} {kind}", ["-m", "deploy.cli", "bench", "weights", *chosen]))
     if data is not None:
-        for shape, name, extra in list_recipes(gpus):
+        for shape, name, extra in list_recipes(gpus, small):
             command = ["-m", "benchmarks.gpu.recipe", shape, str(out / f"recipe-{shape}"), str(steps), str(data)]
             cases.append(Case("recipe", f"{shape} {name}", [*command, *extra]))
     return cases
 
 
-def list_recipes(gpus: Sequence[Gpu]) -> list[tuple[str, str, list[str]]]:
+def list_recipes(gpus: Sequence[Gpu], small: bool) -> list[tuple[str, str, list[str]]]:
     """Shape, name and settings of the whole runs."""
-    if not gpus:
-        small = ["sampling.max_tokens=16", "eval.sampling.max_tokens=16", "trainer.batch_groups=4"]
-        engine = ["generator.engine=transformers", "generator.args={}", "model.dtype=float32"]
-        return [("tiny", "CPU", [*small, *engine])]
+    if not small:
+        return _list_recipes(gpus)
+    less = ["sampling.max_tokens=16", "eval.sampling.max_tokens=16", "trainer.batch_groups=4", "model.dtype=float32"]
+    less += ["generator.engine=transformers", "generator.args={}"]
+    found = {name: settings for _, name, settings in _list_recipes(gpus)} if gpus else {"CPU": []}
+    return [("tiny", name, [*settings, *less]) for name, settings in found.items()]
+
+
+def _list_recipes(gpus: Sequence[Gpu]) -> list[tuple[str, str, list[str]]]:
     # In turns vLLM may have all of a GPU but what the trainer's process keeps, such as the context of CUDA.
     share = ["generator.args.gpu_memory_utilization=0.85"]
     every = f"0-{len(gpus) - 1}" if len(gpus) > 1 else "0"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from benchmarks.gpu.table import table
 from benchmarks.harness.trajectories import random_groups
 from benchmarks.services.generator import count_tokens
 from benchmarks.services.trainer import LONGEST, MEAN, PROMPT, SPREAD, VOCABULARY, _padded, _row
-from deploy.launchers.gpus import Gpu, plan_gpus
+from deploy.launchers.gpus import Gpu, find_gpus, plan_gpus
 from schemas.config import load_config
 
 
@@ -49,6 +50,38 @@ def test_a_run_in_turns_is_one_that_can_be(count: int) -> None:
     gpus = [Gpu(str(i), 80.0) for i in range(count)]
     (case,) = [case for case in list_cases(Path("out"), gpus, Path("data"), 12) if case.name.endswith("in turns")]
     assert plan_gpus(load_config(recipe.CONFIG, case.command[6:]), gpus).sharing == list(range(count))
+
+
+def test_all_cases_of_a_machine_are_rehearsed_with_the_tiny_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "", prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    seen: list[Case] = []
+    monkeypatch.setattr(command, "run_all", lambda cases, *_: seen.extend(cases))
+    (tmp_path / "train.jsonl").touch()
+    given = ["gpu.sh", str(tmp_path / "out"), "--data", str(tmp_path), "--rehearse", "h100x2"]
+    monkeypatch.setattr(sys, "argv", given)
+    command.main()
+    assert [gpu.memory_gb for gpu in find_gpus()] == [81559 / 1024] * 2
+    assert [f"{case.part} {case.name}" for case in seen] == [
+        "trainer tiny",
+        "trainer tiny compile",
+        "trainer tiny checkpointing",
+        "trainer tiny LoRA",
+        "generator tiny",
+        "weights 1M file",
+        "weights 1M peer",
+        "recipe tiny 2 GPUs",
+        "recipe tiny 2 GPUs in turns",
+    ]
+    turns = load_config(recipe.CONFIG, seen[-1].command[6:])
+    assert plan_gpus(turns, find_gpus()).sharing == [0, 1]
+    assert (turns.generator.engine, turns.model.dtype) == ("transformers", "float32")
+    monkeypatch.setattr(sys, "argv", [*given[:-1], "h300x2"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "--rehearse 'h300x2': must be 1 to 8 of a100-40, " in capsys.readouterr().err
 
 
 def test_a_case_that_fails_is_a_row_that_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
