@@ -13,12 +13,12 @@ from matplotlib.image import imread
 from consumers.trainer.distributed.layout import Layout
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.optimizers import build_optimizer
+from deploy.export.plot import plot_memory
 from deploy.offline.tiny_vision_model import Family, write_tiny_vision_model
 from deploy.planning.cards import ARITHMETIC, BANDWIDTH, CARDS, TRANSFER, USABLE, find_links, step_time
 from deploy.planning.changes import changes, layouts, rehearse_apart
 from deploy.planning.fit import PARTS, EngineSize, fit, size_engines, trainer_ranks, trainer_room, vllm_shares
 from deploy.planning.rehearsal import make_batch
-from deploy.run.plot import plot_memory
 from schemas.config import OptimizerConfig, PlacementConfig, TidemillConfig, by_pool, dump_config, parse_config
 from schemas.errors import ConfigError
 from tests.support.models.tiny_mixture import build_mixture
