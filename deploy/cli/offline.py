@@ -194,7 +194,7 @@ def plan(
         loaded = load(config, overrides)
         found = fit(loaded, gpus, gpu, link, search, as_json)
         if image is not None:
-            from deploy.run.plot import plot_memory
+            from deploy.export.plot import plot_memory
 
             plot_memory(found, f"{loaded.model.path}, trainer on {found.ranks} of {gpus} {gpu.upper()}", image)
         return
