@@ -5,7 +5,6 @@ They are forked from a process that has loaded PyTorch and the trainer already, 
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tests.support.runs.programs import free_port
 from tools.turns.walk import PRELOAD
 
 DEADLINE_S = 300
@@ -39,9 +39,7 @@ def start_ranks(count: int, main: Callable[..., object], *arguments: Any, output
 
     Two and more have the environment that torchrun gives to ranks on the CPU of one machine; a single one has none.
     """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     ranks = [
         _context.Process(target=_run_rank, args=(rank, count, port, output, main, arguments)) for rank in range(count)
     ]
