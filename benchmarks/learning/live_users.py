@@ -35,7 +35,7 @@ from schemas.run_folder import surviving_lines
 EXAMPLE = Path(__file__).parents[2] / "examples" / "completion" / "config.yaml"
 NAME = "live-users"
 VICTIMS = ("generator-0", "control", "broker")
-BATCH, STALENESS, WINDOW, HELD = 16, 40, 257, 300
+BATCH, STALENESS, WINDOW, HELD = 64, 10, 257, 300
 """With these a reward may be a minute late at ten conversations a second. HELD: conversations at once."""
 STALL_S = 600.0
 """A run without a step for so long stands still."""
@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=4000, help="that are trained")
     parser.add_argument("--kills", type=int, default=5, help="of each of the three")
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/live-users"), help="a new folder")
     given = parser.parse_args()
