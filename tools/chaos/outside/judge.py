@@ -124,7 +124,7 @@ def judge_sources(logs: Sequence[Log], judgement: Judgement) -> None:
                 judgement.counts["trained of generators at fault"] += sum(line.data["wrong"].values())
                 if line.data["right"] >= LEAST_RIGHT:
                     trained.update(line.data["wrong"])
-        for name, count in trained.items():
-            if count > MOST_WRONG * len(at_fault[name]):
-                judgement.broken("generator at fault", f"{log.process} trained {count} samples of {name}")
+        # All together: a sample that another generator has finished has the name of that one.
+        if sum(trained.values()) > MOST_WRONG * judgement.counts["generators at fault"]:
+            judgement.broken("generator at fault", f"{log.process} trained {dict(trained)} samples")
     judgement.counts["drained"] = len(drained)
