@@ -84,7 +84,7 @@ class Session:
         conversation: Conversation,
         sampling: Sampling,
         saved: Partial | None = None,
-        save: Callable[[Partial], Awaitable[None]] | None = None,
+        save: Callable[[Partial], Awaitable[bool]] | None = None,
         sample: int = 0,
         keep_requests: bool = False,
     ) -> None:
@@ -182,8 +182,11 @@ class Session:
                 self._requests.note(request)
             try:
                 # No agent may use an answer that would be lost if this process died now.
-                await self._keep()
-            except asyncio.CancelledError:
+                if not await self._keep() and self._requests is not None:
+                    # The agent is elsewhere, and would continue with an answer that the next generator does not know.
+                    self.counts.requests -= 1
+                    raise SessionError(503, "not_saved", "another generator holds this conversation: try again")
+            except (asyncio.CancelledError, SessionError):
                 for answer in answers:
                     self.forget(answer.call)
                 raise
@@ -406,10 +409,9 @@ class Session:
             self.finish_of_last = completion.finish
         return answers
 
-    async def _keep(self) -> None:
-        """Store the state of the episode, and return when another generator could resume it."""
-        if self._save is not None:
-            await self._save(self.partial())
+    async def _keep(self) -> bool:
+        """Store the state of the episode; return whether another generator could resume it."""
+        return self._save is None or await self._save(self.partial())
 
 
 def _answer(number: int, parsed: ParsedAnswer, prompt: NextPrompt, completion: Completion) -> SampledAnswer:

@@ -131,7 +131,7 @@ class _Unsaved:
 
     delivery: Delivery[Task]
     partial: Partial
-    waiting: list[asyncio.Future[None]]
+    waiting: list[asyncio.Future[bool]]
 
 
 class PartialSaver:
@@ -143,14 +143,14 @@ class PartialSaver:
         self._saved: dict[tuple[int, int], Saved] = {}
         self._saving: asyncio.Task[None] | None = None
 
-    def save_soon(self, delivery: Delivery[Task], partial: Partial) -> asyncio.Future[None]:
+    def save_soon(self, delivery: Delivery[Task], partial: Partial) -> asyncio.Future[bool]:
         """Save this state of a sample soon.
 
-        The future, which need not be awaited, is done when the broker has this or a later state, or when it can't be
-        saved.
+        The future, which need not be awaited, is True when the broker has this or a later state, and False when it
+        can't be saved.
         """
         key = delivery.message.task_id, partial.sample
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         earlier = self._unsaved.get(key)
         self._unsaved[key] = _Unsaved(delivery, partial, [*(earlier.waiting if earlier else ()), done])
         if self._saving is None or self._saving.done():
@@ -175,36 +175,43 @@ class PartialSaver:
     async def _save(self) -> None:
         while self._unsaved:
             unsaved, self._unsaved = self._unsaved, {}
+            kept: set[tuple[int, int]] = set()
             try:
-                await self._send(unsaved)
+                kept = await self._send(unsaved)
             except TidemillError as error:
                 log.warning("growing samples could not be saved", reason=str(error))
             finally:
-                for item in unsaved.values():
-                    _end_waiting(item)
+                for key, item in unsaved.items():
+                    _end_waiting(item, key in kept)
 
-    async def _send(self, unsaved: dict[tuple[int, int], _Unsaved]) -> None:
+    async def _send(self, unsaved: dict[tuple[int, int], _Unsaved]) -> set[tuple[int, int]]:
+        """Return the samples of which the broker has this state."""
         by_task: dict[tuple[int, bytes], list[tuple[int, Piece]]] = {}
         state: dict[tuple[int, int], Saved] = {}
+        kept: set[tuple[int, int]] = set()
         for key, item in unsaved.items():
             piece = next_piece(self._saved.get(key), item.partial)
-            if piece is not None:
+            if piece is None:
+                kept.add(key)
+            else:
                 by_task.setdefault((key[0], item.delivery.entry_id), []).append(piece)
                 state[key] = Saved.after(self._saved.get(key), item.partial, *piece)
         growth = [(task_id, entry, pieces) for (task_id, entry), pieces in by_task.items()]
         if not growth:
-            return
+            return kept
         accepted = await asyncio.to_thread(self._partials.save_pieces, growth)
         for (task_id, _, pieces), answers in zip(growth, accepted, strict=True):
             for (_, sent), ok in zip(pieces, answers, strict=True):
                 key = task_id, sent.partial.sample
                 if ok:
                     self._saved[key] = state[key]
+                    kept.add(key)
                 else:
                     # The broker has another state: the next piece starts from the beginning.
                     self._saved.pop(key, None)
+        return kept
 
 
-def _end_waiting(unsaved: _Unsaved | None) -> None:
+def _end_waiting(unsaved: _Unsaved | None, kept: bool = False) -> None:
     for done in unsaved.waiting if unsaved is not None else ():
-        _end(done, None)
+        _end(done, kept)

@@ -229,16 +229,16 @@ class Rollout:
         earlier = self._earlier(partial.sample)
         return partial.size > (earlier.size if earlier is not None else 0)
 
-    def _save(self, partial: Partial) -> Awaitable[None]:
+    def _save(self, partial: Partial) -> Awaitable[bool]:
         trusted = self._trusted(partial)
         saving = self._save_soon(trusted)
         return saving if trusted.size == partial.size else _WhenAwaited(lambda: self._save_when_checked(partial))
 
-    def _save_soon(self, partial: Partial) -> asyncio.Future[None]:
+    def _save_soon(self, partial: Partial) -> asyncio.Future[bool]:
         if partial.size or partial.notes:
             return self._context.saver.save_soon(self._delivery, self._state(partial))
-        nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        nothing.set_result(None)
+        nothing: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        nothing.set_result(True)
         return nothing
 
     def _state(self, partial: Partial) -> Partial:
@@ -273,13 +273,13 @@ class Rollout:
         lost = [Moment("attempt", "", at, self._claimed, failed=True)] if self._delivery.redelivered else []
         return pack(moment, *lost)
 
-    async def _save_when_checked(self, partial: Partial) -> None:
+    async def _save_when_checked(self, partial: Partial) -> bool:
         """Save a partial sample once the versions of all its tokens are decided."""
         updates = self._context.updates
         await updates.wait_trusted(partial.spans, len(partial.tokens))
         for call in partial.calls:
             await updates.wait_trusted(call.spans, len(call.tokens))
-        await self._save_soon(self._trusted(partial))
+        return await self._save_soon(self._trusted(partial))
 
     def _trusted(self, partial: Partial) -> Partial:
         """Return a sample and its calls, each cut to its first tokens of checked versions."""
@@ -309,9 +309,9 @@ class Rollout:
 class _WhenAwaited:
     """An awaitable that makes its coroutine only when it is awaited."""
 
-    make: Callable[[], Coroutine[Any, Any, None]]
+    make: Callable[[], Coroutine[Any, Any, bool]]
 
-    def __await__(self) -> Generator[Any, None, None]:
+    def __await__(self) -> Generator[Any, None, bool]:
         return self.make().__await__()
 
 

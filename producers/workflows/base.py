@@ -32,11 +32,12 @@ log = structlog.get_logger()
 class SaveDone:
     """The result for a sample that is saved at once, or that can't be resumed."""
 
-    def __await__(self) -> Generator[Any, None, None]:
+    def __await__(self) -> Generator[Any, None, bool]:
         yield from ()
+        return True
 
 
-def _keep_nothing(partial: Partial) -> Awaitable[None]:
+def _keep_nothing(partial: Partial) -> Awaitable[bool]:
     return SaveDone()
 
 
@@ -59,7 +60,8 @@ class RolloutContext:
 
     indices: the samples that are asked for, of ``range(task.n)``. save: keeps what a growing sample has so far,
     for the generator that resumes it if this process dies; it is found again in ``saved``. It is kept soon; await what
-    ``save`` returns if it must be stored before you continue. report: adds an event to the timeline, by a word and a
+    ``save`` returns if it must be stored before you continue: False says that it can't be, because the task is another
+    generator's by now, or the broker is away. report: adds an event to the timeline, by a word and a
     sentence. interrupted: set when the process ends soon, and what is unfinished has to be yielded with finish
     ``abort``; requests in the engine are aborted by themselves. placeholders, files: how images stand in prompts, and
     the files of the task's images by digest; None and nothing with a model of text. moments: by sample; None without
@@ -70,7 +72,7 @@ class RolloutContext:
     tokenizer: HfTokenizer
     task: Task
     indices: Sequence[int]
-    save: Callable[[Partial], Awaitable[None]] = _keep_nothing
+    save: Callable[[Partial], Awaitable[bool]] = _keep_nothing
     report: Callable[[str, str], None] = _report_nothing
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)
     placeholders: ImagePlaceholders | None = None

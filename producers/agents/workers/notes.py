@@ -15,7 +15,7 @@ async def _stay_here() -> None:
 class Notes(dict[str, str]):
     """Results by name, each as JSON. save: returns when a generator that resumes the episode would find them."""
 
-    def __init__(self, notes: dict[str, str] | None = None, save: Callable[[], Awaitable[None]] = _stay_here) -> None:
+    def __init__(self, notes: dict[str, str] | None = None, save: Callable[[], Awaitable[object]] = _stay_here) -> None:
         super().__init__(notes or {})
         self._save = save
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from broker.client import Broker
+from broker.connection.keys import GENERATORS
 from broker.queues.scores import outcomes_in
 from producers.engines.base import EngineSettings
 from schemas.codec import decode
@@ -162,6 +163,23 @@ async def test_another_generator_continues_a_conversation_with_all_its_answers(
     assert sample.metrics["replayed"] == 2
     said = [message["content"] for message in sample.data["messages"]]
     assert said == [message["content"] for message in messages]
+
+
+async def test_a_generator_whose_conversation_another_one_took_over_gives_no_answer(
+    broker: Broker, model: Path, tmp_path: Path, control: ControlPlane
+) -> None:
+    """It was frozen for longer than its lease, say, while the client's request waited: the other one would miss it."""
+    prepare(broker, tmp_path)
+    config = live_config(model, tmp_path)
+    engine = make_engine(config, token_s=0.0, min_length=3, max_length=9)
+    client_, keys = broker.connection.client, broker.connection.keys
+    async with running_generator(config, broker, engine), begun(control) as (_, client):
+        messages: list[dict[str, Any]] = []
+        await say(client, messages, "Hello")
+        (pending,) = client_.xpending_range(keys.tasks, GENERATORS, "-", "+", 9)
+        client_.xclaim(keys.tasks, GENERATORS, "another", 0, [pending["message_id"]])
+        with pytest.raises(openai.InternalServerError, match="another generator holds this conversation"):
+            await say(client.with_options(max_retries=0), messages, "And then?")
 
 
 async def test_a_conversation_without_a_reward_in_time_is_excluded_and_makes_no_dead_letter(

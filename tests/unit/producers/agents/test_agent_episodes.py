@@ -350,10 +350,10 @@ class Checked:
         await self.checked.wait()
         return length
 
-    def save_soon(self, delivery: Delivery[Task], partial: Partial) -> asyncio.Future[None]:
+    def save_soon(self, delivery: Delivery[Task], partial: Partial) -> asyncio.Future[bool]:
         self.saved.append(partial)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        done.set_result(None)
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        done.set_result(True)
         return done
 
 
