@@ -67,25 +67,29 @@ def test_trains_to_the_mark_and_writes_an_ordinary_model(tmp_path: Path) -> None
     assert sum(right) / len(right) == pytest.approx(result.accuracy)
 
 
+def write_config(folder: Path, **warm_start: Any) -> None:
+    """Write the pairs, and the configuration of a run whose model a warm start with these settings makes."""
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in PAIRS]
+    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    data = {"name": "jsonl", "args": {"path": "pairs.jsonl"}}
+    config = {
+        "model": {"path": "made", "max_length": 64},
+        "sampling": {"max_tokens": 8},
+        "train": data,
+        "reward": {"terms": [{"name": "exact"}]},
+        "warm_start": settings(dataset=data, eval=data, **warm_start).model_dump(mode="json"),
+        "trainer": {"threads": 3},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
 def test_the_command_answers_in_json_what_it_made_and_that_there_is_nothing_to_make(tmp_path: Path) -> None:
     (tmp_path / "start.py").write_text(
         "import torch\n\nfrom tests.support.models.tiny_model import make_tiny_model\n\n\n"
         "def build(folder, seed):\n"
         "    open('threads', 'w').write(str(torch.get_num_threads()))\n    make_tiny_model(folder, seed=seed)\n"
     )
-    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in PAIRS]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
-    data = {"name": "jsonl", "args": {"path": "pairs.jsonl"}}
-    warm_start = settings(dataset=data, eval=data, model="start.py:build", stop_accuracy=0.3, max_steps=300)
-    config = {
-        "model": {"path": "made", "max_length": 64},
-        "sampling": {"max_tokens": 8},
-        "train": data,
-        "reward": {"terms": [{"name": "exact"}]},
-        "warm_start": warm_start.model_dump(mode="json"),
-        "trainer": {"threads": 3},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    write_config(tmp_path, model="start.py:build", stop_accuracy=0.3, max_steps=300)
     done = run_tidemill("sft", "config.yaml", "--json", cwd=tmp_path)
     made = json.loads(done.stdout)
     assert (done.returncode, made["model"], made["made"]) == (0, "made", True), done.stderr
@@ -100,18 +104,7 @@ def test_the_command_answers_in_json_what_it_made_and_that_there_is_nothing_to_m
 
 def test_the_command_trains_a_model_folder_for_all_steps_where_no_accuracy_is_asked_for(tmp_path: Path) -> None:
     start = make_tiny_model(tmp_path / "start")
-    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in PAIRS]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
-    data = {"name": "jsonl", "args": {"path": "pairs.jsonl"}}
-    warm_start = settings(dataset=data, eval=data, model="start", stop_accuracy=None, max_steps=3, eval_every=2)
-    config = {
-        "model": {"path": "made", "max_length": 64},
-        "sampling": {"max_tokens": 8},
-        "train": data,
-        "reward": {"terms": [{"name": "exact"}]},
-        "warm_start": warm_start.model_dump(mode="json"),
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    write_config(tmp_path, model="start", stop_accuracy=None, max_steps=3, eval_every=2)
     done = run_tidemill("sft", "config.yaml", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 3
