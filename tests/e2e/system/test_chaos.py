@@ -16,6 +16,27 @@ REST_S = 400
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.timeout(60 * MINUTES + REST_S + 300)
+def test_no_reward_of_a_user_is_lost_and_no_teacher_or_generator_is_trusted_blindly(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, "-m", "tools.chaos", "--minutes", str(MINUTES), "--workload", "live", "--teacher"]
+    # A broker that forgets may lose answers that were saved before, which the judge does not excuse.
+    command += ["--seed", "3", "--skip", "flushall,cut aof,delete,wrong type"]
+    process = subprocess.run(
+        [*command, "--folder", str(tmp_path / "chaos"), "--json", str(result)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60 * MINUTES + REST_S + 280,
+        check=False,
+    )
+    told = process.stdout[-6000:] + process.stderr[-2000:]
+    assert process.returncode == 0, told
+    outside = json.loads(result.read_text())["outside"]
+    assert outside["rewarded, trained"] >= 50 * MINUTES, told
+    assert outside["rewarded again"] >= 50 * MINUTES, told
+
+
 @pytest.mark.timeout(60 * MINUTES + REST_S + 20)
 def test_nothing_is_lost_skipped_made_up_or_trained_twice_under_any_fault(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
