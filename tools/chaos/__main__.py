@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.judge,
         options.turns,
         options.teacher,
+        options.pictures,
     )
     if not plan.kinds():
         print(
@@ -106,6 +107,9 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument(
         "--teacher", action="store_true", help="a teacher more, in a server of its own that is killed and frozen"
+    )
+    found.add_argument(
+        "--pictures", action="store_true", help="a vision model; every prompt has an image, and agents send more"
     )
     found.add_argument("--fault-every", type=float, default=1.6, help="mean seconds between faults (%(default)s)")
     found.add_argument("--folder", type=Path, help="where all files go; a new temporary folder by default")

@@ -17,8 +17,9 @@ from deploy.supervisor.process import Process
 from tools.chaos import settings
 from tools.chaos.agents import faults as faults_agents
 from tools.chaos.faults import broker, floods, network, poison, processes, turns, user
+from tools.chaos.judging.evaluations import unfinished
 from tools.chaos.judging.evidence import EvidenceWriter, Log, read_logs
-from tools.chaos.judging.oracle import Loss, cursor, gather
+from tools.chaos.judging.oracle import SLACK_S, Loss, cursor, gather
 from tools.chaos.judging.recovery import Hit
 from tools.chaos.judging.surviving_steps import surviving_steps
 from tools.chaos.judging.watch import Tail, Watch
@@ -60,6 +61,7 @@ class ChaosPlan:
     judge: bool = False
     turns: bool = False
     teacher: bool = False
+    pictures: bool = False
 
     def kinds(self) -> list[Fault]:
         """The kinds that may happen."""
@@ -88,7 +90,7 @@ class Chaos:
         judge_url = self.judge.__enter__().url if plan.judge else None
         self._teacher = Teacher(plan.folder) if plan.teacher else None
         teacher_url = self._teacher.url if self._teacher is not None else None
-        config = settings.prepare(plan.folder, plan.seed, plan.workload, judge_url, teacher_url)
+        config = settings.prepare(plan.folder, plan.seed, plan.workload, judge_url, teacher_url, plan.pictures)
         self.server = Server(plan.folder / "broker")
         self.proxy = Proxy(self.server.socket)
         self.keys = Keys("tidemill", settings.RUN)
@@ -127,7 +129,7 @@ class Chaos:
         self.problems: list[str] = []
         self.missing: list[int] = []
         self.cursor = 0
-        self.fault_seconds = 0.0
+        self.fault_seconds = self.faults_end = 0.0
 
     def go(self) -> None:
         """Everything up to the last process' end; nothing of it runs any more afterwards, whatever happens."""
@@ -214,7 +216,7 @@ class Chaos:
         self._phase = "coming to rest"
         for active in self._active:
             active.due = 0.0
-        faults_end = time.monotonic()
+        self.faults_end = faults_end = time.monotonic()
         self._tick()
         self._undo_leftovers()
         self.cursor = cursor(read_logs(self.plan.folder / "evidence", "feeder"), faults_end)
@@ -226,9 +228,11 @@ class Chaos:
             if time.monotonic() >= looked + REST_LOOK_S:
                 self.missing = self._unfinished()
                 looked = time.monotonic()
-                if not self.missing:
+                if not self.missing and not self._unevaluated():
                     return
         shown = ", ".join(map(str, self.missing[:20]))
+        if not self.missing:
+            return
         self.problems.append(
             f"{len(self.missing)} tasks had not ended {deadline_s:.0f} s after the last fault: {shown}"
         )
@@ -248,6 +252,18 @@ class Chaos:
         steps, _ = surviving_steps([log for log in logs if log.role == "trainer"])
         done = {task for step in steps for task, *_ in step.samples} | gather(logs).ended.keys()
         return [task for task in range(self.cursor) if task not in done]
+
+    def _unevaluated(self) -> list[int]:
+        """Versions whose evaluation is still to end; those without a result are judged later."""
+        logs = read_logs(self.plan.folder / "evidence", "feeder")
+        return unfinished(self.plan.folder / "run", logs, self.forgotten, self.faults_end)
+
+    @property
+    def forgotten(self) -> list[tuple[float, float]]:
+        """Return the spans of time whose writes the server may have forgotten."""
+        kinds = {broker.DeleteKey.kind, broker.WrongType.kind}
+        beside = [(0.0, hit.until) for hit in self.hits if hit.kind in kinds]
+        return [*((loss.back_to - SLACK_S, loss.at) for loss in self.losses), *beside]
 
     def _until(self, what: str, deadline_s: float, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + deadline_s

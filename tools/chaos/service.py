@@ -10,7 +10,8 @@ trainer's fsync fails with ENOSPC, from the call on whose number the file holds.
 
 Lines of evidence, by kind (x: one list for each sample or group):
   started · ready (model or engine is loaded) · answered (first answer of the broker to this service's work)
-  admit: t, a (answer), c (next task id); what the curriculum skips ends
+  admit: t, a (answer), c (next task id); what the curriculum skips ends · evaluation: v (opened for this version)
+  held out: x=[version, prompt, the reward that it must get] of an evaluation's samples, before they are published
   publish?: x=[t, s, digest] before, publish: x=[t, s, digest, answer] after
   score?: x=[t, s, status], score: x=[t, s, status, answer] · end?: t, how, reason (and s, for one sample
   alone) before, end: the same and a after
@@ -22,26 +23,27 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import os
-import re
 import signal
 import stat
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import Buffer
 
 from broker.connection.connection import Connection
+from broker.evaluations.store import Evals
 from broker.flow.ledger import Ledger, SkippedTask
 from broker.flow.progress import TakeoverRequest
 from broker.flow.trainer_session import TrainerSession
 from broker.queues.dead_letters import UnusableTask
 from broker.queues.scores import ScoreQueue
-from broker.queues.tasks import TaskQueue
+from broker.queues.tasks import EVAL_BASE, TaskQueue, eval_version
 from deploy.cli import app
+from producers.images.placeholders import ImagePlaceholders
+from producers.images.settings import image_settings
 from producers.workflows.base import RolloutContext
 from schemas.messages import Task, Trajectory
 from schemas.system import guard
@@ -49,11 +51,11 @@ from tools.chaos.agents import calls
 from tools.chaos.judging.evidence import EvidenceWriter, digest
 from tools.chaos.outside import witness
 from tools.chaos.settings import INJECTED, JUDGE_SAYS, is_for_agents
+from tools.chaos.tokenizer import PLACE, ByteTokenizer
 from tools.chaos.turns import watch_generator, watch_trainer
 from tools.chaos.user_code import SMALLEST, TextTurn, expected
 
 FULL_DISK = "full-disk"
-SPECIAL = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -149,6 +151,17 @@ def _feeder(evidence: EvidenceWriter, folder: Path) -> None:
 
     _replace(Ledger, "admit_all", make)
 
+    def opening(original: Callable[..., Any]) -> Callable[..., Any]:
+        def open_evaluation(self: Evals, version: int, *args: Any) -> Any:
+            is_new = original(self, version, *args)
+            if is_new:
+                evidence.write("evaluation", v=version)
+            return is_new
+
+        return open_evaluation
+
+    _replace(Evals, "open", opening)
+
 
 def _generator(evidence: EvidenceWriter, folder: Path) -> None:
     from producers.engines.scripted import ScriptedEngine
@@ -156,6 +169,10 @@ def _generator(evidence: EvidenceWriter, folder: Path) -> None:
 
     assert hasattr(context, "HfTokenizer")
     setattr(context, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
+    # Without transformers, which would read the number of this token from the model's folder.
+    ImagePlaceholders.of = classmethod(  # type: ignore[method-assign, assignment]
+        lambda cls, config: cls(PLACE, settings) if (settings := image_settings(config)) else None
+    )
     watch_generator(folder, evidence.name)
     witness.watch_generator(evidence, folder)
     _once(evidence, ScriptedEngine, "start", "ready")
@@ -170,6 +187,14 @@ def _generator(evidence: EvidenceWriter, folder: Path) -> None:
                 for trajectory in trajectories
             ]
             evidence.write("publish?", x=tries)
+            held_out = [
+                [eval_version(trajectory.task_id), trajectory.task_id % EVAL_BASE, reward_of(trajectory)]
+                for _, trajectories in results
+                for trajectory in trajectories
+                if trajectory.task_id >= EVAL_BASE
+            ]
+            if held_out:
+                evidence.write("held out", x=held_out)
             answers = original(self, results)
             words = [word for answer in answers for word in answer]
             evidence.write("publish", x=[[*item, word] for item, word in zip(tries, words, strict=True)])
@@ -354,55 +379,14 @@ def _fill_disk(flag: Path, spared: Sequence[int]) -> None:
 
 def _is_own(body: Trajectory, score: float) -> bool:
     """Whether a sample has the reward that its own completion gets."""
+    return abs(reward_of(body) - score) < SMALLEST
+
+
+def reward_of(body: Trajectory) -> float:
+    """The reward of a sample, by its own completion."""
     tokens = body.tokens.numpy().tolist()
     start = body.loss_mask.numpy().tolist().index(1) if body.loss_mask.numpy().any() else len(tokens)
-    return abs(expected(tokens[start:], body.reward) - score) < SMALLEST
-
-
-class ByteTokenizer:
-    """One token for each byte, as the model of tests/support/models/tiny_model.py has them, without transformers."""
-
-    def __init__(self, path: str, trust_remote_code: bool = False) -> None:
-        del path, trust_remote_code
-
-    def prompt_ids(self, task: Task) -> list[int]:
-        return self.encode(task.text or "")
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for part in re.split(f"({'|'.join(SPECIAL)})", text):
-            ids += [SPECIAL[part]] if part in SPECIAL else [byte + 3 for byte in part.encode()]
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(token - 3 for token in ids if 3 <= token < 259).decode(errors="replace")
-
-    # For agents: the chat template of that model. No script samples the token that closes a turn.
-
-    chat_template = "messages"
-    stop_ids = frozenset({SPECIAL["<eos>"]})
-    special_ids = frozenset(SPECIAL.values())
-    longest_token = max(map(len, SPECIAL))
-
-    def decode_all(self, ids: Sequence[int]) -> str:
-        names = {token: name for name, token in SPECIAL.items()}
-        parts = [list(part) for _, part in itertools.groupby(ids, lambda token: token if token in names else -1)]
-        return "".join(names.get(part[0], "") * len(part) or self.decode(part) for part in parts)
-
-    def token_text(self, token: int) -> str:
-        return self.decode([token])
-
-    def chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: object = None,
-        *,
-        generation_prompt: bool = True,
-        args: object = None,
-        template: str | None = None,
-    ) -> str:
-        text = "".join(f"<bos>{message['role']}:{message.get('content') or ''}<eos>" for message in messages)
-        return text + "<bos>assistant:" if generation_prompt else text
+    return expected(tokens[start:], body.reward)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,16 @@ DEADLINE_S = 8.0
 """Of an agent's episode."""
 REWARD_S = 75.0
 """Of a conversation: users reward it within a minute, if they can."""
+EVALUATE_EVERY, EVALUATED = 25, 16
+"""Versions between two evaluations, and prompts of one."""
+TEXT_MODEL = (
+    "import sys, pathlib; from tests.support.models.tiny_model import make_tiny_model as make; "
+    "make(pathlib.Path(sys.argv[1]), hidden=32, layers=1)"
+)
+VISION_MODEL = (
+    "import sys, pathlib; from deploy.offline.tiny_vision_model import write_tiny_vision_model as make; "
+    "make(pathlib.Path(sys.argv[1]))"
+)
 AGENT = Path(__file__).with_name("agents") / "agent.py"
 USER_CODE, USER_TRACKER = Path(__file__).with_name("user_code.py"), Path(__file__).with_name("user_tracker.py")
 SERVICES = {
@@ -69,10 +79,15 @@ def is_for_agents(task_id: int, workload: str) -> bool:
 
 
 def configuration(
-    folder: Path, seed: int, workload: str, judge_url: str | None = None, teacher_url: str | None = None
+    folder: Path,
+    seed: int,
+    workload: str,
+    judge_url: str | None = None,
+    teacher_url: str | None = None,
+    pictures: bool = False,
 ) -> dict[str, Any]:
     """The configuration of every service; broker.url comes with each service's command. judge_url, teacher_url: of
-    further terms.
+    further terms. pictures: the model reads images, and prompts have them.
 
     Weights travel through the broker with an odd seed, through the file system with an even one.
     """
@@ -93,11 +108,15 @@ def configuration(
             "parse": {"regex": r"Score: (\d+)"},
         }
         terms.append({"name": "judge", "args": asked})
-    correct, train = terms[0]["name"], {"name": f"{USER_CODE}:Examples", "args": {"folder": str(folder)}}
+    examples = {"name": f"{USER_CODE}:Examples", "args": {"folder": str(folder), "pictures": pictures}}
+    correct, train = terms[0]["name"], examples
     advantage: dict[str, Any] = {"keep_zero_variance": True}
+    held_out: dict[str, Any] = {
+        "eval": {"dataset": {**examples, "limit": EVALUATED}, "every": EVALUATE_EVERY, "hold_s": 10}
+    }
     if workload == "live":
         workflow, train, advantage = {"name": "live"}, {"name": "live"}, {"name": "reinforce_pp"}
-        correct, terms = "", []
+        correct, terms, held_out = "", [], {}
     taught: dict[str, Any] = {}
     if teacher_url is not None:
         terms.append({"name": "teacher_server", "args": {"base_url": teacher_url, "model": "teacher"}})
@@ -106,8 +125,14 @@ def configuration(
     shape = flow(workload)
     return {
         "run": {"name": RUN, "folder": str(folder / "run"), "seed": seed},
-        "model": {"path": str(folder / "model"), "dtype": "float32", "max_length": 64 if workload == "text" else 224},
+        "model": {
+            "path": str(folder / "model"),
+            "dtype": "float32",
+            "max_length": (64 if workload == "text" else 224) + 160 * pictures,
+            **({"kind": "vision"} if pictures else {}),
+        },
         "train": train,
+        **held_out,
         "sampling": {"n": shape.samples, "max_tokens": 30},
         "reward": {"terms": terms, **({"correct_term": correct} if correct else {}), "timeout_s": 2, "workers": 1},
         "flow": {"staleness": shape.staleness, "window": shape.window},
@@ -141,16 +166,18 @@ def configuration(
 
 
 def prepare(
-    folder: Path, seed: int, workload: str, judge_url: str | None = None, teacher_url: str | None = None
+    folder: Path,
+    seed: int,
+    workload: str,
+    judge_url: str | None = None,
+    teacher_url: str | None = None,
+    pictures: bool = False,
 ) -> Path:
     """Write the model (in a process of its own, so that this one never loads PyTorch) and the configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model" / "model.safetensors").is_file():
-        code = (
-            "import sys, pathlib; from tests.support.models.tiny_model import make_tiny_model as make; "
-            "make(pathlib.Path(sys.argv[1]), hidden=32, layers=1)"
-        )
-        subprocess.run([sys.executable, "-c", code, str(folder / "model")], check=True, timeout=120)
+        make = VISION_MODEL if pictures else TEXT_MODEL
+        subprocess.run([sys.executable, "-c", make, str(folder / "model")], check=True, timeout=120)
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(configuration(folder, seed, workload, judge_url, teacher_url)))
+    file.write_text(yaml.safe_dump(configuration(folder, seed, workload, judge_url, teacher_url, pictures)))
     return file

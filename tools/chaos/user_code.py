@@ -25,6 +25,8 @@ from producers.workflows.base import RolloutContext
 from producers.workflows.single_turn import SingleTurn
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import DataError
+from schemas.messages import ChatMessage, ContentPart
+from tools.chaos.agents.agent import picture
 
 SHARE = 0.2
 SMALLEST = 1e-3
@@ -38,6 +40,7 @@ DATASET = (
     "any error",
     "no prompt",
     "no example",
+    "no picture",
 )
 WORKFLOW = ("any error", "a data error", "data of an object", "NaN", "no own token", "a wrong index", "cancels itself")
 REWARD = ("raises", "infinite", "text", "exits", "hangs", "leaves a daemon", "answers twice")
@@ -53,10 +56,11 @@ def misbehaviour(folder: Path | str, what: str) -> str:
 
 
 class Examples:
-    """Sums, some of them unusable in every way that was ever found to end a feeder."""
+    """Sums, some of them unusable in every way that was ever found to end a feeder. pictures: beside every sum."""
 
-    def __init__(self, folder: str, base: Path | None = None) -> None:
+    def __init__(self, folder: str, pictures: bool = False, base: Path | None = None) -> None:
         self._folder = folder
+        self._pictures = pictures
         self._sums = Arithmetic()
 
     def __len__(self) -> int:
@@ -64,6 +68,8 @@ class Examples:
 
     def __getitem__(self, index: int) -> Example:
         example = self._sums[index]
+        if self._pictures:
+            example = with_picture(example, picture(index))
         match misbehaviour(self._folder, "dataset"):
             case "half a character":
                 return replace(example, text="\ud800")
@@ -79,7 +85,15 @@ class Examples:
                 return Example()
             case "no example":
                 return None  # type: ignore[return-value]
+            case "no picture":
+                return with_picture(self._sums[index], b"no picture")
         return example
+
+
+def with_picture(example: Example, file: bytes) -> Example:
+    """The example as a message of a text and an image."""
+    parts = [ContentPart("image"), ContentPart("text", example.text or "")]
+    return replace(example, text=None, messages=[ChatMessage("user", parts)], images=[file])
 
 
 class TextTurn(SingleTurn):

@@ -9,11 +9,13 @@ that it was answered with, so that the judge finds the right one in what is trai
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -67,7 +69,11 @@ async def run(task: dict[str, Any], base_url: str, episode: Any, *, folder: str)
         ids = [*answer.get("prompt_token_ids", choice.get("prompt_token_ids", [])), *choice["token_ids"], 13]
         await asyncio.sleep(number % 5 * 0.02)
         found = await episode.once(f"tool {turn}", lambda: random.randrange(10)) if style == "once" else len(text) % 10
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"{turn}: {found}"}]
+        said: Any = f"{turn}: {found}"
+        if any(isinstance(message["content"], list) for message in task["messages"]):
+            url = f"data:image/png;base64,{base64.b64encode(picture(number + turn)).decode()}"
+            said = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": said}]
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": said}]
     if bad and when == calls:
         match bad:
             case "returns an object":
@@ -80,6 +86,20 @@ async def run(task: dict[str, Any], base_url: str, episode: Any, *, folder: str)
                 return {"rewards": 1.0}
         await misbehave(bad, base_url)
     return checksum(received)
+
+
+def picture(number: int, side: int = 56) -> bytes:
+    """A PNG file of one colour, another one for each of 2**24 numbers."""
+    row = b"\0" + (number * 2654435761 % (1 << 24)).to_bytes(3, "big") * side
+    parts = (
+        (b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(row * side)),
+        (b"IEND", b""),
+    )
+    body = (
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in parts
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(body)
 
 
 def checksum(answers: list[list[int]]) -> float:

@@ -146,9 +146,13 @@ PARTS = (
     "samples",
     "journal",
     "readmit",
+    "images",
 )
 """Keys without which a run can't continue as it was."""
-BESIDE = ("weights", "chunks", "dead", "evals", "services", "refusals", "peers", "roll", "roll_answers", "roll_changes")
+BESIDE = (
+    *("weights", "chunks", "dead", "services", "refusals", "peers", "roll", "roll_answers", "roll_changes"),
+    *("evals", "eval_tasks", "eval_samples", "partials"),
+)
 """Keys whose loss may cost no sample."""
 
 

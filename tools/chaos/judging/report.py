@@ -18,6 +18,7 @@ from broker.connection.embedded import find_server
 from tools.chaos import settings
 from tools.chaos.agents.calls import FOLDER, judge_calls
 from tools.chaos.judging import recovery
+from tools.chaos.judging.evaluations import judge_evaluations
 from tools.chaos.judging.evidence import Line, read_lines, read_logs
 from tools.chaos.judging.oracle import Judgement, Rules, judge
 from tools.chaos.judging.surviving_steps import surviving_steps, trained_log
@@ -49,6 +50,9 @@ def examine(chaos: Chaos) -> dict[str, Any]:
     judgement = judge(logs, rules, chaos.losses)
     judge_calls(plan.folder, judgement, own_rewards=not is_live)
     judge_sources(logs, judgement)
+    if not is_live:
+        added = settings.JUDGE_SAYS if plan.judge else 0.0
+        judge_evaluations(plan.folder / "run", logs, chaos.forgotten, chaos.faults_end, added, judgement)
     if is_live:
         judge_conversations(logs, read_logs(plan.folder / FOLDER), rules, chaos.losses, judgement)
     watched = peaks(_looks(chaos), flow.samples, [hit.at for hit in chaos.hits if hit.kind.startswith("poison")])
@@ -108,6 +112,7 @@ def examine(chaos: Chaos) -> dict[str, Any]:
             for name in ("episodes trained", "calls trained", "calls sampled", "not sampled")
         },
         "outside": {name: judgement.counts[name] for name in (*SOURCES, *(CONVERSATIONS if is_live else ()))},
+        "evaluations": {name: judgement.counts[name] for name in ("evaluations", "evaluated samples")},
         "max_staleness": judgement.max_staleness,
         "staleness_bound": flow.staleness,
         "max_live_groups": round(watched.most, 2),
@@ -211,6 +216,7 @@ def _figures(result: dict[str, Any], console: Console) -> None:
         ("groups dropped, failed", dropped),
         ("agents", ", ".join(f"{count:,} {name}" for name, count in result["agents"].items())),
         ("from outside", ", ".join(f"{count:,} {name}" for name, count in result["outside"].items())),
+        ("evaluations", ", ".join(f"{count:,} {name}" for name, count in result["evaluations"].items())),
         ("max staleness", f"{result['max_staleness']} of {result['staleness_bound']}"),
         ("max live groups", f"{result['max_live_groups']} of {result['live_groups_bound']}"),
         ("ledger unbalanced", f"{result['ledger_unbalanced']} of {result['ledger_looks']:,} looks"),
