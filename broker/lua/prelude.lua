@@ -22,14 +22,19 @@ local function roll_changed(what)
   redis.call('XADD', ROLL_CHANGES, 'MAXLEN', '16', '*', 'w', what)
 end
 
+-- Delete the oldest sixteenth of a stream until it takes at most so many bytes, but keep the newest entry.
+local function trim_bytes(stream, most)
+  local left = redis.call('XLEN', stream)
+  while left > 1 and redis.call('MEMORY', 'USAGE', stream, 'SAMPLES', '0') > tonumber(most) do
+    left = left - math.ceil(left / 16)
+    redis.call('XTRIM', stream, 'MAXLEN', left)
+  end
+end
+
 -- Store a dead letter. All are counted, and the newest are kept, limited in number and bytes, but at least one.
 local function keep_dead_letter(letter)
   redis.call('XADD', DEAD, 'MAXLEN', KEEP_DEAD, '*', 'b', letter)
-  local left = redis.call('XLEN', DEAD)
-  while left > 1 and redis.call('MEMORY', 'USAGE', DEAD, 'SAMPLES', '0') > KEEP_DEAD_BYTES do
-    left = left - 1
-    redis.call('XTRIM', DEAD, 'MAXLEN', left)
-  end
+  trim_bytes(DEAD, KEEP_DEAD_BYTES)
   redis.call('HINCRBY', COUNTS, 'dead_letters', 1)
 end
 

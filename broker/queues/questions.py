@@ -10,7 +10,7 @@ from schemas.codec import encode, try_decode
 from schemas.messages import Question, QuestionAnswer
 
 MOST_WAITING = 16
-MOST_ANSWERS = 64
+MOST_ANSWERS, MOST_BYTES = 64, 16 * 2**20
 LARGEST = 1 << 22
 
 
@@ -52,4 +52,4 @@ class Questions:
 
     def answer(self, answer: QuestionAnswer) -> None:
         """Publish the answer to a question."""
-        self._connection.run_script("answer_question", encode(answer, LARGEST), MOST_ANSWERS)
+        self._connection.run_script("answer_question", encode(answer, LARGEST), MOST_ANSWERS, MOST_BYTES)
