@@ -20,7 +20,8 @@ from schemas.messages import Manifest, TensorSpec
 
 PAYS = 0.5
 """Largest size of a useful delta, as a share of the state: a reader also needs time to apply and check it."""
-WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+WIDTHS = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
+WIDTHS |= {"float8_e4m3fn": 1, "float8_e5m2": 1}
 """Bytes of an element."""
 
 

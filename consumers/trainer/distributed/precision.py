@@ -12,16 +12,16 @@ def dtype_rule(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], to
     """Return the rule by which a tensor of the model is stored: in ``dtype``, or in float32 if the model asks for it.
 
     Buffers (an expert's routing bias, say) and what transformers loads in float32 in any case are small, are computed
-    with in float32 by engines as well, and would lose their differences in 16 bits.
+    with in float32 by engines as well, and would lose their differences in 16 bits. Integers stay as they are.
     """
-    buffers = {name for name, _ in model.named_buffers()}
+    buffers = {name: torch.float32 if each.is_floating_point() else each.dtype for name, each in model.named_buffers()}
     modules = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         modules |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     kept = re.compile("|".join(rf"(?:^|\.){re.escape(each)}(?:\.|$)" for each in modules) or r"(?!)")
 
     def rule(name: str) -> torch.dtype:
-        return torch.float32 if name in buffers or kept.search(name) else dtype
+        return buffers.get(name, torch.float32 if kept.search(name) else dtype)
 
     return rule
 

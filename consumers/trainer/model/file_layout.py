@@ -33,8 +33,9 @@ from consumers.trainer.model.policy import DTYPES
 from schemas.messages import TensorSpec
 
 Shapes = dict[str, tuple[int, ...]]
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_STORED = DTYPES | {"int64": torch.int64, "int32": torch.int32}
+_NAMES = {dtype: name for name, dtype in _STORED.items()}
+_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32"}
 _LAST_NUMBER = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")
 ROWS = 8
 """Experts of a layer that are converted at a time."""
@@ -129,7 +130,7 @@ class FileLayout:
         entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for spec in self.specs:
-            end = offset + math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
+            end = offset + math.prod(spec.shape) * _STORED[spec.dtype].itemsize
             entries[spec.name] = {"dtype": _SAFETENSORS[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(entries, separators=(",", ":")).encode()
@@ -139,7 +140,7 @@ class FileLayout:
     @property
     def size(self) -> int:
         """Bytes of the tensors."""
-        return sum(math.prod(spec.shape) * DTYPES[spec.dtype].itemsize for spec in self.specs)
+        return sum(math.prod(spec.shape) * _STORED[spec.dtype].itemsize for spec in self.specs)
 
     def split(self, most: int) -> list[FileLayout]:
         """Return the layouts of several files, each of at most so many bytes, or of one conversion."""
@@ -160,7 +161,7 @@ class FileLayout:
         found, offset = {}, len(self.head)
         for spec in self.specs:
             found[spec.name] = offset
-            offset += math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
+            offset += math.prod(spec.shape) * _STORED[spec.dtype].itemsize
         return found
 
     def pieces(

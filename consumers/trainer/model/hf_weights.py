@@ -176,10 +176,14 @@ def wire_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and saved floating-point buffers by Hugging Face name, without adapters; tied ones once."""
+    """Yield parameters and saved buffers by Hugging Face name, without adapters; tied ones once.
+
+    Of integers there are only a language model's buffers, such as DeepSeek V4's table of each token's experts.
+    """
     saved = policy.state_dict().keys()
+    integers = {name for name, _ in policy.named_buffers() if name.startswith(_PREFIX)}
     for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]:
-        if name in saved and tensor.is_floating_point() and not _ADAPTER.fullmatch(name):
+        if name in saved and (tensor.is_floating_point() or name in integers) and not _ADAPTER.fullmatch(name):
             yield name.removeprefix(_PREFIX).replace(_UNDER, "."), tensor.detach()
 
 

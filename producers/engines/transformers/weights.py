@@ -46,8 +46,8 @@ class ModelWeights:
         self._model = model
         self._tied = tied
         saved = model.state_dict().keys()
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        kept = {name: each for name, each in tensors if name in saved and each.is_floating_point()}
+        weights = [(name, each) for name, each in model.named_parameters() if each.is_floating_point()]
+        kept = {name: each for name, each in [*weights, *model.named_buffers()] if name in saved}
         self._names = kept.keys()
         empty = {name: torch.empty(each.shape, device="meta") for name, each in kept.items()}
         stored = revert_weight_conversion(model, dict(empty))

@@ -47,6 +47,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 """Settings of each family's configuration, beside sizes that all have."""
+_LATENT = _ROUTED | FAMILIES["deepseek_v3"]
+_INDEXED = _LATENT | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
+_LINEAR = {f"linear_{part}": size for part, size in (("num_key_heads", 2), ("num_value_heads", 2))} | {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_ANY = _ROUTED | _EXPERTS | {"num_local_experts": 4}
+OTHERS: dict[str, dict[str, Any]] = {
+    "afmoe": _ANY,
+    "aria_text": _ANY,
+    "axk1": _LATENT,
+    "axk2": _LATENT,
+    "cohere2_moe": _ANY,
+    "deepseek_v2": _LATENT,
+    "deepseek_v32": _INDEXED,
+    "deepseek_v4": _ANY,
+    "exaone_moe": _ANY,
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
+    "gemma3n_text": {"head_dim": 32, "layer_types": ["sliding_attention", "full_attention"]}
+    | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 260, "hidden_size_per_layer_input": 8}
+    | {"laurel_rank": 8},
+    "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _INDEXED,
+    "granitemoehybrid": _ANY,
+    "granitemoeshared": _ANY,
+    "hrm_text": {"head_dim": 32},
+    "hunyuan_v1_moe": _ANY,
+    "hy_v3": _ANY,
+    "kimi_linear": _LATENT | {"pad_token_id": 0, "num_experts": 4, "head_dim": 32},
+    "laguna": _ANY,
+    "lfm2_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1}
+    | {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": _LATENT
+    | {"moe_topk": 2, "zero_expert_num": 1, "expert_ffn_hidden_size": 32, "ffn_hidden_size": 64}
+    | {"num_layers": 2, "head_dim": 8},
+    "mellum": _ANY,
+    "mimo_v2_flash": _ANY,
+    "minimax": _ANY,
+    "olmo_hybrid": {"pad_token_id": 0},
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 16},
+    "qwen3_5_moe_text": _EXPERTS | {"shared_expert_intermediate_size": 16} | _LINEAR,
+    "qwen3_5_text": {"head_dim": 32} | _LINEAR,
+    "solar_open": _ANY,
+}
+"""The others that transformers converts when it reads a folder, and that are small enough."""
 
 
 def make_family(folder: Path, family: str, seed: int = 0) -> Path:
@@ -55,7 +100,12 @@ def make_family(folder: Path, family: str, seed: int = 0) -> Path:
 
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **_SIZES | {"eos_token_id": tokenizer.eos_token_id} | FAMILIES[family])
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    own = (FAMILIES | OTHERS)[family]
+    config = AutoConfig.for_model(family, **_SIZES | {"eos_token_id": tokenizer.eos_token_id} | own)
+    model = AutoModelForCausalLM.from_config(config)
+    for buffer in model.buffers():
+        if not buffer.is_floating_point():
+            buffer.random_(2)  # a table of experts, which a configuration alone leaves at 0
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -1,6 +1,7 @@
 """Weights of a trainer's real steps, as adapters or deltas, are loaded by a real engine and pass each probe."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,11 +38,16 @@ from schemas.system.lifecycle import StopFlag
 from tests.support.broker.trainer_sessions import take_over
 from tests.support.configurations import minimal_config
 from tests.support.models.adapters import ALPHA, RANK, compute_logprobs, merge_adapter, write_adapter
-from tests.support.models.families import make_family
+from tests.support.models.families import OTHERS, make_family
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.models.weight_files import write_weights
 from tests.support.trainer.trajectories import make_groups
 
+MORE = functools.partial(pytest.param, marks=pytest.mark.matrix("the same conversions under other names"))
+REFUSED = {"axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "granitemoehybrid", "kimi_linear", "lfm2_moe"} | {
+    *("minimax", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text")
+}
+"""Families with layers that the engine transformers refuses by name."""
 PROMPT = [5, 90, 17, 200, 33, 8]
 LORA = LoraConfig(rank=RANK, alpha=ALPHA)
 PROBE = [5, 9, 40, 41, 80, 7]
@@ -246,7 +252,10 @@ async def test_an_engine_follows_a_chain_of_deltas(config: TidemillConfig, broke
     assert [m.whole for m in broker.weights.published()][-3:] == [True, False, False]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_neox", "gpt_oss", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["deepseek_v3", "gpt_neox", "gpt_oss", "mixtral", "qwen3_moe", *map(MORE, sorted(OTHERS.keys() - REFUSED))],
+)
 async def test_what_a_trainer_publishes_of_a_mixture_is_what_engines_compute(tmp_path: Path, family: str) -> None:
     """A version changes the answers to the trainer's own, buffers that are saved with the model included."""
     folder = make_family(tmp_path / "model", family)

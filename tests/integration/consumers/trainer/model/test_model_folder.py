@@ -1,5 +1,6 @@
 """Folders of models: of the Hub, beside the weights that a run writes, and as Hugging Face loads them."""
 
+import functools
 import json
 import os
 import subprocess
@@ -20,12 +21,14 @@ from schemas.config import ModelConfig
 from schemas.errors import CONFIG_EXIT, ConfigError
 from schemas.model_folder import fetched_name, resolve_folder, split_revision
 from schemas.weight_files import read_shapes
-from tests.support.models.families import FAMILIES, make_family
+from tests.support.models.families import FAMILIES, OTHERS, make_family
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.models.weight_files import write_weights
 from tests.support.servers.hub_server import Hub
 
 OLD, NEW = "a" * 40, "b" * 40
+
+MORE = functools.partial(pytest.param, marks=pytest.mark.matrix("the same conversions under other names"))
 
 LOAD = """
 from consumers.trainer.model.policy import load_model
@@ -151,7 +154,9 @@ def test_probe_is_the_plain_forward_at_temperature_one(tmp_path: Path) -> None:
     assert got.tolist() == pytest.approx(want.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "family", [*sorted(FAMILIES), "deepseek_v4", *map(MORE, sorted(OTHERS.keys() - {"deepseek_v4"}))]
+)
 def test_the_file_holds_what_a_folder_of_the_model_holds(tmp_path: Path, family: str) -> None:
     """Mixtures, whose experts are one tensor in memory, and models whose tensors have another name there."""
     folder = make_family(tmp_path / "model", family)
