@@ -26,18 +26,30 @@ class EvaluationLog:
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / EVALUATIONS
-        self.lines = read_evaluations(self.file)
+        self.lines: dict[int, dict[str, Any]] = {}
         self._lines = LineFile(self.file, durable=True)
+        self._read = 0
+        """Bytes of the file whose lines are known."""
+        self._read_lines()
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Write the line of a version, durably, unless it has one; DiskError if the disk is full."""
+        """Write the line of a version, durably, unless it has one; DiskError if the disk is full.
+
+        It may be there because another trainer has taken over and has written it, while this one was stopped.
+        """
+        self._read_lines()
         if line["version"] in self.lines:
             return
         try:
             self._lines.append(json.dumps(dict(line)))
         except OSError as error:
             raise DiskError(f"cannot write {self.file}: {error}") from error
-        self.lines[line["version"]] = dict(line)
+        self._read_lines()
+
+    def _read_lines(self) -> None:
+        size = self.file.stat().st_size if self.file.is_file() else 0
+        if size != self._read:
+            self.lines, self._read = read_evaluations(self.file), size
 
 
 def best_versions(lines: Mapping[int, Mapping[str, Any]]) -> list[int]:

@@ -216,6 +216,15 @@ def test_a_version_has_one_line_for_ever_also_after_a_restart(tmp_path: Path) ->
     assert len(second.file.read_text().splitlines()) == 2
 
 
+def test_a_trainer_that_was_stopped_writes_no_line_that_its_successor_has_written(tmp_path: Path) -> None:
+    stopped, successor = EvaluationLog(tmp_path), EvaluationLog(tmp_path)
+    successor.add(line(4))
+    stopped.add(line(4))
+    stopped.add(line(8))
+    assert len(stopped.file.read_text().splitlines()) == 2
+    assert list(stopped.lines) == [4, 8]
+
+
 def test_a_line_that_a_crash_cut_off_swallows_none_and_is_written_again(tmp_path: Path) -> None:
     log = EvaluationLog(tmp_path)
     log.add(line(0))
