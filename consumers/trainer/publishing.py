@@ -4,6 +4,7 @@ Two watches look at what generators make of them: a run ends if no generator can
 tokens are not from the weights that they name is drained.
 """
 
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -232,31 +233,31 @@ class MismatchWatch:
         """Judge the generators of a step's samples; return the step's metrics of them."""
         trained = [sample for group in batch.groups for sample, _ in group.samples]
         samples = [
-            SampleMismatch(sample.generator, batch.record.version - sample.oldest_version, *result.samples[index])
+            SampleMismatch(
+                sample.generator,
+                batch.record.version - sample.oldest_version,
+                *result.samples[index],
+                process=sample.process,
+            )
             for index, sample in enumerate(trained)
             if index in result.samples
         ]
-        if self._context.config.pools:
-            beats = self._context.broker.heartbeats.list()
-            self._pools |= {beat.service: beat.pool for beat in beats if beat.pool}
-        for name, problem in self._judge.add(samples, self._pools).items():
-            self._report(name, problem)
+        heartbeats = self._context.broker.heartbeats
+        now, beats = heartbeats.read_clock(), [beat for beat in heartbeats.list() if beat.role == "generator"]
+        self._pools |= {beat.service: beat.pool for beat in beats if beat.pool}
+        alive = {beat.service: beat.process for beat in beats if now - beat.time < FRESH_S}
+        # Tokens that another process has sampled, under this name or before it handed over, say nothing of this one.
+        own = [one for one in samples if one.process and alive.get(one.generator) == one.process]
+        for name, problem in self._judge.add(own, self._pools).items():
+            self._report(name, problem, alive)
         return mismatch_metrics(samples, self._pools)
 
-    def _report(self, name: str, problem: str) -> None:
-        context = self._context
-        heartbeats = context.broker.heartbeats
-        now = heartbeats.read_clock()
-        alive = {
-            beat.service: beat.process
-            for beat in heartbeats.list()
-            if beat.role == "generator" and now - beat.time < FRESH_S
-        }
-        process = alive.pop(name, None)
-        drained = find_drained(context.broker.run_control.read() or ControlState(), heartbeats)
-        drains = self._drains and bool(set(alive) - drained)
+    def _report(self, name: str, problem: str, alive: Mapping[str, str]) -> None:
+        context, process = self._context, alive[name]
+        drained = find_drained(context.broker.run_control.read() or ControlState(), context.broker.heartbeats)
+        drains = self._drains and bool(alive.keys() - drained - {name})
         # What was drained may still send what it began. What was only reported is drained as soon as it can be.
-        if process is None or name in drained or (self._told.get(name) == process and not drains):
+        if name in drained or (self._told.get(name) == process and not drains):
             return
         self._told[name] = process
         if drains:

@@ -1,6 +1,7 @@
 """The objects that the parts of one generator share."""
 
 import asyncio
+import functools
 from dataclasses import dataclass
 from typing import Self
 
@@ -79,7 +80,12 @@ class GeneratorContext:
     def is_drained(self) -> bool:
         """Whether this process must take no more tasks, because the trainer found a mismatch."""
         found = self.orders.control.mismatch.get(self.name)
-        return found is not None and found == identify_process()
+        return found is not None and found == self.process
+
+    @functools.cached_property
+    def process(self) -> str:
+        """The identity of this process."""
+        return identify_process()
 
     def report(self, name: str, text: str) -> None:
         """Report an event to the broker in the background; log it if that fails. Call it in the event loop."""

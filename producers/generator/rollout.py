@@ -218,6 +218,8 @@ class Rollout:
             return None
         trajectory = sample.to_trajectory(self._task, context.config.run.name, context.name, seconds)
         trajectory.trace = self._trace(sample.index)
+        if self._earlier(sample.index) is None:
+            trajectory.process = context.process
         return trajectory
 
     def _earlier(self, sample: int) -> Partial | None:

@@ -153,6 +153,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     teacher_logprobs: float32 [T], as in Score, from which the trainer takes them; on the way to it those of the policy
     itself after another prompt, else None. teacher_problem: the error, if the policy could not compute them.
     trace: moments of the sample so far (schemas/messages/moments.py), b"" without traces.
+    process: identity of the generator's process, if it has sampled all tokens; "" if another one began the sample.
     """
 
     run: str
@@ -183,6 +184,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     teacher_logprobs: Array | None = None
     teacher_problem: str = ""
     trace: bytes = b""
+    process: str = ""
 
     def __post_init__(self) -> None:
         # Each trajectory is checked where it is made and where it is trained: each check is one pass without a copy, by

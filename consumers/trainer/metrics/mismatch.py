@@ -26,7 +26,10 @@ MOST_GENERATORS = 32
 
 @dataclass(frozen=True)
 class SampleMismatch:
-    """Sums over the loss tokens of a sample, as in StepMeter. age: of its oldest token, in versions."""
+    """Sums over the loss tokens of a sample, as in StepMeter. age: of its oldest token, in versions.
+
+    process: of the generator, as in Trajectory.
+    """
 
     generator: str
     age: int
@@ -34,6 +37,7 @@ class SampleMismatch:
     gap: float
     kl: float
     current: float
+    process: str = ""
 
 
 @dataclass
@@ -73,11 +77,18 @@ class MismatchJudge:
         self._kl = kl
         self._relative: dict[str, _Excess] = {}
         self._absolute: dict[str, _Excess] = {}
+        self._process: dict[str, str] = {}
+        """Process of each generator whose samples were added, by name."""
 
     def add(self, samples: Sequence[SampleMismatch], pools: Mapping[str, str] | None = None) -> dict[str, str]:
         """Add the samples of a step; return what is wrong with generators, by name. pools: of those in one, by name."""
         usual = _usual_by_age(samples, pools or {})
         for one in samples:
+            if self._process.setdefault(one.generator, one.process) != one.process:
+                # A new process of this name begins without the faults of the one before.
+                self._process[one.generator] = one.process
+                self._relative.pop(one.generator, None)
+                self._absolute.pop(one.generator, None)
             mean = usual[one.generator, one.age]
             if mean is not None:
                 self._relative.setdefault(one.generator, _Excess()).add(one.tokens, one.gap, mean * one.tokens)

@@ -34,6 +34,7 @@ from tests.support.trainer.trainer_loop import run
 
 NAMES = ("a", "b", "c")
 STEPS = 16
+PROCESS = identify_process("h", "p", 1)
 
 
 class Samplers:
@@ -73,6 +74,7 @@ def make_sample(task_id: int, sample: int, prompt: list[int], row: BatchRow, gen
         prompt="",
         completion="",
         generator=generator,
+        process=PROCESS,
     )
 
 
@@ -142,6 +144,18 @@ def mismatch_events(broker: Broker) -> list[str]:
     return [event.text for event in broker.events.tail(100) if event.name == "mismatch"]
 
 
+@pytest.mark.parametrize("process", [identify_process("h", "p", 2), ""], ids=["before it", "of another generator"])
+def test_a_generator_is_not_blamed_for_the_tokens_of_another_process(
+    still_trainer: Callable[..., Trainer], model: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch, process: str
+) -> None:
+    """The name may have been that of a process at fault, or samples were begun by a generator at fault."""
+    monkeypatch.setattr(f"{__name__}.PROCESS", process)
+    train(still_trainer(), broker, model, layer_off)
+    control = broker.run_control.read()
+    assert control is None or not control.mismatch
+    assert mismatch_events(broker) == []
+
+
 MORE = pytest.mark.matrix("one more way to be another policy")
 
 
@@ -164,7 +178,7 @@ def test_a_generator_of_another_policy_is_out_within_200_samples(
     samplers = train(still_trainer(), broker, model, spoil, temperature)
     control = broker.run_control.read()
     assert control is not None
-    assert dict(control.mismatch) == {"c": identify_process("h", "p", 1)}
+    assert dict(control.mismatch) == {"c": PROCESS}
     assert find_drained(control, broker.heartbeats) == {"c"}
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert "mismatch/c/gap" not in lines[-1], "none of its samples is trained any more"
@@ -221,14 +235,14 @@ def test_a_generator_at_fault_is_drained_once_another_is_alive_and_again_if_the_
     def find(*alive: str) -> list[str]:
         send_heartbeats(broker, alive)
         for _ in range(2):
-            watch._report("c", "its tokens are not those of the policy")
+            watch._report("c", "its tokens are not those of the policy", dict.fromkeys({"c", *alive}, PROCESS))
         control = broker.run_control.read()
         return [] if control is None else [*control.mismatch]
 
     assert find("c") == []
     assert find("a", "c") == ["c"]
     broker.connection.client.delete(broker.connection.keys.run_control)
-    assert find() == ["c"]
+    assert find("a", "c") == ["c"]
     ends = [text.rpartition("; ")[2] for text in mismatch_events(broker)]
     assert ends == ["no other generator is alive", *["it gets no more tasks, and its samples end as mismatch"] * 2]
 

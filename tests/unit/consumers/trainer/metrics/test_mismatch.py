@@ -57,6 +57,15 @@ def test_a_generator_far_from_others_is_found_within_200_samples(wrong: float, d
     assert "at most 4 times as much is allowed" in found["wrong"]
 
 
+def test_a_new_process_begins_without_the_faults_of_the_one_before() -> None:
+    judge = MismatchJudge("float32", ratio=4.0, kl=None)
+    usual = [SampleMismatch("a", 0, 100.0, 1e-4, 1e-8, 100.0)] * 40
+    wrong = [SampleMismatch("c", 0, 30.0, 30.0, 1.0, 30.0, process="old")] * 31
+    assert judge.add([*usual, *wrong]) == {}, "too few samples"
+    assert judge.add([*usual, SampleMismatch("c", 0, 400.0, 4e-4, 1e-8, 400.0, process="new")]) == {}
+    assert "c" in judge.add([*usual, *wrong, *wrong]), "a new fault is found"
+
+
 def test_generators_whose_tokens_are_never_of_the_same_version_are_compared_too() -> None:
     """Each takes the tasks of a version. The wrong one is found beside older tokens, which differ by more anyway."""
     judge = MismatchJudge("float32", ratio=4.0, kl=None)
