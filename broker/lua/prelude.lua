@@ -44,6 +44,37 @@ local function task_stream(kind)
   return TASKS
 end
 
+-- Acknowledge and delete entries of a stream, a thousand at a time: Lua cannot unpack many more.
+local function remove(stream, group, entries)
+  for first = 1, #entries, 1000 do
+    local last = math.min(first + 999, #entries)
+    redis.call('XACK', stream, group, unpack(entries, first, last))
+    redis.call('XDEL', stream, unpack(entries, first, last))
+  end
+end
+
+-- Fields of an answer that is a flat list of names and values, by name.
+local function by_name(flat)
+  local named = {}
+  for i = 1, #flat, 2 do named[flat[i]] = flat[i + 1] end
+  return named
+end
+
+-- What the server says of a consumer group, by name; nil if there is no such stream or group.
+local function group_info(stream, group)
+  local groups = redis.pcall('XINFO', 'GROUPS', stream)
+  for _, flat in ipairs(groups.err and {} or groups) do
+    local info = by_name(flat)
+    if info['name'] == group then return info end
+  end
+end
+
+-- Whether an entry is pending, for this consumer if one is given.
+local function is_pending(stream, group, entry, consumer)
+  local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1)
+  return not pending.err and #pending > 0 and (not consumer or pending[1][2] == consumer)
+end
+
 -- Renew the leases of entries (ARGV from the third on) that are pending for the worker (the second), and return those
 -- that another worker has claimed.
 local function renew_leases(stream, group)
@@ -120,8 +151,7 @@ local function outcomes_known(task, count)
   if left <= 0 then
     local kind = redis.call('HGET', GROUPS, task .. ':kind')
     local entry = redis.call('HGET', GROUPS, task .. ':entry')
-    redis.call('XACK', task_stream(kind), GENERATORS, entry)
-    redis.call('XDEL', task_stream(kind), entry)
+    remove(task_stream(kind), GENERATORS, {entry})
     forget_body(task, kind)
   end
   return left
@@ -137,15 +167,6 @@ end
 
 local function body_of(place)
   return string.match(place, '/(.*)$') or ''
-end
-
--- Acknowledge and delete entries of a stream, a thousand at a time: Lua cannot unpack many more.
-local function remove(stream, group, entries)
-  for first = 1, #entries, 1000 do
-    local last = math.min(first + 999, #entries)
-    redis.call('XACK', stream, group, unpack(entries, first, last))
-    redis.call('XDEL', stream, unpack(entries, first, last))
-  end
 end
 
 -- Delete fields of a hash, a thousand at a time.

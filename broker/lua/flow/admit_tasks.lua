@@ -12,10 +12,8 @@ local function next_task()
 end
 local function taken(entry)
   for _, group in ipairs(redis.call('XINFO', 'GROUPS', TASKS)) do
-    local known = {}
-    for i = 1, #group, 2 do known[group[i]] = group[i + 1] end
     local ms, number = string.match(entry, '(%d+)-(%d+)')
-    local last_ms, last_number = string.match(known['last-delivered-id'], '(%d+)-(%d+)')
+    local last_ms, last_number = string.match(by_name(group)['last-delivered-id'], '(%d+)-(%d+)')
     if ms ~= last_ms then return tonumber(ms) < tonumber(last_ms) end
     return tonumber(number) <= tonumber(last_number)
   end

@@ -5,7 +5,6 @@ local no = refused(ARGV[1])
 if no then return no end
 for i = 2, #ARGV, 2 do
   if ARGV[i + 1] ~= '' and #redis.call('XRANGE', SCORED, ARGV[i], ARGV[i]) == 1 then keep_dead_letter(ARGV[i + 1]) end
-  redis.call('XACK', SCORED, TRAINER, ARGV[i])
-  redis.call('XDEL', SCORED, ARGV[i])
+  remove(SCORED, TRAINER, {ARGV[i]})
 end
 return 'ok'

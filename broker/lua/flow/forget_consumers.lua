@@ -8,8 +8,7 @@ local count = 0
 for _, pair in ipairs({{TASKS, GENERATORS}, {EVAL_TASKS, GENERATORS}, {TRAJECTORIES, REWARD}, {SCORED, TRAINER}}) do
   local found = redis.pcall('XINFO', 'CONSUMERS', pair[1], pair[2])
   for _, consumer in ipairs(found.err and {} or found) do
-    local named = {}
-    for i = 1, #consumer, 2 do named[consumer[i]] = consumer[i + 1] end
+    local named = by_name(consumer)
     if named['pending'] == 0 and named['idle'] >= tonumber(ARGV[2]) then
       redis.call('XGROUP', 'DELCONSUMER', pair[1], pair[2], named['name'])
       count = count + 1

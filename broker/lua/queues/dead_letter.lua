@@ -5,6 +5,5 @@ if #redis.call('XRANGE', TRAJECTORIES, ARGV[1], ARGV[1]) == 0 then return 'dup' 
 local place = ARGV[3] ~= '' and redis.call('HGET', SAMPLES, ARGV[3])
 if place and entry_of(place) == ARGV[1] then return 'damaged' end
 keep_dead_letter(ARGV[2])
-redis.call('XACK', TRAJECTORIES, REWARD, ARGV[1])
-redis.call('XDEL', TRAJECTORIES, ARGV[1])
+remove(TRAJECTORIES, REWARD, {ARGV[1]})
 return 'ok'

@@ -27,6 +27,5 @@ elseif stands and redis.call('ZREM', SLOTS, task) == 1 then
   note_failed(task)
   changed('close_group')
 end
-redis.call('XACK', stream, GENERATORS, ARGV[2])
-redis.call('XDEL', stream, ARGV[2])
+remove(stream, GENERATORS, {ARGV[2]})
 return 'ok'

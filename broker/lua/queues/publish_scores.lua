@@ -23,11 +23,8 @@ local function score(field, entry, task, index, body, figures, letter)
     return 'dup'
   end
   local known = group[1] and mine
-  if not known then
-    -- The group itself may be gone with a wiped broker.
-    local pending = redis.pcall('XPENDING', TRAJECTORIES, REWARD, entry, entry, 1)
-    if pending.err or #pending == 0 then return 'dup' end
-  end
+  -- The group itself may be gone with a wiped broker.
+  if not known and not is_pending(TRAJECTORIES, REWARD, entry) then return 'dup' end
   if known and group[1] == 'train' then
     groups[task] = group
     local out = outcomes[task]
@@ -48,9 +45,8 @@ local function score(field, entry, task, index, body, figures, letter)
   if not known then
     -- No sample refers to this entry, so nothing refers to its body.
     local old = redis.call('XRANGE', TRAJECTORIES, entry, entry)
-    for i = 1, old[1] and #old[1][2] or 0, 2 do
-      if old[1][2][i] == 'b' then redis.call('HDEL', BODIES, old[1][2][i + 1]) end
-    end
+    local body = old[1] and by_name(old[1][2]).b
+    if body then redis.call('HDEL', BODIES, body) end
     remove(TRAJECTORIES, REWARD, {entry})
     return 'closed'
   end

@@ -5,16 +5,11 @@
 local task, entry = ARGV[1], ARGV[2]
 if redis.call('HGET', GROUPS, task .. ':entry') ~= entry then return 'closed' end
 local stream = task_stream(redis.call('HGET', GROUPS, task .. ':kind'))
-local pending = redis.pcall('XPENDING', stream, GENERATORS, entry, entry, 1, ARGV[4])
-if pending.err or #pending == 0 then return 'closed' end
+if not is_pending(stream, GENERATORS, entry, ARGV[4]) then return 'closed' end
 local old = redis.call('XRANGE', stream, entry, entry)
 if #old == 0 then return 'closed' end
-local version = '0'
-for i = 1, #old[1][2], 2 do
-  if old[1][2][i] == 'v' then version = old[1][2][i + 1] end
-end
+local version = by_name(old[1][2]).v or '0'
 local fresh = redis.call('XADD', stream, '*', 't', task, 'v', version, 'b', ARGV[3], 'r', ARGV[5])
 redis.call('HSET', GROUPS, task .. ':entry', fresh)
-redis.call('XACK', stream, GENERATORS, entry)
-redis.call('XDEL', stream, entry)
+remove(stream, GENERATORS, {entry})
 return 'ok'

@@ -5,11 +5,9 @@
 local entry, field = ARGV[1], ARGV[2] .. ':' .. ARGV[3]
 local place = redis.call('HGET', SAMPLES, field) or '-'
 if place ~= entry .. '/' .. body_of(place) then return 'closed' end
-local pending = redis.pcall('XPENDING', TRAJECTORIES, REWARD, entry, entry, 1)
-if pending.err or #pending == 0 or pending[1][2] ~= ARGV[4] then return 'closed' end
+if not is_pending(TRAJECTORIES, REWARD, entry, ARGV[4]) then return 'closed' end
 local old = redis.call('XRANGE', TRAJECTORIES, entry, entry)
 if #old == 0 then return 'closed' end
 redis.call('HSET', SAMPLES, field, redis.call('XADD', TRAJECTORIES, '*', unpack(old[1][2])) .. '/' .. body_of(place))
-redis.call('XACK', TRAJECTORIES, REWARD, entry)
-redis.call('XDEL', TRAJECTORIES, entry)
+remove(TRAJECTORIES, REWARD, {entry})
 return 'ok'

@@ -7,8 +7,7 @@ local task, entry, writer, answers = ARGV[1], ARGV[2], ARGV[4], {}
 for i = 5, #ARGV, 3 do answers[#answers + 1] = 'closed' end
 local fields = redis.call('HMGET', GROUPS, task .. ':entry', task .. ':kind')
 if fields[1] ~= entry then return answers end
-local pending = redis.pcall('XPENDING', task_stream(fields[2]), GENERATORS, entry, entry, 1)
-if pending.err or #pending == 0 or pending[1][2] ~= ARGV[3] then return answers end
+if not is_pending(task_stream(fields[2]), GENERATORS, entry, ARGV[3]) then return answers end
 for i = 5, #ARGV, 3 do
   local field, piece = task .. ':' .. ARGV[i], tonumber(ARGV[i + 1])
   local saved = redis.call('HGET', PARTIALS, field)
