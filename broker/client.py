@@ -64,20 +64,22 @@ class Broker:
         self.trajectory_store = TrajectoryStore(connection, config.max_message_bytes)
 
     @classmethod
-    def connect(cls, config: TidemillConfig, *, any_schema: bool = False) -> Self:
+    def connect(cls, config: TidemillConfig, *, any_schema: bool = False, deadline_s: float | None = None) -> Self:
         """Connect to broker.url, else REDIS_URL; wait if the server is still starting.
 
-        any_schema: also connect to a run of another version of Tidemill, which can then only be purged. ConfigError if
-        no server is configured or the run can't be read, InfraError if the server does not answer by the deadline.
+        any_schema: also connect to a run of another version of Tidemill, which can then only be purged. deadline_s:
+        instead of broker.deadline_s. ConfigError if no server is configured or the run can't be read, InfraError if the
+        server does not answer by the deadline.
         """
         url = find_url(config.broker.url)
         if url is None:
             raise ConfigError("no broker: set REDIS_URL or broker.url; `tidemill up` starts an embedded one by itself")
-        connection = Connection(url, Keys(config.broker.prefix, config.run.name), config.broker.deadline_s)
+        keys = Keys(config.broker.prefix, config.run.name)
+        connection = Connection(url, keys, deadline_s or config.broker.deadline_s)
         for warning in connection.run("looking at the server", lambda client: check_server(client, url)):
             log.warning(warning)
         if not any_schema:
-            connection.run("looking at the run", check_schema, connection.keys)
+            connection.run("looking at the run", check_schema, keys)
         return cls(connection, config.broker)
 
     def task_queue(self, consumer: str, run: JoinedRun | None = None) -> TaskQueue:

@@ -24,7 +24,9 @@ class DeviceClock:
         self.devices = devices
         self._now = now
         self._use: DeviceUse = "load"
-        self._since = now() - (process_age_s() if age_s is None else age_s)
+        # 0 where the system's clock was set back since the process began.
+        age_s = max(0.0, time.time() - psutil.Process().create_time()) if age_s is None else age_s
+        self._since = now() - age_s
         self._spent: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -44,9 +46,3 @@ class DeviceClock:
         now = self._now()
         self._spent[self._use] = self._spent.get(self._use, 0.0) + (now - self._since) * self.devices
         self._since = now
-
-
-def process_age_s() -> float:
-    """Return the seconds since this process began, 0 where the system's clock was set back since."""
-    began: float = psutil.Process().create_time()
-    return max(0.0, time.time() - began)

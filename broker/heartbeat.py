@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Self
 
 import psutil
@@ -87,6 +88,7 @@ def refuse_copy(broker: Broker, owner: Owner, any_host: bool = False) -> None:
         )
 
 
+@dataclass(eq=False)
 class HeartbeatThread:
     """Thread that sends a heartbeat each second and renews leases every ``renew_s`` seconds: a context manager.
 
@@ -95,36 +97,24 @@ class HeartbeatThread:
     with InfraError, while another live process has the name. pool: of a generator. clock: of the process's devices.
     """
 
-    def __init__(
-        self,
-        broker: Broker,
-        service: str,
-        role: str,
-        describe: Callable[[], tuple[str, int, dict[str, float]]],
-        renew: Callable[[], None] | None = None,
-        renew_s: float = 10.0,
-        acknowledged: Callable[[], dict[str, int]] = dict,
-        probes: ProbesConfig | None = None,
-        sole: bool = False,
-        pool: str = "",
-        clock: DeviceClock | None = None,
-    ) -> None:
-        self._broker = broker
-        self._service = service
-        self._role = role
-        self._describe = describe
-        self._renew = renew
-        self._renew_s = renew_s
-        self._acknowledged = acknowledged
-        self._probes = probes
-        self._sole = sole
-        self._pool = pool
-        self._clock = clock
+    broker: Broker
+    service: str
+    role: str
+    describe: Callable[[], tuple[str, int, dict[str, float]]]
+    renew: Callable[[], None] | None = None
+    renew_s: float = 10.0
+    acknowledged: Callable[[], dict[str, int]] = dict
+    probes: ProbesConfig | None = None
+    sole: bool = False
+    pool: str = ""
+    clock: DeviceClock | None = None
+
+    def __post_init__(self) -> None:
         self._counted: dict[str, int] = {}
         self._uncounted = False
         self._place = find_place()
         # A supervisor's children are services, which report their own metrics.
-        self._meter = ProcessMeter(alone=role in ("supervisor", "node"))
+        self._meter = ProcessMeter(alone=self.role in ("supervisor", "node"))
         self._server: ProbeServer | None = None
         self._pulse = Pulse(time.monotonic())
         self._stop = threading.Event()
@@ -132,10 +122,10 @@ class HeartbeatThread:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
-        if self._sole:
+        if self.sole:
             self._take_name()
-        if self._probes is not None and self._probes.port is not None:
-            self._server = ProbeServer(self._probes.host, self._probes.port, self._describe, self._pulse)
+        if self.probes is not None and self.probes.port is not None:
+            self._server = ProbeServer(self.probes.host, self.probes.port, self.describe, self._pulse)
         self._meter.start()
         self._thread.start()
         return self
@@ -155,11 +145,11 @@ class HeartbeatThread:
 
         So one of several processes that start at the same moment gets the name, however long another one stalls.
         """
-        left = check_name(self._broker, self._service)
+        left = check_name(self.broker, self.service)
         heartbeat = self._make_heartbeat()
-        answer = self._broker.heartbeats.claim(heartbeat, left)
+        answer = self.broker.heartbeats.claim(heartbeat, left)
         if answer not in SENT:
-            raise _name_taken(self._service, parse_heartbeat(answer))
+            raise _name_taken(self.service, parse_heartbeat(answer))
         self._note(heartbeat, answer)
 
     def soon(self) -> None:
@@ -172,9 +162,9 @@ class HeartbeatThread:
             self._pulse.ticked = time.monotonic()
             try:
                 # Leases first: work depends on them.
-                if self._renew is not None and time.monotonic() - renewed >= self._renew_s:
+                if self.renew is not None and time.monotonic() - renewed >= self.renew_s:
                     renewed = time.monotonic()
-                    self._renew()
+                    self.renew()
                 self._beat()
                 self._pulse.beaten = time.monotonic()
             except (TidemillError, redis.RedisError) as error:
@@ -189,15 +179,15 @@ class HeartbeatThread:
     def _sign_off(self) -> None:
         """Remove the service from the list, after its last heartbeat."""
         try:
-            if self._clock is not None:
+            if self.clock is not None:
                 self._beat()
-            self._broker.heartbeats.remove(self._service)
+            self.broker.heartbeats.remove(self.service)
         except (TidemillError, redis.RedisError) as error:
             log.warning("could not sign off", error=str(error))
 
     def _beat(self) -> None:
         heartbeat = self._make_heartbeat()
-        self._note(heartbeat, self._broker.heartbeats.send(heartbeat))
+        self._note(heartbeat, self.broker.heartbeats.send(heartbeat))
 
     def _note(self, heartbeat: Heartbeat, answer: bytes) -> None:
         self._uncounted = answer != COUNTED
@@ -205,20 +195,20 @@ class HeartbeatThread:
             self._counted = heartbeat.device_ms
 
     def _make_heartbeat(self) -> Heartbeat:
-        state, version, figures = self._describe()
+        state, version, figures = self.describe()
         return Heartbeat(
-            service=self._service,
-            role=self._role,
+            service=self.service,
+            role=self.role,
             host=socket.gethostname(),
             pid=os.getpid(),
             state=state,
             version=version,
             figures={**figures, **self._meter.figures},
-            acknowledged=dict(self._acknowledged()),
+            acknowledged=dict(self.acknowledged()),
             place=self._place,
-            pool=self._pool,
-            devices=self._clock.devices if self._clock is not None else 0,
-            device_ms=self._clock.read_ms() if self._clock is not None else {},
+            pool=self.pool,
+            devices=self.clock.devices if self.clock is not None else 0,
+            device_ms=self.clock.read_ms() if self.clock is not None else {},
             counted_ms=self._counted,
             uncounted=self._uncounted,
         )

@@ -34,8 +34,10 @@ from benchmarks.harness.rounds import Advance, Figures, compare, summarize
 from benchmarks.harness.workload import PipelineShape, open_broker
 from benchmarks.services.transport import PipelineBench
 from broker.client import Broker
+from broker.telemetry.heartbeats import FORGOTTEN_S
 from deploy.control_plane.address import address_of
 from deploy.services.main import command
+from schemas.codec import encode
 from schemas.errors import InfraError, TidemillError
 from schemas.messages import Event, Heartbeat
 
@@ -203,7 +205,8 @@ class SimulatedServices:
                     )
                     for index in range(self._services)
                 ]
-                self._broker.heartbeats.send_all(beats)
+                calls = [(beat.service, encode(beat), FORGOTTEN_S) for beat in beats]
+                self._broker.connection.run_scripts("heartbeat", calls)
             self._broker.events.emit(Event(name="bench", service="service-0", text=f"event {self.sent}"))
             self.sent += 1
 

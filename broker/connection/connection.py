@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -215,6 +216,24 @@ class Connection:
             self._raise_unless_temporary(what, error)
             raise InfraError(f"the broker at {hide_password(self.url)} did not answer while {what}: {error}") from error
 
+    def run_command(self, what: str, name: str, *args: Any, **options: Any) -> Any:
+        """Run one command, by its name in redis-py, retried like any operation."""
+        return self.run(what, methodcaller(name, *args, **options))
+
+    def run_command_once(self, what: str, name: str, *args: Any, **options: Any) -> Any:
+        """Like ``run_command``, but without retries."""
+        return self.run_once(what, methodcaller(name, *args, **options))
+
+    def newest_entry(self, what: str, stream: str) -> bytes:
+        """Return the id of a stream's newest entry: read it before the state that may change, and wait after it."""
+        found = self.run_command(what, "xrevrange", stream, count=1)
+        return bytes(found[0][0]) if found else b"0-0"
+
+    def read_fields(self, what: str, key: str, fields: Sequence[str | bytes], at_once: int = 64) -> list[bytes | None]:
+        """Read fields of a hash, ``at_once`` in a round trip; None for a missing one."""
+        parts = [fields[first : first + at_once] for first in range(0, len(fields), at_once)]
+        return [value for part in parts for value in self.run_command(what, "hmget", key, part)]
+
     def _try(self, operation: Callable[..., T], args: tuple[Any, ...]) -> T:
         if not self._settled:
             # A node without the run's keys refuses this command, but would answer INFO or TIME about itself.
@@ -337,6 +356,15 @@ class Connection:
             if name not in self._scripts:
                 self._scripts[name] = LuaScript.named(name, self.keys)
             return self._scripts[name]
+
+
+class RunData:
+    """A part of a run's data in the broker. max_bytes: most bytes of a message."""
+
+    def __init__(self, connection: Connection, max_bytes: int = 0) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+        self._max_bytes = max_bytes
 
 
 def find_url(configured: str | None) -> str | None:

@@ -136,6 +136,16 @@ class EmbeddedServer:
         self.process = None
 
 
+def find_running(folder: Path) -> str | None:
+    """Return the URL of the server that has its data in ``folder``; None if none answers there."""
+    url = EmbeddedServer(folder).url
+    try:
+        open_client(url).ping()
+    except redis.RedisError:
+        return None
+    return url
+
+
 def wait_ready(url: str, deadline_s: float, log_file: Path | None = None) -> None:
     """Wait until the server at ``url`` answers PING and has loaded its data."""
     client = open_client(url)

@@ -1,4 +1,4 @@
-"""Streams for users: bounded, and read a page at a time, forwards from the oldest entry or back from the newest."""
+"""Entries of streams: those in a reply, and pages for users, from the oldest entry on or from the newest back."""
 
 from typing import Any
 
@@ -8,6 +8,16 @@ KEEP_LINES = 10_000
 """Entries that streams of telemetry keep."""
 
 Entry = tuple[bytes, dict[bytes, bytes]]
+
+
+def entries_in(reply: Any) -> list[tuple[bytes, Entry]]:
+    """Return the entries in the reply of XREAD or XREADGROUP, each with its stream; RESP3 nests them otherwise."""
+    streams = reply.items() if isinstance(reply, dict) else reply or []
+    return [
+        (stream, entry)
+        for stream, entries in streams
+        for entry in (entries[0] if entries and isinstance(entries[0], list) else entries)
+    ]
 
 
 def read_page(

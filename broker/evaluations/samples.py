@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from broker.connection.connection import Connection
+from broker.connection.connection import RunData
 from broker.queues.tasks import EVAL_BASE
 from schemas.errors import printable
 from schemas.messages import Score, Trajectory
@@ -18,11 +18,8 @@ PROMPT, COMPLETION = 4_000, 8_000
 AT_ONCE = 500
 
 
-class EvalSamples:
+class EvalSamples(RunData):
     """``keep`` is the reward service's side, ``take`` the trainer's."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     def keep(self, scored: Sequence[tuple[Trajectory, Score]]) -> None:
         """Store samples. Tried once; InfraError if the broker is full or does not answer."""

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from broker.connection.connection import Connection
+from broker.connection.connection import RunData
 from broker.connection.scripts import OTHER_RUN
 from broker.evaluations.results import EvalResult, parse_results
 from broker.queues.consumer_group import split_calls
@@ -29,12 +29,8 @@ class MendedSamples(NamedTuple):
     left: int = 0
 
 
-class Evals:
+class Evals(RunData):
     """Evaluations on held-out prompts, each opened once and counted as scores arrive."""
-
-    def __init__(self, connection: Connection, max_bytes: int) -> None:
-        self._connection = connection
-        self._max_bytes = max_bytes
 
     def open(
         self,
@@ -107,8 +103,8 @@ class Evals:
 
         BrokerDamaged if there are outcomes of it all the same.
         """
-        key, fields = self._connection.keys.evals, [f"{version}:{name}" for name in ("n", "scored", "failed")]
-        counts: Any = self._connection.run("reading an evaluation", lambda client: client.hmget(key, fields))
+        key, fields = self._keys.evals, [f"{version}:{name}" for name in ("n", "scored", "failed")]
+        counts = self._connection.run_command("reading an evaluation", "hmget", key, fields)
         n, *ended = counts
         if n is None and any(ended):
             raise BrokerDamaged(f"the broker has lost a part of the evaluation of version {version}")
@@ -116,6 +112,5 @@ class Evals:
 
     def read_results(self) -> list[EvalResult]:
         """Return all evaluations by version, including those under way."""
-        key = self._connection.keys.evals
-        fields: Any = self._connection.run("reading evaluations", lambda client: client.hgetall(key))
+        fields = self._connection.run_command("reading evaluations", "hgetall", self._keys.evals)
         return parse_results(fields)

@@ -16,6 +16,11 @@ def term_number(leader_term: str) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
+def run_fenced(connection: Connection, script: str, leader_term: str, *args: str | bytes | int) -> Any:
+    """Run a script that gets the term first, and return its reply as ``accepted`` does."""
+    return accepted(connection, connection.run_script(script, leader_term, *args), leader_term)
+
+
 def accepted(connection: Connection, answer: Any, leader_term: str) -> Any:
     """Return a script's reply; FencedError if a newer trainer took over, BrokerLost if the broker knows of none."""
     if answer == b"fenced":

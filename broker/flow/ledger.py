@@ -7,11 +7,11 @@ skipped by the curriculum; those to be admitted again (``readmit``) count as not
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import redis
 
-from broker.connection.connection import BLOCK_MS, Connection
+from broker.connection.connection import BLOCK_MS, RunData
 from broker.connection.scripts import OTHER_RUN
 from broker.flow.run_control import ControlState, parse_settings
 from broker.queues.consumer_group import split_calls
@@ -130,12 +130,8 @@ class LedgerState:
         return self.capacity + self.max_uncommitted * self.batch
 
 
-class Ledger:
+class Ledger(RunData):
     """Admits tasks, changes the control state, and reads the ledger."""
-
-    def __init__(self, connection: Connection, max_bytes: int) -> None:
-        self._connection = connection
-        self._max_bytes = max_bytes
 
     def admit(self, task: Task | UnusableTask) -> Admission:
         """Charge a slot and queue the task, if it is the next one.
@@ -179,12 +175,11 @@ class Ledger:
 
     def read_prompts(self, prompts: Sequence[int]) -> list[bytes]:
         """Read the statistics of prompts by number, four bytes each, or fewer if nothing is known."""
-        key = self._connection.keys.prompts
 
         def read(client: redis.Redis) -> list[bytes]:
             pipe = client.pipeline(transaction=False)
             for prompt in prompts:
-                pipe.getrange(key, 4 * prompt, 4 * prompt + 3)
+                pipe.getrange(self._keys.prompts, 4 * prompt, 4 * prompt + 3)
             found: list[bytes] = pipe.execute()
             return found
 
@@ -192,14 +187,11 @@ class Ledger:
 
     def change_position(self) -> bytes:
         """Return the current position in the stream of changes: read it before the ledger, for ``wait_change``."""
-        keys = self._connection.keys
-        found: Any = self._connection.run("looking for changes", lambda client: client.xrevrange(keys.changes, count=1))
-        return bytes(found[0][0]) if found else b"0-0"
+        return self._connection.newest_entry("looking for changes", self._keys.changes)
 
     def wait_change(self, position: bytes, timeout_ms: int = BLOCK_MS) -> None:
         """Wait until slots or control state have changed since ``position``, or until the timeout."""
-        keys = self._connection.keys
-        self._connection.run("waiting for a slot", lambda client: client.xread({keys.changes: position}, 1, timeout_ms))
+        self._connection.run_command("waiting for a slot", "xread", {self._keys.changes: position}, 1, timeout_ms)
 
     def set_run_state(self, name: Literal["state", "cause"], value: str) -> None:
         """Set the state of the run, or the cause of its failure."""
@@ -223,9 +215,8 @@ class Ledger:
 
     def count_live_samples(self) -> int:
         """Count the published training samples of groups that hold a slot."""
-        keys = self._connection.keys
-        active: Any = self._connection.run("reading slots", lambda client: client.zrange(keys.slots, 0, -1))
-        samples: Any = self._connection.run("reading samples", lambda client: client.hgetall(keys.samples))
+        active = self._connection.run_command("reading slots", "zrange", self._keys.slots, 0, -1)
+        samples = self._connection.run_command("reading samples", "hgetall", self._keys.samples)
         held = set(active)
         return sum(entry != b"-" and sample.partition(b":")[0] in held for sample, entry in samples.items())
 

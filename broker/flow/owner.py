@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from broker.connection.connection import Connection
+from broker.connection.connection import Connection, RunData
 from schemas.errors import ConfigError
 from schemas.urls import hide_password
 
@@ -43,17 +43,13 @@ class Owner:
 NO_OWNER = Owner("", "", "")
 
 
-class RunOwner:
+class RunOwner(RunData):
     """Reads and takes the name of the run."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     def read(self) -> Owner | None:
         """Return the run that has the name, None if no run has it."""
-        keys = self._connection.keys
         fields = ("run_id", "run_folder", "run_host", "run_since")
-        found = self._connection.run("looking for the run", lambda client: client.hmget(keys.ctl, *fields))
+        found = self._connection.run_command("looking for the run", "hmget", self._keys.ctl, *fields)
         return Owner.parse(found) if found[0] else None
 
     def refuse_other(self, owner: Owner, forget: bool = False) -> None:

@@ -6,11 +6,11 @@ what the services report, and an order survives their restarts.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self, get_args
+from typing import Self, get_args
 
 import redis
 
-from broker.connection.connection import BLOCK_MS, Connection
+from broker.connection.connection import BLOCK_MS, RunData
 from schemas.control_api import PauseMode
 
 MODES: tuple[PauseMode, ...] = get_args(PauseMode)
@@ -80,30 +80,28 @@ def _named(fields: Mapping[str, str], prefix: str) -> dict[str, str]:
     return {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
 
 
-class RunControl:
+class RunControl(RunData):
     """Gives orders, and reads them."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     def read(self) -> ControlState | None:
         """Read all orders; None if the broker has none (a new run, or one that was deleted and is not rebuilt yet)."""
-        found = self._connection.run("reading orders", lambda client: client.hgetall(self._connection.keys.run_control))
+        found = self._connection.run_command("reading orders", "hgetall", self._keys.run_control)
         if not found:
             return None
         return ControlState.parse({name.decode(): value.decode() for name, value in dict(found).items()})
 
     def read_finished_steps(self) -> int | None:
         """Read the number of steps of a finished run, None before it is finished. Every role may read this."""
-        key = self._connection.keys.run_control
-        found: Any = self._connection.run("looking whether the run is finished", lambda c: c.hget(key, "finished"))
+        found = self._connection.run_command(
+            "looking whether the run is finished", "hget", self._keys.run_control, "finished"
+        )
         return None if found is None else int(found)
 
     def read_run(self) -> tuple[str, float]:
         """Read the identity of the run that has the name, "" if it can't be read, and when it began."""
-        key = self._connection.keys.run_control
+        key = self._keys.run_control
         try:
-            found: Any = self._connection.run("looking for the run", lambda c: c.hmget(key, "run_id", "run_since"))
+            found = self._connection.run_command("looking for the run", "hmget", key, "run_id", "run_since")
         except redis.ResponseError:
             # The trainer repairs a key of the wrong type.
             return "", 0.0
@@ -111,17 +109,14 @@ class RunControl:
 
     def order_position(self) -> bytes:
         """Return the current position in the stream of orders: read it before the orders, for ``wait_order``."""
-        keys = self._connection.keys
-        found: Any = self._connection.run("looking for orders", lambda client: client.xrevrange(keys.orders, count=1))
-        return bytes(found[0][0]) if found else b"0-0"
+        return self._connection.newest_entry("looking for orders", self._keys.orders)
 
     def wait_order(self, position: bytes, timeout_ms: int = BLOCK_MS) -> None:
         """Wait until an order was given since ``position``, or until the timeout.
 
         Changes of slots and groups do not end the wait.
         """
-        keys = self._connection.keys
-        self._connection.run("waiting for orders", lambda client: client.xread({keys.orders: position}, 1, timeout_ms))
+        self._connection.run_command("waiting for orders", "xread", {self._keys.orders: position}, 1, timeout_ms)
 
     def pause(self, mode: PauseMode, by: str) -> bool:
         """Pause, or resume with ``none``; False if the run is in this mode already."""

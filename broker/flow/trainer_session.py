@@ -13,17 +13,18 @@ from typing import Any, Literal, TypeAlias, cast
 
 import redis
 
-from broker.connection.connection import BLOCK_MS, Connection
+from broker.connection.connection import BLOCK_MS, Connection, RunData
 from broker.connection.counters import COMMIT_SECONDS, COMMITS, FENCED, add_counts
 from broker.connection.keys import TRAINER
-from broker.flow.fencing import accepted, term_number
+from broker.connection.stream_pages import Entry
+from broker.flow.fencing import accepted, run_fenced, term_number
 from broker.flow.ledger import pairs
 from broker.flow.owner import Owner, name_taken
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from broker.flow.progress import Takeover, TakeoverRequest
 from broker.flow.run_control import ControlState, parse_settings
 from broker.queues.bodies import body_name, read_bodies
-from broker.queues.consumer_group import Entry, ensure_group, groups_of, number, with_group
+from broker.queues.consumer_group import ensure_group, groups_of, number, with_group
 from broker.queues.scores import outcomes_in
 from schemas.codec import SCHEMA_VERSION, BadMessage, decode, encode
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
@@ -35,15 +36,14 @@ SILENT_CONSUMER_S = 3600.0
 Diagnosis: TypeAlias = Literal["waiting", "complete", "ended"]
 
 
-class TrainerSession:
+class TrainerSession(RunData):
     """The pipeline operations of one trainer process.
 
     Every method raises FencedError once a newer trainer took over, and BrokerLost if the broker lost recent writes.
     """
 
     def __init__(self, connection: Connection, max_bytes: int) -> None:
-        self._connection = connection
-        self._max_bytes = max_bytes
+        super().__init__(connection, max_bytes)
         self.leader_term = ""
         """Leader term of this trainer; "" before ``take_over``."""
         self._server = ""
@@ -75,7 +75,7 @@ class TrainerSession:
         )
 
     def _server_id(self) -> str:
-        info: Any = self._connection.run("looking at the server", lambda client: client.info("server"))
+        info = self._connection.run_command("looking at the server", "info", "server")
         return str(info["run_id"])
 
     def read_pipeline(self) -> PipelineSnapshot:
@@ -139,22 +139,21 @@ class TrainerSession:
         """Run a script that reads as a consumer of the group; create the group again if it was deleted."""
         return with_group(
             self._connection,
-            lambda: ensure_group(self._connection, self._connection.keys.scored, TRAINER),
-            lambda: self._fenced(self._connection.run_script(script, self.leader_term, *args)),
+            lambda: ensure_group(self._connection, self._keys.scored, TRAINER),
+            lambda: self._run(script, *args),
         )
 
     def wait_for_scores(self, timeout_ms: int = BLOCK_MS) -> None:
         """Wait until there may be a new outcome, or until the timeout."""
-        keys = self._connection.keys
 
         def last_delivered(client: redis.Redis) -> bytes:
-            for group in groups_of(client, keys.scored):
+            for group in groups_of(client, self._keys.scored):
                 if group["name"] == TRAINER.encode():
                     return bytes(group["last-delivered-id"])
             return b"$"
 
         position = self._connection.run("looking at scores", last_delivered)
-        self._connection.run("waiting for scores", lambda client: client.xread({keys.scored: position}, 1, timeout_ms))
+        self._connection.run_command("waiting for scores", "xread", {self._keys.scored: position}, 1, timeout_ms)
 
     def fetch_trajectories(self, places: Sequence[bytes]) -> list[Trajectory | BadMessage | None]:
         """Read trajectories by their places (ENTRY/BODY); None if one is gone, BadMessage if it can't be trained."""
@@ -180,32 +179,25 @@ class TrainerSession:
         solve_rate: share of its samples that are correct, for the curriculum; None if unknown.
         """
         entries = _entries(scored_ids)
-        answer = self._fenced(
-            self._connection.run_script(
-                "close_group", task_id, outcome, reason, self.leader_term, _in_255(solve_rate), *entries
-            )
+        answer = self._connection.run_script(
+            "close_group", task_id, outcome, reason, self.leader_term, _in_255(solve_rate), *entries
         )
+        accepted(self._connection, answer, self.leader_term)
         self._seen.difference_update(entries)
         return bool(answer == b"ok")
 
     def journal_batch(self, record: BatchRecord) -> None:
         """Write the batch of a step to the journal, before the step; it does not change afterwards."""
-        self._fenced(
-            self._connection.run_script("journal_batch", self.leader_term, record.step, encode(record, 1 << 30))
-        )
+        self._run("journal_batch", record.step, encode(record, 1 << 30))
 
     def read_journal(self) -> dict[int, BatchRecord]:
         """Read the journaled steps that no checkpoint covers, by step."""
-        found: Any = self._connection.run(
-            "reading the journal", lambda client: client.hgetall(self._connection.keys.journal)
-        )
+        found = self._connection.run_command("reading the journal", "hgetall", self._keys.journal)
         return {int(step): decode(body, BatchRecord, 1 << 30) for step, body in found.items()}
 
     def read_prompts(self) -> bytes:
         """Read the curriculum's statistics of all prompts."""
-        found: Any = self._connection.run(
-            "reading the statistics of prompts", lambda client: client.get(self._connection.keys.prompts)
-        )
+        found = self._connection.run_command("reading the statistics of prompts", "get", self._keys.prompts)
         return found or b""
 
     def complete_step(self, record: BatchRecord, solve_rates: Mapping[int, float] | None = None) -> None:
@@ -216,11 +208,7 @@ class TrainerSession:
         rates = solve_rates or {}
         samples = sum(bool(member.trajectory_id) for group in record.groups for member in group.members)
         tasks = [part for group in record.groups for part in (group.task_id, _in_255(rates.get(group.task_id)))]
-        self._fenced(
-            self._connection.run_script(
-                "complete_step", self.leader_term, record.step + 1, record.new_version, samples, *tasks
-            )
-        )
+        self._run("complete_step", record.step + 1, record.new_version, samples, *tasks)
 
     def commit_steps(self, records: Sequence[BatchRecord]) -> None:
         """Acknowledge and delete what these steps were trained on, because a durable checkpoint covers them.
@@ -233,17 +221,10 @@ class TrainerSession:
             members = [member for group in record.groups for member in group.members]
             scored = _entries(member.scored_id for member in members)
             bodies = [member.trajectory_id for member in members if member.trajectory_id]
-            counts = (len(tasks), len(scored))
-            self._fenced(
-                self._connection.run_script(
-                    "commit_step", self.leader_term, record.step, *counts, *tasks, *scored, *bodies
-                )
-            )
+            self._run("commit_step", record.step, len(tasks), len(scored), *tasks, *scored, *bodies)
             self._seen.difference_update(scored)
         if records:
-            self._fenced(
-                self._connection.run_script("forget_consumers", self.leader_term, int(SILENT_CONSUMER_S * 1000))
-            )
+            self._run("forget_consumers", int(SILENT_CONSUMER_S * 1000))
         add_counts(
             self._connection, {COMMITS: len(records), COMMIT_SECONDS: time.monotonic() - began if records else 0}
         )
@@ -294,15 +275,15 @@ class TrainerSession:
             (entry,) = _entries([outcome.scored_id])
             letters[entry] = encode(letter) if outcome.task_id < 0 else b""
         args = [part for pair in letters.items() for part in pair]
-        self._fenced(self._connection.run_script("discard_scores", self.leader_term, *args))
+        self._run("discard_scores", *args)
         self._seen.difference_update(letters)
 
     def finish_run(self) -> None:
         """Mark the run as finished, so that every service ends."""
-        self._fenced(self._connection.run_script("finish_run", self.leader_term))
+        self._run("finish_run")
 
-    def _fenced(self, answer: Any) -> Any:
-        return accepted(self._connection, answer, self.leader_term)
+    def _run(self, script: str, *args: str | bytes | int) -> Any:
+        return run_fenced(self._connection, script, self.leader_term, *args)
 
 
 def _entries(scored_ids: Iterable[bytes]) -> list[bytes]:

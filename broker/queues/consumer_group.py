@@ -11,8 +11,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import redis
 
-from broker.connection.connection import GONE, Connection, error_code
+from broker.connection.connection import GONE, Connection, RunData, error_code
 from broker.connection.counters import LEASES_EXPIRED, add_counts
+from broker.connection.stream_pages import Entry, entries_in
 from schemas.codec import Message
 from schemas.errors import InfraError
 
@@ -24,7 +25,6 @@ BYTES_AT_ONCE = 16 << 20
 """Most bytes in one call of a script, unless a single sample has more."""
 LOOK_AT = 1000
 """Pending entries that one call checks for leases from before the server's clock was set back."""
-Entry = tuple[bytes, dict[bytes, bytes]]
 
 
 class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
@@ -42,7 +42,7 @@ class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
     fruitless: int = 0
 
 
-class ConsumerGroup:
+class ConsumerGroup(RunData):
     """A consumer of a group: reads new entries, its own pending ones after a lost reply, and stale ones of others.
 
     An entry counts as delivered once more if its worker died or was silent for a lease, but not if only a reply was
@@ -52,9 +52,9 @@ class ConsumerGroup:
     renewal: str
 
     def __init__(
-        self, connection: Connection, streams: list[str], group: str, consumer: str, max_deliveries: int
+        self, connection: Connection, streams: list[str], group: str, consumer: str, max_deliveries: int, max_bytes: int
     ) -> None:
-        self._connection = connection
+        super().__init__(connection, max_bytes)
         self._streams = streams
         self._group = group
         self._consumer = consumer
@@ -87,12 +87,7 @@ class ConsumerGroup:
                 self._group, self._consumer, dict.fromkeys(streams or self._streams, ">"), count=count, block=block_ms
             ),
         )
-        pairs = reply.items() if isinstance(reply, dict) else reply or []
-        found: list[tuple[str, Entry]] = []
-        for stream, entries in pairs:
-            batch = entries[0] if entries and isinstance(entries[0], list) else entries
-            found += [(stream.decode(), entry) for entry in batch]
-        return found
+        return [(stream.decode(), entry) for stream, entry in entries_in(reply)]
 
     def _with_group(self, what: str, operation: Callable[..., Any], *args: Any) -> Any:
         """Run an operation on groups; create them again if they or their streams were deleted."""

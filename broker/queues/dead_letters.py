@@ -1,15 +1,14 @@
 """Dead letters: messages that could not be processed, which users read, requeue or drop."""
 
-import builtins
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from broker.connection.connection import Connection
+from broker.connection.connection import RunData
 from broker.connection.stream_pages import read_page
 from schemas.codec import BadMessage, decode, encode
-from schemas.errors import DataError, printable
+from schemas.errors import DataError, RefusedError, printable
 from schemas.messages import DeadLetter, Task
 
 KEPT = 1000
@@ -29,32 +28,17 @@ class StoredLetter:
     letter: DeadLetter
 
 
-class DeadLetterStore:
+class DeadLetterStore(RunData):
     """The newest dead letters of a run."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def list(self, count: int = KEPT) -> list[StoredLetter]:
-        """List the newest ``count`` letters, oldest first."""
-        entries: Any = self._connection.run(
-            "reading dead letters", lambda client: client.xrevrange(self._connection.keys.dead, count=count)
-        )
-        return [_stored(entry, fields) for entry, fields in reversed(entries)]
-
-    def page(self, count: int, cursor: str | None, newest: bool) -> tuple[builtins.list[StoredLetter], str | None]:
+    def page(self, count: int, cursor: str | None, newest: bool) -> tuple[list[StoredLetter], str | None]:
         """Return a page of letters, from the oldest on or from the newest back, and the cursor of the next page."""
-        entries, following = read_page(
-            self._connection, self._connection.keys.dead, "dead letters", count, cursor, newest
-        )
+        entries, following = read_page(self._connection, self._keys.dead, "dead letters", count, cursor, newest)
         return [_stored(entry, fields) for entry, fields in entries], following
 
     def get(self, id: str) -> StoredLetter:
         """Return a letter by its id; DataError if it does not exist."""
-        entries: Any = self._connection.run(
-            "reading a dead letter",
-            lambda client: client.xrange(self._connection.keys.dead, id, id) if "-" in id else [],
-        )
+        entries = "-" in id and self._connection.run_command("reading a dead letter", "xrange", self._keys.dead, id, id)
         if not entries:
             raise DataError(f"there is no dead letter {id!r}: `tidemill dead-letters list` shows those that are kept")
         return _stored(*entries[0])
@@ -64,18 +48,18 @@ class DeadLetterStore:
 
         ``ended``: it is not among the failed groups, because it continued without this sample or the broker was
         repaired in between. ``active``: it is in the pipeline. ``waiting``: it will be admitted again anyway. DataError
-        if the letter is gone or names no training task.
+        if the letter is gone, RefusedError if it names no training task.
         """
         task_id = self.get(id).letter.task_id
         if task_id < 0 or task_id >= 1 << 32:
-            raise DataError(f"dead letter {id} belongs to no training prompt, it can only be dropped")
+            raise RefusedError(f"dead letter {id} belongs to no training prompt, it can only be dropped")
         answer: bytes = self._connection.run_script("requeue_group", id, task_id)
         return WORDS.get(answer, "ended")
 
     def drop(self, id: str) -> None:
         """Delete a letter; DataError if it does not exist."""
         self.get(id)
-        self._connection.run("dropping a dead letter", lambda client: client.xdel(self._connection.keys.dead, id))
+        self._connection.run_command("dropping a dead letter", "xdel", self._keys.dead, id)
 
 
 @dataclass(frozen=True)

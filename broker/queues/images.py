@@ -5,35 +5,21 @@ once for a group.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from broker.connection.connection import Connection
+from broker.connection.connection import RunData
 from schemas.digests import digest
 from schemas.messages import Task
 
-AT_ONCE = 64
-"""Images read in one round trip."""
 
-
-class ImageStore:
+class ImageStore(RunData):
     """Reads images of a run by their digests."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     def fetch(self, digests: Iterable[str]) -> dict[str, bytes]:
         """Return the bytes of images by digest, without those that are missing or damaged."""
-        wanted, found = list(dict.fromkeys(digests)), dict[str, bytes]()
-        key = self._connection.keys.images
-        for first in range(0, len(wanted), AT_ONCE):
-            names = wanted[first : first + AT_ONCE]
-            bodies: Any = self._connection.run("reading images", lambda client, names=names: client.hmget(key, names))
-            found |= {
-                name: body
-                for name, body in zip(names, bodies, strict=True)
-                if body is not None and digest(body) == name
-            }
-        return found
+        names = list(dict.fromkeys(digests))
+        bodies = self._connection.read_fields("reading images", self._keys.images, names)
+        pairs = zip(names, bodies, strict=True)
+        return {name: body for name, body in pairs if body is not None and digest(body) == name}
 
 
 def image_args(task: object, images: Mapping[str, bytes]) -> Sequence[str | bytes]:

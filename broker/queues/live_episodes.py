@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 import redis
 
-from broker.connection.connection import Connection
+from broker.connection.connection import Connection, RunData
 from schemas.messages import LiveEpisode
 
 MOST_KEPT = 100_000
@@ -20,11 +20,11 @@ MOST_KEPT = 100_000
 RewardAnswer = Literal["ok", "same", "ended", "late", "unknown"]
 
 
-class LiveEpisodes:
+class LiveEpisodes(RunData):
     """The conversations of a run, for generators and for the control plane. generator: the name of this one."""
 
     def __init__(self, connection: Connection, generator: str = "") -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._generator = generator
 
     def register(self, seat: str, url: str) -> tuple[str, LiveEpisode]:
@@ -44,10 +44,9 @@ class LiveEpisodes:
         asked = [id for id in ids if _is_id(id)]
         if not asked:
             return 0.0, {}
-        key = self._connection.keys.live
 
         def look(client: redis.Redis) -> tuple[Any, Any]:
-            return client.time(), client.hmget(key, asked)
+            return client.time(), client.hmget(self._keys.live, asked)
 
         (now, _), found = self._connection.run("reading episodes", look)
         read = ((id, _decoded(one)) for id, one in zip(asked, found, strict=True) if one)

@@ -7,26 +7,24 @@ is published or its group ends.
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import structlog
 
-from broker.connection.connection import Connection
+from broker.connection.connection import Connection, RunData
 from schemas.codec import Array, BadMessage, decode, encode
 from schemas.messages import Partial, Piece, Span, add_spans
 
 log = structlog.get_logger()
 
 
-class Partials:
+class Partials(RunData):
     """Store of unfinished samples: the generator of a task saves pieces, and the next one loads them."""
 
     def __init__(self, connection: Connection, generator: str, max_bytes: int) -> None:
-        self._connection = connection
+        super().__init__(connection, max_bytes)
         self._generator = generator
         self._writer = secrets.token_hex(8)
-        self._max_bytes = max_bytes
 
     def save_pieces(self, growth: Sequence[tuple[int, bytes, Sequence[tuple[int, Piece]]]]) -> list[list[bool]]:
         """Save pieces of several tasks: task id, its entry, then number and piece of some of its samples.
@@ -60,26 +58,18 @@ class Partials:
 
     def load_partials(self, task_id: int, samples: Sequence[int]) -> list[Partial]:
         """Load the saved parts of these samples, up to the first damaged piece of each."""
-        key = self._connection.keys.partials
-        counts = self._read(key, [f"{task_id}:{sample}" for sample in samples])
+        counts = self._read([f"{task_id}:{sample}" for sample in samples])
         wanted = [
             (sample, int(count.partition(b":")[0])) for sample, count in zip(samples, counts, strict=True) if count
         ]
         fields = [f"{task_id}:{sample}:{piece}" for sample, count in wanted for piece in range(count)]
-        bodies = iter(self._read(key, fields))
+        bodies = iter(self._read(fields))
         return [
             joined for sample, count in wanted if (joined := self._join(sample, [next(bodies) for _ in range(count)]))
         ]
 
-    def _read(self, key: str, fields: list[str]) -> list[bytes | None]:
-        bodies: list[bytes | None] = []
-        for first in range(0, len(fields), 1000):
-            part = fields[first : first + 1000]
-            reply: Any = self._connection.run(
-                "reading saved samples", lambda client, part: client.hmget(key, part), part
-            )
-            bodies += reply
-        return bodies
+    def _read(self, fields: list[str]) -> list[bytes | None]:
+        return self._connection.read_fields("reading saved samples", self._keys.partials, fields, at_once=1000)
 
     def _join(self, sample: int, bodies: Sequence[bytes | None]) -> Partial | None:
         pieces: list[Piece] = []

@@ -3,9 +3,7 @@
 Nothing depends on them: a question that no generator takes in time is deleted, and a lost one is not reported.
 """
 
-from typing import Any
-
-from broker.connection.connection import Connection
+from broker.connection.connection import RunData
 from schemas.codec import encode, try_decode
 from schemas.messages import Question, QuestionAnswer
 
@@ -14,11 +12,8 @@ MOST_ANSWERS, MOST_BYTES = 64, 16 * 2**20
 LARGEST = 1 << 22
 
 
-class Questions:
+class Questions(RunData):
     """The questions of a run, for both sides."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     def ask(self, question: Question) -> bool:
         """Queue a question; False if too many are waiting."""
@@ -27,15 +22,12 @@ class Questions:
 
     def position(self) -> bytes:
         """Return the position of the newest answer: read it before you ask, for ``find_answer``."""
-        key = self._connection.keys.answers
-        found: Any = self._connection.run("looking at answers", lambda client: client.xrevrange(key, count=1))
-        return bytes(found[0][0]) if found else b"0-0"
+        return self._connection.newest_entry("looking at answers", self._keys.answers)
 
     def find_answer(self, id: str, position: bytes) -> tuple[QuestionAnswer | None, bytes]:
         """Look for the answer to a question after a position, without waiting; with the position for the next look."""
-        key = self._connection.keys.answers
-        found: Any = self._connection.run(
-            "looking for an answer", lambda client: client.xread({key: position}, MOST_ANSWERS)
+        found = self._connection.run_command(
+            "looking for an answer", "xread", {self._keys.answers: position}, MOST_ANSWERS
         )
         for _, entries in found or []:
             for entry, fields in entries:

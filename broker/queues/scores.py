@@ -10,8 +10,9 @@ from typing import Any
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.counters import DUPLICATE, add_counts
 from broker.connection.keys import REWARD
+from broker.connection.stream_pages import Entry
 from broker.queues.bodies import NO_BODY, read_bodies
-from broker.queues.consumer_group import ConsumerGroup, Delivery, Entry, number, split_calls
+from broker.queues.consumer_group import ConsumerGroup, Delivery, number, split_calls
 from broker.queues.dead_letters import LIMIT, letter_bytes
 from broker.queues.tasks import EVAL_BASE
 from schemas.codec import BadMessage, decode, encode
@@ -24,8 +25,7 @@ class ScoreQueue(ConsumerGroup):
     renewal = "renew_trajectories"
 
     def __init__(self, connection: Connection, consumer: str, max_deliveries: int, max_bytes: int) -> None:
-        super().__init__(connection, [connection.keys.trajectories], REWARD, consumer, max_deliveries)
-        self._max_bytes = max_bytes
+        super().__init__(connection, [connection.keys.trajectories], REWARD, consumer, max_deliveries, max_bytes)
 
     def read(self, count: int, block_ms: int = BLOCK_MS) -> list[Delivery[Trajectory]]:
         """Read up to ``count`` trajectories; [] after ``block_ms`` without any."""
@@ -47,7 +47,7 @@ class ScoreQueue(ConsumerGroup):
             letter = self._dead_score(message, sent)
             parts.append((delivery.entry_id, message.task_id, message.sample, body, counts, letter))
         answers = self._connection.run_scripts("publish_scores", split_calls(parts)) if parts else []
-        self._held[self._connection.keys.trajectories].difference_update(keys)
+        self._held[self._keys.trajectories].difference_update(keys)
         said = [word.decode() for words in answers for word in words]
         add_counts(self._connection, {f"{DUPLICATE}:score": said.count("dup")})
         return said
@@ -93,51 +93,40 @@ class ScoreQueue(ConsumerGroup):
                 self._release(stream, entry_id)
                 continue
             task_id, sample = number(fields.get(b"t")), number(fields.get(b"s"))
-            if body is None and task_id < EVAL_BASE:
-                self._file_without_body(entry_id, fields, abs(times))
-                self._release(stream, entry_id)
-                continue
             try:
-                if body is None:
-                    # No trainer looks for lost samples of an evaluation, which would never complete.
-                    raise BadMessage(NO_BODY)
-                if abs(times) > self._max_deliveries:
-                    raise BadMessage(f"delivered {abs(times)} times, its reward services died or stalled each time")
-                trajectory = decode(body, UncheckedTrajectory, self._max_bytes)
-                if (trajectory.task_id, trajectory.sample) != (task_id, sample):
-                    raise BadMessage(
-                        f"is sample {trajectory.task_id}:{trajectory.sample}, its entry says {task_id}:{sample}"
-                    )
-            except BadMessage as error:
-                letter = DeadLetter(
-                    source="trajectories",
-                    reason=str(error),
-                    deliveries=abs(times),
-                    payload=fields.get(b"b", b"") if body is None else body,
-                    task_id=task_id,
-                    sample=sample,
-                )
-                score = Score(status="error", reason=str(error))
-                filed = letter_bytes(letter, self._max_bytes)
-                self._connection.run_script("publish_scores", entry_id, task_id, sample, encode(score), "", filed)
-                self._release(stream, entry_id)
+                deliveries.append(Delivery(entry_id, stream, self._checked(body, abs(times), task_id, sample)))
                 continue
-            deliveries.append(Delivery(entry_id, stream, trajectory))
+            except BadMessage as error:
+                reason = str(error)
+            letter = DeadLetter(
+                source="trajectories",
+                reason=reason,
+                deliveries=abs(times),
+                payload=fields.get(b"b", b"") if body is None else body,
+                task_id=task_id,
+                sample=sample,
+            )
+            filed = letter_bytes(letter, self._max_bytes)
+            if body is None and task_id < EVAL_BASE:
+                # Filed unless its group has ended, or the broker has lost data, which the trainer finds out.
+                named = f"{task_id}:{sample}" if task_id >= 0 and sample >= 0 else ""
+                self._connection.run_script("dead_letter", entry_id, filed, named)
+            else:
+                # No trainer looks for lost samples of an evaluation, which would never complete.
+                failed = encode(Score(status="error", reason=reason))
+                self._connection.run_script("publish_scores", entry_id, task_id, sample, failed, "", filed)
+            self._release(stream, entry_id)
         return deliveries
 
-    def _file_without_body(self, entry_id: bytes, fields: dict[bytes, bytes], times: int) -> None:
-        """File a training entry without a body as a dead letter, unless its group ended or the broker lost data."""
-        task_id, sample = number(fields.get(b"t")), number(fields.get(b"s"))
-        letter = DeadLetter(
-            source="trajectories",
-            reason=NO_BODY,
-            deliveries=times,
-            payload=fields.get(b"b", b""),
-            task_id=task_id,
-            sample=sample,
-        )
-        named = f"{task_id}:{sample}" if task_id >= 0 and sample >= 0 else ""
-        self._connection.run_script("dead_letter", entry_id, letter_bytes(letter, self._max_bytes), named)
+    def _checked(self, body: bytes | None, times: int, task_id: int, sample: int) -> Trajectory:
+        if body is None:
+            raise BadMessage(NO_BODY)
+        if times > self._max_deliveries:
+            raise BadMessage(f"delivered {times} times, its reward services died or stalled each time")
+        trajectory = decode(body, UncheckedTrajectory, self._max_bytes)
+        if (trajectory.task_id, trajectory.sample) != (task_id, sample):
+            raise BadMessage(f"is sample {trajectory.task_id}:{trajectory.sample}, its entry says {task_id}:{sample}")
+        return trajectory
 
 
 def outcomes_in(fields: Mapping[bytes, bytes]) -> list[tuple[int, bytes, bytes]]:

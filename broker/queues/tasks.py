@@ -4,8 +4,9 @@ A task that can't be read, or that killed its generator too often, goes to the d
 task tells which weight version it is for.
 """
 
+import itertools
+import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import structlog
@@ -14,8 +15,9 @@ from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.counters import CLOSED, DUPLICATE, add_counts
 from broker.connection.keys import GENERATORS
 from broker.connection.scripts import OTHER_RUN
-from broker.queues.bodies import NO_BODY, BodyNames, read_bodies
-from broker.queues.consumer_group import AT_ONCE, ConsumerGroup, Delivery, Entry, number, split_calls
+from broker.connection.stream_pages import Entry
+from broker.queues.bodies import NO_BODY, read_bodies
+from broker.queues.consumer_group import AT_ONCE, ConsumerGroup, Delivery, number, split_calls
 from broker.queues.dead_letters import letter_bytes
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import printable
@@ -63,22 +65,22 @@ class TaskQueue(ConsumerGroup):
         self, connection: Connection, consumer: str, max_deliveries: int, max_bytes: int, run: JoinedRun | None = None
     ) -> None:
         """run: the generator's. Once the broker has another run, samples are rejected with the error of JoinedRun."""
-        keys = connection.keys
-        super().__init__(connection, [keys.eval_tasks, keys.tasks], GENERATORS, consumer, max_deliveries)
-        self._max_bytes = max_bytes
+        streams = [connection.keys.eval_tasks, connection.keys.tasks]
+        super().__init__(connection, streams, GENERATORS, consumer, max_deliveries, max_bytes)
         self._run = run or JoinedRun()
-        self._bodies = BodyNames()
+        # Any thread may take the next one.
+        self._body_names = map(f"{secrets.token_hex(8)}.{{}}".format, itertools.count())
 
     def read(self, count: int, block_ms: int = BLOCK_MS, evaluations: bool = True) -> list[Delivery[Task]]:
         """Read up to ``count`` tasks of each kind; [] after ``block_ms`` without any.
 
         evaluations: whether to read new evaluation tasks, too; tasks that this generator had before come in any case.
         """
-        return self._decode(self._read(count, block_ms, None if evaluations else [self._connection.keys.tasks]))
+        return self._decode(self._read(count, block_ms, None if evaluations else [self._keys.tasks]))
 
     def take_evaluations(self, version: int, count: int, late: bool = False) -> TakenEvaluations:
         """Take up to ``count`` evaluation tasks for ``version``, with ``late`` also for older ones. Never waits."""
-        stream = self._connection.keys.eval_tasks
+        stream = self._keys.eval_tasks
         pending, opened, entries = self._connection.run_script(
             "take_evaluations", self._consumer, count, version, int(late)
         )
@@ -95,9 +97,7 @@ class TaskQueue(ConsumerGroup):
     def find_missing(self, task: Task) -> list[int]:
         """List the indices of the task's samples that are not published yet."""
         fields = [f"{task.task_id}:{sample}" for sample in range(task.n)]
-        present: Any = self._connection.run(
-            "looking for missing samples", lambda client: client.hmget(self._connection.keys.samples, fields)
-        )
+        present = self._connection.run_command("looking for missing samples", "hmget", self._keys.samples, fields)
         return [sample for sample, entry in enumerate(present) if entry is None]
 
     def publish(self, task_id: int, trajectories: Sequence[Trajectory]) -> list[str]:
@@ -129,10 +129,10 @@ class TaskQueue(ConsumerGroup):
                     parcels.append(parcel)
                 tokens = trajectory.sampled_tokens
                 images = ",".join({str(image.digest): None for image in trajectory.images}) if trajectory.images else ""
-                parcel.add(task_id, off_text, trajectory.sample, tokens, self._bodies.next_name(), images, body)
+                parcel.add(task_id, off_text, trajectory.sample, tokens, next(self._body_names), images, body)
         answers = self._connection.run_script_with_fields(
             "publish_samples",
-            self._connection.keys.bodies,
+            self._keys.bodies,
             [(parcel.bodies, parcel.arguments()) for parcel in parcels if parcel.samples],
         )
         said = [word.decode() for words in answers for word in words]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from broker.connection.connection import Connection
-from broker.connection.stream_pages import KEEP_LINES, Entry, read_page
+from broker.connection.connection import RunData
+from broker.connection.stream_pages import KEEP_LINES, Entry, entries_in, read_page
 from schemas.codec import encode, try_decode
 from schemas.messages import Event
 
@@ -17,11 +16,8 @@ MOST_TEXT = 1500
 """Characters of an event: the reason of an error may quote a whole file."""
 
 
-class Events:
+class Events(RunData):
     """The timeline of a run."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     def emit(self, event: Event) -> None:
         """Append an event; a text longer than ``MOST_TEXT`` is cut."""
@@ -29,28 +25,20 @@ class Events:
             event = msgspec.structs.replace(event, text=f"{event.text[:MOST_TEXT]} …")
         self._connection.run_script("append_telemetry", "events", "b", encode(event), KEEP_LINES)
 
-    def tail(self, count: int) -> list[Event]:
-        """Return the newest ``count`` events, oldest first."""
-        return [stored.event for stored in self.newest(count)]
-
     def newest(self, count: int) -> list[StoredEvent]:
         """Return the newest ``count`` events with their ids, oldest first."""
-        entries: Any = self._connection.run(
-            "reading events", lambda client: client.xrevrange(self._connection.keys.events, count=count)
-        )
+        entries = self._connection.run_command("reading events", "xrevrange", self._keys.events, count=count)
         return _stored(reversed(entries))
 
     def page(self, count: int, cursor: str | None, newest: bool) -> tuple[list[StoredEvent], str | None]:
         """Return a page of events, from the oldest on or from the newest back, and the cursor of the next page."""
-        entries, following = read_page(self._connection, self._connection.keys.events, "events", count, cursor, newest)
+        entries, following = read_page(self._connection, self._keys.events, "events", count, cursor, newest)
         return _stored(entries), following
 
     def read_after(self, id: str, count: int, block_ms: int | None = None) -> list[StoredEvent]:
         """Read up to ``count`` events after ``id``, oldest first; waits up to ``block_ms`` for one if given."""
-        key = self._connection.keys.events
-        reply: Any = self._connection.run("following events", lambda client: client.xread({key: id}, count, block_ms))
-        streams = reply.values() if isinstance(reply, dict) else [entries for _, entries in reply or []]
-        return _stored(entry for entries in streams for entry in _flat(entries))
+        reply = self._connection.run_command("following events", "xread", {self._keys.events: id}, count, block_ms)
+        return _stored(entry for _, entry in entries_in(reply))
 
 
 @dataclass(frozen=True)
@@ -70,8 +58,3 @@ def _stored(entries: Iterable[Entry]) -> list[StoredEvent]:
             id = entry_id.decode()
             events.append(StoredEvent(id, int(id.partition("-")[0]) / 1000, event))
     return events
-
-
-def _flat(entries: Any) -> Any:
-    """Return the entries of one stream, which RESP3 nests in one more list."""
-    return entries[0] if entries and isinstance(entries[0], list) else entries

@@ -1,11 +1,10 @@
 """Heartbeats of services, by the broker's clock."""
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection
 
 import redis
 
-from broker.connection.connection import Connection
+from broker.connection.connection import RunData
 from schemas.codec import encode, try_decode
 from schemas.messages import Heartbeat
 
@@ -20,11 +19,8 @@ def _stamp(client: redis.Redis) -> float:
     return float(seconds) + micros / 1e6
 
 
-class Heartbeats:
+class Heartbeats(RunData):
     """The last heartbeat of each service."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     def send(self, heartbeat: Heartbeat) -> bytes:
         """Send a heartbeat, stamped with the broker's clock. Tried once: the next one comes soon.
@@ -49,18 +45,13 @@ class Heartbeats:
         )
         return answer
 
-    def send_all(self, heartbeats: Sequence[Heartbeat]) -> None:
-        """Send heartbeats of many services in one round trip; the caller has stamped them."""
-        calls = [(heartbeat.service, encode(heartbeat), FORGOTTEN_S) for heartbeat in heartbeats]
-        self._connection.run_scripts("heartbeat", calls)
-
     def read_clock(self) -> float:
         """Return Unix seconds by the broker's clock."""
         return self._connection.run("reading the broker's clock", _stamp)
 
     def remove(self, service: str) -> None:
         """Remove a service that ends on purpose. Tried once, so that the exit is not delayed."""
-        self._connection.run_once("leaving", lambda client: client.hdel(self._connection.keys.services, service))
+        self._connection.run_command_once("leaving", "hdel", self._keys.services, service)
 
     def read(self, service: str) -> Heartbeat | None:
         """Return the last heartbeat of a service; None if there is none, or one of another version of Tidemill."""
@@ -68,9 +59,7 @@ class Heartbeats:
 
     def read_bytes(self, service: str) -> bytes:
         """Return the last heartbeat of a service as it was sent, b"" if there is none."""
-        body: Any = self._connection.run(
-            "reading a heartbeat", lambda c: c.hget(self._connection.keys.services, service)
-        )
+        body = self._connection.run_command("reading a heartbeat", "hget", self._keys.services, service)
         return body or b""
 
     def read_age_s(self, service: str) -> float | None:
@@ -86,8 +75,7 @@ class Heartbeats:
 
     def list(self) -> list[Heartbeat]:
         """List the last heartbeat of every service by name, except those of another version of Tidemill."""
-        key = self._connection.keys.services
-        by_name: Any = self._connection.run("listing services", lambda client: client.hgetall(key))
+        by_name = self._connection.run_command("listing services", "hgetall", self._keys.services)
         heartbeats = [heartbeat for body in by_name.values() if (heartbeat := parse_heartbeat(body)) is not None]
         return sorted(heartbeats, key=lambda heartbeat: heartbeat.service)
 

@@ -4,30 +4,19 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from broker.connection.connection import Connection
+from broker.connection.connection import RunData
 from broker.connection.stream_pages import KEEP_LINES, Entry
 
 
-class Metrics:
+class Metrics(RunData):
     """The metrics of steps, a JSON object each; the trainer's metrics.jsonl holds them all."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     def append(self, line: dict[str, Any]) -> None:
         self._connection.run_script("append_telemetry", "metrics", "j", json.dumps(line), KEEP_LINES)
 
-    def tail(self, count: int) -> list[dict[str, Any]]:
-        """Return the newest ``count`` lines, oldest first."""
-        key = self._connection.keys.metrics
-        entries: Any = self._connection.run("reading metrics", lambda client: client.xrevrange(key, count=count))
-        return _lines(reversed(entries))
-
     def read_after(self, id: str, count: int) -> tuple[str, list[dict[str, Any]]]:
         """Read up to ``count`` lines after the entry ``id``; return also the id of the last one."""
-        entries: Any = self._connection.run(
-            "following metrics", lambda client: client.xrange(self._connection.keys.metrics, f"({id}", "+", count)
-        )
+        entries = self._connection.run_command("following metrics", "xrange", self._keys.metrics, f"({id}", "+", count)
         last = entries[-1][0].decode() if entries else id
         return last, _lines(entries)
 

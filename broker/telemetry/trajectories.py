@@ -5,9 +5,9 @@ Searches are read-only and bounded. The kept trajectories are bounded in number 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from broker.connection.connection import Connection
+from broker.connection.connection import RunData
 from broker.connection.stream_pages import Entry, read_page
 from broker.queues.bodies import body_name, read_bodies
 from broker.queues.consumer_group import number
@@ -77,12 +77,8 @@ class _Reading:
         return max(1, min(PAGE, self.entries * PAGE_BYTES // max(self.size, 1))) if self.entries else 4
 
 
-class TrajectoryStore:
+class TrajectoryStore(RunData):
     """The trajectories of a run: users search and read them, the trainer keeps some."""
-
-    def __init__(self, connection: Connection, max_bytes: int) -> None:
-        self._connection = connection
-        self._max_bytes = max_bytes
 
     def keep(
         self,
@@ -166,16 +162,12 @@ class TrajectoryStore:
 
     def _entry(self, task_id: int, sample: int) -> bytes | None:
         """Return the place of a sample's trajectory in the pipeline; None if it has none."""
-        entry: Any = self._connection.run(
-            "looking for a sample", lambda client: client.hget(self._connection.keys.samples, f"{task_id}:{sample}")
-        )
+        entry = self._connection.run_command("looking for a sample", "hget", self._keys.samples, f"{task_id}:{sample}")
         return entry if entry and entry != b"-" else None
 
     def _in_pipeline(self, reading: _Reading, after: str | None, newest: bool) -> Iterator[StoredTrajectory]:
         scores = self._scores()
-        for id, fields in self._pages(
-            self._connection.keys.trajectories, reading, after, newest, bodies_elsewhere=True
-        ):
+        for id, fields in self._pages(self._keys.trajectories, reading, after, newest, bodies_elsewhere=True):
             live = self._live(id, fields.get(b"b"), scores)
             if live is not None:
                 yield live
@@ -202,9 +194,7 @@ class TrajectoryStore:
         return [(id, fields | {b"b": body or b""}) for (id, fields), body in zip(page, bodies, strict=True)]
 
     def _scores(self) -> dict[tuple[int, int], Score]:
-        found: Any = self._connection.run(
-            "reading scores", lambda client: client.xrevrange(self._connection.keys.scored, count=SCORES)
-        )
+        found = self._connection.run_command("reading scores", "xrevrange", self._keys.scored, count=SCORES)
         scores: dict[tuple[int, int], Score] = {}
         for _, fields in found:
             for sample, _, body in outcomes_in(fields):
@@ -222,7 +212,7 @@ class TrajectoryStore:
         return StoredTrajectory(trajectory, score, state, _time(id), cursor=f"{PIPELINE}:{id.decode()}")
 
     def _kept(self, reading: _Reading, after: str | None, newest: bool) -> Iterator[StoredTrajectory]:
-        for id, fields in self._pages(self._connection.keys.recent, reading, after, newest):
+        for id, fields in self._pages(self._keys.recent, reading, after, newest):
             trajectory = try_decode(fields.get(b"b", b""), Trajectory, self._max_bytes)
             if trajectory is not None:
                 score, step = try_decode(fields.get(b"r", b""), Score), number(fields.get(b"p"))

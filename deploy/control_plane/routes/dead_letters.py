@@ -6,8 +6,7 @@ import msgspec
 from fastapi import APIRouter, Path
 
 from broker.queues.dead_letters import KEPT, StoredLetter
-from broker.queues.tasks import EVAL_BASE
-from deploy.control_plane.routes.context import By, Context, InContext
+from deploy.control_plane.routes.context import By, InContext, accepted
 from deploy.control_plane.routes.decoding import plain
 from deploy.control_plane.routes.paging import page_of
 from deploy.control_plane.web.paging import Page
@@ -36,11 +35,7 @@ def show_letter(context: InContext, id: Letter) -> LetterDetail:
 @router.post("/{id}/requeue")
 def requeue_letter(context: InContext, by: By, id: Letter) -> Accepted:
     """Requeue the letter's prompt group, before all other prompts."""
-    letters = context.broker.dead_letters
-    task_id = letters.get(id).letter.task_id
-    if not 0 <= task_id < EVAL_BASE:
-        raise Refusal(409, f"dead letter {id} belongs to no training prompt, it can only be dropped")
-    answer = letters.requeue(id)
+    answer = context.broker.dead_letters.requeue(id)
     if answer == "active":
         raise Refusal(409, f"the prompt group of dead letter {id} is still in the pipeline; wait until it has ended")
     if answer == "ended":
@@ -51,7 +46,7 @@ def requeue_letter(context: InContext, by: By, id: Letter) -> Accepted:
         )
     if answer == "ok":
         context.record_event("requeue", f"the prompt group of dead letter {id} is requeued", by)
-    return _accepted(context, "requeue", answer == "ok", "its prompt group is admitted next")
+    return accepted(context.poller.latest.state, "requeue", answer == "ok", "its prompt group is admitted next")
 
 
 @router.delete("/{id}")
@@ -59,14 +54,7 @@ def drop_letter(context: InContext, by: By, id: Letter) -> Accepted:
     """Delete a dead letter."""
     context.broker.dead_letters.drop(id)
     context.record_event("drop", f"dead letter {id} deleted", by)
-    return _accepted(context, "drop", True, "deleted")
-
-
-def _accepted(context: Context, order: str, changed: bool, text: str) -> Accepted:
-    state = context.poller.latest.state
-    return Accepted.model_validate(
-        {"order": order, "changed": changed, "done": True, "waiting_for": [], "state": state, "text": text}
-    )
+    return accepted(context.poller.latest.state, "drop", True, "deleted")
 
 
 def _letter(filed: StoredLetter) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api import Problem
-from schemas.errors import ConfigError, DataError, InfraError, TidemillError
+from schemas.errors import ConfigError, DataError, RefusedError, TidemillError
 
 MEDIA_TYPE = "application/problem+json"
 KINDS: dict[int, str] = {
@@ -69,9 +69,7 @@ def status_of(error: Exception) -> int:
         return error.status
     if isinstance(error, DataError):
         return 404
-    if isinstance(error, InfraError):
-        return 503
-    return 409 if isinstance(error, ConfigError) else 503
+    return 409 if isinstance(error, ConfigError | RefusedError) else 503
 
 
 def _line(item: Any) -> str:

@@ -125,7 +125,7 @@ def test_weights_spoilt_after_a_check_are_taken_back(world: World, run: Run, mon
     async def scene() -> None:
         await world.under_way()
         world.publish(2, seed=7)
-        await wait_until(lambda: broker.events.tail(5))
+        await wait_until(lambda: [stored.event for stored in broker.events.newest(5)])
         await wait_until(lambda: engine.version == 1)
         world.publish(3, seed=8)
         found = await read_published(broker, 12)
@@ -133,7 +133,7 @@ def test_weights_spoilt_after_a_check_are_taken_back(world: World, run: Run, mon
         assert_sampled_by(world.folders[0], 1, found)
 
     run(run_generator_while(world.config(), broker, Lent(engine), scene))
-    (event,) = broker.events.tail(5)
+    (event,) = [stored.event for stored in broker.events.newest(5)]
     assert event.name == "weights_refused"
     assert "version 2 fails its probe" in event.text
 

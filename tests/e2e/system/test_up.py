@@ -81,7 +81,7 @@ def test_a_policy_learns_with_real_vllm_and_nothing_is_lost(
     assert all(manifest.delta for manifest in versions)
     assert not all(manifest.whole for manifest in versions)
     assert count_deltas(versions) <= chain
-    assert not [event for event in broker.events.tail(100) if event.level == "error"]
+    assert not [event for event in [stored.event for stored in broker.events.newest(100)] if event.level == "error"]
 
 
 @pytest.mark.matrix("a second transport in a whole run; test_weight_peers holds its promises")
@@ -110,7 +110,7 @@ def test_a_policy_learns_from_weights_that_go_from_peer_to_peer(
     assert summary["max_staleness"] <= 4
     broker = make_broker("e2e")
     assert {item.state.uri.partition(":")[0] for item in broker.weights.published()} == {"peer"}
-    assert not [event for event in broker.events.tail(100) if event.level == "error"]
+    assert not [event for event in [stored.event for stored in broker.events.newest(100)] if event.level == "error"]
 
 
 @pytest.mark.matrix("a third transport in a whole run; test_weight_broadcast holds its promises")

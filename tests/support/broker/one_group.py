@@ -82,8 +82,8 @@ def assert_status(broker: Broker, trained: int) -> None:
     lags = {lag.name: lag.waiting + lag.pending for lag in read_stream_lags(broker.connection)}
     assert lags == {"tasks": 0, "eval_tasks": 0, "trajectories": 0, "scored": 0}
     assert [beat.service for beat in broker.heartbeats.list()] == ["feeder", "generator", "reward", "trainer"]
-    assert [event.name for event in broker.events.tail(8)] == ["weights"]
-    assert broker.metrics.tail(8) == [{"step": 0}]
+    assert [event.name for event in [stored.event for stored in broker.events.newest(8)]] == ["weights"]
+    assert broker.metrics.read_after("0-0", 100)[1][-8:] == [{"step": 0}]
     assert broker.evals.read_results() == []
-    assert broker.dead_letters.list() == []
+    assert broker.dead_letters.page(1000, None, newest=False)[0] == []
     assert broker.measure_memory() > 0

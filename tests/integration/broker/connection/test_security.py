@@ -135,7 +135,7 @@ def test_a_task_that_nobody_can_make_is_given_up_and_asked_for_again_by_the_oper
     roles["generator"].task_queue("a").read(1, 10)
     for name in ("b", "c"):
         roles["generator"].task_queue(name).claim_stale(0.0, 10)
-    (letter,) = roles["observer"].dead_letters.list()
+    (letter,) = roles["observer"].dead_letters.page(1000, None, newest=False)[0]
     assert roles["operator"].dead_letters.requeue(letter.id) == "ok"
     assert roles["feeder"].ledger.admit(make_task(0)).answer == "ok"
 
@@ -388,7 +388,10 @@ def test_an_oversized_message_is_refused_by_its_sender_and_by_its_reader(urls: d
     assert large.ledger.admit(big).answer == "ok"
     assert small.task_queue("g").read(10, 10) == []
     assert large.ledger.read_state().failed == {"dead_letter": 2}
-    assert all("over the limit of 1024" in filed.letter.reason for filed in large.dead_letters.list())
+    assert all(
+        "over the limit of 1024" in filed.letter.reason
+        for filed in large.dead_letters.page(1000, None, newest=False)[0]
+    )
 
 
 def test_nothing_in_the_tree_unpickles() -> None:

@@ -136,7 +136,7 @@ def test_restored_settings_beyond_a_changed_window_give_way_with_a_word(broker: 
     broker.ledger.change_settings({"batch": 1})
     leadership = leadership_in(tmp_path, broker, window=9)
     leadership.take_over(saved=0)
-    event = broker.events.tail(1)[0]
+    event = broker.events.newest(1)[0].event
     assert (event.name, event.level) == ("settings", "warning")
     assert "(batch 1) leave no room for a batch with flow.window 9" in event.text
 

@@ -268,7 +268,7 @@ def fail_group(broker: Broker, training: TrainerSession, task_id: int) -> str:
     client.hset(keys.groups, f"{task_id}:entry", client.xadd(keys.tasks, {"t": task_id, "b": b"garbage"}))
     broker.task_queue("g").read(10, 10)
     assert training.read_pipeline().unfinished == set()
-    return broker.dead_letters.list()[-1].id
+    return broker.dead_letters.page(1000, None, newest=False)[0][-1].id
 
 
 @pytest.mark.parametrize("known", ["unfinished", "not yet admitted"])

@@ -50,7 +50,7 @@ def test_the_newest_letters_are_kept_up_to_a_number_of_bytes(broker: Broker) -> 
     fail_samples(broker, 9, b"x" * (8 * MB))
     used: Any = broker.connection.client.memory_usage(broker.connection.keys.dead, samples=0)
     assert 48 * MB < used <= 64 * MB
-    samples = [filed.letter.sample for filed in broker.dead_letters.list()]
+    samples = [filed.letter.sample for filed in broker.dead_letters.page(1000, None, newest=False)[0]]
     assert samples == list(range(9))[-len(samples) :]
     assert broker.ledger.read_state().dead_letters == 9, "all are counted"
 
@@ -60,7 +60,7 @@ def test_old_dead_letters_make_room_for_work_when_memory_is_full(small_server: E
     fail_samples(broker, 40, b"x" * (MB // 2))
     fill_memory(small_server)
     assert broker.task_queue("g").publish(0, [make_trajectory(0, 40)]) == ["ok"]
-    left = [filed.letter.sample for filed in broker.dead_letters.list()]
+    left = [filed.letter.sample for filed in broker.dead_letters.page(1000, None, newest=False)[0]]
     assert left, "no more of them go than is needed"
     assert left[-1] == 39
 
@@ -73,7 +73,7 @@ def test_texts_of_evaluations_make_room_before_dead_letters(small_server: Embedd
         client.xadd(broker.connection.keys.eval_samples, {"j": b"x" * (MB // 2)})
     fill_memory(small_server)
     assert broker.task_queue("g").publish(0, [make_trajectory(0, 40)]) == ["ok"]
-    assert len(broker.dead_letters.list()) == 4
+    assert len(broker.dead_letters.page(1000, None, newest=False)[0]) == 4
     assert 0 < client.xlen(broker.connection.keys.eval_samples) < 40, "no more of them go than is needed"
 
 
@@ -115,7 +115,7 @@ def big(task_id: int, n: int = 2, kind: str = "train") -> Task:
 
 
 def reasons(broker: Broker) -> list[tuple[str, int, int]]:
-    letters = [filed.letter for filed in broker.dead_letters.list()]
+    letters = [filed.letter for filed in broker.dead_letters.page(1000, None, newest=False)[0]]
     assert all(f"over the limit of {LIMIT}" in letter.reason for letter in letters)
     return [(letter.source, letter.task_id, letter.sample) for letter in letters]
 
@@ -133,7 +133,7 @@ def test_a_prompt_too_large_to_be_sent_fails_and_those_around_it_are_admitted(sm
 def test_a_prompt_that_was_too_large_can_be_asked_for_again(small: Broker, make_broker: Callable[..., Broker]) -> None:
     take_over(small)
     small.ledger.admit(big(0))
-    (filed,) = small.dead_letters.list()
+    (filed,) = small.dead_letters.page(1000, None, newest=False)[0]
     assert small.dead_letters.requeue(filed.id) == "ok"
     wider = make_broker(small.connection.keys.base.rpartition(":")[2].rstrip("}"))
     assert wider.ledger.admit(big(0)).answer == "ok"
@@ -221,7 +221,7 @@ def test_a_message_that_leaves_no_room_for_its_letter_is_buried_with_its_head(br
     client.xadd(getattr(keys, stream), {"t": 7, "s": 0, "b": body})
     queue = broker.task_queue("g") if stream == "tasks" else broker.score_queue("r")
     assert queue.read(10, 10) == []
-    (filed,) = broker.dead_letters.list()
+    (filed,) = broker.dead_letters.page(1000, None, newest=False)[0]
     assert "over the limit" in filed.letter.reason
     assert len(filed.letter.payload) == DEFAULT_MAX_BYTES
     assert client.xlen(getattr(keys, stream)) == 0

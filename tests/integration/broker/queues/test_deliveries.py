@@ -233,17 +233,6 @@ def test_counting_harms_nothing_when_its_key_is_something_else(broker: Broker) -
     assert queue.publish(0, [make_trajectory(0, 0)]) == ["dup"]
 
 
-def test_many_services_beat_in_one_call(broker: Broker) -> None:
-    now = broker.heartbeats.read_clock()
-    beats = [
-        Heartbeat(service=f"g-{number}", role="generator", host="h", pid=1, state="running", time=now)
-        for number in range(30)
-    ]
-    for _ in range(2):
-        broker.heartbeats.send_all(beats)
-    assert len(broker.heartbeats.list()) == 30
-
-
 def test_whoever_joins_clears_away_what_left_long_ago_without_a_word(broker: Broker) -> None:
     now = broker.heartbeats.read_clock()
 

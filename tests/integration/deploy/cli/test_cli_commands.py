@@ -198,7 +198,7 @@ def test_a_failed_group_is_admitted_again_from_its_dead_letter(make_broker: Call
     assert broker.ledger.admit(make_task(1)).next == 0
     assert broker.ledger.admit(make_task(0)).answer == "ok"
     assert broker.ledger.read_state().balanced
-    assert broker.dead_letters.list() == []
+    assert broker.dead_letters.page(1000, None, newest=False)[0] == []
 
 
 def test_what_was_trained_without_a_sample_is_not_made_again(make_broker: Callable[..., Broker]) -> None:
@@ -206,7 +206,7 @@ def test_what_was_trained_without_a_sample_is_not_made_again(make_broker: Callab
     training = take_over(broker)
     broker.ledger.admit(make_task(0))
     generate_and_score(broker, 0, (Score(reward=1.0), Score(status="error", reason="boom")))
-    (filed,) = broker.dead_letters.list()
+    (filed,) = broker.dead_letters.page(1000, None, newest=False)[0]
     assert broker.dead_letters.requeue(filed.id) == "active"
     training.drop_group(0, "zero_variance", [])
     assert broker.dead_letters.requeue(filed.id) == "ended"
@@ -254,7 +254,7 @@ def test_dead_letters_are_listed_shown_refused_and_dropped(way: tuple[str, str],
     dropped = run_tidemill("dead-letters", "drop", RUN, id, *way, "--json")
     assert (dropped.returncode, json.loads(dropped.stdout)["order"]) == (0, "drop")
     assert run_tidemill("dead-letters", "drop", RUN, id, *way).returncode == 5
-    assert broker.events.tail(1)[0].name == "drop"
+    assert broker.events.newest(1)[0].event.name == "drop"
 
 
 def test_trajectories_are_found_and_shown(way: tuple[str, str]) -> None:
@@ -269,7 +269,7 @@ def test_trajectories_are_found_and_shown(way: tuple[str, str]) -> None:
 def test_settings_are_changed_and_logged_with_who_did_it(way: tuple[str, str], broker: Broker) -> None:
     done = run_tidemill("set", RUN, "staleness=2", "concurrency=9", *way, "--json")
     assert (json.loads(done.stdout)["staleness"], json.loads(done.stdout)["concurrency"]) == (2, 9)
-    assert "@" in broker.events.tail(1)[0].data["by"]
+    assert "@" in broker.events.newest(1)[0].event.data["by"]
     assert json.loads(run_tidemill("status", RUN, *way, "--json").stdout)["settings"]["staleness"] == 2
     assert run_tidemill("set", RUN, "staleness=1001", *way).returncode == 2
 

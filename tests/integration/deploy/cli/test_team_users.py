@@ -109,7 +109,7 @@ def test_the_proxys_user_is_kept_with_each_order_and_shown_on_the_page(broker: B
             assert ask(api.url, "POST", "/v1/checkpoint", b"{}", "127.0.0.2", **direct)[0] == 200
             assert ask(team, "GET", "/")[0] == 403
         rows = {row["owner"]: row for row in look(read_places(file), tmp_path, DEADLINE_S) if row["run"] == run}
-    events = [event.data["by"] for event in broker.events.tail(10) if "by" in event.data]
+    events = [event.data["by"] for event in [stored.event for stored in broker.events.newest(10)] if "by" in event.data]
     assert events == ["ann@example.org", "ben@example.org", "127.0.0.2"]
     assert "<p>ann@example.org</p>" in page
     assert "resume ordered by ben@example.org" in page

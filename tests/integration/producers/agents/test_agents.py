@@ -171,8 +171,8 @@ async def test_an_agent_that_raises_or_ends_its_process_fails_its_own_sample_alo
     async with running_generator(config, broker, engine):
         published = await read_published(broker, 2)
         assert {(item.task_id, item.sample) for item in published} == {(0, 0), (1, 0)}
-        await wait_until(lambda: len(broker.dead_letters.list()) == 2)
-    letters = broker.dead_letters.list()
+        await wait_until(lambda: len(broker.dead_letters.page(1000, None, newest=False)[0]) == 2)
+    letters = broker.dead_letters.page(1000, None, newest=False)[0]
     assert {(one.letter.task_id, one.letter.sample) for one in letters} == {(0, 1), (1, 1)}
     assert all(reason in one.letter.reason for one in letters)
     assert kinds_of_failures(broker) == [kind, kind]

@@ -237,7 +237,7 @@ def test_a_bad_example_fails_alone_among_good_ones(broker: Broker, config: Tidem
     state = broker.ledger.read_state()
     assert (state.active, state.admitted, state.failed, state.balanced) == (4, 5, {"dead_letter": 1}, True)
     assert [item.message.task_id for item in broker.task_queue("g").read(20, 10)] == [0, 1, 2, 4]
-    (filed,) = broker.dead_letters.list()
+    (filed,) = broker.dead_letters.page(1000, None, newest=False)[0]
     assert (filed.letter.source, filed.letter.task_id, filed.letter.sample) == ("feeder", 3, -1)
     assert re.match(f"example 3 of dataset 'arithmetic': .*{reason}", filed.letter.reason), filed.letter.reason
 
@@ -252,7 +252,7 @@ def test_a_bad_held_out_example_fails_and_others_are_scored(broker: Broker, conf
     assert (result.version, result.n, result.failed) == (0, 16, 2)
     found = broker.task_queue("g").take_evaluations(0, 20).taken
     assert [item.message.task_id for item in found] == [eval_task_id(0, index) for index in range(8) if index != 3]
-    (filed,) = broker.dead_letters.list()
+    (filed,) = broker.dead_letters.page(1000, None, newest=False)[0]
     assert filed.letter.task_id == eval_task_id(0, 3)
     assert re.match(f"example 3 of dataset 'arithmetic': .*{reason}", filed.letter.reason), filed.letter.reason
 

@@ -97,7 +97,10 @@ async def test_a_workflow_that_blocks_the_event_loop_loses_its_lease(
 
 
 def letters(broker: Broker) -> list[tuple[str, int, int]]:
-    return [(one.letter.source, one.letter.task_id, one.letter.sample) for one in broker.dead_letters.list()]
+    return [
+        (one.letter.source, one.letter.task_id, one.letter.sample)
+        for one in broker.dead_letters.page(1000, None, newest=False)[0]
+    ]
 
 
 def cancelled(rollout: RolloutContext) -> None:
@@ -132,7 +135,9 @@ async def test_a_workflow_that_raises_fails_its_task_alone(
         (task_id, sample) for task_id in range(3) for sample in range(2)
     ]
     assert sorted(letters(broker)) == [("generator", BAD_TASK, 0), ("generator", BAD_TASK, 1)]
-    assert {one.letter.reason for one in broker.dead_letters.list()} == {f"workflow {WORKFLOW}: {reason}"}
+    assert {one.letter.reason for one in broker.dead_letters.page(1000, None, newest=False)[0]} == {
+        f"workflow {WORKFLOW}: {reason}"
+    }
 
 
 def with_logprob(value: float) -> Callable[[SampledCompletion], SampledCompletion]:
@@ -173,8 +178,8 @@ async def test_a_sample_that_can_not_be_published_fails_alone(
     expected = [(task_id, sample) for task_id in range(4) for sample in range(2) if (task_id, sample) != (BAD_TASK, 0)]
     assert await generate(broker, config, tmp_path, 7) == expected
     assert letters(broker) == [("generator", BAD_TASK, 0)]
-    assert reason in broker.dead_letters.list()[0].letter.reason
-    events = [event.text for event in broker.events.tail(9)]
+    assert reason in broker.dead_letters.page(1000, None, newest=False)[0][0].letter.reason
+    events = [event.text for event in [stored.event for stored in broker.events.newest(9)]]
     assert events == (["weights version 1 gave log-probabilities that are not finite"] if "finite" in reason else [])
 
 
@@ -205,7 +210,7 @@ async def test_a_sample_that_is_always_yielded_unfinished_though_nothing_ends_it
     expected = [(task_id, sample) for task_id in range(4) for sample in range(2) if (task_id, sample) != (BAD_TASK, 0)]
     assert await generate(broker, config, tmp_path, 7) == expected
     assert letters(broker) == [("generator", BAD_TASK, 0)]
-    assert broker.dead_letters.list()[0].letter.reason == (
+    assert broker.dead_letters.page(1000, None, newest=False)[0][0].letter.reason == (
         f"workflow {WORKFLOW}: its finish is 'abort' without a new token, though the generator is not ending; it was"
         f" returned {config.broker.max_deliveries} times for that"
     )
@@ -233,7 +238,7 @@ async def test_what_is_no_sample_of_the_task_fails_the_task_alone(
 
     async with running_generator(config, broker, make_engine(config, min_length=5, max_length=20)):
         await wait_until(lambda: broker.connection.client.xlen(broker.connection.keys.tasks) == 0)
-    failed = broker.dead_letters.list()
+    failed = broker.dead_letters.page(1000, None, newest=False)[0]
     assert {one.letter.task_id for one in failed} == {BAD_TASK}
     assert reason in failed[0].letter.reason
 
@@ -253,7 +258,9 @@ async def test_a_workflow_that_wants_to_end_the_process_fails_its_task_alone(
 ) -> None:
     config.generator.workflow.name = f"{__name__}:Leaving"
     assert len(await generate(broker, config, tmp_path, 6)) == 6
-    assert {one.letter.reason for one in broker.dead_letters.list()} == {f"workflow {__name__}:Leaving: SystemExit: 3"}
+    assert {one.letter.reason for one in broker.dead_letters.page(1000, None, newest=False)[0]} == {
+        f"workflow {__name__}:Leaving: SystemExit: 3"
+    }
 
 
 class Forgetful(Spoilt):
@@ -268,8 +275,8 @@ class Forgetful(Spoilt):
 async def test_samples_that_a_workflow_forgets_fail(broker: Broker, config: TidemillConfig, tmp_path: Path) -> None:
     config.generator.workflow.name = f"{__name__}:Forgetful"
     assert await generate(broker, config, tmp_path, 4) == [(task_id, 0) for task_id in range(4)]
-    assert {one.letter.sample for one in broker.dead_letters.list()} == {1}
-    assert "ended without this sample" in broker.dead_letters.list()[0].letter.reason
+    assert {one.letter.sample for one in broker.dead_letters.page(1000, None, newest=False)[0]} == {1}
+    assert "ended without this sample" in broker.dead_letters.page(1000, None, newest=False)[0][0].letter.reason
 
 
 async def test_messages_without_a_template_fail_alone(broker: Broker, config: TidemillConfig, tmp_path: Path) -> None:
@@ -282,7 +289,9 @@ async def test_messages_without_a_template_fail_alone(broker: Broker, config: Ti
     async with running_generator(config, broker, make_engine(config, min_length=5, max_length=20)):
         assert {item.task_id for item in await read_published(broker, 4)} == {0, 2}
         await wait_until(lambda: broker.ledger.read_state().dead_letters == 2)
-    assert {"has no chat template" in one.letter.reason for one in broker.dead_letters.list()} == {True}
+    assert {
+        "has no chat template" in one.letter.reason for one in broker.dead_letters.page(1000, None, newest=False)[0]
+    } == {True}
 
 
 @pytest.mark.parametrize(
@@ -301,4 +310,4 @@ async def test_what_can_succeed_elsewhere_or_is_configured_wrong_ends_the_genera
     with pytest.raises((InfraError, ExceptionGroup)) as caught:
         await generate(broker, config, tmp_path, 6)
     assert isinstance(caught.value, InfraError) or caught.group_contains(InfraError)
-    assert broker.dead_letters.list() == []
+    assert broker.dead_letters.page(1000, None, newest=False)[0] == []

@@ -66,7 +66,7 @@ async def test_weights_that_fail_their_probe_are_taken_back(model: Path, broker:
         assert {(item.task_id, item.sample) for item in found} == {(t, s) for t in range(3) for s in range(2)}
         for item in found:
             assert sum(span.end - span.start for span in item.spans) == sum(item.loss_mask.data)
-        assert [event.name for event in broker.events.tail(5)] == ["weights_refused"]
+        assert [event.name for event in [stored.event for stored in broker.events.newest(5)]] == ["weights_refused"]
 
 
 async def test_weights_that_do_not_fit_leave_the_old_ones_in_use(model: Path, broker: Broker, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ async def test_weights_that_do_not_fit_leave_the_old_ones_in_use(model: Path, br
     async with running_generator(config, broker, engine):
         await wait_until(lambda: engine.loaded == [1])
         publish_version(broker, training, tmp_path, 2)
-        await wait_until(lambda: broker.events.tail(5))
+        await wait_until(lambda: [stored.event for stored in broker.events.newest(5)])
         broker.ledger.admit(make_task(0))
         assert versions_in(await read_published(broker, 2)) == {1}
 

@@ -141,7 +141,7 @@ def trained_of_c(folder: Path) -> int:
 
 
 def mismatch_events(broker: Broker) -> list[str]:
-    return [event.text for event in broker.events.tail(100) if event.name == "mismatch"]
+    return [event.text for event in [stored.event for stored in broker.events.newest(100)] if event.name == "mismatch"]
 
 
 @pytest.mark.parametrize("process", [identify_process("h", "p", 2), ""], ids=["before it", "of another generator"])

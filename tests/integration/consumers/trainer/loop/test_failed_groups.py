@@ -201,7 +201,7 @@ def test_when_every_group_fails_the_run_ends_with_the_reason(
     assert state.step == 0
     assert state.balanced
     assert 10 <= sum(state.failed.values()) + sum(state.dropped.values()) < 40
-    assert str(caught.value) in [event.text for event in broker.events.tail(9)]
+    assert str(caught.value) in [event.text for event in [stored.event for stored in broker.events.newest(9)]]
 
 
 def test_a_reward_that_fails_from_some_step_on_ends_the_run(trainer: Callable[..., Trainer], broker: Broker) -> None:
@@ -235,7 +235,7 @@ def test_a_learned_task_ends_the_run_with_a_line_and_weights(trainer: Callable[.
         str(caught.value),
     )
     assert "keep_zero_variance: true" in str(caught.value)
-    told = {event.name for event in broker.events.tail(99)}
+    told = {event.name for event in [stored.event for stored in broker.events.newest(99)]}
     assert {"nothing_to_learn", "run_failed"} <= told
     assert (state.step, state.uncommitted_steps) == (3, 0), "a checkpoint holds all steps"
 
@@ -251,7 +251,7 @@ def test_generators_that_stop_are_no_learned_task(trainer: Callable[..., Trainer
         trainer(batch_timeout_s=6).run(StopFlag())
     assert "the oldest prompt group, 10, has no sample scored yet" in str(caught.value)
     assert str(caught.value).endswith("dropped meanwhile: 10 zero_variance")
-    assert "run_failed" not in {event.name for event in broker.events.tail(99)}
+    assert "run_failed" not in {event.name for event in [stored.event for stored in broker.events.newest(99)]}
 
 
 def test_a_learned_task_goes_on_where_groups_without_a_signal_are_kept(

@@ -315,7 +315,7 @@ def test_an_image_that_was_changed_after_generation_is_not_trained_on_and_its_gr
     with Pipeline(broker, generate, make_task=pictures.task):
         train(config, broker)
     assert changed
-    assert any(event.name == "broker_mended" for event in broker.events.tail(100))
+    assert any(event.name == "broker_mended" for event in [stored.event for stored in broker.events.newest(100)])
     assert trained(tmp_path) == dict.fromkeys(range(2 * STEPS), 1)
     trained_images = [
         body

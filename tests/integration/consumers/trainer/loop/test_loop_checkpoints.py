@@ -102,7 +102,9 @@ def test_a_checkpoint_that_was_asked_for_is_told_of_when_it_is_durable(
     real, durable = checkpoints_module.complete, list[bool]()
 
     def complete(aside: Path, path: Path) -> None:
-        durable.append(any(event.name == "checkpoint" for event in broker.events.tail(10)))
+        durable.append(
+            any(event.name == "checkpoint" for event in [stored.event for stored in broker.events.newest(10)])
+        )
         real(aside, path)
 
     monkeypatch.setattr(checkpoints_module, "complete", complete)
@@ -113,7 +115,9 @@ def test_a_checkpoint_that_was_asked_for_is_told_of_when_it_is_durable(
         assert broker.run_control.checkpoint("test")
         join(thread, errors)
     assert not durable[0], "not before"
-    assert any("a checkpoint covers step" in event.text for event in broker.events.tail(10))
+    assert any(
+        "a checkpoint covers step" in event.text for event in [stored.event for stored in broker.events.newest(10)]
+    )
 
 
 def test_training_waits_while_the_disk_is_full(
@@ -133,7 +137,10 @@ def test_training_waits_while_the_disk_is_full(
         run(one)
     assert len(failures) == 2
     assert one.progress.step == 3
-    assert any(event.name == "checkpoint" and "No space" in event.text for event in broker.events.tail(10))
+    assert any(
+        event.name == "checkpoint" and "No space" in event.text
+        for event in [stored.event for stored in broker.events.newest(10)]
+    )
 
 
 @pytest.mark.parametrize("place", ["write_pieces", "put"])
@@ -161,7 +168,10 @@ def test_training_waits_while_weights_find_no_room(
     assert newest is not None
     assert newest.version == 3
     assert broker.weights.holds(newest)
-    assert any(event.name == "weights" and "No space" in event.text for event in broker.events.tail(10))
+    assert any(
+        event.name == "weights" and "No space" in event.text
+        for event in [stored.event for stored in broker.events.newest(10)]
+    )
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "trained.jsonl"])
@@ -185,7 +195,10 @@ def test_training_waits_while_its_log_finds_no_room(
     assert one.progress.step == 3
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
     assert len(list(surviving_lines(read_lines(tmp_path / "run" / "trained.jsonl")))) == 3
-    assert any(event.name == "log" and "No space" in event.text for event in broker.events.tail(10))
+    assert any(
+        event.name == "log" and "No space" in event.text
+        for event in [stored.event for stored in broker.events.newest(10)]
+    )
 
 
 def test_the_model_of_a_finished_run_appears_whole_also_on_a_full_disk(
@@ -266,7 +279,7 @@ def test_a_run_whose_evaluations_get_no_better_ends_early_as_if_its_steps_were_d
         run(one)
     assert one.progress.step == 2
     assert broker.ledger.read_state().state == "finished"
-    (event,) = [event for event in broker.events.tail(20) if event.name == "early_stop"]
+    (event,) = [event for event in [stored.event for stored in broker.events.newest(20)] if event.name == "early_stop"]
     assert "version 0, with a mean reward of 0.500" in event.text
     assert (tmp_path / "run" / "model" / "config.json").is_file()
     assert not broker.ledger.read_state().uncommitted_steps

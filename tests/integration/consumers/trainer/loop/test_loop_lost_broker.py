@@ -134,7 +134,11 @@ def test_a_run_ends_with_an_evaluation_of_which_the_broker_lost_a_part_and_says_
     join(thread, errors)
     (line,) = read_lines(tmp_path / "run" / "evaluations.jsonl")
     assert (line["version"], line["n"], line["scored"], line["failed"]) == (1, 2, 0, 2)
-    told = [event.text for event in broker.events.tail(100) if event.name == "evaluation" and event.level == "warning"]
+    told = [
+        event.text
+        for event in [stored.event for stored in broker.events.newest(100)]
+        if event.name == "evaluation" and event.level == "warning"
+    ]
     assert [text for text in told if text.startswith("2 of 2 samples of the evaluation of version 1 failed")]
     assert any("0 samples are queued again, 2 count as failed" in text for text in told) == (len(lost) > 1)
 
@@ -247,7 +251,9 @@ def test_a_group_that_ends_while_it_is_examined_is_not_taken_for_damaged(
     until(lambda: broker.ledger.read_state().dropped == {"zero_variance": 1}, "the end of the group")
     stop.set()
     join(thread, errors)
-    assert [event.text for event in broker.events.tail(100) if event.name == "broker_mended"] == []
+    assert [
+        event.text for event in [stored.event for stored in broker.events.newest(100)] if event.name == "broker_mended"
+    ] == []
 
 
 @pytest.mark.parametrize("lost", [("weights",), ("chunks",), ("weights", "chunks")])

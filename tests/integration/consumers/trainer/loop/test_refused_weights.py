@@ -93,7 +93,9 @@ def test_weights_that_every_generator_finds_broken_end_the_run(config: TidemillC
     assert text.startswith("no generator can use weights version 0: ")
     assert " refusals by 2 of them, the last: weights version 0 fails its probe" in text
     assert text.endswith("but the trainer's are; try model.dtype bfloat16 or float32")
-    assert [event.text for event in broker.events.tail(99) if event.name == "run_failed"] == [text]
+    assert [
+        event.text for event in [stored.event for stored in broker.events.newest(99)] if event.name == "run_failed"
+    ] == [text]
 
 
 REASON = "weights version 4 fails its probe"

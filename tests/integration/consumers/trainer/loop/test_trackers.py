@@ -174,7 +174,10 @@ def test_a_tracker_that_fails_with_whatever_error_costs_the_run_nothing(
         trainer.run(StopFlag())
     assert trainer.progress.step == STEPS
     assert [entry["step"] for entry in sent(tmp_path) if "step" in entry] == lines
-    assert any(event.name == "tracker" and "ServerError: 503" in event.text for event in broker.events.tail(10))
+    assert any(
+        event.name == "tracker" and "ServerError: 503" in event.text
+        for event in [stored.event for stored in broker.events.newest(10)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,7 +200,7 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
     with Pipeline(broker):
         trainer.run(StopFlag())
     assert trainer.progress.step == STEPS
-    (told,) = [event.text for event in broker.events.tail(10) if event.name == "tracker"]
+    (told,) = [event.text for event in [stored.event for stored in broker.events.newest(10)] if event.name == "tracker"]
     assert re.match(f"tracker lines {what} and gets nothing more: it did not answer within", told)
     (tmp_path / "run" / "trackers" / "release").touch()
 
@@ -215,7 +218,7 @@ def test_a_trainer_that_ends_by_an_error_waits_only_briefly_for_a_tracker_that_h
     monkeypatch.setattr(trainer.rank_group, "save", dying)
     with Pipeline(broker), pytest.raises(RuntimeError, match="killed"):
         trainer.run(StopFlag())
-    (told,) = [event.text for event in broker.events.tail(10) if event.name == "tracker"]
+    (told,) = [event.text for event in [stored.event for stored in broker.events.newest(10)] if event.name == "tracker"]
     assert told == "tracker lines failed and gets nothing more: it did not answer within 0.2 s"
     (tmp_path / "run" / "trackers" / "release").touch()
 
@@ -287,7 +290,10 @@ def test_one_that_cannot_start_again_is_a_warning_on_a_run_that_goes_on(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 3}\n')
     make("own.py:Closed")
-    assert any("did not start" in event.text and "token" in event.text for event in broker.events.tail(10))
+    assert any(
+        "did not start" in event.text and "token" in event.text
+        for event in [stored.event for stored in broker.events.newest(10)]
+    )
 
 
 def test_what_is_not_installed_or_unknown_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
