@@ -4,6 +4,7 @@ Nothing depends on them: a question that no generator takes in time is deleted, 
 """
 
 from broker.connection.connection import RunData
+from broker.connection.stream_pages import entries_in
 from schemas.codec import encode, try_decode
 from schemas.messages import Question, QuestionAnswer
 
@@ -29,12 +30,10 @@ class Questions(RunData):
         found = self._connection.run_command(
             "looking for an answer", "xread", {self._keys.answers: position}, MOST_ANSWERS
         )
-        for _, entries in found or []:
-            for entry, fields in entries:
-                position = entry
-                answer = try_decode(fields.get(b"b", b""), QuestionAnswer, LARGEST)
-                if answer is not None and answer.id == id:
-                    return answer, position
+        for _, (position, fields) in entries_in(found):
+            answer = try_decode(fields.get(b"b", b""), QuestionAnswer, LARGEST)
+            if answer is not None and answer.id == id:
+                return answer, position
         return None, position
 
     def take(self) -> Question | None:

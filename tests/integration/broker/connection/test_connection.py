@@ -18,7 +18,7 @@ from broker.connection.failures import redirect_url
 from broker.connection.keys import Keys
 from schemas.config import BrokerConfig
 from schemas.errors import ConfigError, InfraError
-from schemas.messages import Heartbeat
+from schemas.messages import Heartbeat, QuestionAnswer
 from tests.support.broker.one_group import move_one_group
 from tests.support.broker.prompt_groups import make_task
 from tests.support.broker.trainer_sessions import take_over
@@ -100,6 +100,19 @@ def test_a_server_that_is_busy_with_a_script_is_waited_for(broker: Broker, serve
         assert not holder.is_alive()
     finally:
         other.config_set("lua-time-limit", limit)
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_replies_of_both_protocols_are_read(
+    broker: Broker, server: EmbeddedServer, tmp_path: Path, protocol: int
+) -> None:
+    connection = Connection(f"{server.url}?protocol={protocol}", broker.connection.keys, 5.0)
+    either = Broker(connection, BrokerConfig())
+    move_one_group({role: either for role in (*ROLES, "operator")}, tmp_path)
+    assert [stored.event.name for stored in either.events.read_after("0-0", 8)] == ["weights"]
+    position, answer = either.questions.position(), QuestionAnswer(id="q", generator="g")
+    either.questions.answer(answer)
+    assert either.questions.find_answer("q", position)[0] == answer
 
 
 def test_however_many_threads_ask_at_once_a_process_has_few_connections(broker: Broker) -> None:
