@@ -3,12 +3,13 @@
 A version number always belongs to one set of weights: the stream refuses it a second time.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from broker.connection.connection import Connection
-from broker.flow.fencing import accepted, term_number
+from broker.flow.fencing import run_fenced, term_number
 from broker.weights.delta_writer import DeltaWriter
 from broker.weights.store import MANIFEST_BYTES, WeightStore
 from broker.weights.transports import Transport
@@ -21,26 +22,20 @@ from schemas.messages import Adapter, Delta, Manifest, Payload, Probe, TensorSpe
 log = structlog.get_logger()
 
 
+@dataclass(eq=False)
 class WeightPublication:
     """Publishes the versions of one trainer through ``transport``.
 
     keep: how many of the newest versions stay. deltas: makes each version a delta if that is possible and pays.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        store: WeightStore,
-        transport: Transport,
-        *,
-        keep: int,
-        deltas: DeltaWriter | None = None,
-    ) -> None:
-        self._connection = connection
-        self._store = store
-        self._transport = transport
-        self._keep = keep
-        self._deltas = deltas
+    connection: Connection
+    store: WeightStore
+    transport: Transport
+    keep: int
+    deltas: DeltaWriter | None = None
+
+    def __post_init__(self) -> None:
         self._restored = -1
         """The last version that was put back: its whole state is there, but maybe not what leads to it."""
         self._cleared = ""
@@ -64,7 +59,7 @@ class WeightPublication:
 
         leader_term: the trainer's own. adapter: what the file holds, if it is not a whole model.
         """
-        published = self._store.published()
+        published = self.store.published()
         if leader_term != self._cleared:
             clear_leftovers(file.parent, term_number(leader_term), published)
             self._cleared = leader_term
@@ -72,7 +67,7 @@ class WeightPublication:
         if newest is not None and newest.version >= version:
             self._put_back(file, newest, version, leader_term)
             return
-        state = Payload(self._transport.uri(version, leader_term), file.stat().st_size, chunk_digests(file))
+        state = Payload(self.transport.uri(version, leader_term), file.stat().st_size, chunk_digests(file))
         whole, delta = self._put(file, state, tensors, published, version, leader_term)
         self._announce(
             Manifest(
@@ -88,17 +83,17 @@ class WeightPublication:
             ),
             leader_term,
         )
-        if self._deltas is not None:
-            self._deltas.confirm_base(state.chunks)
+        if self.deltas is not None:
+            self.deltas.confirm_base(state.chunks)
         self._trim()
 
     def _put_back(self, file: Path, newest: Manifest, version: int, leader_term: str) -> None:
         """Put back the bytes of a published version if they are gone; ``newest`` is this version or a later one."""
-        if newest.version > version or self._store.holds(newest):
+        if newest.version > version or self.store.holds(newest):
             self._check_own(version, leader_term)
             file.unlink()
         elif chunk_digests(file) == newest.state.chunks:
-            self._store.transport_of(newest.state.uri).put(file, newest.state.uri, leader_term)
+            self.store.transport_of(newest.state.uri).put(file, newest.state.uri, leader_term)
             self._restored = version
         else:
             file.unlink()
@@ -115,55 +110,52 @@ class WeightPublication:
     ) -> tuple[bool, Delta | None]:
         """Put the bytes where readers find them; return whether the whole state is among them, and the delta."""
         whole, delta = True, None
-        if self._deltas is not None:
-            made = self._deltas.make_delta(file, tensors, published, leader_term)
+        if self.deltas is not None:
+            made = self.deltas.make_delta(file, tensors, published, leader_term)
             # A version that a new reader can't reach is no base.
-            whole = made is None or self._deltas.needs_whole(published) or not self._reachable(made[1], published)
-            self._deltas.keep_base(file)
+            whole = made is None or self.deltas.needs_whole(published) or not self._reachable(made[1], published)
+            self.deltas.keep_base(file)
             delta = self._put_delta(*made, version, leader_term) if made else None
         if whole:
-            self._transport.put(file, state.uri, leader_term)
+            self.transport.put(file, state.uri, leader_term)
         else:
             file.unlink()
         return whole, delta
 
     def _put_delta(self, file: Path, base: Manifest, version: int, leader_term: str) -> Delta:
-        uri = self._transport.uri(version, leader_term, "delta")
+        uri = self.transport.uri(version, leader_term, "delta")
         payload = Payload(uri, file.stat().st_size, chunk_digests(file))
-        self._transport.put(file, uri, leader_term)
+        self.transport.put(file, uri, leader_term)
         return Delta(base.version, state_digest(base.state.chunks), payload)
 
     def _reachable(self, manifest: Manifest, published: list[Manifest]) -> bool:
         """Return whether a later version may build on this one."""
         route = find_route(published, manifest)
-        return manifest.version != self._restored and route is not None and self._store.has(*route.payloads)
+        return manifest.version != self._restored and route is not None and self.store.has(*route.payloads)
 
     def _announce(self, manifest: Manifest, leader_term: str) -> None:
         payload = manifest.delta.payload if manifest.delta else manifest.state
-        with self._transport.spreading(payload, leader_term):
+        with self.transport.spreading(payload, leader_term):
             body = encode(manifest, MANIFEST_BYTES)
-            sent = self._connection.run_script("add_version", leader_term, manifest.version, body)
-            answer = accepted(self._connection, sent, leader_term)
+            answer = run_fenced(self.connection, "add_version", leader_term, manifest.version, body)
         if answer == b"exists":
             self._check_own(manifest.version, leader_term)
 
     def _check_own(self, version: int, leader_term: str) -> None:
-        newest = self._store.newest()
+        newest = self.store.newest()
         if newest is None or newest.leader_term != term_number(leader_term):
             raise FencedError(
                 f"weights version {version} was published by another trainer than {leader_term}, which stops"
             )
 
     def _trim(self) -> None:
-        old, kept = split(self._store.published(), self._keep)
+        old, kept = split(self.store.published(), self.keep)
         if not kept:
             # The manifests were deleted in this moment: the trainer finds out and publishes again.
             return
-        self._transport.trim(old, kept)
+        self.transport.trim(old, kept)
         # Manifests go last: bytes without one would stay for ever if the trainer died in between.
         for manifest in old:
-            self._connection.run(
-                "deleting old weights",
-                lambda client, entry: client.xdel(self._connection.keys.weights, entry),
-                f"{manifest.version}-1",
+            self.connection.run_command(
+                "deleting old weights", "xdel", self.connection.keys.weights, f"{manifest.version}-1"
             )

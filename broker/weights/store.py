@@ -1,15 +1,18 @@
 """Published weight versions, as their readers see them: manifests in a stream, oldest first, and their bytes."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 
-from broker.connection.connection import BLOCK_MS, Connection
-from broker.weights.transports import PeerOrigin, PeerReader, Receiver, Transport, make_transport
+from broker.connection.connection import BLOCK_MS, Connection, RunData
+from broker.weights.peers.node import PeerNode
+from broker.weights.transports import NcclReader, PeerOrigin, PeerReader, Receiver, Transport, make_transport
 from broker.weights.versions import find_route
 from schemas.codec import decode
+from schemas.config.publish import PublishConfig
 from schemas.errors import InfraError
 from schemas.messages import Manifest, Payload
 
@@ -35,11 +38,11 @@ class Refusals:
     usable: bool
 
 
-class WeightStore:
+class WeightStore(RunData):
     """Reads the versions of a run; ``publication.py`` writes them, ``local_copy.py`` keeps a generator's copy."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._verified = -1
         """The last version whose bytes were compared with their digests."""
         self._origin: PeerOrigin | None = None
@@ -81,26 +84,18 @@ class WeightStore:
 
     def published(self) -> list[Manifest]:
         """List the versions that are kept, oldest first."""
-        entries: Any = self._connection.run(
-            "listing weights", lambda client: client.xrange(self._connection.keys.weights)
-        )
+        entries = self._connection.run_command("listing weights", "xrange", self._keys.weights)
         return [decode(fields[b"b"], Manifest, MANIFEST_BYTES) for _, fields in entries]
 
     def newest(self) -> Manifest | None:
         """Return the newest version, None before the first."""
-        found: Any = self._connection.run(
-            "looking for weights", lambda client: client.xrevrange(self._connection.keys.weights, count=1)
-        )
+        found = self._connection.run_command("looking for weights", "xrevrange", self._keys.weights, count=1)
         return decode(found[0][1][b"b"], Manifest, MANIFEST_BYTES) if found else None
 
     def wait_newer(self, version: int, timeout_ms: int = BLOCK_MS) -> Manifest | None:
         """Wait for a version above ``version`` and return the newest; None after the timeout."""
-        came = self._connection.run(
-            "waiting for weights",
-            lambda client: client.xread(
-                {self._connection.keys.weights: f"{version}-2" if version >= 0 else "0"}, 1, timeout_ms
-            ),
-        )
+        position = {self._keys.weights: f"{version}-2" if version >= 0 else "0"}
+        came = self._connection.run_command("waiting for weights", "xread", position, 1, timeout_ms)
         # Manifests of large models are large, so none is read before there is a new one.
         newest = self.newest() if came else None
         return newest if newest is not None and newest.version > version else None
@@ -114,9 +109,7 @@ class WeightStore:
 
     def read_refusals(self) -> Refusals:
         """Read the verdicts of generators on the newest version, since the run was last started."""
-        found: Any = self._connection.run(
-            "looking for refusals", lambda client: client.hgetall(self._connection.keys.refusals)
-        )
+        found = self._connection.run_command("looking for refusals", "hgetall", self._keys.refusals)
         return Refusals(
             version=int(found.get(b"version", -1)),
             count=int(found.get(b"count", 0)),
@@ -156,3 +149,23 @@ class WeightStore:
             self._reader = self._reader or PeerReader(self._connection)
             return self._reader
         return self.transport_of(uri)
+
+
+@contextlib.contextmanager
+def serve_to_peers(connection: Connection, weights: WeightStore, name: str, settings: PublishConfig) -> Iterator[None]:
+    """Serve the versions that ``weights`` fetches to other generators, if ``settings.transport`` is peer or nccl.
+
+    Raises ConfigError if this machine can't serve.
+    """
+    if not settings.from_peers:
+        yield
+        return
+    node = PeerNode(connection, name, settings.peer)
+    with contextlib.ExitStack() as stack:
+        if settings.transport == "nccl":
+            reader = stack.enter_context(contextlib.closing(NcclReader(connection, node, settings)))
+            reader.process.check()
+            weights.serve(reader)
+        else:
+            weights.serve(stack.enter_context(contextlib.closing(PeerReader(connection, node))))
+        yield

@@ -19,7 +19,7 @@ import structlog
 from broker.client import Broker
 from broker.device_clock import DeviceClock, DeviceUse
 from broker.heartbeat import HeartbeatThread, check_name
-from broker.weights.serving import serve_to_peers
+from broker.weights.store import serve_to_peers
 from producers.engines.base import Ability, Engine, EngineSettings
 from producers.engines.factory import check_abilities, make_engine, prepare_engine
 from producers.engines.sampling import check_sampling

@@ -1,5 +1,7 @@
 """Messages between a service and its broadcasting process, in the frames that peers use."""
 
+from typing import TypeAlias
+
 import msgspec
 
 
@@ -59,9 +61,7 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     reason: str
 
 
-Report = Backends | Note | NoteRequest | Moving | Done | Failed
-reports: msgspec.msgpack.Decoder[Backends | Note | NoteRequest | Moving | Done | Failed] = msgspec.msgpack.Decoder(
-    Backends | Note | NoteRequest | Moving | Done | Failed
-)
+Report: TypeAlias = Backends | Note | NoteRequest | Moving | Done | Failed
+reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 orders: msgspec.msgpack.Decoder[TakePart] = msgspec.msgpack.Decoder(TakePart)
 note_replies: msgspec.msgpack.Decoder[NoteReply] = msgspec.msgpack.Decoder(NoteReply)

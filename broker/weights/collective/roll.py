@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from broker.connection.connection import BLOCK_MS, Connection
-from broker.flow.fencing import accepted
+from broker.connection.connection import BLOCK_MS, Connection, RunData
+from broker.flow.fencing import accepted, run_fenced
 
 GRACE_S = 1.0
 """How long after its deadline a roll that is still open is abandoned, because its trainer is gone."""
@@ -26,31 +26,30 @@ class Membership:
     backend: str
 
 
-class RollCall:
+class RollCall(RunData):
     """The roll calls of a run, for the trainer or one member. InfraError if the broker does not answer."""
 
     def __init__(self, connection: Connection, member: str) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._member = member
 
     def open(self, leader_term: str, payload: str, backend: str, roll_s: float) -> None:
         """Open a roll for ``roll_s`` seconds to readers of the payload. FencedError once another trainer took over."""
-        answer = self._connection.run_script("open_roll", leader_term, payload, backend, int(roll_s * 1000))
-        accepted(self._connection, answer, leader_term)
+        run_fenced(self._connection, "open_roll", leader_term, payload, backend, int(roll_s * 1000))
 
     def close(self, leader_term: str, payload: str, communicator: int, roll_s: float) -> Membership | None:
         """Wait until all known members have answered, at most ``roll_s``; return rank 0, or None without members.
 
         communicator: number of the one that the trainer holds, 0 for none.
         """
-        keys, deadline = self._connection.keys, time.monotonic() + roll_s + GRACE_S
+        deadline = time.monotonic() + roll_s + GRACE_S
         while time.monotonic() < deadline:
-            position = self._position(keys.roll_answers)
+            position = self._position(self._keys.roll_answers)
             found = self._connection.run_script_once("close_roll", leader_term, payload, communicator)
             if not isinstance(accepted(self._connection, found, leader_term), int):
                 number, size, backend = found
                 return Membership(int(number), 0, int(size), _text(backend)) if int(size) > 1 else None
-            self._wait_change(keys.roll_answers, position, found / 1000)
+            self._wait_change(self._keys.roll_answers, position, found / 1000)
         return None
 
     def answer(
@@ -63,7 +62,7 @@ class RollCall:
         """
         deadline: float | None = None
         while not given_up():
-            position = self._position(self._connection.keys.roll_changes)
+            position = self._position(self._keys.roll_changes)
             found = self._connection.run_script_once(
                 "answer_roll", self._member, payload, communicator, " ".join(backends)
             )
@@ -79,7 +78,7 @@ class RollCall:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
-            self._wait_change(self._connection.keys.roll_changes, position, left_s)
+            self._wait_change(self._keys.roll_changes, position, left_s)
         self.leave()
         return None
 
@@ -94,23 +93,23 @@ class RollCall:
     def find_note(self, communicator: int, key: str, deadline: float) -> bytes:
         """Wait for the note of this key until ``deadline`` (monotonic seconds); b"" if there is none."""
         while (left_s := deadline - time.monotonic()) > 0:
-            position = self._position(self._connection.keys.roll_changes)
+            position = self._position(self._keys.roll_changes)
             found: list[bytes] = self._connection.run_script_once("meet", communicator, "", "")
             notes: dict[bytes, bytes] = dict(zip(found[::2], found[1::2], strict=True))
             if (note := notes.get(key.encode())) is not None:
                 return note
-            self._wait_change(self._connection.keys.roll_changes, position, left_s)
+            self._wait_change(self._keys.roll_changes, position, left_s)
         return b""
 
     def _position(self, key: str) -> bytes:
         """Return the newest entry of a stream of changes; read it before the state that may change."""
-        found: Any = self._connection.run_once("looking for a roll", lambda client: client.xrevrange(key, count=1))
+        found = self._connection.run_command_once("looking for a roll", "xrevrange", key, count=1)
         return bytes(found[0][0]) if found else b"0-0"
 
     def _wait_change(self, key: str, position: bytes, timeout_s: float) -> None:
         """Wait for an entry after ``position``, at most until the timeout or BLOCK_MS."""
         block_ms = max(1, min(BLOCK_MS, math.ceil(1000 * timeout_s)))
-        self._connection.run_once("waiting for a roll", lambda client: client.xread({key: position}, 1, block_ms))
+        self._connection.run_command_once("waiting for a roll", "xread", {key: position}, 1, block_ms)
 
 
 def _text(answer: Any) -> str:

@@ -88,17 +88,14 @@ class Communicator:
     def broadcast(self, data: torch.Tensor) -> Iterator[None]:
         """Fill ``data``, uint8 [bytes] in host memory, from rank 0's; yield after each piece."""
         for piece in data.split(PIECE_BYTES):
-            moved = piece.to(self._device) if self._root or self._device.type == "cpu" else _like(piece, self._device)
+            sent = self._root or self._device.type == "cpu"
+            moved = piece.to(self._device) if sent else torch.empty_like(piece, device=self._device)
             self._group.broadcast([moved], self._options).wait()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
                 if not self._root:
                     piece.copy_(moved)
             yield
-
-
-def _like(piece: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_like(piece, device=device)
 
 
 def _connect(order: TakePart, store: BrokerStore) -> object:
@@ -125,7 +122,8 @@ class Worker:
 
     def run(self) -> int:
         """Follow orders until the service is gone."""
-        send(self._service, Backends(["nccl", "gloo"] if _has_nccl() else ["gloo"]))
+        has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        send(self._service, Backends(["nccl", "gloo"] if has_nccl else ["gloo"]))
         while True:
             try:
                 order = receive(self._service, orders)
@@ -157,10 +155,6 @@ class Worker:
         if time.monotonic() - self._told > MOVING_S:
             self._told = time.monotonic()
             send(self._service, Moving())
-
-
-def _has_nccl() -> bool:
-    return torch.cuda.is_available() and dist.is_nccl_available()
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,7 @@ MOST_RANGE = 16
 log = structlog.get_logger()
 
 
+@dataclass(eq=False)
 class Download:
     """Fetches ``payload`` into ``file``, which ``run`` opens::
 
@@ -51,17 +53,16 @@ class Download:
     reader: this process's id among the peers. streams: threads that fetch at once. name: of the payload among peers.
     """
 
-    def __init__(
-        self, payload: Payload, name: str, file: Path, registry: PeerRegistry, reader: str, streams: int
-    ) -> None:
-        self._payload = payload
-        self._name = name
-        self._file = file
-        self._registry = registry
-        self._reader = reader
-        self._streams = streams
-        count = len(payload.chunks)
-        self._range = min(max(1, count // (8 * streams)), MOST_RANGE)
+    payload: Payload
+    name: str
+    file: Path
+    registry: PeerRegistry
+    reader: str
+    streams: int
+
+    def __post_init__(self) -> None:
+        count = len(self.payload.chunks)
+        self._range = min(max(1, count // (8 * self.streams)), MOST_RANGE)
         self._lock = threading.Lock()
         self._moved = threading.Condition(self._lock)
         self._missing: Chunks = np.ones(count, bool)
@@ -83,10 +84,10 @@ class Download:
 
         InfraError, with the last reason, if no chunk arrived for STALL_S.
         """
-        descriptor = os.open(self._file, os.O_WRONLY)
+        descriptor = os.open(self.file, os.O_WRONLY)
         workers = [
             threading.Thread(target=self._work, args=(descriptor, item), name="download", daemon=True)
-            for _ in range(min(self._streams, max(1, len(self._payload.chunks))))
+            for _ in range(min(self.streams, max(1, len(self.payload.chunks))))
         ]
         try:
             for worker in workers:
@@ -96,7 +97,7 @@ class Download:
                     left = self._progress + STALL_S - time.monotonic()
                     if left <= 0:
                         self._error = InfraError(
-                            f"{self._payload.uri}: {int(self._missing.sum())} of {len(self._missing)} chunks are gone:"
+                            f"{self.payload.uri}: {int(self._missing.sum())} of {len(self._missing)} chunks are gone:"
                             f" no peer gave one for {STALL_S:.0f} s; the last reason: {self._why}"
                         )
                     else:
@@ -118,7 +119,7 @@ class Download:
 
     def abandon(self) -> None:
         """Make ``run`` end soon, with InfraError unless it is complete."""
-        self._fail(InfraError(f"{self._payload.uri}: abandoned, because this process ends"))
+        self._fail(InfraError(f"{self.payload.uri}: abandoned, because this process ends"))
 
     def _work(self, descriptor: int, item: StoredPayload | None) -> None:
         buffer = memoryview(bytearray(CHUNK_BYTES))
@@ -153,7 +154,7 @@ class Download:
                 self._refresh = min(2 * self._refresh, MOST_REFRESH_S)
         if stale:
             try:
-                key, peers = self._registry.find(once=True)
+                key, peers = self.registry.find(once=True)
                 with self._lock:
                     self._key, self._peers = key, [peer for peer in peers if self._may_help(peer)]
             except InfraError as error:
@@ -165,7 +166,7 @@ class Download:
         return [*random.sample(generators, min(ASKED, len(generators))), *(peer for peer in usable if peer.origin)]
 
     def _may_help(self, peer: Peer) -> bool:
-        if peer.id == self._reader or self._name not in peer.names:
+        if peer.id == self.reader or self.name not in peer.names:
             return False
         if is_loopback(peer.host) and peer.machine != socket.gethostname():
             self._why = (
@@ -200,7 +201,7 @@ class Download:
         return gave
 
     def _connect(self, peer: Peer) -> socket.socket:
-        secure = functools.partial(certificate.secure, fingerprint=peer.fingerprint) if self._registry.tls else None
+        secure = functools.partial(certificate.secure, fingerprint=peer.fingerprint) if self.registry.tls else None
         stream = connect(peer.host, peer.port, self._key, secure)
         with self._lock:
             self._open.add(stream)
@@ -216,7 +217,7 @@ class Download:
     ) -> bool:
         """Fetch one range; False if the peer has no missing chunk. OSError or InfraError if the transfer fails."""
         stalled = time.monotonic() - self._progress > PATIENCE_S
-        send(stream, Have(self._name, self._reader, stalled))
+        send(stream, Have(self.name, self.reader, stalled))
         bits = np.frombuffer(receive(stream, held).chunks, np.uint8)
         if not bits.size:
             return False
@@ -226,15 +227,15 @@ class Download:
             return False
         done = first
         try:
-            send(stream, Get(self._name, self._reader, stalled, first, count))
+            send(stream, Get(self.name, self.reader, stalled, first, count))
             answer = receive(stream, sent)
             if not 0 <= answer.count <= count or answer.size != self._size(first, answer.count):
                 raise InfraError(f"it replies with {answer.size} bytes for chunks {first} to {first + count}")
             for chunk in range(first, first + answer.count):
                 view = buffer[: self._size(chunk, 1)]
                 receive_into(stream, view)
-                if digest(view) != self._payload.chunks[chunk]:
-                    log.warning("a peer sent a damaged chunk", peer=peer.id, uri=self._payload.uri, chunk=chunk)
+                if digest(view) != self.payload.chunks[chunk]:
+                    log.warning("a peer sent a damaged chunk", peer=peer.id, uri=self.payload.uri, chunk=chunk)
                     raise InfraError(f"chunk {chunk} is damaged")
                 self._store(chunk, view, descriptor, item)
                 done = chunk + 1
@@ -264,7 +265,7 @@ class Download:
                 written += os.pwrite(descriptor, view[written:], chunk * CHUNK_BYTES + written)
         except OSError as error:
             # This is not the peer's fault.
-            failure = DiskError(f"{self._payload.uri} cannot be written to {self._file}: {error}")
+            failure = DiskError(f"{self.payload.uri} cannot be written to {self.file}: {error}")
             self._fail(failure)
             raise failure from error
         if item is not None:
@@ -277,7 +278,7 @@ class Download:
                 self._moved.notify_all()
 
     def _size(self, first: int, count: int) -> int:
-        return max(0, min((first + count) * CHUNK_BYTES, self._payload.size) - first * CHUNK_BYTES)
+        return max(0, min((first + count) * CHUNK_BYTES, self.payload.size) - first * CHUNK_BYTES)
 
     def _avoid(self, peer: Peer, why: str) -> None:
         with self._lock:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from broker.connection.connection import Connection
-from broker.weights.transports.base import Form, Location, Receiver, Sender, Transport
+from broker.weights.transports.base import Form, Receiver, Transport
 from broker.weights.transports.broadcast import NcclOrigin, NcclReader
 from broker.weights.transports.file import FileTransport
 from broker.weights.transports.peer import PeerOrigin, PeerReader

@@ -2,17 +2,16 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from broker.flow.fencing import term_number
-from broker.weights.transports.base import Form
+from broker.weights.transports.base import Form, Transport
 from schemas.digests import chunk_digests, verify
 from schemas.errors import DiskError
 from schemas.messages import Manifest, Payload
 
 
-class FileTransport:
+class FileTransport(Transport):
     """A folder: the payload stays where the trainer put it; readers that share the folder check and map it."""
 
     def __init__(self, folder: Path) -> None:
@@ -25,12 +24,6 @@ class FileTransport:
         target = self._path(uri)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(file, target)
-
-    def spreading(self, payload: Payload, leader_term: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None:
-        """Do nothing: nothing runs."""
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
         self.check(payload)

@@ -2,26 +2,19 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
-import redis
-
-from broker.connection.connection import Connection
-from broker.flow.fencing import accepted
+from broker.connection.connection import RunData
+from broker.flow.fencing import run_fenced
 from broker.queues.consumer_group import number
-from broker.weights.transports.base import Form
+from broker.weights.transports.base import Form, Transport
 from schemas.digests import chunks, digest
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Manifest, Payload
 
 
-class RedisTransport:
+class RedisTransport(RunData, Transport):
     """The broker itself: payloads are fields of a hash, a chunk each."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
         # The version comes first, so that ``trim`` recognises chunks of old versions.
@@ -29,18 +22,8 @@ class RedisTransport:
 
     def put(self, file: Path, uri: str, leader_term: str) -> None:
         for index, chunk in enumerate(chunks(file)):
-            accepted(
-                self._connection,
-                self._connection.run_script("put_chunk", leader_term, f"{_name(uri)}:{index}", chunk),
-                leader_term,
-            )
+            run_fenced(self._connection, "put_chunk", leader_term, f"{_name(uri)}:{index}", chunk)
         file.unlink()
-
-    def spreading(self, payload: Payload, leader_term: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None:
-        """Do nothing: nothing runs."""
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
         # One name for all versions, so that the next reader replaces what a killed one left.
@@ -62,16 +45,12 @@ class RedisTransport:
     def _read(self, payload: Payload) -> Iterator[bytes]:
         """Read the chunks, checking each."""
         for index, (field, expected) in enumerate(zip(_fields(payload), payload.chunks, strict=True)):
-            chunk = self._connection.run("fetching weights", lambda client, field: self._get(client, field), field)
+            chunk = self._connection.run_command("fetching weights", "hget", self._keys.chunks, field)
+            if chunk is None:
+                raise InfraError(f"chunk {field} is gone from the broker")
             if digest(chunk) != expected:
                 raise InfraError(f"{payload.uri}: chunk {index} is damaged")
             yield chunk
-
-    def _get(self, client: redis.Redis, field: str) -> bytes:
-        chunk: Any = client.hget(self._connection.keys.chunks, field)
-        if not isinstance(chunk, bytes):
-            raise InfraError(f"chunk {field} is gone from the broker")
-        return chunk
 
     def holds(self, payloads: Sequence[Payload]) -> bool:
         wanted = {field.encode() for payload in payloads for field in _fields(payload)}
@@ -87,13 +66,10 @@ class RedisTransport:
 
         gone = [field for field in self._there() if freed(field)]
         if gone:
-            self._connection.run(
-                "deleting old weights", lambda client: client.hdel(self._connection.keys.chunks, *gone)
-            )
+            self._connection.run_command("deleting old weights", "hdel", self._keys.chunks, *gone)
 
     def _there(self) -> set[bytes]:
-        fields: Any = self._connection.run("listing weights", lambda client: client.hkeys(self._connection.keys.chunks))
-        return set(fields)
+        return set(self._connection.run_command("listing weights", "hkeys", self._keys.chunks))
 
 
 def _name(uri: str) -> str:
