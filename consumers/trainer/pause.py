@@ -15,7 +15,7 @@ from broker.flow.run_control import ControlState
 from consumers.trainer.context import TrainerContext
 from schemas.errors import BrokerLost, DiskError
 from schemas.system.files import atomic_write
-from schemas.system.lifecycle import PauseReasons, StopFlag
+from schemas.system.lifecycle import PauseReason, StopFlag
 
 FILE = "PAUSE"
 
@@ -40,7 +40,7 @@ class PauseFollower:
         self._written: ControlState | None = None
         self._drained = -1
         self.changed: Callable[[], None] = lambda: None
-        self.reasons = PauseReasons()
+        self.reasons: frozenset[PauseReason] = frozenset()
         self.acknowledged: dict[str, int] = {}
 
     def restore(self) -> None:
@@ -64,7 +64,8 @@ class PauseFollower:
             # Nothing is admitted before the next order, so it stays drained.
             self._drained = control.pause_id
         ordered = control.pause == "freeze" or (control.pause == "drain" and self._drained == control.pause_id)
-        reasons = self.reasons.setting("ordered", ordered)
+        order: set[PauseReason] = {"ordered"}
+        reasons = self.reasons | order if ordered else self.reasons - order
         if bool(reasons) != bool(self.reasons):
             log.info("paused" if reasons else "resumed", by=control.by)
         self.reasons = reasons

@@ -88,7 +88,7 @@ class EngineTurns:
 
     def _is_paused(self) -> bool:
         """Whether there is another reason to pause than the trainer's turn."""
-        return bool(self._orders.reasons.without("device in use"))
+        return bool(self._orders.reasons - {"device in use"})
 
     def _try_take(self) -> bool:
         if not self._wanted.is_free(shared=True) or not self._lock.try_hold():

@@ -16,7 +16,7 @@ from broker.client import Broker
 from broker.flow.run_control import ControlState
 from producers.engines.base import Engine
 from schemas.run_record import JoinedRun
-from schemas.system.lifecycle import PauseReasons, StopFlag, until_stopped
+from schemas.system.lifecycle import PauseReason, StopFlag, until_stopped
 
 FENCE_S = 10.0
 """Shorter than LIVE_S in deploy/control_plane/status/run_state.py, the longest wait for a silent service."""
@@ -50,7 +50,7 @@ class OrderFollower:
         self._position = b""
         self._closed_s = 0.0
         self._closed_since: float | None = time.monotonic()
-        self.reasons = PauseReasons.of("starting")
+        self.reasons: frozenset[PauseReason] = frozenset({"starting"})
         self.control = ControlState()
         self.acknowledged: dict[str, int] = {}
         self.times_lent = 0
@@ -86,7 +86,7 @@ class OrderFollower:
                 await until_stopped(stop, asyncio.wait([reading], timeout=FENCE_S))
                 if not stop and not reading.done():
                     log.warning("orders can't be read: generation is paused", waited_s=FENCE_S)
-                    await self._follow(self.reasons.adding("broker silent"))
+                    await self._follow(self.reasons | {"broker silent"})
                 control = await until_stopped(stop, reading)
                 if not stop:
                     await self.follow(control)
@@ -110,8 +110,8 @@ class OrderFollower:
         if control.asked != asked:
             async with self._turned:
                 self._turned.notify_all()
-        heard = self.reasons.without("starting", "broker silent")
-        await self._follow(heard.setting("ordered", control.pause == "freeze"))
+        heard = self.reasons - {"starting", "broker silent", "ordered"}
+        await self._follow(heard | {"ordered"} if control.pause == "freeze" else heard)
         if self.acknowledged.get("pause") != control.pause_id:
             self.acknowledged["pause"] = control.pause_id
             self._changed()
@@ -124,9 +124,9 @@ class OrderFollower:
     async def lend_device(self, lent: bool) -> None:
         """Pause the engine because the trainer wants its device, or end that pause."""
         self.times_lent += lent
-        await self._follow(self.reasons.setting("device in use", lent))
+        await self._follow(self.reasons | {"device in use"} if lent else self.reasons - {"device in use"})
 
-    async def _follow(self, reasons: PauseReasons) -> None:
+    async def _follow(self, reasons: frozenset[PauseReason]) -> None:
         self.reasons = reasons
         async with self._following:
             # The newest reasons count: others may have come in the meantime.

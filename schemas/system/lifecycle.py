@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Literal, TypeVar
@@ -18,46 +17,16 @@ from typing import Literal, TypeVar
 from schemas.errors import OK_EXIT, UNFINISHED_EXIT
 
 PauseReason = Literal["starting", "ordered", "broker silent", "device in use"]
-"""Reasons of a pause: a service has not read the run's orders yet, was ordered, can't read them, or lent its GPU."""
+"""Reasons of a pause: a service has not read the run's orders yet, was ordered, can't read them, or lent its GPU.
+
+A service pauses while its set of reasons is not empty.
+"""
 
 SILENT_S = 5.0
 """A service that is asked to end waits so long for a broker that does not answer: far less than any grace."""
 
 _imports_aside = False
 """Whether ``importing`` left something out of the collector's rounds in this process."""
-
-
-@dataclass(frozen=True)
-class PauseReasons:
-    """Immutable set of the reasons why a service pauses now; work continues when none is left."""
-
-    reasons: frozenset[PauseReason] = frozenset()
-
-    @classmethod
-    def of(cls, *reasons: PauseReason) -> PauseReasons:
-        return cls(frozenset(reasons))
-
-    def adding(self, reason: PauseReason) -> PauseReasons:
-        """Return these reasons and one more."""
-        return PauseReasons(self.reasons | {reason})
-
-    def without(self, *reasons: PauseReason) -> PauseReasons:
-        """Return these reasons without the given ones."""
-        return PauseReasons(self.reasons.difference(reasons))
-
-    def setting(self, reason: PauseReason, holds: bool) -> PauseReasons:
-        """Return these reasons with ``reason`` if it ``holds``, else without it."""
-        return self.adding(reason) if holds else self.without(reason)
-
-    def __bool__(self) -> bool:
-        """Return whether there is any reason, so whether to pause."""
-        return bool(self.reasons)
-
-    def __contains__(self, reason: PauseReason) -> bool:
-        return reason in self.reasons
-
-    def __str__(self) -> str:
-        return ", ".join(sorted(self.reasons))
 
 
 class StopFlag:

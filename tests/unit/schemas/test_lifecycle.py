@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from schemas.errors import OK_EXIT, UNFINISHED_EXIT
-from schemas.system.lifecycle import PauseReasons, StopFlag, importing, until_stopped
+from schemas.system.lifecycle import StopFlag, importing, until_stopped
 
 
 async def test_what_is_waited_for_comes_through_until_the_end_and_is_left_alone_then() -> None:
@@ -48,26 +48,6 @@ async def test_a_signal_ends_a_wait_for_a_thread_that_goes_on() -> None:
     finally:
         for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
             signal.signal(number, handler)
-
-
-def test_a_pause_ends_when_its_last_reason_goes_whatever_their_order() -> None:
-    ordered = PauseReasons.of("starting").adding("ordered").adding("ordered")
-    assert ordered
-    assert "ordered" in ordered
-    assert "broker silent" not in ordered
-    silent = ordered.adding("broker silent").without("starting")
-    assert str(silent) == "broker silent, ordered"
-    assert silent.without("ordered") == PauseReasons.of("broker silent")
-    assert silent.without("broker silent") == PauseReasons.of("ordered")
-    assert not silent.without("broker silent").without("ordered")
-    assert not silent.without("ordered", "broker silent", "starting")
-    assert str(ordered) == "ordered, starting", "a value: nothing changes in place"
-
-
-def test_a_reason_is_set_from_whether_it_holds() -> None:
-    assert PauseReasons().setting("ordered", True) == PauseReasons.of("ordered")
-    assert PauseReasons.of("ordered").setting("ordered", False) == PauseReasons()
-    assert PauseReasons.of("ordered", "starting").setting("ordered", False) == PauseReasons.of("starting")
 
 
 def test_imports_are_left_out_of_later_rounds_and_the_collector_goes_on() -> None:

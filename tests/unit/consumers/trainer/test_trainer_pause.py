@@ -40,12 +40,12 @@ class Follower(PauseFollower):
 
 def test_a_pause_lasts_until_no_reason_is_left(tmp_path: Path) -> None:
     pause = Follower(tmp_path)
-    pause.reasons = pause.reasons.adding("device in use")
+    pause.reasons = pause.reasons | {"device in use"}
     assert pause.follow(ControlState("freeze", 1))
-    assert str(pause.reasons) == "device in use, ordered"
+    assert pause.reasons == {"device in use", "ordered"}
     assert pause.follow(ControlState("none", 2)), "another process has the device"
     assert pause.acknowledged == {"pause": 2}
-    pause.reasons = pause.reasons.without("device in use")
+    pause.reasons = pause.reasons - {"device in use"}
     assert not pause.follow(ControlState("none", 2))
 
 
