@@ -22,11 +22,6 @@ _FIRST = "echo 1000 >/proc/self/oom_score_adj; "
 """Where memory runs out, the kernel takes a program in a sandbox first."""
 
 
-def find_bwrap() -> str | None:
-    """Return the path of the program bwrap, if it is installed."""
-    return shutil.which("bwrap")
-
-
 def bwrap_command(
     program: Sequence[str], limits: Limits, folder: Path, mounts: Sequence[Mount], status_fd: int | None = None
 ) -> list[str]:
@@ -50,7 +45,7 @@ def bwrap_command(
     command = ["nice", "-n", str(_NICE)]
     if as_root:
         command += ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--"]
-    command += [find_bwrap() or "bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
+    command += [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", str(UID), "--gid", str(UID)]
     command += ["--hostname", "sandbox"]
     if status_fd is not None:

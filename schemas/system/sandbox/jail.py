@@ -143,9 +143,10 @@ _trying = threading.Lock()
 @lru_cache(maxsize=8)
 def why_not(name: str) -> str | None:
     """Why this sandbox can't run a Python program here; None if it can."""
-    found = {"bwrap": bubblewrap.find_bwrap, "gvisor": others.find_runsc, "sandlock": others.has_sandlock}
-    if name in found and not found[name]():
-        return {"bwrap": "not installed", "gvisor": "no program runsc", "sandlock": "not installed"}[name]
+    if (name == "bwrap" and not shutil.which("bwrap")) or (name == "sandlock" and not others.has_sandlock()):
+        return "not installed"
+    if name == "gvisor" and not shutil.which("runsc"):
+        return "no program runsc"
     python = find_interpreter()
     try:
         outcome = Sandbox(name).run([*python.command, "-c", "print(7)"], limits=_TRIAL, mounts=python.mounts)

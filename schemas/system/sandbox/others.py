@@ -53,11 +53,6 @@ def plain_env(folder: Path, env: dict[str, str]) -> dict[str, str]:
     return {**_ENV, "HOME": str(folder / "tmp"), "TMPDIR": str(folder / "tmp"), **env}
 
 
-def find_runsc() -> str | None:
-    """Return the path of gVisor's program, if it is installed."""
-    return shutil.which("runsc")
-
-
 def gvisor_command(
     program: Sequence[str], limits: Limits, folder: Path, mounts: Sequence[Mount], env: dict[str, str]
 ) -> list[str]:
@@ -97,4 +92,11 @@ def gvisor_command(
     (folder / "config.json").write_text(json.dumps(bundle), encoding="utf-8")
     rootless = [] if os.geteuid() == 0 else ["--rootless"]
     state = ["--root", str(folder / "state"), "--network=none", *rootless]
-    return [find_runsc() or "runsc", *state, "run", "--bundle", str(folder), f"tidemill-{os.getpid()}-{folder.name}"]
+    return [
+        shutil.which("runsc") or "runsc",
+        *state,
+        "run",
+        "--bundle",
+        str(folder),
+        f"tidemill-{os.getpid()}-{folder.name}",
+    ]

@@ -1,6 +1,7 @@
 """The sandbox: what a program gets in it, what it is kept from, and that nothing of it is left."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -155,7 +156,7 @@ def test_a_sandbox_that_cannot_be_started_is_an_infrastructure_error() -> None:
 def test_auto_takes_what_works_and_refuses_with_the_fix_where_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox()
     assert choose("auto").name == "bwrap"
-    monkeypatch.setattr(bubblewrap, "find_bwrap", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(others, "has_sandlock", lambda: False)
     why_not.cache_clear()
     try:

@@ -1,5 +1,6 @@
 """The reward ``code``: what counts as passed, what an infrastructure failure is, and what programs can't cheat with."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from consumers.reward.rewards.programs.score import extract, read_cases
 from consumers.reward.rewards.terms import RewardInput, resolve
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, InfraError
-from schemas.system.sandbox import bubblewrap, jail
+from schemas.system.sandbox import jail
 from tests.support.user_code.sandboxes import sandbox
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -28,7 +29,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     name = str(request.param)
     sandbox(name)
     if name == "sandlock":
-        monkeypatch.setattr(bubblewrap, "find_bwrap", lambda: None)
+        which = shutil.which
+        monkeypatch.setattr(shutil, "which", lambda name: None if name == "bwrap" else which(name))
     jail.why_not.cache_clear()
     assert jail.choose("auto").name == name
     yield name
