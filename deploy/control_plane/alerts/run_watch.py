@@ -15,7 +15,7 @@ import structlog
 
 from deploy.control_plane.alerts.alerts import STUCK, Alert, AlertChange, AlertRules
 from deploy.control_plane.alerts.notify import Notice, Notifier
-from deploy.control_plane.files.resources import open_alerts
+from deploy.control_plane.files.resources import read_alerts
 from schemas.config import TidemillConfig
 from schemas.config.deploy import Occasion
 from schemas.control_api import RunStatus
@@ -42,7 +42,8 @@ class RunWatch:
 
     def __init__(self, config: TidemillConfig, tell: Tell, ends: bool = True) -> None:
         self._folder, self._tell, self._ends = config.folder, tell, ends
-        before = {name: Alert(name, level, text) for name, level, text in open_alerts(config.folder)}
+        fired = (one for one in read_alerts(config.folder) if one.over is None)
+        before = {one.name: Alert(one.name, one.level, one.text) for one in fired}
         self._rules = AlertRules(config.notify.stuck_s, before)
         self._notifier = Notifier(config.notify, config.base, lambda text: tell(text, "warning"))
         self._run = config.run.name

@@ -1,6 +1,5 @@
 """Use of machines over time, and alerts, as a run's folder has them: resources.jsonl and alerts.jsonl."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +75,6 @@ def read_alerts(folder: Path) -> list[AlertRecord]:
                 record.over = time
                 break
     return found[::-1]
-
-
-def open_alerts(folder: Path) -> Iterator[tuple[str, Any, str]]:
-    """Return name, level and text of the alerts that have fired and are not over."""
-    for record in read_alerts(folder):
-        if record.over is None:
-            yield record.name, record.level, record.text
 
 
 def _part(line: dict[str, Any], name: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.poller import StatusPoller
 from deploy.control_plane.web.security import BY_HEADER, Buckets
 from deploy.control_plane.web.sse import Hub
-from schemas.control_api import RunStatus
+from schemas.control_api import Accepted, RunStatus
 from schemas.errors import InfraError
 from schemas.messages import Event
 
@@ -63,6 +63,14 @@ class Context:
             if reached(status) or time.monotonic() >= end:
                 return status
             await asyncio.sleep(min(LOOK_S, max(0.0, end - time.monotonic())))
+
+
+def accepted(
+    state: str, order: str, changed: bool, text: str, done: bool = True, waiting_for: Sequence[str] = ()
+) -> Accepted:
+    """Return the answer to an order. waiting_for: who is yet to follow, unless it is done."""
+    answer = {"order": order, "changed": changed, "done": done, "state": state, "text": text}
+    return Accepted.model_validate({**answer, "waiting_for": [] if done else waiting_for})
 
 
 def context_of(request: Request) -> Context:

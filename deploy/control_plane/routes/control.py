@@ -1,11 +1,13 @@
 """Routes for orders: all are idempotent, and the timeline records who asked."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from fastapi import APIRouter
 
-from deploy.control_plane.routes.context import By, Context, InContext
+from deploy.control_plane.routes.context import By, Context, InContext, accepted
 from deploy.control_plane.status.scaling import NO_SUPERVISOR, order_replicas, scale_command
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api import (
@@ -21,9 +23,9 @@ from schemas.control_api import (
 )
 from schemas.control_api.base import OVER
 from schemas.control_api.orders import scaled_role
-from schemas.errors import RefusedError
 
 router = APIRouter(prefix="/v1", tags=["orders"])
+Order = TypeVar("Order", bool, int)
 STOP_ELSEWHERE = {
     "kubernetes": "Kubernetes keeps these services running: drain the run, then `kubectl delete -k` what started it",
     "nobody": "no supervisor of this run is running (`tidemill up` did not start it): drain the run, then stop its"
@@ -45,34 +47,36 @@ async def drain(context: InContext, by: By, body: WaitRequest | None = None) -> 
     return await _pause(context, by, "drain", (body or WaitRequest()).wait_s, "drain")
 
 
+async def _give(context: Context, order: Callable[[], Order], name: str, text: str, by: str) -> Order:
+    """Give an order, and record it if it changes anything."""
+
+    def give() -> Order:
+        if changed := order():
+            context.record_event(name, text, by)
+        return changed
+
+    return await asyncio.to_thread(give)
+
+
 async def _pause(context: Context, by: str, mode: PauseMode, wait_s: float, order: str) -> Accepted:
-    changed = await asyncio.to_thread(context.broker.run_control.pause, mode, by)
-    if changed:
-        await asyncio.to_thread(context.record_event, "paused", f"pause ({mode}) ordered", by)
+    pause = partial(context.broker.run_control.pause, mode, by)
+    changed = await _give(context, pause, "paused", f"pause ({mode}) ordered", by)
     status = await context.wait_status(lambda status: status.pause.done or status.pause.mode != mode, wait_s)
     missing = status.pause.waiting_for
     text = "paused" if status.pause.done else f"waiting for {', '.join(missing)}"
-    return _accepted(status, order, changed, status.pause.done, missing, text)
-
-
-def _accepted(
-    status: RunStatus, order: str, changed: bool, done: bool, waiting_for: Sequence[str], text: str
-) -> Accepted:
-    """Return the answer to an order. waiting_for: who is yet to follow, unless it is done."""
-    answer = {"order": order, "changed": changed, "done": done, "state": status.state, "text": text}
-    return Accepted.model_validate({**answer, "waiting_for": [] if done else waiting_for})
+    return accepted(status.state, order, changed, text, status.pause.done, missing)
 
 
 @router.post("/resume")
 async def resume(context: InContext, by: By, body: WaitRequest | None = None) -> Accepted:
     """Resume a paused run."""
-    changed = await asyncio.to_thread(context.broker.run_control.pause, "none", by)
-    if changed:
-        await asyncio.to_thread(context.record_event, "resumed", "resume ordered", by)
+    changed = await _give(
+        context, partial(context.broker.run_control.pause, "none", by), "resumed", "resume ordered", by
+    )
     status = await context.wait_status(_resumed, (body or WaitRequest()).wait_s)
     waiting = [service.name for service in status.services if service.live and service.state == "paused"]
     text = "the run has resumed" if not waiting else f"waiting for {', '.join(waiting)}"
-    return _accepted(status, "resume", changed, _resumed(status), waiting, text)
+    return accepted(status.state, "resume", changed, text, _resumed(status), waiting)
 
 
 def _resumed(status: RunStatus) -> bool:
@@ -84,8 +88,8 @@ def _resumed(status: RunStatus) -> bool:
 @router.post("/checkpoint")
 async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None) -> Accepted:
     """Save a checkpoint after the current step."""
-    number = await asyncio.to_thread(context.broker.run_control.checkpoint, by)
-    await asyncio.to_thread(context.record_event, "checkpoint", "checkpoint ordered", by)
+    order = partial(context.broker.run_control.checkpoint, by)
+    number = await _give(context, order, "checkpoint", "checkpoint ordered", by)
 
     def written(status: RunStatus) -> bool:
         return any(
@@ -96,7 +100,7 @@ async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None
     status = await context.wait_status(written, (body or WaitRequest()).wait_s)
     done = written(status)
     text = "the checkpoint is saved" if done else "the trainer saves it after the current step"
-    return _accepted(status, "checkpoint", True, done, ["trainer"], text)
+    return accepted(status.state, "checkpoint", True, text, done, ["trainer"])
 
 
 @router.post("/evaluations")
@@ -116,9 +120,9 @@ async def evaluate(context: InContext, by: By, body: EvaluationRequest | None = 
             f"version {version} is behind version {latest.version}, and no generator goes back: export a checkpoint"
             " of it, and `tidemill eval CONFIG --model FOLDER`",
         )
-    changed = version not in known and await asyncio.to_thread(context.broker.run_control.evaluate, version, by)
-    if changed:
-        await asyncio.to_thread(context.record_event, "evaluation", f"evaluation of version {version} ordered", by)
+    order = partial(context.broker.run_control.evaluate, version, by)
+    text = f"evaluation of version {version} ordered"
+    changed = version not in known and await _give(context, order, "evaluation", text, by)
 
     def complete(status: RunStatus) -> bool:
         return any(one.version == version and one.complete for one in context.poller.evaluations)
@@ -126,7 +130,8 @@ async def evaluate(context: InContext, by: By, body: EvaluationRequest | None = 
     status = await context.wait_status(complete, body.wait_s)
     done = complete(status)
     text = f"version {version} is evaluated" if done else f"the evaluation of version {version} is under way"
-    return _accepted(status, "evaluate", changed, done, ["feeder" if version > status.version else "generator"], text)
+    by_whom = "feeder" if version > status.version else "generator"
+    return accepted(status.state, "evaluate", changed, text, done, [by_whom])
 
 
 @router.post("/stop")
@@ -135,16 +140,9 @@ async def stop(context: InContext, by: By) -> Accepted:
     by_whom = context.poller.latest.scaling.by
     if by_whom != "supervisor":
         raise Refusal(409, STOP_ELSEWHERE[by_whom])
-    await asyncio.to_thread(context.broker.run_control.stop, by)
-    await asyncio.to_thread(context.record_event, "stop", "stop ordered", by)
-    return Accepted(
-        order="stop",
-        changed=True,
-        done=False,
-        waiting_for=["supervisor"],
-        state="stopping",
-        text="the services are being stopped, the control plane too",
-    )
+    await _give(context, partial(context.broker.run_control.stop, by), "stop", "stop ordered", by)
+    text = "the services are being stopped, the control plane too"
+    return accepted("stopping", "stop", True, text, False, ["supervisor"])
 
 
 @router.post("/scale")
@@ -153,13 +151,12 @@ async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
     if body.role == "reward" and body.replicas == 0:
         raise Refusal(409, "a run needs one reward service at least: pause it instead")
     kind = scaled_role(body.role, body.pool)
-    changed = await asyncio.to_thread(_scale, context, body, by)
-    if changed:
-        await asyncio.to_thread(context.record_event, "scale", f"{body.replicas} {kind} services ordered", by)
+    order = partial(_scale, context, body, by)
+    changed = await _give(context, order, "scale", f"{body.replicas} {kind} services ordered", by)
     status = await asyncio.to_thread(context.poller.refresh)
     alive = sum(scaled_role(service.role, service.pool) == kind and service.live for service in status.services)
     text = f"{alive} of {body.replicas} {kind} services are alive"
-    return _accepted(status, "scale", changed, alive == body.replicas, [status.scaling.by], text)
+    return accepted(status.state, "scale", changed, text, alive == body.replicas, [status.scaling.by])
 
 
 def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
@@ -176,10 +173,7 @@ def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
         return context.deployments.scale(kind, body.replicas)
     if by_whom != "supervisor":
         raise Refusal(409, NO_SUPERVISOR + scale_command(context.plan.scale_hint, body.role, str(body.replicas)))
-    try:
-        return order_replicas(context.broker.run_control, status.services, kind, body.replicas, by)
-    except RefusedError as error:
-        raise Refusal(409, str(error)) from error
+    return order_replicas(context.broker.run_control, status.services, kind, body.replicas, by)
 
 
 @router.patch("/settings")
@@ -197,11 +191,7 @@ def _change(context: Context, wanted: SettingsChange, by: str) -> None:
     if wanted.steps is not None and wanted.steps <= (step := ledger.read_state().step):
         raise Refusal(409, f"the run has taken {step} steps: give it more than these, or stop it")
     values = wanted.model_dump(exclude_unset=True)
-    try:
-        begun = ledger.change_settings(values)
-    except RefusedError as error:
-        raise Refusal(409, str(error)) from error
-    if not begun:
+    if not ledger.change_settings(values):
         raise Refusal(409, "the run has no trainer yet that could follow; try again when it has started")
     for name, value in values.items():
         text = f"{name} set to {value}" if value is not None else f"{name} set back to the configuration's"

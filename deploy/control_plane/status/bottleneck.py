@@ -4,7 +4,7 @@ The trainer's own clock decides first: a trainer that hardly ever waits is the l
 of scored groups, and the queues before it tell which service delays them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schemas.control_api import Bottleneck, RunState
@@ -24,6 +24,8 @@ ENDED = {
     "finishing": "All steps are trained; the last evaluation is under way.",
 }
 """Text for a run that is over, or nearly."""
+LIMIT_OF = {"generator": "generation", "reward": "reward", "trainer": "training"}
+"""What limits a run without a service of this role."""
 FAILED = "The run has failed. Fix the cause and start it again under the same name to resume from its last checkpoint."
 
 
@@ -99,7 +101,9 @@ def _standing(seen: Evidence) -> tuple[str, str] | None:
         return "nothing", f"Starting: no sign of the {_and(seen.missing)} yet."
     if seen.missing:
         names = _and(seen.missing)
-        return _of_role(seen.missing[0]), f"No {names} is alive: the run stands still until there is one."
+        return LIMIT_OF.get(
+            seen.missing[0], "prompts"
+        ), f"No {names} is alive: the run stands still until there is one."
     if seen.filtered is not None and seen.filtered > WASTED and (seen.wait is None or seen.wait >= BUSY):
         return "prompts", (
             f"Prompts: {seen.filtered:.0%} of the groups are dropped because all their samples have the same reward."
@@ -153,8 +157,3 @@ def _limit(seen: Evidence) -> tuple[str, str]:
 
 def _and(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-
-
-def _of_role(role: str) -> str:
-    names: Mapping[str, str] = {"generator": "generation", "reward": "reward", "trainer": "training"}
-    return names.get(role, "prompts")

@@ -397,7 +397,3 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 def _sum(services: Sequence[ServiceStatus], role: str) -> float:
     return round(sum(service.tokens_per_s for service in services if service.role == role and service.live), 1)
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)

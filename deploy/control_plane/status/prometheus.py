@@ -1,6 +1,7 @@
 """GET /metrics in Prometheus' text format: base units, no label that grows with the run."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from statistics import fmean
 from typing import get_args
@@ -48,14 +49,14 @@ MISMATCHES = (
 AGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
+@dataclass(eq=False)
 class StatusMetrics(Collector):
     """The status as metrics. ages: loss tokens by their age in versions, counted since this process started."""
 
-    def __init__(self, status: RunStatus, answers: bool, ages: dict[int, int], times: dict[str, float]) -> None:
-        self._status = status
-        self._answers = answers
-        self._ages = ages
-        self._times = times
+    status: RunStatus
+    answers: bool
+    ages: dict[int, int]
+    times: dict[str, float]
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
@@ -64,7 +65,7 @@ class StatusMetrics(Collector):
         yield from self._services()
 
     def _flow(self) -> Iterator[Metric]:
-        s = self._status
+        s = self.status
         for name, text, figure in STREAM_FIGURES:
             yield _labelled(name, text, "stream", ((one.name, getattr(one, figure) or 0.0) for one in s.streams))
         yield _gauge("admission_outstanding", "Prompt groups that hold a slot", s.ledger.active)
@@ -73,10 +74,10 @@ class StatusMetrics(Collector):
         yield _gauge("uncommitted_steps", "Steps that no checkpoint covers", s.ledger.uncommitted_steps)
         if s.memory_bytes is not None:
             yield _gauge("broker_memory_bytes", "Memory of the run in the broker", s.memory_bytes)
-        yield _gauge("broker_up", "Whether the broker answers", self._answers)
+        yield _gauge("broker_up", "Whether the broker answers", self.answers)
 
     def _ends(self) -> Iterator[Metric]:
-        s = self._status
+        s = self.status
         yield _counter("steps_total", "Optimizer steps", s.step)
         yield _counter("groups_admitted_total", "Prompt groups admitted", s.ledger.admitted)
         yield _counter("groups_trained_total", "Prompt groups trained", s.ledger.trained)
@@ -100,7 +101,7 @@ class StatusMetrics(Collector):
         if s.evaluation is not None and s.evaluation.mean is not None:
             yield _gauge("evaluation_mean", "Mean reward of the newest evaluation", s.evaluation.mean)
         for label, text, name in STEP_TIMES:
-            if (value := self._times.get(name)) is not None:
+            if (value := self.times.get(name)) is not None:
                 yield _gauge(label, f"How long {text}, last step", value)
         yield self._histogram()
         states = ((state, state == s.state) for state in STATES)
@@ -108,9 +109,9 @@ class StatusMetrics(Collector):
         yield _gauge("pause_waiting", "Services that have not followed the pause", len(s.pause.waiting_for))
 
     def _mishaps(self) -> Iterator[Metric]:
-        told = self._status.counters
+        told = self.status.counters
         published = {
-            "ok": self._status.ledger.samples_published,
+            "ok": self.status.ledger.samples_published,
             "duplicate": told.get(f"{DUPLICATE}:publish", 0),
             "closed": told.get(CLOSED, 0),
         }
@@ -128,18 +129,18 @@ class StatusMetrics(Collector):
         )
 
     def _histogram(self) -> Metric:
-        below = [sum(count for age, count in self._ages.items() if age <= edge) for edge in AGES]
-        total = sum(self._ages.values())
+        below = [sum(count for age, count in self.ages.items() if age <= edge) for edge in AGES]
+        total = sum(self.ages.values())
         buckets = [(str(float(edge)), float(count)) for edge, count in zip(AGES, below, strict=True)]
         return HistogramMetricFamily(
             "tidemill_staleness_versions",
             "Age of trained tokens in weight versions",
             buckets=[*buckets, ("+Inf", float(total))],
-            sum_value=float(sum(age * count for age, count in self._ages.items())),
+            sum_value=float(sum(age * count for age, count in self.ages.items())),
         )
 
     def _services(self) -> Iterator[Metric]:
-        live = [service for service in self._status.services if service.live]
+        live = [service for service in self.status.services if service.live]
         roles = sorted({service.role for service in live} | {"feeder", "generator", "reward", "trainer"})
         counts = ((role, sum(service.role == role for service in live)) for role in roles)
         yield _labelled("services_live", "Services with a recent heartbeat", "role", counts)
@@ -155,8 +156,8 @@ class StatusMetrics(Collector):
         if any(shares.values()):
             means = ((role, fmean(found)) for role, found in sorted(shares.items()) if found)
             yield _labelled("shared_gpu_time_share", "Share of time with the GPUs that are shared", "role", means)
-        for name, text, figure in POOL_FIGURES if self._status.pools else ():
-            values = ((pool.name, getattr(pool, figure)) for pool in self._status.pools)
+        for name, text, figure in POOL_FIGURES if self.status.pools else ():
+            values = ((pool.name, getattr(pool, figure)) for pool in self.status.pools)
             yield _labelled(name, text, "pool", ((pool, value) for pool, value in values if value is not None))
         yield InfoMetricFamily("tidemill_build", "This release", {"version": version("tidemill")})
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
 from broker.telemetry.stream_lag import StreamLag
-from schemas.control_api import PauseStatus, RunState
+from schemas.control_api import PauseMode, PauseStatus, RunState
 from schemas.control_api.base import OVER
 from schemas.messages import Heartbeat
 
@@ -28,12 +28,10 @@ def pause_status(
     orders: ControlState, beats: Sequence[Heartbeat], lags: Sequence[StreamLag], now: float
 ) -> PauseStatus:
     """Return the present pause, and the services or streams that it waits for."""
-    live = [beat for beat in beats if beat.role in SAMPLERS and is_live(beat, now)]
-    missing: list[str] = []
-    if orders.pause != "none":
-        missing = [beat.service for beat in live if beat.acknowledged.get("pause") != orders.pause_id]
+    asked: dict[PauseMode, Sequence[str]] = {"freeze": SAMPLERS, "drain": ("trainer",)}
+    live = [beat for beat in beats if beat.role in asked.get(orders.pause, ()) and is_live(beat, now)]
+    missing = [beat.service for beat in live if beat.acknowledged.get("pause") != orders.pause_id]
     if orders.pause == "drain":
-        missing = [name for name in missing if name not in _names(live, "generator")]
         missing += [lag.name for lag in lags if lag.name in UNDER_WAY and lag.waiting + lag.pending]
     return PauseStatus(
         mode=orders.pause,
@@ -43,10 +41,6 @@ def pause_status(
         done=orders.pause != "none" and not missing,
         waiting_for=missing,
     )
-
-
-def _names(beats: Sequence[Heartbeat], role: str) -> set[str]:
-    return {beat.service for beat in beats if beat.role == role}
 
 
 def run_state(ledger: LedgerState, pause: PauseStatus, beats: Sequence[Heartbeat], now: float) -> tuple[RunState, str]:

@@ -66,12 +66,7 @@ class MetricsSeries:
     def since(self, after: int, limit: int, names: set[str] | None = None) -> MetricsHistory:
         """Return the newest ``limit`` steps after step ``after``; all series, or those of ``names``."""
         first = max(bisect_right(self.steps, after), len(self.steps) - limit)
-        return MetricsHistory(
-            step=self.steps[first:],
-            series=self._part(slice(first, None), names),
-            staleness=self.histograms[first:],
-            names=self.names,
-        )
+        return self._part(slice(first, None), names)
 
     def history(self, cursor: int | None, limit: int, newest: bool, names: set[str] | None) -> MetricsHistory:
         """Return a page of steps: ``limit`` after the step ``cursor``, or, from the newest back, before it."""
@@ -83,21 +78,21 @@ class MetricsSeries:
             first = 0 if cursor is None else bisect_right(self.steps, cursor)
             end = min(len(self.steps), first + limit)
             following = self.steps[end - 1] if first < end < len(self.steps) else None
-        part = slice(first, end)
-        return MetricsHistory(
-            step=self.steps[part],
-            series=self._part(part, names),
-            staleness=self.histograms[part],
-            names=self.names,
-            next=None if following is None else str(following),
-        )
+        return self._part(slice(first, end), names, following)
 
-    def _part(self, part: slice, names: set[str] | None) -> dict[str, list[float | None]]:
-        return {
+    def _part(self, part: slice, names: set[str] | None, following: int | None = None) -> MetricsHistory:
+        series = {
             name: [value if math.isfinite(value) else None for value in column[part]]
             for name, column in sorted(self._columns.items())
             if names is None or name in names
         }
+        return MetricsHistory(
+            step=self.steps[part],
+            series=series,
+            staleness=self.histograms[part],
+            names=self.names,
+            next=None if following is None else str(following),
+        )
 
 
 def _figures(line: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -11,8 +11,10 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from deploy.control_plane.web.problems import problem
-from deploy.control_plane.web.security import CHANGES, App, Message, Receive, Scope, Send
+from deploy.control_plane.web.security import CHANGES
 
 HEADER = "Idempotency-Key"
 LONGEST = 255
@@ -39,7 +41,7 @@ class _Kept:
 class Idempotency:
     """ASGI middleware around an application whose bodies are small."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._kept: OrderedDict[tuple[bytes, str], _Kept] = OrderedDict()
 

@@ -11,17 +11,14 @@ import hmac
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from ipaddress import IPv4Network, IPv6Network, ip_address
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from deploy.control_plane.web.problems import problem
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Denial = tuple[int, str, dict[str, str]]
 """Status, text and more headers of the answer to a request that is turned down."""
 
@@ -66,7 +63,7 @@ class ProxyUsers:
     """
 
     def __init__(self, app: Any, header: str, proxies: Sequence[IPv4Network | IPv6Network]) -> None:
-        self._app: App = app
+        self._app: ASGIApp = app
         self._header = header.lower().encode()
         self._proxies = list(proxies)
 
@@ -118,7 +115,7 @@ class RequestGuard:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         token: str | None,
         hosts: frozenset[str],
         public: Callable[[str], bool],
