@@ -8,7 +8,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from producers.workflows.base import FailedSample, RolloutContext, SaveDone, Wor
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import TidemillConfig
 from schemas.errors import ERROR_EXIT, ConfigError
-from schemas.messages import FinishReason, Partial, Sampling, Span
+from schemas.messages import FinishReason, Partial, Sampling, Span, Task
 
 DEADLINE_S = 30.0
 """Deadline of the episode. A tool that waits for something may reach it."""
@@ -114,10 +114,7 @@ async def play_episode(config: TidemillConfig, position: int = 0, answers: Seque
     settings = config.generator.workflow
     workflow = find_workflow(settings.name, settings.args, config.base)()
     engine = FixedAnswerEngine(tokenizer, config.model.max_length, answers)
-    example = build_dataset(config.train[0].at_levels()[0], config.base)[position]
-    limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
-    images = prepare_images(example.images, limits)
-    task = make_task(position, "train", example, config.sampling.model_copy(update={"n": 1}), images=images)
+    task, files = _first_task(config, position)
     placeholders = ImagePlaceholders.of(config)
 
     async def play(partials: list[Partial]) -> tuple[SampledCompletion | FailedSample, list[Partial]]:
@@ -129,7 +126,7 @@ async def play_episode(config: TidemillConfig, position: int = 0, answers: Seque
 
         asked = msgspec.structs.replace(task, partials=partials)
         samples = workflow.run(
-            RolloutContext(engine, tokenizer, asked, [0], save, placeholders=placeholders, files=limits.images)
+            RolloutContext(engine, tokenizer, asked, [0], save, placeholders=placeholders, files=files)
         )
         (sample,) = [sample async for sample in samples]
         return sample, saved
@@ -143,6 +140,15 @@ async def play_episode(config: TidemillConfig, position: int = 0, answers: Seque
     return PlayedEpisode(first, replayed)
 
 
+def _first_task(config: TidemillConfig, position: int) -> tuple[Task, Mapping[str, bytes]]:
+    """Return the task, of one sample, of an example of the first training dataset, and its images by digest."""
+    example = build_dataset(config.train[0].at_levels()[0], config.base)[position]
+    limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
+    images = prepare_images(example.images, limits)
+    sampling = config.sampling.model_copy(update={"n": 1})
+    return make_task(position, "train", example, sampling, images=images), limits.images
+
+
 async def play_on_server(config: TidemillConfig, base_url: str, api_key: str, position: int = 0) -> AgentResult:
     """Run the agent once on the training example at ``position``, against the server at ``base_url``."""
     settings = config.generator.workflow
@@ -151,10 +157,7 @@ async def play_on_server(config: TidemillConfig, base_url: str, api_key: str, po
     agents = config.generator.agents.model_copy(update={"processes": 1})
     args = settings.args
     workers = AgentWorkers(args.get("run"), args.get("command"), args.get("args") or {}, config.base, agents)
-    example = build_dataset(config.train[0].at_levels()[0], config.base)[position]
-    limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
-    images = prepare_images(example.images, limits)
-    task = task_for_agent(make_task(position, "train", example, config.sampling, images=images), limits.images)
+    task = task_for_agent(*_first_task(config, position))
     await workers.start()
     try:
         return await workers.run(AgentJob(f"{position}-0", task, base_url, api_key, agents.deadline_s))

@@ -40,12 +40,7 @@ USER_CODE_DEADLINE_S = 600.0
 """A dataset of the Hub may have to be downloaded first."""
 
 
-def check(
-    config: TidemillConfig,
-    here: bool = True,
-    skip: Collection[str] = (),
-    cards: Iterable[Finding] = (),
-) -> None:
+def check(config: TidemillConfig, here: bool = True, skip: Collection[str] = (), cards: Iterable[Finding] = ()) -> None:
     """Raise ConfigError, one line, for the first check that fails. Warnings go to stderr.
 
     here: services run on this machine, with its packages. skip: names of checks to leave out; ``user code`` is all

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from broker.client import Broker
     from broker.connection.runs import RunInfo
     from broker.flow.owner import Owner
-    from schemas.config import TidemillConfig
 
     FolderOf: TypeAlias = Callable[[Owner], tuple[Path, Callable[[], None]]]
 
@@ -57,21 +56,12 @@ def find(run: str, url: str | None, prefix: str, *, any_schema: bool = False) ->
         run, prefix = config.run.name, config.broker.prefix
     folder = config.folder if config else RUNS / run
     named = url or (config and config.broker.url)
-    if not (named or any(map(os.environ.get, URLS))) and not any(folder.glob(SOCKET)):
-        raise _nowhere(run, folder)
-    return _connect(run, url, prefix, config, folder, any_schema)
-
-
-def _nowhere(run: str, folder: Path) -> NoSuchRun:
-    return NoSuchRun(
+    nowhere = NoSuchRun(
         f"no broker for run {run!r}: no embedded one answers in {folder / 'broker'}; give --url or set REDIS_URL,"
         " or start the run with `tidemill up`"
     )
-
-
-def _connect(
-    run: str, url: str | None, prefix: str, config: TidemillConfig | None, folder: Path, any_schema: bool
-) -> Broker:
+    if not (named or any(map(os.environ.get, URLS))) and not any(folder.glob(SOCKET)):
+        raise nowhere
     from broker.client import Broker
     from broker.connection.connection import Connection, check_server_now, find_url
     from broker.connection.keys import Keys
@@ -80,11 +70,11 @@ def _connect(
 
     found = url or find_url(config.broker.url if config else None) or embedded(folder)
     if found is None:
-        raise _nowhere(run, folder)
+        raise nowhere
     check_server_now(found)
     settings = BrokerConfig(deadline_s=DEADLINE_S, prefix=prefix)
     broker = Broker(Connection(found, Keys(prefix, run), DEADLINE_S), settings)
-    if not broker.connection.run("looking for the run", lambda client: client.exists(broker.connection.keys.ctl)):
+    if not broker.connection.run_command("looking for the run", "exists", broker.connection.keys.ctl):
         known = ", ".join(sorted(info.name for info in list_runs(broker.connection.client))) or "none"
         raise NoSuchRun(f"no run {run!r} at {hide_password(found)}; runs there: {known}")
     if not any_schema:
@@ -146,17 +136,9 @@ def embedded(folder: Path) -> str | None:
     """Return the URL of the embedded server in a run's folder; None if none answers."""
     if not any(folder.glob(SOCKET)):
         return None
-    import redis
+    from broker.connection.embedded import find_running
 
-    from broker.connection.connection import open_client
-    from broker.connection.embedded import EmbeddedServer
-
-    url = EmbeddedServer(folder / "broker").url
-    try:
-        open_client(url).ping()
-    except redis.RedisError:
-        return None
-    return url
+    return find_running(folder / "broker")
 
 
 def size(count: float) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from broker.connection.connection import check_server_now, find_url
@@ -190,10 +190,8 @@ def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
         print(json.dumps([asdict(finding) for finding in findings]))
         return
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    columns = (Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"))
+    table = Table(*columns, box=None, show_header=False, padding=(0, 2, 0, 0))
     for finding in findings:
         text = Text(finding.text)
         if finding.advice:

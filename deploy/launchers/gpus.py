@@ -70,11 +70,12 @@ class GpuPlan:
         return config.model_copy(update=update)
 
 
-def check_count(name: str, value: object, whole: bool = True) -> None:
-    """ConfigError unless ``value`` can be a number of GPUs, or ``auto``."""
+def check_counts(trainer_gpus: object, generator_gpus: object, whole: bool = True) -> None:
+    """ConfigError unless each can be a number of GPUs, or ``auto``."""
     kinds = int if whole else (int, float)
-    if value != "auto" and (not isinstance(value, kinds) or isinstance(value, bool) or value < 0):
-        raise ConfigError(f"launcher.args.{name} is {value!r}: it must be auto, or a number of GPUs, 0 or more")
+    for name, value in (("trainer_gpus", trainer_gpus), ("generator_gpus", generator_gpus)):
+        if value != "auto" and (not isinstance(value, kinds) or isinstance(value, bool) or value < 0):
+            raise ConfigError(f"launcher.args.{name} is {value!r}: it must be auto, or a number of GPUs, 0 or more")
 
 
 def find_gpus() -> list[Gpu]:
@@ -124,8 +125,7 @@ def plan_gpus(
 
     trainer, generator: GPUs of the trainer and of one generator, where they are given.
     """
-    check_count("trainer_gpus", trainer)
-    check_count("generator_gpus", generator)
+    check_counts(trainer, generator)
     if config.placement is not None and (gpus or not config.placement.is_auto):
         return _place(config, config.placement, gpus)
     replicas = config.generator.replicas

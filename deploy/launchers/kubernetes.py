@@ -19,7 +19,7 @@ import yaml
 from deploy.checks.preflight import check
 from deploy.launcher_options import KubernetesOptions
 from deploy.launchers.factory import check_places
-from deploy.launchers.gpus import check_count
+from deploy.launchers.gpus import check_counts
 from deploy.planning.cluster import DeviceQuota, engine_width
 from schemas.config import TidemillConfig, by_pool, dump_config, of_pool
 from schemas.control_api.orders import scaled_role
@@ -58,8 +58,7 @@ class Kubernetes(KubernetesOptions):
 
         ConfigError for what cannot work, and nothing is written. Models and your code are not checked: pods have them.
         """
-        check_count("trainer_gpus", self.trainer_gpus)
-        check_count("generator_gpus", self.generator_gpus)
+        check_counts(self.trainer_gpus, self.generator_gpus)
         self._check(config)
         check(config, here=False, skip={"user code", "model", "control plane", "folders"})
         data, named = _portable(config, [Path(file) for file in self.extra_files or ()])
@@ -263,7 +262,8 @@ class Kubernetes(KubernetesOptions):
         }
         if self.storage_class:
             claim["storageClassName"] = self.storage_class
-        devices = [{"name": "TIDEMILL_CONTROL__DEVICES", "value": _compact(self._devices(config))}]
+        compact = json.dumps(self._devices(config), separators=(",", ":"), sort_keys=True)
+        devices = [{"name": "TIDEMILL_CONTROL__DEVICES", "value": compact}]
         control: dict[str, Any] = {"containers": [{"name": "control", "env": devices}]}
         if self.access_mode == OF_ONE_NODE:
             control |= _beside("trainer")
@@ -300,10 +300,6 @@ def _read_text(path: Path) -> str:
 
 def _patch(version: str, kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": dict(spec)}
-
-
-def _compact(value: Mapping[str, int]) -> str:
-    return json.dumps(value, separators=(",", ":"), sort_keys=True)
 
 
 def _resources(gpus: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import structlog
 from broker.client import Broker
 from deploy.control_plane.status.scaling import machines, order_replicas
 from deploy.launchers.card_memory import check_cards
-from deploy.launchers.gpus import VISIBLE, Auto, Gpu, GpuPlan, check_count, find_gpus, plan_gpus
+from deploy.launchers.gpus import VISIBLE, Auto, Gpu, GpuPlan, check_counts, find_gpus, plan_gpus
 from deploy.launchers.pool_gpus import plan_pools
 from deploy.planning.search import wanted_generators
 from deploy.run.up import run_up
@@ -71,8 +71,7 @@ class Local(Processes):
     """
 
     def __init__(self, trainer_gpus: int | Auto = "auto", generator_gpus: int | Auto = "auto") -> None:
-        check_count("trainer_gpus", trainer_gpus)
-        check_count("generator_gpus", generator_gpus)
+        check_counts(trainer_gpus, generator_gpus)
         self._wanted: tuple[int | Auto, int | Auto] = (trainer_gpus, generator_gpus)
         self._trainer_gpus = 0 if trainer_gpus == "auto" else trainer_gpus
         self._generator_gpus = 0 if generator_gpus == "auto" else generator_gpus

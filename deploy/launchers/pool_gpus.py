@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from deploy.launchers.gpus import Auto, Gpu, GpuPlan, check_count, describe_placed, shared_utilization, there_are
+from deploy.launchers.gpus import Auto, Gpu, GpuPlan, check_counts, describe_placed, shared_utilization, there_are
 from deploy.planning.cluster import engine_width
 from schemas.config import TidemillConfig, of_node
 from schemas.config.deploy import count_gpus, parse_ranges
@@ -16,8 +16,7 @@ def plan_pools(
 
     trainer, generator: as for ``plan_gpus``. A single GPU is shared by all.
     """
-    check_count("trainer_gpus", trainer)
-    check_count("generator_gpus", generator)
+    check_counts(trainer, generator)
     own, pools = config.generator.replicas, of_node(config, "")
     if not gpus or (trainer == 0 and generator == 0):
         return GpuPlan(0, 0, own)

@@ -23,7 +23,7 @@ from typing import Any, Self
 from broker.connection.connection import find_url
 from deploy.launcher_options import RayOptions
 from deploy.launchers.factory import check_places
-from deploy.launchers.gpus import GpuPlan, check_count, shared_utilization
+from deploy.launchers.gpus import GpuPlan, check_counts, shared_utilization
 from deploy.planning.cluster import DeviceQuota, engine_width
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
@@ -261,8 +261,7 @@ class Ray(RayOptions):
         if not 1 <= least <= most:
             raise ConfigError(f"Ray needs 1 or more generators and a maximum not below it, not {least} to {most}")
         DeviceQuota.check(config, generators=None if config.pools else most)
-        check_count("trainer_gpus", self.trainer_gpus, whole=False)
-        check_count("generator_gpus", self.generator_gpus, whole=False)
+        check_counts(self.trainer_gpus, self.generator_gpus, whole=False)
         with RayCluster(self, config, least, most) as cluster:
             if cluster.gpus.text:
                 print(cluster.gpus.text)

@@ -18,7 +18,7 @@ from string import Template
 from deploy.checks.preflight import check
 from deploy.launcher_options import SlurmOptions
 from deploy.launchers.factory import check_places
-from deploy.launchers.gpus import Auto, ask, check_count
+from deploy.launchers.gpus import Auto, ask, check_counts
 from deploy.planning.cluster import DeviceQuota, engine_width
 from deploy.run.folder import settle_configuration
 from schemas.config import TidemillConfig, by_pool
@@ -78,8 +78,7 @@ class Slurm(SlurmOptions):
 
     def deal(self, config: TidemillConfig) -> Slurm:
         """Return the same with numbers for ``auto``; ConfigError for what can be none."""
-        check_count("trainer_gpus", self.trainer_gpus)
-        check_count("generator_gpus", self.generator_gpus)
+        check_counts(self.trainer_gpus, self.generator_gpus)
         if "auto" not in (self.trainer_gpus, self.generator_gpus):
             return self
         command = ["sinfo", "--noheader", "--format=%G", *([f"--partition={self.partition}"] if self.partition else [])]

@@ -16,7 +16,7 @@ from pathlib import Path
 import redis
 
 from broker.connection.connection import open_client
-from broker.connection.embedded import EmbeddedServer, find_server
+from broker.connection.embedded import find_running, find_server
 from deploy.supervisor.process import Process
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, ConfigError, InfraError
@@ -40,7 +40,10 @@ def run_broker(config: TidemillConfig, host: str | None, port: int, url_file: Pa
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     url_file = url_file or config.folder / "redis_url"
     with _sole_user(folder):
-        password = _password(folder / "password")
+        password_file = folder / "password"
+        if not password_file.is_file():
+            atomic_write(password_file, secrets.token_urlsafe(24), private=True)
+        password = password_file.read_text(encoding="utf-8").strip()
         settings = folder / "broker.conf"
         atomic_write(settings, _settings(folder, port, password, config.broker.fsync), private=True)
         process = Process([find_server(), str(settings)], "broker")
@@ -75,12 +78,6 @@ def _settings(folder: Path, port: int, password: str, fsync: str) -> str:
     return "".join(f"{key} {value}\n" for key, value in settings.items())
 
 
-def _password(file: Path) -> str:
-    if not file.is_file():
-        atomic_write(file, secrets.token_urlsafe(24), private=True)
-    return file.read_text(encoding="utf-8").strip()
-
-
 def _wait_until_it_answers(process: Process, url: str, stop: StopFlag) -> None:
     client = open_client(url)
     deadline = time.monotonic() + START_DEADLINE_S
@@ -110,12 +107,7 @@ def _check(process: Process) -> None:
 @contextmanager
 def _sole_user(folder: Path) -> Iterator[None]:
     """Two servers on one append-only file would destroy it."""
-    embedded = EmbeddedServer(folder)
-    try:
-        open_client(embedded.url).ping()
-    except redis.RedisError:
-        pass
-    else:
+    if find_running(folder):
         raise ConfigError(f"`tidemill up` has a broker in {folder}: stop it first")
     with (folder / "lock").open("w") as lock:
         try:

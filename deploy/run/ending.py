@@ -7,7 +7,7 @@ from typing import Any
 
 import redis
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from broker.client import Broker
 from broker.evaluations.results import EvalResult
@@ -41,10 +41,8 @@ class Ending:
         if after is None:
             console.print(title, style="bold", highlight=False, markup=False)
         else:
-            table = Table(title=title, title_justify="left", title_style="bold")
-            table.add_column("")
-            table.add_column("before", justify="right")
-            table.add_column("after", justify="right", style="bold")
+            columns = ("", Column("before", justify="right"), Column("after", justify="right", style="bold"))
+            table = Table(*columns, title=title, title_justify="left", title_style="bold")
             table.add_row(held_out, before or "-", after)
             console.print(table)
         equal = s["trajectories_dropped_equal"]
@@ -70,8 +68,7 @@ def finish(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, flo
     """Summarise and plot the run after its services have stopped; without the broker, from the logs alone."""
     reason = _reason(outcome)
     try:
-        settings = config.broker.model_copy(update={"deadline_s": BROKER_DEADLINE_S})
-        broker = Broker.connect(config.model_copy(update={"broker": settings}))
+        broker = Broker.connect(config, deadline_s=BROKER_DEADLINE_S)
         final = _counts(config, broker, reason, phases)
     except (TidemillError, redis.RedisError):
         final = Final(reason, evaluations=_evaluations(config), phases_s=phases)

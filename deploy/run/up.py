@@ -55,12 +55,7 @@ EXIT_CODES = {"finished": OK_EXIT, "failed": ERROR_EXIT, "stopped": INTERRUPTED_
 SHOW_EVERY_S = 0.25
 
 
-def run_up(
-    config: TidemillConfig,
-    starter: Starter,
-    fresh: bool = False,
-    cards: Iterable[Finding] = (),
-) -> int:
+def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False, cards: Iterable[Finding] = ()) -> int:
     """Run until the training is done, fails or is interrupted. Return the exit code.
 
     starter: where services run. fresh: first delete the files and the broker's data of an earlier run of this name.

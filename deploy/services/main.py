@@ -33,9 +33,7 @@ log = structlog.get_logger()
 
 def problem(config: TidemillConfig, name: str) -> str | None:
     """Return the problem of the service called ``name``; None if it is ready. InfraError: no broker."""
-    settings = config.broker.model_copy(update={"deadline_s": DEADLINE_S})
-    heartbeats = Broker.connect(config.model_copy(update={"broker": settings})).heartbeats
-    age_s = heartbeats.read_age_s(name)
+    age_s = Broker.connect(config, deadline_s=DEADLINE_S).heartbeats.read_age_s(name)
     if age_s is None:
         return f"{name} has not come up"
     return None if age_s <= FRESH_S else f"{name} has been silent for {age_s:.0f} s"

@@ -50,8 +50,9 @@ def take_unit(pool: str, units: Sequence[Mapping[str, str]]) -> Mapping[str, str
     while True:
         for unit in units:
             taken = socket.socket(socket.AF_UNIX)
+            digest = hashlib.blake2b(json.dumps(sorted(unit.items())).encode(), digest_size=16).hexdigest()
             try:
-                taken.bind(f"\0tidemill-unit-{hash_unit(unit)}")
+                taken.bind(f"\0tidemill-unit-{digest}")
             except OSError as error:
                 taken.close()
                 if error.errno != errno.EADDRINUSE:
@@ -64,11 +65,6 @@ def take_unit(pool: str, units: Sequence[Mapping[str, str]]) -> Mapping[str, str
                 f"pools.{pool}.units: other generators of this machine have had all {len(units)} for {UNIT_S:.0f} s"
             )
         time.sleep(LOOK_S)
-
-
-def hash_unit(unit: Mapping[str, str]) -> str:
-    """Return the name under which a unit is taken."""
-    return hashlib.blake2b(json.dumps(sorted(unit.items())).encode(), digest_size=16).hexdigest()
 
 
 def expand(values: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ of `tidemill node` has numbers of its own.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import redis
 import structlog
@@ -20,6 +21,7 @@ BY = "tidemill up"
 log = structlog.get_logger()
 
 
+@dataclass(eq=False)
 class CommandFollower:
     """Carries out orders: ``follow`` is called at every tick, ``describe`` for the heartbeat.
 
@@ -28,17 +30,12 @@ class CommandFollower:
     stopped. ``orders``: those that ``look`` has read.
     """
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        broker: Broker,
-        refuse: Callable[[Mapping[str, int]], str] = lambda _: "",
-        node: str = "",
-    ) -> None:
-        self._supervisor = supervisor
-        self._broker = broker
-        self._refuse = refuse
-        self._node = node
+    supervisor: Supervisor
+    broker: Broker
+    refuse: Callable[[Mapping[str, int]], str] = lambda _: ""
+    node: str = ""
+
+    def __post_init__(self) -> None:
         self._rooms: dict[str, float] = {}
         self.orders: ControlState | None = None
         self._stop_seen = 0
@@ -49,8 +46,8 @@ class CommandFollower:
     def begin(self, replicas: Mapping[str, int]) -> None:
         """Write the initial numbers of replicas, and remember which orders are old."""
         for role, count in replicas.items():
-            self._broker.run_control.scale(on_node(role, self._node), count, BY)
-        orders = self._broker.run_control.read() or ControlState()
+            self.broker.run_control.scale(on_node(role, self.node), count, BY)
+        orders = self.broker.run_control.read() or ControlState()
         self._stop_seen = orders.stop
         self._done = dict(orders.scaled)
         self._rooms = {f"{ROOM}{role}": float(count) for role, count in replicas.items()}
@@ -62,25 +59,25 @@ class CommandFollower:
     def look(self) -> None:
         """Read the orders, once begun; any thread may wait for the broker here."""
         if self._rooms:
-            self.orders = self._broker.run_control.read()
+            self.orders = self.broker.run_control.read()
 
     def follow(self, orders: ControlState | None) -> None:
         """Carry out new orders, each once."""
         if orders is None or self.stopping:
             return
-        if orders.stop > self._stop_seen and not self._node:
+        if orders.stop > self._stop_seen and not self.node:
             self.ordered = True
-            self._supervisor.end()
+            self.supervisor.end()
             return
         for name, replicas in orders.replicas.items():
             role, _, node = name.partition("@")
             number = orders.scaled.get(name, 0)
-            if node != self._node or self._done.get(name) == number:
+            if node != self.node or self._done.get(name) == number:
                 continue
             try:
-                if replicas > self._supervisor.replicas(role) and (problem := self._refuse(orders.replicas)):
+                if replicas > self.supervisor.replicas(role) and (problem := self.refuse(orders.replicas)):
                     raise ConfigError(problem)
-                self._supervisor.scale(role, replicas)
+                self.supervisor.scale(role, replicas)
             except ConfigError as error:
                 log.warning("cannot scale", role=role, replicas=replicas, error=str(error))
             self._done[name] = number
@@ -92,9 +89,9 @@ class CommandFollower:
         if outcome.reason == "finished":
             return
         try:
-            self._broker.connection.deadline_s = 2.0
-            self._broker.ledger.set_run_state("state", outcome.reason)
-            self._broker.ledger.set_run_state("cause", str(outcome.cause) if outcome.cause else "")
+            self.broker.connection.deadline_s = 2.0
+            self.broker.ledger.set_run_state("state", outcome.reason)
+            self.broker.ledger.set_run_state("cause", str(outcome.cause) if outcome.cause else "")
         except (TidemillError, redis.RedisError) as error:
             # The run may have ended because of the broker.
             log.warning("cannot record how the run ended", error=str(error))

@@ -6,7 +6,8 @@ too many changes wait, the oldest are dropped.
 
 import threading
 from collections import deque
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 import redis
@@ -28,7 +29,7 @@ log = structlog.get_logger()
 
 
 class TimelineWriter:
-    """Accepts changes at any time, also before there is a broker; a context manager that writes all of them.
+    """Accepts changes at any time, also before there is a broker; ``to`` writes all of them.
 
     ::
 
@@ -44,29 +45,25 @@ class TimelineWriter:
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
-    def to(self, broker: Broker) -> Self:
-        """Set the broker that the changes are written to."""
+    @contextmanager
+    def to(self, broker: Broker) -> Iterator[Self]:
+        """Write the changes to this broker, in a thread, until the block has ended and the last ones are written."""
         self._broker = broker
-        return self
+        self._thread.start()
+        try:
+            yield self
+        finally:
+            with self._wake:
+                self._ending = True
+                self._wake.notify()
+            # If the broker is gone the thread may hang; it dies with the process.
+            self._thread.join(END_S)
 
     def put(self, change: Change) -> None:
         """Queue a change. Never waits for the broker."""
         with self._wake:
             self._waiting.append(change)
             self._wake.notify()
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._wake:
-            self._ending = True
-            self._wake.notify()
-        # If the broker is gone the thread may hang; it dies with the process.
-        self._thread.join(END_S)
 
     def _run(self) -> None:
         while True:

@@ -92,11 +92,6 @@ class Process:
         self._process.order_kill()
 
 
-def become_subreaper() -> bool:
-    """Make this process the parent of killed guardians' orphans instead of init; False if the system can't."""
-    return guard.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
-
-
 class OrphanReaper:
     """Kills and collects the processes that killed guardians left, found among this process's adopted children.
 

@@ -12,23 +12,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Literal, Self
 
 from deploy.supervisor.failures import ServiceFailure, last_error, root_cause
-from deploy.supervisor.process import OrphanReaper, Processes, become_subreaper
+from deploy.supervisor.process import OrphanReaper, Processes
 from deploy.supervisor.restart_policy import RestartState, State
 from deploy.supervisor.services import Change, Exit, RunningService, ServiceSpec, Starter
 from schemas.config import SupervisorConfig
 from schemas.errors import CONFIG_EXIT, ERROR_EXIT, HOPELESS, OK_EXIT, RUN_FAILED_EXIT, ConfigError, InfraError
+from schemas.system import guard
 from schemas.system.files import cut_log
-from schemas.system.guard import readable
 
 TICK_S = 0.1
 SWEEP_S = 3.0
+"""How long to look for orphans of a killed guardian."""
 LOGS_EVERY_S = 10.0
 MOST_LOG_BYTES = 256 << 20
-"""How long to look for orphans of a killed guardian."""
 KILL_DEADLINE_S = 15.0
 
 
@@ -106,15 +106,14 @@ class Supervisor:
         self._wake = -1
         self._cleanup = contextlib.ExitStack()
         logs.mkdir(parents=True, exist_ok=True)
-        become_subreaper()
+        # Orphans of killed guardians come to this process instead of init.
+        guard.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
 
     def __enter__(self) -> Self:
         self._wake = self._cleanup.enter_context(self._signals())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._cleanup:
             self.kill()
 
@@ -215,7 +214,8 @@ class Supervisor:
         if any(s.lifecycle.state is State.FINISHED for s in self._services.values()):
             return RunOutcome("finished")
         if any(s.lifecycle.state is State.FAILED and self._is_fatal(s) for s in self._services.values()):
-            return RunOutcome("failed", self._cause(now))
+            unrecovered = [s.failure for s in self._services.values() if s.failure and not s.lifecycle.healthy(now)]
+            return RunOutcome("failed", root_cause(unrecovered))
         return None
 
     def stop(self, keep: Sequence[str] = (), at_once: bool = False) -> None:
@@ -307,10 +307,6 @@ class Supervisor:
         ends_run = ended.code in (CONFIG_EXIT, RUN_FAILED_EXIT) and self._is_fatal(service)
         self._on_change(Change(service.spec.name, f"{ended}{reason}; not restarted{why}", "error", ends_run))
 
-    def _cause(self, now: float) -> ServiceFailure | None:
-        unrecovered = [s.failure for s in self._services.values() if s.failure and not s.lifecycle.healthy(now)]
-        return root_cause(unrecovered)
-
     def _is_fatal(self, service: _Service) -> bool:
         if service.spec.optional:
             return False
@@ -337,8 +333,7 @@ class Supervisor:
             service.process.kill()
 
     def _pause(self) -> None:
-        ready = readable([self._wake] if self._wake >= 0 else [], TICK_S)
-        if ready:
+        if guard.readable([self._wake] if self._wake >= 0 else [], TICK_S):
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 64)
 

@@ -1,6 +1,5 @@
 """The live view of ``tidemill up``: the page on a terminal, plain lines elsewhere."""
 
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -29,9 +28,7 @@ class View:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
 

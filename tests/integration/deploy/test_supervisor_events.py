@@ -34,7 +34,7 @@ DEADLINE_S = 20.0
 
 
 def texts(broker: Broker) -> list[str]:
-    return [f"{event.service}: {event.text}" for event in broker.events.tail(1000)]
+    return [f"{event.service}: {event.text}" for event in [stored.event for stored in broker.events.newest(1000)]]
 
 
 def wait(what: str, reached: Callable[[], bool]) -> None:
