@@ -177,7 +177,6 @@ class HeartbeatThread:
         self._sign_off()
 
     def _sign_off(self) -> None:
-        """Remove the service from the list, after its last heartbeat."""
         try:
             if self.clock is not None:
                 self._beat()

@@ -69,12 +69,12 @@ def read_gpu_memory(tool: str) -> dict[int, int]:
 class ProcessMeter:
     """Metrics of this process and its children: ``cpu`` (processors in use), ``memory_bytes``, ``gpu_memory_bytes``.
 
-    Memory that processes share counts in each of them. pid: measure this process instead. alone: without children.
+    Memory that processes share counts in each of them. alone: without children.
     """
 
-    def __init__(self, pid: int | None = None, alone: bool = False) -> None:
+    def __init__(self, alone: bool = False) -> None:
         # The ranks of a trainer are siblings, and one of them reports for all.
-        self._pid = pid or (os.getppid() if RANKED in os.environ else os.getpid())
+        self._pid = os.getppid() if RANKED in os.environ else os.getpid()
         self._alone = alone
         self._gpu: dict[int, int] = {}
         self._gpu_due = 0.0

@@ -244,7 +244,6 @@ class Connection:
         return answer
 
     def _raise_unless_temporary(self, what: str, error: redis.RedisError) -> None:
-        """Return if the operation may be retried; otherwise raise what the error means."""
         if isinstance(error, ELSEWHERE) or any(text in str(error) for text in FORBIDDEN):
             raise ConfigError(f"the broker at {hide_password(self.url)} refuses {what}: {error}") from error
         if isinstance(error, redis.ConnectionError | redis.TimeoutError):

@@ -261,7 +261,6 @@ class _Parcel:
         self._tasks: list[tuple[int, str, list[str | int]]] = []
 
     def has_room(self, size: int) -> bool:
-        """Return whether a sample with a body of ``size`` bytes may be added."""
         return not self.samples or (self.samples < AT_ONCE and self._bytes + size <= PARCEL_BYTES)
 
     def add(
@@ -276,7 +275,6 @@ class _Parcel:
         self._bytes += len(body)
 
     def arguments(self) -> list[str | int]:
-        """Return the arguments of the script."""
         arguments: list[str | int] = [self._run]
         for task_id, off, samples in self._tasks:
             arguments += (task_id, off, len(samples) // 4, *samples)

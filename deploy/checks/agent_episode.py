@@ -230,7 +230,6 @@ def _read_answers(file: Path) -> list[str]:
 
 
 def _line(message: dict[str, Any]) -> str:
-    """Return a message as a line for the terminal."""
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []]
     content = message.get("content") or ""
     text = content if isinstance(content, str) else json.dumps(content)

@@ -150,7 +150,6 @@ def _check_server(http: HttpEngineConfig) -> None:
 
 
 def _check_torchao(trainer: TrainerConfig) -> None:
-    """Raise ConfigError for an optimizer in 8 bits whose package is not installed."""
     optimizers = {"trainer.optimizer": trainer.optimizer}
     if trainer.critic is not None:
         optimizers["trainer.critic.optimizer"] = trainer.critic.optimizer

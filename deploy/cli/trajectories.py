@@ -109,7 +109,6 @@ def print_trajectory(one: TrajectoryDetail) -> None:
 
 
 def _describe_message(message: SpokenMessage) -> str:
-    """Return a message as a few lines, each part after what it is."""
     parts = [("reasoning", message.reasoning or ""), (message.role, message.text)]
     for tool in message.tools:
         parts += [("calls", f"{tool.name}({tool.arguments})"), ("result", tool.result or "")]

@@ -194,7 +194,6 @@ def show_runs(url: str | None, as_json: bool) -> None:
 
 
 def _found(head: RunHead | None) -> dict[str, Any]:
-    """Return what a run's folder adds to its row."""
     if head is None:
         return {"reward": None, "updated": None, "tags": [], "notes": None}
     return {"reward": head.reward, "updated": head.updated, "tags": head.tags, "notes": head.notes}

@@ -44,7 +44,6 @@ def version_of(package: str) -> str | None:
 
 
 def _tested(http: HttpEngineConfig) -> str:
-    """Return which release of the server Tidemill is tested with."""
     return f"{http.dialect} {TESTED[http.dialect]} is the release that Tidemill is tested with"
 
 

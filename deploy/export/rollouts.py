@@ -110,7 +110,6 @@ class RolloutReplay(AbstractContextManager["RolloutReplay"]):
             file.unlink()
 
     def _read(self) -> dict[int, list[Piece]]:
-        """Return the pieces of all samples, by version."""
         files, sampling = BatchFiles(self._config.folder), make_sampling(self._config.sampling)
         found: dict[int, list[Piece]] = {}
         for step in range(self._plan.first, self._plan.last):

@@ -149,7 +149,6 @@ def plan_gpus(
 
 
 def _place(config: TidemillConfig, placement: PlacementConfig, gpus: Sequence[Gpu]) -> GpuPlan:
-    """Return the plan that ``placement`` names."""
     planned = ""
     if placement.is_auto:
         placement, planned = place(config, len(gpus))

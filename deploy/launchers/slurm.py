@@ -153,8 +153,8 @@ class Slurm(SlurmOptions):
             "queue_prepare": f"after={prepared if config.warm_start else ''}",
         }
 
-    def _command(self, role: str, program: str = "tidemill") -> str:
-        return f"{self.container.replace('{role}', role)} {program}" if self.container else program
+    def _command(self, role: str) -> str:
+        return f"{self.container.replace('{role}', role)} tidemill" if self.container else "tidemill"
 
     def _common(self, own: Mapping[str, str] | None = None) -> str:
         """Return the lines of options for all jobs. own: options of one, which take the place of these."""

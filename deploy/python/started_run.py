@@ -164,7 +164,6 @@ class StartedRun:
             time.sleep(POLL_S)
 
     def _follow(self, lines: GrowingFile, seen: set[int]) -> None:
-        """Call the callbacks until the process has ended."""
         over = False
         while self._callbacks and not over:
             over = self.exit_code is not None

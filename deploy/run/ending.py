@@ -45,7 +45,7 @@ class Ending:
             table = Table(*columns, title=title, title_justify="left", title_style="bold")
             table.add_row(held_out, before or "-", after)
             console.print(table)
-        equal = s["trajectories_dropped_equal"]
+        equal, mean = s["trajectories_dropped_equal"], s["mean_staleness"]
         rows = (
             ("steps", f"{s['steps']:,} in {clock(s['wall_s'])}"),
             ("trajectories", f"{_count(s['trajectories'])}, {s['trajectories_trained']:,} trained"),
@@ -53,7 +53,7 @@ class Ending:
             ("lost, trained twice", f"{_count(s['trajectories_lost'])}, {s['trajectories_trained_twice']}"),
             ("tokens", f"{s['tokens_generated']:,} generated, {s['tokens_trained']:,} trained"),
             *((f"{role} devices", _shares(uses)) for role, uses in s["device_s_by_use"].items()),
-            ("staleness", f"mean {_figure(s['mean_staleness'], 2)}, max {s['max_staleness']}"),
+            ("staleness", f"mean {'-' if mean is None else f'{mean:.2f}'}, max {s['max_staleness']}"),
             ("log-probability gap", "-" if s["logprob_gap_mean"] is None else f"{s['logprob_gap_mean']:.1e} nats"),
         )
         for name, value in rows:
@@ -153,10 +153,6 @@ def _shares(uses: Mapping[str, float]) -> str:
     total = sum(seconds for use, seconds in uses.items() if use != "held") or 1.0
     parts = sorted(((seconds / total, use) for use, seconds in uses.items() if use != "held"), reverse=True)
     return ", ".join(f"{share:.0%} {use}" for share, use in parts if share >= 0.005)
-
-
-def _figure(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _count(value: int | None) -> str:

@@ -232,7 +232,6 @@ class SupervisedRun:
             supervisor.add(replace(self._spec("control"), optional=True))
 
     def _replicas(self) -> dict[tuple[str, str], int]:
-        """Return the configured number of each kind of services, by role and pool."""
         generators = {("generator", pool): one.generator.replicas for pool, one in of_node(self.config, "").items()}
         return {**generators, ("reward", ""): self.config.reward.replicas}
 

@@ -36,7 +36,6 @@ class ServiceFailure:
     log: Path
 
     def __str__(self) -> str:
-        """Return a line with the service, how it ended, its error and its log."""
         reason = f": {self.line}" if self.line else ""
         log = f" [log: {self.log}]" if self.log.is_file() else ""
         return f"{self.service} failed ({self.exit}){reason}{log}"

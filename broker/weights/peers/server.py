@@ -124,7 +124,6 @@ class PeerServer:
             self._places.release()
 
     def _secure(self, stream: socket.socket, tls: ssl.SSLContext) -> socket.socket:
-        """Wrap the connection in TLS; OSError if that fails."""
         secured = tls.wrap_socket(stream, server_side=True)
         with self._lock:
             # The wrapped one has taken over the connection.

@@ -43,7 +43,6 @@ class RedisTransport(RunData, Transport):
             continue
 
     def _read(self, payload: Payload) -> Iterator[bytes]:
-        """Read the chunks, checking each."""
         for index, (field, expected) in enumerate(zip(_fields(payload), payload.chunks, strict=True)):
             chunk = self._connection.run_command("fetching weights", "hget", self._keys.chunks, field)
             if chunk is None:

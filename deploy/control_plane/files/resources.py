@@ -83,7 +83,6 @@ def _part(line: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _only(columns: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
-    """Return those that have a value at all."""
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}
 
 

@@ -162,7 +162,7 @@ def test_a_childs_processor_and_memory_count() -> None:
     try:
         assert child.stdout is not None
         assert child.stdout.readline()
-        meter, alone = ProcessMeter(os.getpid()), ProcessMeter(os.getpid(), alone=True)
+        meter, alone = ProcessMeter(), ProcessMeter(alone=True)
         for one in (meter, alone):
             one.measure(time.monotonic())
         assert "cpu" not in meter.figures
@@ -201,7 +201,7 @@ def test_memory_of_gpus_is_that_of_the_process_and_its_children(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(process_meter, "GPU_S", patience_s)
     try:
-        meter = ProcessMeter(os.getpid())
+        meter = ProcessMeter()
         meter.measure(time.monotonic())
         assert meter.figures.get("gpu_memory_bytes") == used
         tool.unlink()
