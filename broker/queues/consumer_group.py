@@ -6,6 +6,7 @@ claims it if its worker is silent for a lease.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -81,17 +82,16 @@ class ConsumerGroup(RunData):
         return [(stream, entry, 1) for stream, entry in self._take(self._fetch(count, block_ms, streams))]
 
     def _fetch(self, count: int, block_ms: int | None, streams: list[str] | None = None) -> list[tuple[str, Entry]]:
-        reply: Any = self._with_group(
-            f"reading {self._group}",
-            lambda client: client.xreadgroup(
-                self._group, self._consumer, dict.fromkeys(streams or self._streams, ">"), count=count, block=block_ms
-            ),
+        unread = dict.fromkeys(streams or self._streams, ">")
+        reply = self._with_group(
+            f"reading {self._group}", "xreadgroup", self._group, self._consumer, unread, count=count, block=block_ms
         )
         return [(stream.decode(), entry) for stream, entry in entries_in(reply)]
 
-    def _with_group(self, what: str, operation: Callable[..., Any], *args: Any) -> Any:
-        """Run an operation on groups; create them again if they or their streams were deleted."""
-        return with_group(self._connection, self._ensure_groups, lambda: self._connection.run(what, operation, *args))
+    def _with_group(self, what: str, name: str, *args: Any, **options: Any) -> Any:
+        """Run a command on groups, by its name in redis-py; create them again if they or their streams were deleted."""
+        run = partial(self._connection.run_command, what, name, *args, **options)
+        return with_group(self._connection, self._ensure_groups, run)
 
     def _take(self, entries: list[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
         for stream, entry in entries:
@@ -100,9 +100,8 @@ class ConsumerGroup(RunData):
 
     def _take_stranded(self, stream: str, died: bool) -> list[tuple[str, Entry, int]]:
         """Take what is pending for this name but not held: from a lost reply, or from a dead worker of this name."""
-        pending: Any = self._with_group(
-            "looking at what is pending",
-            lambda client: client.xpending_range(stream, self._group, "-", "+", 10_000, self._consumer),
+        pending = self._with_group(
+            "looking at what is pending", "xpending_range", stream, self._group, "-", "+", 10_000, self._consumer
         )
         held = self._held[stream].copy()
         times = {item["message_id"]: item["times_delivered"] for item in pending if item["message_id"] not in held}
@@ -129,14 +128,8 @@ class ConsumerGroup(RunData):
         """Renew the leases of these entries, and return those that another worker has."""
         if not ids:
             return []
-        name = stream.rpartition(":")[2]
-        return list(
-            with_group(
-                self._connection,
-                self._ensure_groups,
-                lambda: self._connection.run_script(self.renewal, name, self._consumer, *ids),
-            )
-        )
+        run = partial(self._connection.run_script, self.renewal, stream.rpartition(":")[2], self._consumer, *ids)
+        return list(with_group(self._connection, self._ensure_groups, run))
 
     def _claim_stale(self, lease_s: float, count: int) -> list[tuple[str, Entry, int]]:
         claimed: list[tuple[str, Entry, int]] = []
@@ -145,11 +138,9 @@ class ConsumerGroup(RunData):
             self._redate(stream, lease_s)
             held = self._held[stream].copy()
             # The server scans all pending entries from the oldest, because those of a dead worker may be anywhere.
-            pending: Any = self._with_group(
-                "looking for stale work",
-                lambda client, stream, count: client.xpending_range(stream, self._group, "-", "+", count, idle=idle),
-                stream,
-                count + len(held),
+            most = count + len(held)
+            pending = self._with_group(
+                "looking for stale work", "xpending_range", stream, self._group, "-", "+", most, idle=idle
             )
             times = {
                 item["message_id"]: item["times_delivered"] + self._has_died(item["consumer"])
@@ -171,17 +162,9 @@ class ConsumerGroup(RunData):
         """
         found: dict[bytes, tuple[str, Entry, int]] = {}
         for count in set(times.values()):
-            entries: Any = self._with_group(
-                "claiming work",
-                lambda client, count: client.xclaim(
-                    stream,
-                    self._group,
-                    self._consumer,
-                    idle_ms,
-                    [entry for entry, often in times.items() if often == count],
-                    retrycount=count,
-                ),
-                count,
+            wanted = [entry for entry, often in times.items() if often == count]
+            entries = self._with_group(
+                "claiming work", "xclaim", stream, self._group, self._consumer, idle_ms, wanted, retrycount=count
             )
             found |= {entry[0]: (stream, entry, count) for entry in entries}
         self._held[stream].update(found)
@@ -194,9 +177,7 @@ class ConsumerGroup(RunData):
         call checks the next LOOK_AT entries.
         """
         first = self._looked[stream]
-        pending: Any = self._with_group(
-            "looking at leases", lambda client: client.xpending_range(stream, self._group, first, "+", LOOK_AT)
-        )
+        pending = self._with_group("looking at leases", "xpending_range", stream, self._group, first, "+", LOOK_AT)
         whole = len(pending) < LOOK_AT
         now = time.monotonic()
         # An entry of a live worker may be seen in the millisecond of its renewal, but not every time.
@@ -213,14 +194,8 @@ class ConsumerGroup(RunData):
         for item in pending:
             entry = item["message_id"]
             if entry in fresh and now - since.get(entry, now) > lease_s:
-                self._with_group(
-                    "dating leases",
-                    lambda client, entry, owner: client.xclaim(
-                        stream, self._group, owner, min_idle_time=0, message_ids=[entry], idle=0, justid=True
-                    ),
-                    entry,
-                    item["consumer"],
-                )
+                owner = item["consumer"]
+                self._with_group("dating leases", "xclaim", stream, self._group, owner, 0, [entry], idle=0, justid=True)
 
 
 def _position(entry_id: bytes) -> tuple[int, int]:
