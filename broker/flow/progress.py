@@ -14,7 +14,7 @@ from typing import Any
 from broker.flow.owner import NO_OWNER, Owner
 from broker.flow.pipeline import PipelineSnapshot
 from broker.flow.run_control import ControlState
-from schemas.control_api import PauseMode
+from schemas.control_api.base import PauseMode
 from schemas.messages import BatchRecord
 
 FIRST_LIFETIME = "start"

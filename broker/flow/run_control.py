@@ -11,7 +11,7 @@ from typing import Self, get_args
 import redis
 
 from broker.connection.connection import BLOCK_MS, RunData
-from schemas.control_api import PauseMode
+from schemas.control_api.base import PauseMode
 
 MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 

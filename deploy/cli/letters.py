@@ -27,7 +27,7 @@ def list_letters(target: Target, limit: Annotated[int, typer.Option(min=1, max=1
     from rich.table import Table
     from rich.text import Text
 
-    from schemas.control_api import DeadLetters
+    from schemas.control_api.dead_letters import DeadLetters
 
     answer = target.open().get("/v1/dead-letters", limit=limit, order="newest")
     if target.as_json:

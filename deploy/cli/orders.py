@@ -116,7 +116,7 @@ def change(
     """Change settings of a running run, such as the learning rate or the number of steps."""
     from pydantic import ValidationError
 
-    from schemas.control_api import SettingsChange
+    from schemas.control_api.orders import SettingsChange
 
     wanted: dict[str, str | None] = {}
     for assignment in settings:

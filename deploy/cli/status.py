@@ -11,7 +11,7 @@ from deploy.cli.options import WATCH, Target, on_run, print_json
 from schemas.errors import ERROR_EXIT, OK_EXIT
 
 if TYPE_CHECKING:
-    from schemas.control_api import RunStatus, ServiceStatus
+    from schemas.control_api.status import RunStatus, ServiceStatus
 
 app = typer.Typer()
 
@@ -21,7 +21,7 @@ app = typer.Typer()
 def status(target: Target) -> None:
     """Show the state of a run; exit code 1 if its ledger is not balanced."""
     from deploy.client import find
-    from schemas.control_api import RunStatus
+    from schemas.control_api.status import RunStatus
 
     try:
         answer = target.open().get("/v1/status")

@@ -12,7 +12,7 @@ import typer
 from deploy.cli.options import WATCH, Target, on_run, print_json
 
 if TYPE_CHECKING:
-    from schemas.control_api import SpokenMessage, Trajectories, TrajectoryDetail
+    from schemas.control_api.trajectories import SpokenMessage, Trajectories, TrajectoryDetail
 
 app = typer.Typer()
 trajectories = typer.Typer(help="Search sampled completions, and read one token by token.", no_args_is_help=True)
@@ -36,7 +36,7 @@ def list_trajectories(
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
 ) -> None:
     """List trajectories in the pipeline and recently trained ones, newest first."""
-    from schemas.control_api import Trajectories
+    from schemas.control_api.trajectories import Trajectories
 
     answer = target.open().get(
         "/v1/trajectories",
@@ -64,7 +64,7 @@ def show_trajectory(
     sample: Annotated[int, typer.Argument(help="Its sample index.")] = 0,
 ) -> None:
     """Print a trajectory, and the log-probability and weight version of each token."""
-    from schemas.control_api import TrajectoryDetail
+    from schemas.control_api.trajectories import TrajectoryDetail
 
     answer = target.open().get(f"/v1/trajectories/{task}/{sample}")
     if target.as_json:

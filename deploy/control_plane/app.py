@@ -23,7 +23,7 @@ from deploy.control_plane.web.idempotency import HEADER, Idempotency
 from deploy.control_plane.web.problems import KINDS, MEDIA_TYPE
 from deploy.control_plane.web.refusal import Refusal
 from deploy.control_plane.web.security import CHANGES, PROBES, RequestGuard, is_conversation
-from schemas.control_api import Health, Problem
+from schemas.control_api.base import Health, Problem
 
 PAGE = Path(__file__).parent / "dashboard"
 VIEWER = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}

@@ -38,8 +38,8 @@ from deploy.control_plane.status.poller import StatusPoller
 from deploy.control_plane.web.security import ProxyUsers
 from deploy.control_plane.web.sse import Hub
 from schemas.config import ControlConfig, TidemillConfig
-from schemas.control_api import RunStatus
 from schemas.control_api.orders import scaled_role
+from schemas.control_api.status import RunStatus
 from schemas.errors import ConfigError, TidemillError
 from schemas.messages import Event
 from schemas.urls import is_loopback

@@ -20,7 +20,7 @@ from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.services import Scaler
 from deploy.supervisor.silent_holders import SILENT_S, SilentHolders
 from schemas.config import TidemillConfig
-from schemas.control_api import RunStatus, ServiceStatus
+from schemas.control_api.status import RunStatus, ServiceStatus
 from schemas.errors import ConfigError, TidemillError
 from schemas.run_folder import DEVICES
 from schemas.system.device_lock import VARIABLE, SharedGpus

@@ -29,7 +29,7 @@ from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.services import Exit, RunningService, Scaler
 from schemas.config import TidemillConfig, by_pool, of_pool
-from schemas.control_api import RunStatus
+from schemas.control_api.status import RunStatus
 from schemas.errors import ConfigError, InfraError
 
 LOOK_S = 0.05

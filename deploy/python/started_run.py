@@ -24,7 +24,7 @@ from deploy.control_plane.web.paging import Page
 from deploy.services.main import command
 from schemas.config import TidemillConfig, save_config
 from schemas.config.loading import is_setting
-from schemas.control_api import Accepted
+from schemas.control_api.orders import Accepted
 from schemas.control_api.run_folders import GroupDetail, RunEvaluation, RunHead
 from schemas.errors import CONFIG_EXIT, ConfigError, InfraError
 from schemas.run_folder import CONFIG, METRICS, PYTHON, StoredLines, parse_line, surviving_lines

@@ -29,7 +29,8 @@ from deploy.supervisor.supervisor import RunOutcome, ServiceView
 from deploy.terminal.live import View
 from deploy.terminal.page import History
 from schemas.config import TidemillConfig
-from schemas.control_api import RunStatus, ServiceStatus, TimelineEvent
+from schemas.control_api.history import TimelineEvent
+from schemas.control_api.status import RunStatus, ServiceStatus
 from schemas.errors import InfraError
 from schemas.run_folder import CONTROL_TOKEN
 

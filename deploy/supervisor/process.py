@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deploy.supervisor.services import Exit, Scaler
-from schemas.control_api import RunStatus
+from schemas.control_api.status import RunStatus
 from schemas.errors import InfraError
 from schemas.system import guard
 from schemas.system.guarded_process import GuardedProcess

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from schemas.control_api import RunStatus
 from schemas.control_api.orders import scaled_role
+from schemas.control_api.status import RunStatus
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.live import Live
 
 from deploy.terminal.page import History, page, plain_line
-from schemas.control_api import RunStatus, TimelineEvent
+from schemas.control_api.history import TimelineEvent
+from schemas.control_api.status import RunStatus
 
 PER_SECOND = 4
 PLAIN_EVERY_S = 10.0

@@ -14,7 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from schemas.control_api import EvaluationStatus, PoolStatus, RunStatus, ServiceStatus, TimelineEvent
+from schemas.control_api.history import TimelineEvent
+from schemas.control_api.status import EvaluationStatus, PoolStatus, RunStatus, ServiceStatus
 from schemas.system.device_lock import HELD, LENT, SHARE
 
 SILENT_S = 5.0

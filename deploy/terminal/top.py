@@ -11,7 +11,8 @@ from rich.text import Text
 
 from deploy.client.client import Client
 from deploy.terminal.page import EVENTS, History, page
-from schemas.control_api import Evaluations, MetricsHistory, RunStatus, Timeline
+from schemas.control_api.history import Evaluations, MetricsHistory, Timeline
+from schemas.control_api.status import RunStatus
 from schemas.errors import InfraError
 
 EVERY_S = 1.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from schemas.control_api import RunStatus
+from schemas.control_api.status import RunStatus
 from schemas.messages.telemetry import DRAINED
 
 AlertLevel = Literal["warning", "error"]

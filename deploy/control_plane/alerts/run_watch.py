@@ -18,7 +18,7 @@ from deploy.control_plane.alerts.notify import Notice, Notifier
 from deploy.control_plane.files.resources import read_alerts
 from schemas.config import TidemillConfig
 from schemas.config.deploy import Occasion
-from schemas.control_api import RunStatus
+from schemas.control_api.status import RunStatus
 from schemas.run_folder import ALERTS, RESOURCES
 from schemas.system.files import atomic_write
 

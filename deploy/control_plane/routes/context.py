@@ -16,7 +16,8 @@ from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.poller import StatusPoller
 from deploy.control_plane.web.security import BY_HEADER, Buckets
 from deploy.control_plane.web.sse import Hub
-from schemas.control_api import Accepted, RunStatus
+from schemas.control_api.orders import Accepted
+from schemas.control_api.status import RunStatus
 from schemas.errors import InfraError
 from schemas.messages import Event
 

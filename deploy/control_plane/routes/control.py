@@ -10,19 +10,18 @@ from fastapi import APIRouter
 from deploy.control_plane.routes.context import By, Context, InContext, accepted
 from deploy.control_plane.status.scaling import NO_SUPERVISOR, order_replicas, scale_command
 from deploy.control_plane.web.refusal import Refusal
-from schemas.control_api import (
+from schemas.control_api.base import OVER, PauseMode
+from schemas.control_api.orders import (
     Accepted,
     EvaluationRequest,
-    PauseMode,
     PauseRequest,
-    RunStatus,
     ScaleRequest,
     Settings,
     SettingsChange,
     WaitRequest,
+    scaled_role,
 )
-from schemas.control_api.base import OVER
-from schemas.control_api.orders import scaled_role
+from schemas.control_api.status import RunStatus
 
 router = APIRouter(prefix="/v1", tags=["orders"])
 Order = TypeVar("Order", bool, int)

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from schemas.control_api import SpokenMessage, ToolUse
+from schemas.control_api.trajectories import SpokenMessage, ToolUse
 from schemas.digests import DIGEST
 
 REASONING = ("reasoning_content", "reasoning", "thinking")

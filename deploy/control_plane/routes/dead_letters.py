@@ -11,7 +11,8 @@ from deploy.control_plane.routes.decoding import plain
 from deploy.control_plane.routes.paging import page_of
 from deploy.control_plane.web.paging import Page
 from deploy.control_plane.web.refusal import Refusal
-from schemas.control_api import Accepted, DeadLetters, LetterDetail, LetterHead
+from schemas.control_api.dead_letters import DeadLetters, LetterDetail, LetterHead
+from schemas.control_api.orders import Accepted
 
 router = APIRouter(prefix="/v1/dead-letters", tags=["dead letters"])
 Letter = Annotated[str, Path(pattern=r"^[0-9]{1,19}-[0-9]{1,19}$", description="Id of the letter, from the list.")]

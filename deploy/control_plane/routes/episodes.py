@@ -14,7 +14,7 @@ from fastapi.responses import RedirectResponse
 
 from deploy.control_plane.routes.context import LOOK_S, Context, InContext
 from deploy.control_plane.web.refusal import Refusal
-from schemas.control_api import BegunEpisode, EpisodeReward, RewardedEpisode
+from schemas.control_api.orders import BegunEpisode, EpisodeReward, RewardedEpisode
 from schemas.messages import LiveEpisode
 
 router = APIRouter(prefix="/v1/episodes", tags=["conversations"])

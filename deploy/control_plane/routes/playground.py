@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from deploy.control_plane.routes.context import LOOK_S, Context, InContext
 from deploy.control_plane.routes.decoding import Decode, pieces, plain
 from deploy.control_plane.web.refusal import Refusal
-from schemas.control_api import Generated, GeneratedReply, GenerateRequest, TokenTable
+from schemas.control_api.trajectories import Generated, GeneratedReply, GenerateRequest, TokenTable
 from schemas.messages import ChatMessage, Question, QuestionAnswer, Reply, Sampling
 
 router = APIRouter(prefix="/v1", tags=["orders"])

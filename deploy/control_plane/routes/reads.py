@@ -18,16 +18,8 @@ from deploy.control_plane.status.collector import evaluation
 from deploy.control_plane.web.paging import Page, cut
 from deploy.control_plane.web.refusal import Refusal
 from deploy.control_plane.web.sse import EventStream, Hub, timeline_event
-from schemas.control_api import (
-    Evaluations,
-    MetricsHistory,
-    RunStatus,
-    Services,
-    ThroughputHistory,
-    Timeline,
-    Weights,
-    WeightVersion,
-)
+from schemas.control_api.history import Evaluations, MetricsHistory, ThroughputHistory, Timeline, Weights, WeightVersion
+from schemas.control_api.status import RunStatus, Services
 from schemas.metric_names import describe
 
 JSON = "application/json"

@@ -14,8 +14,8 @@ from deploy.control_plane.routes.decoding import Decode, pieces, plain
 from deploy.control_plane.routes.paging import page_of
 from deploy.control_plane.web.paging import Page, wrong
 from deploy.control_plane.web.refusal import Refusal
-from schemas.control_api import (
-    Finish,
+from schemas.control_api.base import Finish
+from schemas.control_api.trajectories import (
     ImageRange,
     SegmentRange,
     TokenTable,

@@ -7,7 +7,8 @@ of scored groups, and the queues before it tell which service delays them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from schemas.control_api import Bottleneck, RunState
+from schemas.control_api.base import RunState
+from schemas.control_api.status import Bottleneck
 
 BUSY = 0.2
 """A trainer that waits for less than this share of a step is the limit."""

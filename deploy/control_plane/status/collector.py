@@ -25,19 +25,17 @@ from deploy.control_plane.status.series import HISTOGRAM, STEPS_KEPT, MetricsSer
 from deploy.planning.cluster import DeviceQuota
 from schemas.config import TidemillConfig
 from schemas.config.agents import LiveConfig
-from schemas.control_api import (
+from schemas.control_api.base import OVER, RunState
+from schemas.control_api.orders import Settings, SettingsChange
+from schemas.control_api.status import (
     EvaluationStatus,
     LedgerStatus,
-    RunState,
     RunStatus,
     ServiceStatus,
-    Settings,
-    SettingsChange,
     Staleness,
     StreamStatus,
     Throughput,
 )
-from schemas.control_api.base import OVER
 from schemas.messages import Heartbeat
 from schemas.model_folder import chat_template
 from schemas.urls import is_loopback

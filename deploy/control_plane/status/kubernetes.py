@@ -20,7 +20,7 @@ from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 import structlog
 
 from deploy.control_plane.web.refusal import Refusal
-from schemas.control_api import Scaling
+from schemas.control_api.status import Scaling
 from schemas.errors import InfraError, TidemillError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -14,7 +14,8 @@ from deploy.control_plane.status.collector import Collector, PlannedRun, evaluat
 from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.prometheus import render
 from deploy.control_plane.status.series import STEPS_KEPT, ThroughputSeries
-from schemas.control_api import Bottleneck, EvaluationStatus, MetricsHistory, RunStatus, ThroughputHistory
+from schemas.control_api.history import MetricsHistory, ThroughputHistory
+from schemas.control_api.status import Bottleneck, EvaluationStatus, RunStatus
 from schemas.errors import InfraError, TidemillError
 
 EVERY_S = 1.0

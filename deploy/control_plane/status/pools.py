@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from deploy.control_plane.status.series import MetricsSeries
-from schemas.control_api import PoolStatus, ServiceStatus
+from schemas.control_api.status import PoolStatus, ServiceStatus
 
 
 def pool_statuses(

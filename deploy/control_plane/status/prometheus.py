@@ -19,7 +19,8 @@ from prometheus_client.registry import Collector
 
 from broker.connection.counters import CLOSED, COMMIT_SECONDS, COMMITS, DUPLICATE, FENCED, LEASES_EXPIRED
 from broker.connection.keys import GENERATORS, REWARD
-from schemas.control_api import RunState, RunStatus
+from schemas.control_api.base import RunState
+from schemas.control_api.status import RunStatus
 from schemas.messages.telemetry import DRAINED
 from schemas.system.device_lock import SHARE
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
 from broker.telemetry.stream_lag import StreamLag
-from schemas.control_api import PauseMode, PauseStatus, RunState
-from schemas.control_api.base import OVER
+from schemas.control_api.base import OVER, PauseMode, RunState
+from schemas.control_api.status import PauseStatus
 from schemas.messages import Heartbeat
 
 LIVE_S = 15.0

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from broker.flow.run_control import ControlState, RunControl
-from schemas.control_api import Scaling, ServiceStatus
 from schemas.control_api.orders import ROOM, on_node, scaled_role
+from schemas.control_api.status import Scaling, ServiceStatus
 from schemas.errors import RefusedError
 
 SCALABLE = ("generator", "reward")

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from schemas.control_api import MetricsHistory, RunStatus, ThroughputHistory
+from schemas.control_api.history import MetricsHistory, ThroughputHistory
+from schemas.control_api.status import RunStatus
 
 STEPS_KEPT = 10_000
 """Newest steps that are kept, as many as the broker keeps."""

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from deploy.control_plane.web.refusal import Refusal
-from schemas.control_api import Problem
+from schemas.control_api.base import Problem
 from schemas.errors import ConfigError, DataError, RefusedError, TidemillError
 
 MEDIA_TYPE = "application/problem+json"

@@ -11,7 +11,7 @@ from typing import Any
 
 from broker.telemetry.events import StoredEvent
 from deploy.control_plane.web.refusal import Refusal
-from schemas.control_api import MetricsHistory, TimelineEvent
+from schemas.control_api.history import MetricsHistory, TimelineEvent
 
 KEEP_ALIVE_S = 15.0
 MAX_PAGES = 200

@@ -3,7 +3,7 @@
 from broker.flow.ledger import LedgerState
 from broker.telemetry.stream_lag import StreamLag
 from deploy.control_plane.status.collector import Collector, PlannedRun
-from schemas.control_api import RunStatus
+from schemas.control_api.status import RunStatus
 
 LEDGER = LedgerState(
     state="running",

@@ -14,7 +14,7 @@ import pytest
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
 from broker.telemetry.trajectories import KEEP_BYTES, LONGEST_KEPT
-from schemas.control_api import RunStatus
+from schemas.control_api.status import RunStatus
 from schemas.digests import digest
 from schemas.images import ImageSettings, probe_image
 from schemas.messages import Event, Heartbeat, Score, Segment, Turn

@@ -20,7 +20,7 @@ from deploy.control_plane.files.resources import ResourceFile, read_alerts
 from deploy.control_plane.files.run_folder import RunFolder
 from deploy.control_plane.status.prometheus import render
 from schemas.config import TidemillConfig
-from schemas.control_api import RunStatus, ServiceStatus
+from schemas.control_api.status import RunStatus, ServiceStatus
 from schemas.errors import ConfigError
 from tests.support.broker.run_statuses import make_status
 from tests.support.configurations import minimal_config

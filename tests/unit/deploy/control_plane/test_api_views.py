@@ -21,7 +21,7 @@ from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.poller import StatusPoller
 from deploy.control_plane.status.series import POINTS_KEPT, SERIES_KEPT, MetricsSeries, ThroughputSeries
 from deploy.control_plane.web.sse import MAX_PAGES, Hub
-from schemas.control_api import Trajectories
+from schemas.control_api.trajectories import Trajectories
 from schemas.messages import Segment, Turn
 from tests.support.broker.run_statuses import make_status
 from tests.support.configurations import minimal_config

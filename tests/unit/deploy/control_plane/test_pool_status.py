@@ -11,7 +11,7 @@ from deploy.cli.status import rows
 from deploy.control_plane.status.collector import Collector, PlannedRun
 from deploy.control_plane.status.prometheus import render
 from deploy.terminal.page import History, page
-from schemas.control_api import RunStatus
+from schemas.control_api.status import RunStatus
 from schemas.messages import Heartbeat
 from tests.support.broker.run_statuses import LEDGER
 

@@ -16,7 +16,7 @@ from deploy.planning.cluster import ClusterRates, LengthMix
 from deploy.planning.run_rates import figures
 from deploy.planning.search import best, simulate, wanted_generators
 from schemas.config import TidemillConfig, parse_config, save_config
-from schemas.control_api import ServiceStatus
+from schemas.control_api.status import ServiceStatus
 from schemas.errors import ConfigError, InfraError
 from schemas.run_folder import CONFIG, METRICS
 

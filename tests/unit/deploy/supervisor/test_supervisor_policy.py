@@ -12,7 +12,7 @@ from deploy.supervisor.failures import ServiceFailure, last_error, root_cause
 from deploy.supervisor.restart_policy import MAX_BACKOFF_S, RETURN_S, SETTLED_S, RestartState, State
 from deploy.supervisor.services import Exit
 from schemas.config import SupervisorConfig
-from schemas.control_api import ServiceStatus
+from schemas.control_api.status import ServiceStatus
 from schemas.errors import CONFIG_EXIT, FENCED_EXIT, RUN_FAILED_EXIT
 from tests.support.broker.run_statuses import make_status
 

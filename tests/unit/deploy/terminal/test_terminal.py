@@ -14,7 +14,8 @@ from deploy.supervisor.supervisor import ServiceView
 from deploy.terminal.live import View
 from deploy.terminal.page import History, clock, page, plain_line, sparkline
 from schemas.config import parse_config
-from schemas.control_api import EvaluationStatus, RunStatus, ServiceStatus, TimelineEvent
+from schemas.control_api.history import TimelineEvent
+from schemas.control_api.status import EvaluationStatus, RunStatus, ServiceStatus
 from tests.support.broker.run_statuses import make_status
 
 
