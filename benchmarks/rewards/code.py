@@ -50,7 +50,7 @@ def measure_code(sandbox: str, kind: str, seconds: float) -> ResultRow:
         found = []
         while time.perf_counter() - began < seconds:
             started = time.perf_counter()
-            if code("", program, [], [], cases=cases, sandbox=sandbox) != 1.0:
+            if code(program, cases=cases, sandbox=sandbox) != 1.0:
                 raise RuntimeError(f"a right program has failed in the sandbox {sandbox}")
             found.append(time.perf_counter() - started)
         return found

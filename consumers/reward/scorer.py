@@ -249,23 +249,18 @@ def check_reward(
     the score is None if it takes longer than this, with the start.
     """
     resolve(terms, base)
-    return None if trajectory is None else asyncio.run(_score_one(terms, base, trajectory, timeout_s, env, within_s))
+    if trajectory is None:
+        return None
 
+    async def score() -> Score | None:
+        async with Scorer(terms, base, workers=1, timeout_s=timeout_s, env=env) as scorer:
+            try:
+                async with asyncio.timeout(within_s):
+                    return await scorer.score(trajectory)
+            except TimeoutError:
+                return None
 
-async def _score_one(
-    terms: list[RewardTerm],
-    base: Path,
-    trajectory: Trajectory,
-    timeout_s: float,
-    env: Sequence[str],
-    within_s: float | None,
-) -> Score | None:
-    async with Scorer(terms, base, workers=1, timeout_s=timeout_s, env=env) as scorer:
-        try:
-            async with asyncio.timeout(within_s):
-                return await scorer.score(trajectory)
-        except TimeoutError:
-            return None
+    return asyncio.run(score())
 
 
 def _start_timeout_s(terms: Sequence[Term]) -> float:

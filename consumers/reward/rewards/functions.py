@@ -1,8 +1,8 @@
 """The built-in reward functions, each with the signature that users' own have.
 
-``(prompt, completion, prompt_ids, completion_ids, **data) -> float`` for one sample: two texts,
-two lists of token ids, and the data of the task as keywords. Wrong reference data raises
-ValueError: such a sample is excluded. A wrong completion is an ordinary reward of 0.
+Each names what it needs of one sample: ``prompt`` and ``completion``, ``prompt_ids`` and ``completion_ids``, and fields
+of the task's data. Wrong reference data raises ValueError: such a sample is excluded. A wrong completion is an ordinary
+reward of 0.
 """
 
 import re
@@ -20,9 +20,7 @@ from consumers.reward.rewards.terms import Positive, reward
 
 
 @reward(inline=True)
-def episode(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, reward: float | None
-) -> float:
+def episode(completion: str, *, reward: float | None) -> float:
     """Return the reward that the workflow gave: an agent's return value, or the sum over an environment's steps."""
     if reward is None:
         raise ValueError("the workflow gave the sample no reward; let the agent return a number, or name another term")
@@ -30,14 +28,7 @@ def episode(
 
 
 @reward(inline=True, settings=("field",), trains_only=True)
-def supervised(
-    prompt: str,
-    completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    *,
-    field: Annotated[str, Field(min_length=1)] = "answer",
-) -> float:
+def supervised(completion: str, *, field: Annotated[str, Field(min_length=1)] = "answer") -> float:
     """Return 0: the sample is an answer of the dataset, which the trainer learns by cross-entropy.
 
     field: of the row; its text is the answer, from which the generator has made the sample.
@@ -50,10 +41,7 @@ _CODE_SETTINGS = ("sandbox", "timeout_s", "memory_mb", "processes", "partial", "
 
 @reward(check=programs.check_settings, settings=_CODE_SETTINGS)
 def code(
-    prompt: str,
     completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
     *,
     sandbox: str = "auto",
     timeout_s: Annotated[float, Field(gt=0)] = 5.0,
@@ -77,24 +65,13 @@ def code(
 
 
 @reward(inline=True)
-def exact(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **data: Any
-) -> float:
+def exact(completion: str, *, answer: Any) -> float:
     """1 if the completion equals ``answer``, both without surrounding white space."""
     return float(completion.strip() == str(answer).strip())
 
 
 @reward(inline=True)
-def gsm8k(
-    prompt: str,
-    completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    *,
-    answer: Any,
-    last_number: bool = False,
-    **data: Any,
-) -> float:
+def gsm8k(completion: str, *, answer: Any, last_number: bool = False) -> float:
     """1 if the final number of the completion equals that of ``answer``, compared as numbers.
 
     The final number follows the last ``####``, else stands in the last ``\\boxed{}``, else, with
@@ -112,15 +89,11 @@ def _check_length(max_tokens: int, overlong_buffer: int, **_: Any) -> None:
 
 @reward(inline=True, check=_check_length)
 def length(
-    prompt: str,
-    completion: str,
-    prompt_ids: list[int],
     completion_ids: list[int],
     *,
     max_tokens: Positive,
     overlong_buffer: Positive,
     factor: Annotated[float, Field(gt=0)] = 1.0,
-    **data: Any,
 ) -> float:
     """Soft overlong penalty: 0 up to ``max_tokens - overlong_buffer`` tokens, then down to ``-factor``.
 
@@ -143,14 +116,7 @@ def _check_format(regex: str | None = None, tags: list[str] | None = None) -> No
 # A user's regular expression may backtrack for ever; only tags are bounded.
 @reward(inline=lambda regex=None, tags=None: regex is None, check=_check_format)
 def format(
-    prompt: str,
-    completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    *,
-    regex: str | None = None,
-    tags: Annotated[list[str], Field(min_length=1)] | None = None,
-    **data: Any,
+    completion: str, *, regex: str | None = None, tags: Annotated[list[str], Field(min_length=1)] | None = None
 ) -> float:
     """1 if the completion has the wanted form.
 
@@ -182,16 +148,7 @@ def _has_tags(text: str, tags: list[str]) -> bool:
 
 
 @reward(needs=("math_verify", "reward"))
-def math(
-    prompt: str,
-    completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    *,
-    answer: Any,
-    boxed_only: bool = False,
-    **data: Any,
-) -> float:
+def math(completion: str, *, answer: Any, boxed_only: bool = False) -> float:
     """1 if the completion's final expression is mathematically equal to ``answer`` (math-verify).
 
     That is the last ``\\boxed{}``; without one, the last expression in the text, or none with
@@ -201,16 +158,7 @@ def math(
 
 
 @reward(needs=("reasoning_gym", "reward"))
-def reasoning_gym(
-    prompt: str,
-    completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    *,
-    reasoning_gym: dict[str, Any],
-    require_tags: bool = False,
-    **data: Any,
-) -> float:
+def reasoning_gym(completion: str, *, reasoning_gym: dict[str, Any], require_tags: bool = False) -> float:
     """Return the score, 0 to 1, that the task of reasoning-gym itself gives.
 
     The answer stands in the last ``<answer>…</answer>``; without one, the whole completion is the
@@ -231,7 +179,6 @@ def reward_model(
     path: str,
     row_ids: list[list[int]],
     batch_tokens: Positive = 16_384,
-    **columns: Any,
 ) -> list[float]:
     """Return the scores of a reward model in the folder ``path``: a sequence classifier with one label.
 
@@ -243,17 +190,7 @@ def reward_model(
 
 
 @reward(needs=("math_verify", "reward"), settings=("tolerance",))
-def geometry3k(
-    prompt: str,
-    completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    *,
-    answer: Any,
-    choices: list[Any] | None = None,
-    tolerance: float = 0.0,
-    **data: Any,
-) -> float:
+def geometry3k(completion: str, *, answer: Any, choices: list[Any] | None = None, tolerance: float = 0.0) -> float:
     """1 if the completion's answer is that of a problem of Geometry3K: a number, an expression, or one of ``choices``.
 
     It stands in the last ``\\boxed{}`` or ``<answer>``. Units, degree signs and a name before ``=`` are left out; a
@@ -263,9 +200,7 @@ def geometry3k(
 
 
 @reward(inline=True)
-def clevr(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **data: Any
-) -> float:
+def clevr(completion: str, *, answer: Any) -> float:
     """1 if the completion answers a question of CLEVR as ``answer`` does: a count, yes or no, a shape, a colour.
 
     The answer stands in the last ``<answer>``, ``\\boxed{}`` or ``[...]``, or is the whole completion if that is short.
@@ -275,16 +210,7 @@ def clevr(
 
 
 @reward(inline=True)
-def searchr1(
-    prompt: str,
-    completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    *,
-    answer: Any,
-    aliases: Sequence[Any] = (),
-    **data: Any,
-) -> float:
+def searchr1(completion: str, *, answer: Any, aliases: Sequence[Any] = ()) -> float:
     """1 if the last ``<answer>`` of the completion is ``answer`` or one of ``aliases``, all normalised as for SQuAD.
 
     Normalised: lower case, without punctuation, the words a, an and the, and superfluous white space. ``answer`` may be
@@ -295,9 +221,7 @@ def searchr1(
 
 
 @reward(inline=True)
-def vqa(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **data: Any
-) -> float:
+def vqa(completion: str, *, answer: Any) -> float:
     """Return the accuracy of an answer: ``answer`` is one text, or the list of annotators' answers, usually ten.
 
     min(1, annotators who gave it / 3), averaged over leaving one annotator out; of one text, or of a list of fewer than

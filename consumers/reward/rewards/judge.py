@@ -59,8 +59,6 @@ def _check(
 async def judge(
     prompt: str,
     completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
     *,
     base_url: str,
     model: str,

@@ -68,17 +68,13 @@ async def remote(
     secrets=key_variables,
 )
 async def reward_model_server(
-    prompt: str,
     completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
     *,
     base_url: str,
     row_ids: list[int],
     model: str | None = None,
     api_key_env: str | None = None,
     eos_id: Annotated[int, Field(ge=0)] | None = None,
-    **data: Any,
 ) -> float:
     """Return the score of a reward model served by `vllm serve PATH --runner pooling`, a classifier with one label.
 

@@ -43,7 +43,6 @@ def teacher(
     batch_tokens: Positive = 4096,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     device: str = "cpu",
-    **columns: Any,
 ) -> list[npt.NDArray[np.float32]]:
     """Return log-probabilities by the causal model in the folder ``model``, at the temperatures of the samples.
 
@@ -102,10 +101,7 @@ def _check_self(system: str | None = None, template: str | None = None) -> None:
 
 @reward(inline=True, check=_check_self, settings=("system", "template"), teacher=True)
 def teacher_self(
-    prompt: str,
     completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
     *,
     self_logprobs: Array | None,
     self_problem: str,
@@ -130,8 +126,6 @@ def teacher_self(
     teacher=True,
 )
 async def teacher_server(
-    prompt: str,
-    completion: str,
     prompt_ids: list[int],
     completion_ids: list[int],
     *,
@@ -139,7 +133,6 @@ async def teacher_server(
     model: str,
     segments: list[Segment],
     api_key_env: str | None = None,
-    **data: Any,
 ) -> npt.NDArray[np.float32]:
     """Return log-probabilities by an inference server, such as vLLM or SGLang: OpenAI's completions with ``echo``.
 

@@ -81,16 +81,10 @@ def reward(
     """
 
     def declare(function: F) -> F:
-        function.inline = inline  # type: ignore[attr-defined]
-        function.needs = needs  # type: ignore[attr-defined]
-        function.check = check  # type: ignore[attr-defined]
-        function.settings = settings  # type: ignore[attr-defined]
-        function.secrets = secrets  # type: ignore[attr-defined]
-        function.prepare = prepare  # type: ignore[attr-defined]
-        function.teacher = teacher  # type: ignore[attr-defined]
-        function.trains_only = trains_only  # type: ignore[attr-defined]
-        if concurrency is not None:
-            function.concurrency = concurrency  # type: ignore[attr-defined]
+        vars(function).update(
+            inline=inline, needs=needs, check=check, settings=settings, concurrency=concurrency, secrets=secrets,
+            prepare=prepare, teacher=teacher, trains_only=trains_only,
+        )  # fmt: skip
         return function
 
     return declare

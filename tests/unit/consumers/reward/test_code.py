@@ -38,7 +38,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def score(completion: str, **given: Any) -> float:
-    return code("prompt", completion, [1], [2], **given)
+    return code(completion, **given)
 
 
 def test_partial_credit_is_the_share_of_the_cases_that_pass() -> None:

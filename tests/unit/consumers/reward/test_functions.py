@@ -1,5 +1,6 @@
 """The built-in reward functions as their users call them, and the answer rules of visual questions."""
 
+import inspect
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from consumers.reward.rewards.grading import final_number, gold_number
 
 
 def value(function, completion: str, tokens: int = 0, **data):
-    return function("prompt", completion, [1, 2], list(range(tokens)), **data)
+    given = {"completion": completion, "completion_ids": list(range(tokens)), **data}
+    return function(**{name: given[name] for name in inspect.signature(function).parameters if name in given})
 
 
 def test_exact_compares_without_surrounding_white_space():

@@ -33,7 +33,7 @@ def ask(
         CLOCK.set(CallClock(timeout_s))
         args = {**ARGS, "base_url": server.url, **settings}
         data = args.pop("data", {})
-        return await judge("12+34=", completion, [], [], **args, **data)
+        return await judge("12+34=", completion, **args, **data)
 
     async def all_of_them() -> list[Any]:
         if in_turn:

@@ -94,7 +94,7 @@ def test_the_term_names_each_sample_by_its_content(tmp_path: Path):
 async def test_a_reward_model_of_vllm_is_asked_for_the_raw_score_of_the_ids():
     async def one(url: str) -> float:
         ids = {"row_ids": [1, 2, 3], "eos_id": 9}
-        return await reward_model_server("", "", [1], [2, 3], base_url=url + "/", model="rm", **ids)
+        return await reward_model_server("", base_url=url + "/", model="rm", **ids)
 
     with serving((200, {"data": [{"index": 0, "probs": [-1.5], "num_classes": 1}]})) as server:
         assert await one(server.url) == -1.5

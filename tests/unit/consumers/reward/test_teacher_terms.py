@@ -122,7 +122,7 @@ def echo(request: Request, text: str | None = None) -> Answer:
 def ask(url: str, segments: list[Segment] | None = None) -> np.ndarray[Any, Any]:
     async def one() -> Any:
         CLOCK.set(CallClock(10.0))
-        return await teacher_server("", "", [5, 6], [7, 8], base_url=url, model="t", segments=segments or [])
+        return await teacher_server([5, 6], [7, 8], base_url=url, model="t", segments=segments or [])
 
     return asyncio.run(one())
 
