@@ -5,11 +5,11 @@ thread from others, nor delay the end of the process.
 """
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 
@@ -39,29 +39,17 @@ async def call_user(function: Callable[..., Any], timeout_s: float, *args: Any, 
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+    done: Future[Any] = Future()
+    # Nothing can cancel the call: its result is dropped if the caller is gone by then.
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
-        result: Any = None
-        failed: BaseException | None = None
         try:
-            result = call()
+            done.set_result(call())
         except StopIteration as error:
-            failed = RuntimeError(f"it raised {error!r}")
+            done.set_exception(RuntimeError(f"it raised {error!r}"))
         except BaseException as error:  # noqa: BLE001 - user code: the one who waits gets it
-            failed = error
-        # Results after the end of the generator's loop are dropped.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, result, failed)
+            done.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name=f"user code {call}"[:60]).start()
-    return await future
+    return await asyncio.wrap_future(done)

@@ -43,6 +43,7 @@ def _interpreter(python: str, base: Path) -> str:
     return str(base.resolve() / python) if os.sep in python else python
 
 
+@dataclass
 class EnvironmentLoop:
     """Plays each sample in an environment of its own, until that is done.
 
@@ -56,21 +57,14 @@ class EnvironmentLoop:
     environment that raises or takes too long fails its sample, which is then not trained.
     """
 
-    def __init__(
-        self,
-        environment: str,
-        args: dict[str, Any] | None = None,
-        python: str | None = None,
-        max_turns: Annotated[int, Field(ge=1)] | None = None,
-        timeout_s: Annotated[float, Field(gt=0)] = 60.0,
-        history: bool = True,
-    ) -> None:
-        self._history = history
-        self._name = environment
-        self._args = args or {}
-        self._max_turns = max_turns
-        self._timeout_s = timeout_s
-        self._python = python
+    environment: str
+    args: dict[str, Any] | None = None
+    python: str | None = None
+    max_turns: Annotated[int, Field(ge=1)] | None = None
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    history: bool = True
+
+    def __post_init__(self) -> None:
         self._environment: Any = None
         self._worker: EnvironmentWorker | None = None
         self._parts: LoopParts | None = None
@@ -88,13 +82,13 @@ class EnvironmentLoop:
 
     async def start(self, services: WorkflowServices) -> None:
         base = services.config.base
-        if self._name in ENVIRONMENTS or self._python is not None:
-            name = ENVIRONMENTS.get(self._name, self._name)
-            python = None if self._python is None else _interpreter(self._python, base)
+        if self.environment in ENVIRONMENTS or self.python is not None:
+            name = ENVIRONMENTS.get(self.environment, self.environment)
+            python = None if self.python is None else _interpreter(self.python, base)
             self._worker = EnvironmentWorker(name, base, python, services.config.generator.agents.env)
             await self._worker.start()
         else:
-            self._environment = _find_environment(self._name, self._args, base)
+            self._environment = _find_environment(self.environment, self.args or {}, base)
         self._parts = await LoopParts.create(services)
 
     async def close(self) -> None:
@@ -107,13 +101,13 @@ class EnvironmentLoop:
     async def _play(self, rollout: RolloutContext, index: int) -> SampledCompletion | FailedSample:
         if self._parts is None:
             raise ConfigError("the workflow environment was not started")
-        episode = Episode(self._parts, rollout, index, self._max_turns or self._parts.settings.max_calls)
+        episode = Episode(self._parts, rollout, index, self.max_turns or self._parts.settings.max_calls)
         finish: FinishReason = "stop"
         rewards: list[float] = []
         environment: Any = None
         try:
             if self._worker is not None:
-                environment = await self._use(episode, "__init__", self._worker.open, self._args)
+                environment = await self._use(episode, "__init__", self._worker.open, self.args or {})
             else:
                 environment = await self._use(episode, "__init__", self._environment)
             task = describe_task(rollout.task, index, rollout.files)
@@ -142,7 +136,7 @@ class EnvironmentLoop:
                 rewards.append(reward)
             if done:
                 return
-            if self._history:
+            if self.history:
                 messages += [message, {"role": "user", "content": observed}]
             else:
                 messages = await asyncio.to_thread(begin, episode.first_messages(), observed)
@@ -173,9 +167,9 @@ class EnvironmentLoop:
     async def _use(self, episode: Episode, what: str, method: Any, *args: Any) -> Any:
         began = time.monotonic()
         try:
-            return await episode.until_interrupted(call_user(method, self._timeout_s, *args))
+            return await episode.until_interrupted(call_user(method, self.timeout_s, *args))
         except DeadlineExceeded as error:
-            raise DataError(f"{what} of {self._name} {error}") from error
+            raise DataError(f"{what} of {self.environment} {error}") from error
         finally:
             episode.note_tool(what, began)
 
@@ -184,9 +178,11 @@ class EnvironmentLoop:
         if close is None:
             return
         try:
-            await call_user(close, self._timeout_s)
+            await call_user(close, self.timeout_s)
         except Exception as error:  # noqa: BLE001 - user code: the episode is over, whatever this does
-            log.warning("an environment could not be closed", environment=self._name, reason=describe_error(error))
+            log.warning(
+                "an environment could not be closed", environment=self.environment, reason=describe_error(error)
+            )
 
 
 def describe_task(task: Task, sample: int, files: Mapping[str, bytes] | None = None) -> dict[str, Any]:

@@ -4,8 +4,9 @@ import asyncio
 import inspect
 import json
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 import pydantic
@@ -13,7 +14,6 @@ import pydantic
 from producers.conversation.images import Content, content_of
 from producers.episodes.user_code import DeadlineExceeded, call_user
 from schemas.errors import ConfigError, DataError, describe_error, printable
-from schemas.plugins import load
 
 _CALLABLE = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -31,7 +31,22 @@ class Tool(Protocol):
 
     async def call(self, arguments: str, timeout_s: float) -> Content:
         """Call the tool. arguments: JSON that the policy wrote. ToolError if they are wrong, or it failed. ToolLost."""
-        ...
+
+
+class ToolSource(ABC):
+    """Tools of one origin. schemas: what the policy reads, by name; complete after ``start``."""
+
+    schemas: dict[str, dict[str, Any]]
+
+    async def start(self) -> None:  # noqa: B027 - most have nothing to begin
+        """Begin what lives as long as the generator. ConfigError if it can't be had."""
+
+    @abstractmethod
+    def open(self) -> AbstractAsyncContextManager[dict[str, Tool]]:
+        """Open the tools for one episode, which end with it."""
+
+    async def close(self) -> None:  # noqa: B027 - nor to end
+        """End what ``start`` began."""
 
 
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -87,22 +102,6 @@ class FunctionTool:
             return printable(json.dumps(result, ensure_ascii=False, default=str))
         except DeadlineExceeded as error:
             raise ToolError(f"{self.name} {error}") from error
-
-
-def load_tools(names: list[str], base: Path) -> dict[str, FunctionTool]:
-    """Load functions by ``file.py:name`` or ``package.module:name``; ConfigError if one is not a function."""
-    if not isinstance(names, list) or not names:
-        raise ConfigError("generator.workflow.args.tools must be a list of functions, such as [tools.py:calculator]")
-    found: dict[str, FunctionTool] = {}
-    for name in names:
-        where = f"generator.workflow.args.tools {name}"
-        if not isinstance(name, str) or ":" not in name:
-            raise ConfigError(f"{where}: name it as file.py:name or package.module:name")
-        tool = FunctionTool(load(name, "tool", base), where)
-        if tool.name in found:
-            raise ConfigError(f"{where}: there is another tool of the name {tool.name}")
-        found[tool.name] = tool
-    return found
 
 
 def _arguments_model(function: Callable[..., Any], where: str) -> type[pydantic.BaseModel]:

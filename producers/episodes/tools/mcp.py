@@ -20,7 +20,7 @@ import pydantic
 import structlog
 
 from producers.conversation.images import Content, image_part
-from producers.episodes.tools.functions import Tool, ToolError, ToolLost
+from producers.episodes.tools.functions import Tool, ToolError, ToolLost, ToolSource
 from schemas.errors import ConfigError, describe_error, printable
 from schemas.system.guarded_process import environment
 
@@ -42,7 +42,7 @@ class McpSettings(pydantic.BaseModel, extra="forbid"):
     start_timeout_s: float = pydantic.Field(30.0, gt=0)
 
 
-class McpSource:
+class McpSource(ToolSource):
     """The tools of one server. ConfigError for a wrong setting."""
 
     def __init__(self, settings: Mapping[str, Any] | None, base: Path, where: str) -> None:
@@ -58,7 +58,7 @@ class McpSource:
         self._base = base
         self._name = self._settings.url or " ".join(self._settings.command or [])
         self._shared: _Connection | None = None
-        self.schemas: dict[str, dict[str, Any]] = {}
+        self.schemas = {}
 
     async def start(self) -> None:
         """Ask the server what tools it has. ConfigError if it can't be reached, or lacks one that is wanted."""

@@ -11,7 +11,7 @@ from typing import Any
 import pydantic
 
 from producers.episodes.tools import python_server
-from producers.episodes.tools.functions import Tool, ToolError, ToolLost, read_arguments
+from producers.episodes.tools.functions import Tool, ToolError, ToolLost, ToolSource, read_arguments
 from schemas.errors import ConfigError, InfraError
 from schemas.system.sandbox.jail import Sandbox, choose
 from schemas.system.sandbox.limits import Interpreter, Limits, find_interpreter
@@ -35,7 +35,7 @@ class PythonSettings(pydantic.BaseModel, extra="forbid"):
     python: str | None = None
 
 
-class PythonSource:
+class PythonSource(ToolSource):
     """Interpreters of the tool ``python``. ConfigError for a wrong setting, or a sandbox that does not work here."""
 
     def __init__(self, settings: Mapping[str, Any] | None, where: str) -> None:
@@ -53,13 +53,7 @@ class PythonSource:
         code = {"type": "string", "description": "The code to run."}
         parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
         function = {"name": _NAME, "description": description, "parameters": parameters}
-        self.schemas: dict[str, dict[str, Any]] = {_NAME: {"type": "function", "function": function}}
-
-    async def start(self) -> None:
-        """Nothing is started before it is called."""
-
-    async def close(self) -> None:
-        """Each episode has closed its own."""
+        self.schemas = {_NAME: {"type": "function", "function": function}}
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[dict[str, Tool]]:

@@ -1,53 +1,37 @@
 """Sources of tools: functions, interpreters and servers, as the list of tools names them."""
 
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from producers.episodes.tools.functions import Tool, load_tools
+from producers.episodes.tools.functions import FunctionTool, Tool, ToolSource
 from producers.episodes.tools.mcp import McpSource
 from producers.episodes.tools.python_tool import PythonSource
 from schemas.errors import ConfigError
+from schemas.plugins import load
 
 _WHERE = "generator.workflow.args.tools"
 
 
-class ToolSource(Protocol):
-    """Tools of one origin. schemas: what the policy reads, by name; complete after ``start``."""
+class FunctionSource(ToolSource):
+    """Python functions by ``file.py:name`` or ``package.module:name``, which are the same for all episodes."""
 
-    schemas: dict[str, dict[str, Any]]
-
-    async def start(self) -> None:
-        """Begin what lives as long as the generator. ConfigError if it can't be had."""
-        ...
+    def __init__(self, names: list[Any], base: Path) -> None:
+        self._tools: dict[str, Tool] = {}
+        self.schemas = {}
+        for name in names:
+            where = f"{_WHERE} {name}"
+            if not isinstance(name, str) or ":" not in name:
+                raise ConfigError(f"{where}: name it as file.py:name or package.module:name")
+            tool = FunctionTool(load(name, "tool", base), where)
+            if tool.name in self._tools:
+                raise ConfigError(f"{where}: there is another tool of the name {tool.name}")
+            self._tools[tool.name], self.schemas[tool.name] = tool, tool.schema
 
     def open(self) -> AbstractAsyncContextManager[dict[str, Tool]]:
-        """Open the tools for one episode, which end with it."""
-        ...
-
-    async def close(self) -> None:
-        """End what ``start`` began."""
-        ...
-
-
-class FunctionSource:
-    """Python functions, which are the same for all episodes."""
-
-    def __init__(self, names: list[str], base: Path) -> None:
-        self._tools = load_tools(names, base)
-        self.schemas = {name: tool.schema for name, tool in self._tools.items()}
-
-    async def start(self) -> None:
-        """They are there."""
-
-    async def close(self) -> None:
-        """They stay."""
-
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[dict[str, Tool]]:
         """Return all functions."""
-        yield dict(self._tools)
+        return nullcontext(self._tools)
 
 
 class ToolBox:
@@ -57,7 +41,7 @@ class ToolBox:
         if not isinstance(entries, list) or not entries:
             raise ConfigError(f"{_WHERE} must be a list of tools, such as [tools.py:calculator]")
         self._sources: list[ToolSource] = []
-        functions: list[str] = []
+        functions: list[Any] = []
         for entry in entries:
             if not isinstance(entry, dict):
                 functions.append(entry)

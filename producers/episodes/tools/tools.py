@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ UNREADABLE = (
 )
 
 
+@dataclass
 class Tools:
     """Plays each sample as a conversation with tools.
 
@@ -39,19 +41,13 @@ class Tools:
     read, whatever the function raises.
     """
 
-    def __init__(
-        self,
-        tools: list[Any],
-        parallel: Annotated[int, Field(ge=1)] = 4,
-        timeout_s: Annotated[float, Field(gt=0)] = 30.0,
-        longest_result: Annotated[int, Field(ge=1)] = 4000,
-        max_calls: Annotated[int, Field(ge=1)] | None = None,
-    ) -> None:
-        self._entries = tools
-        self._parallel = parallel
-        self._timeout_s = timeout_s
-        self._longest_result = longest_result
-        self._max_calls = max_calls
+    tools: list[Any]
+    parallel: Annotated[int, Field(ge=1)] = 4
+    timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    longest_result: Annotated[int, Field(ge=1)] = 4000
+    max_calls: Annotated[int, Field(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
         self._tools: ToolBox | None = None
         self._schemas: list[dict[str, Any]] = []
         self._parts: LoopParts | None = None
@@ -62,7 +58,7 @@ class Tools:
         ToolBox(tools, base)
 
     async def start(self, services: WorkflowServices) -> None:
-        self._tools = ToolBox(self._entries, services.config.base)
+        self._tools = ToolBox(self.tools, services.config.base)
         await self._tools.start()
         self._schemas = list(self._tools.schemas.values())
         self._parts = parts = await LoopParts.create(services)
@@ -80,7 +76,7 @@ class Tools:
     async def _play(self, rollout: RolloutContext, index: int) -> SampledCompletion | FailedSample:
         if self._parts is None or self._tools is None:
             raise ConfigError("the workflow tools was not started")
-        episode = Episode(self._parts, rollout, index, self._max_calls or self._parts.settings.max_calls)
+        episode = Episode(self._parts, rollout, index, self.max_calls or self._parts.settings.max_calls)
         finish: FinishReason = "stop"
         try:
             async with self._tools.open() as tools:
@@ -103,7 +99,7 @@ class Tools:
         if not answer.tool_calls:
             # There is no call that this could be the result of, and templates insist on one.
             return [{"role": "user", "content": UNREADABLE}]
-        places = asyncio.Semaphore(self._parallel)
+        places = asyncio.Semaphore(self.parallel)
 
         async def result(call: ToolCall) -> Content:
             async with places:
@@ -129,9 +125,9 @@ class Tools:
         try:
             if tool is None:
                 raise ToolError(f"there is no tool {call.name}; there are: {', '.join(tools)}")
-            found = await tool.call(call.arguments, self._timeout_s)
+            found = await tool.call(call.arguments, self.timeout_s)
             shown = await self._show(episode, found, call.name)
-            return map_texts(shown, lambda text: shorten(text, self._longest_result))
+            return map_texts(shown, lambda text: shorten(text, self.longest_result))
         except ToolError as error:
             reason = str(error)
         except ToolLost:
@@ -141,7 +137,7 @@ class Tools:
                 raise
             reason = describe_error(error)
         episode.count("tool_errors")
-        return shorten(f"error: {reason}", self._longest_result)
+        return shorten(f"error: {reason}", self.longest_result)
 
     async def _show(self, episode: Episode, found: Content, name: str) -> Content:
         images = episode.conversation.images

@@ -20,7 +20,6 @@ from producers.conversation.parsing.factory import make_parser
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
 from producers.episodes.environments.environment import read_turn
-from producers.episodes.tools.functions import load_tools
 from producers.episodes.tools.sources import ToolBox
 from producers.episodes.tools.tools import Tools
 from producers.workflows.base import RolloutContext, find_workflow
@@ -73,10 +72,10 @@ async def test_the_policy_calls_the_tools(snippets: Path) -> None:
     args = workflow_args("tools")
     assert args["tools"] == ["tools.py:calculator", "tools.py:look_up"]
     assert isinstance(find_workflow("tools", args, snippets)(), Tools)
-    tools = load_tools(args["tools"], snippets)
-    result = await tools["calculator"].call('{"left": 6, "right": 7, "sign": "*"}', timeout_s=30.0)
-    assert result == "42.0"
-    assert (await tools["look_up"].call('{"word": "tide"}', timeout_s=30.0)).startswith('{"word": "tide"')
+    async with ToolBox(args["tools"], snippets).open() as tools:
+        result = await tools["calculator"].call('{"left": 6, "right": 7, "sign": "*"}', timeout_s=30.0)
+        assert result == "42.0"
+        assert str(await tools["look_up"].call('{"word": "tide"}', timeout_s=30.0)).startswith('{"word": "tide"')
 
 
 def test_the_tool_python_stands_beside_functions(snippets: Path) -> None:
