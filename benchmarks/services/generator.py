@@ -27,6 +27,7 @@ from broker.client import Broker
 from broker.weights.transports import make_transport
 from producers.engines.base import EngineSettings
 from producers.engines.factory import make_engine
+from producers.engines.gated import SampleCall
 from producers.generator.service import Generator
 from schemas.config import parse_config
 from schemas.errors import ConfigError, InfraError
@@ -269,7 +270,8 @@ class Bench:
 
         async def ask(index: int, name: str) -> int:
             tokens = self._sampling.max_tokens
-            body = dialect.request(name, prompt(index), self._sampling, 0, tokens, tokens, "bare")
+            call = SampleCall(prompt(index), None, self._sampling, tokens, 1, None)
+            body = dialect.request(name, call, 0, tokens, "bare")
             answer = await client.post(dialect.path, {**body, "stream": False}, DEADLINE_S)
             if "meta_info" in answer:
                 # SGLang may return only the last part of the ids if its streams send only new ones.

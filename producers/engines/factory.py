@@ -22,17 +22,11 @@ def engine_name(name: str) -> str:
 
 
 _METHODS = {
-    "start": (),
-    "generate": ("prompt_ids", "sampling", "n", "prefix", "progress"),
-    "load": ("source", "version"),
-    "logprobs": ("token_ids",),
-    "cache_usage": (),
-    "growth": (),
-    "pause": (),
-    "resume": (),
-    "abort_all": (),
-    "close": (),
+    name: tuple(parameter for parameter in inspect.signature(method).parameters if parameter not in ("self", "images"))
+    for name, method in vars(Engine).items()
+    if inspect.isfunction(method) and not name.startswith("_")
 }
+"""Parameters of each method of Engine; ``images`` is given only to engines of models that read images."""
 
 
 def find_engine(name: str, base: Path) -> Callable[[EngineSettings], Engine]:

@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -70,6 +71,18 @@ class RequestGate:
             self._changed.notify_all()
 
 
+@dataclass(frozen=True)
+class SampleCall(Generic[Images]):
+    """A call of ``generate`` that has passed the gate. ids: of prompt and prefix. max_tokens: of new tokens."""
+
+    ids: list[int]
+    images: Images
+    sampling: Sampling
+    max_tokens: int
+    n: int
+    progress: ProgressCallback | None
+
+
 class GatedEngine(ABC, Generic[Core, Images]):
     """An engine whose core samples outside of this process; see Engine for the methods without an underscore.
 
@@ -101,16 +114,8 @@ class GatedEngine(ABC, Generic[Core, Images]):
         """Check the ids of a prompt and prepare its images, before the gate. DataError for an unknown id."""
 
     @abstractmethod
-    async def submit(
-        self,
-        ids: list[int],
-        images: Images,
-        sampling: Sampling,
-        max_tokens: int,
-        n: int,
-        progress: ProgressCallback | None,
-    ) -> list[Completion]:
-        """Sample n completions. Requests are prepared before the first wait: an update must know of each of them."""
+    async def submit(self, call: SampleCall[Images]) -> list[Completion]:
+        """Sample the completions. Requests are prepared before the first wait: an update must know of each of them."""
 
     @abstractmethod
     async def probe(self, ids: list[int], images: Images) -> npt.NDArray[np.float32]:
@@ -169,20 +174,20 @@ class GatedEngine(ABC, Generic[Core, Images]):
         prepared = await self.prepare(ids, images)
         if not await self._gate.wait_open(rejections):
             return [_nothing("abort") for _ in range(n)]
-        return await self.submit(ids, prepared, sampling, max_tokens, n, progress)
+        return await self.submit(SampleCall(ids, prepared, sampling, max_tokens, n, progress))
 
     async def _gather(
-        self, sample: Callable[[int], Awaitable[Completion]], n: int, progress: ProgressCallback | None
+        self, sample: Callable[[int], Awaitable[Completion]], call: SampleCall[Images]
     ) -> list[Completion]:
         """Run ``sample`` for each index and report each that ends; if one fails, the others are cancelled."""
 
         async def run(index: int) -> Completion:
             completion = await sample(index)
-            if progress is not None and completion.finish != "abort":
-                progress(index, completion)
+            if call.progress is not None and completion.finish != "abort":
+                call.progress(index, completion)
             return completion
 
-        tasks = [asyncio.create_task(run(index)) for index in range(n)]
+        tasks = [asyncio.create_task(run(index)) for index in range(call.n)]
         try:
             return await asyncio.gather(*tasks)
         finally:

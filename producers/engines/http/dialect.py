@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from producers.engines.base import Ability, EngineSettings
+from producers.engines.gated import SampleCall
 from producers.engines.http.client import Body, ServerClient
 from producers.engines.http.server import PrivatePlace
 from producers.engines.http.streamed_sample import GrowingSample
 from schemas.errors import ConfigError
-from schemas.messages import Sampling
 
 
 class Dialect(Protocol):
@@ -36,9 +36,7 @@ class Dialect(Protocol):
         """Return the server's name and release. ConfigError unless it can be trained with. folder: of the model."""
         ...
 
-    def request(
-        self, name: str, ids: Sequence[int], sampling: Sampling, index: int, max_tokens: int, every: int, salt: str
-    ) -> Body:
+    def request(self, name: str, call: SampleCall[None], index: int, every: int, salt: str) -> Body:
         """Build the request for one sample. every: tokens between two events. salt: separates prefix caches."""
         ...
 
@@ -94,6 +92,15 @@ def options(args: Mapping[str, Any], ours: Mapping[str, str], negative: bool) ->
         elif value is not None:
             arguments += [option, str(value)]
     return arguments
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a model's config.json, with the settings of its text model on top. ConfigError if it can't be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {folder}: {error}") from error
+    return {**config, **(config.get("text_config") or {})}
 
 
 def has_gpu() -> bool:

@@ -7,7 +7,6 @@ same holds if the server dies, or if another program changes its weights.
 
 import asyncio
 import itertools
-import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
-from producers.engines.gated import GatedEngine
+from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, PromptImage
+from producers.engines.gated import GatedEngine, SampleCall
 from producers.engines.http.client import Body, Refused, ServerClient, read_key
-from producers.engines.http.dialect import Dialect
+from producers.engines.http.dialect import Dialect, read_config
 from producers.engines.http.openai import OpenAiEngine
 from producers.engines.http.server import LaunchedServer, PrivatePlace
 from producers.engines.http.sglang import SglangDialect
@@ -28,7 +27,6 @@ from producers.engines.http.streamed_sample import GrowingSample
 from producers.engines.sampling import check_vocabulary
 from schemas.config import HttpEngineConfig
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.messages import Sampling
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -115,13 +113,9 @@ class HttpEngine(GatedEngine[ServerClient, None]):
 
     def _read_config(self) -> Path:
         folder = self._read_model()
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path {folder}: {error}") from error
-        text = config.get("text_config") or config
-        self._tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
-        self._vocabulary = int(text.get("vocab_size", 0))
+        config = read_config(folder)
+        self._tied = bool(config.get("tie_word_embeddings", False))
+        self._vocabulary = int(config.get("vocab_size", 0))
         return folder.resolve()
 
     async def _wait_healthy(self, client: ServerClient) -> None:
@@ -165,34 +159,24 @@ class HttpEngine(GatedEngine[ServerClient, None]):
     async def prepare(self, ids: Sequence[int], images: Sequence[PromptImage]) -> None:
         check_vocabulary(ids, self._vocabulary)
 
-    async def submit(
-        self,
-        ids: list[int],
-        images: None,
-        sampling: Sampling,
-        max_tokens: int,
-        n: int,
-        progress: ProgressCallback | None,
-    ) -> list[Completion]:
-        names = [self._open(ids, sampling, max_tokens, k, progress) for k in range(n)]
+    async def submit(self, call: SampleCall[None]) -> list[Completion]:
+        names = [self._open(call, k) for k in range(call.n)]
         try:
-            return await self._gather(lambda k: self._sample(names[k]), n, progress)
+            return await self._gather(lambda k: self._sample(names[k]), call)
         finally:
             for name in names:
                 del self._samples[name]
                 self._requests.pop(name).cancel()
 
-    def _open(
-        self, ids: list[int], sampling: Sampling, max_tokens: int, index: int, progress: ProgressCallback | None
-    ) -> str:
+    def _open(self, call: SampleCall[None], index: int) -> str:
         """Start the request for a sample and return its name."""
-        client = self._alive()
+        client, progress = self._alive(), call.progress
         every = self._settings.report_every if progress is not None else None
         # Servers may abort by the beginning of an id, so no id may be the beginning of another.
         name = f"{self._session}-{next(self._ids)}."
         sample = GrowingSample(self.version, loads=len(self._versions) - 1)
         events = min(every or _EVENT_TOKENS, _EVENT_TOKENS)
-        body = self.dialect.request(name, ids, sampling, index, max_tokens, events, self._salt())
+        body = self.dialect.request(name, call, index, events, self._salt())
 
         def report() -> None:
             if progress is not None and every is not None and sample.is_due(every):

@@ -7,7 +7,6 @@ although the weights have changed; a request aborted during a pause ends only wh
 
 import asyncio
 import base64
-import json
 import os
 import shutil
 import sys
@@ -20,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from producers.engines.base import Ability, EngineSettings
+from producers.engines.gated import SampleCall
 from producers.engines.http.client import Body, Refused, ServerClient
-from producers.engines.http.dialect import has_gpu, options
+from producers.engines.http.dialect import has_gpu, options, read_config
 from producers.engines.http.server import HOST, PrivatePlace
 from producers.engines.http.streamed_sample import UNREADABLE, GrowingSample
 from producers.engines.routed_experts import mixture_sizes
 from schemas.errors import ConfigError, InfraError
-from schemas.messages import Sampling
 from schemas.system.files import atomic_write
 
 _OURS = {
@@ -108,11 +107,10 @@ class SglangDialect:
 
     async def check(self, client: ServerClient, settings: EngineSettings, folder: Path) -> str:
         self._model = folder
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text = config.get("text_config") or config
-        self._vocabulary = int(text.get("vocab_size", 0))
+        config = read_config(folder)
+        self._vocabulary = int(config.get("vocab_size", 0))
         if settings.routed_experts:
-            self._mixture = mixture_sizes(text, str(folder))
+            self._mixture = mixture_sizes(config, str(folder))
         try:
             info = await client.get(_INFO)
             name = f"SGLang {info['version']}"
@@ -137,17 +135,16 @@ class SglangDialect:
             )
         return name
 
-    def request(
-        self, name: str, ids: Sequence[int], sampling: Sampling, index: int, max_tokens: int, every: int, salt: str
-    ) -> Body:
+    def request(self, name: str, call: SampleCall[None], index: int, every: int, salt: str) -> Body:
+        sampling = call.sampling
         return {
             "rid": name,
-            "input_ids": list(ids),
+            "input_ids": call.ids,
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k if sampling.top_k > 0 else -1,
-                "max_new_tokens": max_tokens,
+                "max_new_tokens": call.max_tokens,
                 "sampling_seed": None if sampling.seed is None else sampling.seed + index,
                 "stop": list(sampling.stop) or None,
                 "no_stop_trim": True,
@@ -253,8 +250,7 @@ def _context_length(folder: Path, max_length: int) -> int:
     It is limited to the positions of the model, because the server would not start otherwise; the longest prompts are
     rejected in that case.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    positions = read_config(folder).get("max_position_embeddings")
     return max_length + _KEPT_BACK if positions is None else max(max_length, min(max_length + _KEPT_BACK, positions))
 
 

@@ -5,20 +5,20 @@ so such a server belongs in a private network; a launched one is on a unix socke
 server reads with our loader, which vLLM finds if Tidemill is installed beside it.
 """
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from producers.engines.base import Ability, EngineSettings
+from producers.engines.gated import SampleCall
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.http.dialect import has_gpu, options
 from producers.engines.http.server import PrivatePlace
 from producers.engines.http.streamed_sample import UNREADABLE, GrowingSample
+from producers.engines.vllm.before_import import vllm_variables
 from producers.engines.vllm.plugin import BACKEND
 from schemas.errors import ConfigError, InfraError
-from schemas.messages import Sampling
 
 _OURS = {
     "model": "it is model.path",
@@ -76,17 +76,7 @@ class VllmDialect:
         return ServerClient("http://localhost", key, place.socket)
 
     def environment(self, settings: EngineSettings) -> dict[str, str]:
-        wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
-        if not has_gpu():
-            wanted |= {
-                "TORCHDYNAMO_DISABLE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
-                "OMP_WAIT_POLICY": "PASSIVE",
-                "TORCH_CPP_LOG_LEVEL": "ERROR",
-                "PYTHONWARNINGS": "ignore::FutureWarning",
-            }
-        return wanted | {"VLLM_SERVER_DEV_MODE": "1"}
+        return vllm_variables(on_cpu=not has_gpu()) | {"VLLM_SERVER_DEV_MODE": "1"}
 
     async def check(self, client: ServerClient, settings: EngineSettings, folder: Path) -> str:
         try:
@@ -133,17 +123,16 @@ class VllmDialect:
                     " --enable-scale-out; as it is, it serves tidemill eval (dialect openai) and judges"
                 ) from error
 
-    def request(
-        self, name: str, ids: Sequence[int], sampling: Sampling, index: int, max_tokens: int, every: int, salt: str
-    ) -> Body:
+    def request(self, name: str, call: SampleCall[None], index: int, every: int, salt: str) -> Body:
+        sampling = call.sampling
         return {
             "request_id": name,
-            "token_ids": list(ids),
+            "token_ids": call.ids,
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": max(sampling.top_k, 0),
-                "max_tokens": max_tokens,
+                "max_tokens": call.max_tokens,
                 "seed": None if sampling.seed is None else sampling.seed + index,
                 "stop": list(sampling.stop),
                 "include_stop_str_in_output": True,

@@ -15,20 +15,26 @@ ASK_S = 20.0
 """How long nvidia-smi may take to answer."""
 
 
-def set_environment(on_cpu: bool) -> None:
-    """Set the variables that vLLM and PyTorch read when they are imported, unless they are set."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+def vllm_variables(on_cpu: bool) -> dict[str, str]:
+    """Return the environment variables that vLLM and PyTorch should see when they are imported."""
+    variables = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
     if not on_cpu:
-        return
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # vLLM's warnings at every start on a CPU (no Triton, no tcmalloc, NUMA) help no user.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+        return variables
+    return variables | {
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # vLLM's warnings at every start on a CPU (no Triton, no tcmalloc, NUMA) help no user.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+    }
+
+
+def set_environment(on_cpu: bool) -> None:
+    """Set these variables for this process and its children, unless they are set."""
+    for name, value in vllm_variables(on_cpu).items():
+        os.environ.setdefault(name, value)
 
 
 def stand_in_for_torchvision() -> None:

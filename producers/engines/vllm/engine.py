@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
-from producers.engines.gated import GatedEngine
+from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, PromptImage
+from producers.engines.gated import GatedEngine, SampleCall
 from producers.engines.vllm.before_import import check_batch_invariance, stand_in_for_torchvision
 from producers.engines.vllm.boot import boot
 from producers.engines.vllm.images import CutImages, cut_images, prompt_input
 from producers.engines.vllm.lora import VllmAdapter
 from producers.engines.vllm.requests import GrowingCompletion, OnOutput, final_output, sampling_params
 from schemas.errors import DataError, InfraError
-from schemas.messages import Sampling
 from schemas.weight_files import Shapes
 
 if TYPE_CHECKING:
@@ -107,21 +106,13 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
     async def prepare(self, ids: Sequence[int], images: Sequence[PromptImage]) -> CutImages | None:
         return await asyncio.to_thread(cut_images, images, self._settings.images) if images else None
 
-    async def submit(
-        self,
-        ids: list[int],
-        images: CutImages | None,
-        sampling: Sampling,
-        max_tokens: int,
-        n: int,
-        progress: ProgressCallback | None,
-    ) -> list[Completion]:
+    async def submit(self, call: SampleCall[CutImages | None]) -> list[Completion]:
         # vLLM itself would also make one request for each of n samples, but would not report each by itself.
-        shared = len(ids) // self._alive().vllm_config.cache_config.block_size
-        prompt = self._prompt(ids, images)
+        shared = len(call.ids) // self._alive().vllm_config.cache_config.block_size
+        prompt = self._prompt(call.ids, call.images)
         self._shared += shared
         try:
-            return await self._gather(lambda k: self._sample(prompt, sampling, max_tokens, k, progress), n, progress)
+            return await self._gather(lambda k: self._sample(prompt, call, k), call)
         finally:
             self._shared -= shared
 
@@ -129,11 +120,10 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
         # vLLM caches what the vision tower made of an image by its name, which must not outlive the tower's weights.
         return prompt_input(ids, images, "" if self._settings.frozen_vision else f"-{self._loads}")
 
-    async def _sample(
-        self, prompt: EngineInput, sampling: Sampling, max_tokens: int, index: int, progress: ProgressCallback | None
-    ) -> Completion:
+    async def _sample(self, prompt: EngineInput, call: SampleCall[CutImages | None], index: int) -> Completion:
+        progress = call.progress
         every = self._settings.report_every if progress is not None else None
-        params = sampling_params(sampling, index, max_tokens, every, self._settings.output_tokens)
+        params = sampling_params(call.sampling, index, call.max_tokens, every, self._settings.output_tokens)
         growing = GrowingCompletion()
 
         def on_output(name: str, output: RequestOutput) -> None:

@@ -19,6 +19,7 @@ from fastapi import Response
 from deploy.offline.evaluate import evaluate_model
 from producers.engines.base import EngineSettings, SleepingEngine
 from producers.engines.factory import check_abilities
+from producers.engines.gated import SampleCall
 from producers.engines.http.dialect import options
 from producers.engines.http.engine import HttpEngine, build_engine
 from producers.engines.http.server import PrivatePlace
@@ -417,7 +418,7 @@ async def test_sglang_tells_experts_at_the_end_of_a_sample(tmp_path: Path) -> No
         await dialect.check(client, settings, tmp_path)
     started_with = True
     await dialect.check(client, settings, tmp_path)
-    assert dialect.request("x.", [1], FOUR, 0, 4, 4, "s")["return_routed_experts"] is True
+    assert dialect.request("x.", SampleCall([1], None, FOUR, 4, 1, None), 0, 4, "s")["return_routed_experts"] is True
     chosen = np.arange(4 * 3 * 2, dtype="<i4") + 270
     event = {
         "output_ids": [7, 8],
