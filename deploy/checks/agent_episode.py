@@ -23,6 +23,7 @@ from deploy.logs import configure_logging
 from producers.agents.episode import task_for_agent
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
+from producers.agents.workers.start import AgentProgram
 from producers.datasets.loading import build_dataset
 from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
@@ -156,8 +157,12 @@ async def play_on_server(config: TidemillConfig, base_url: str, api_key: str, po
         raise ConfigError(f"generator.workflow.name must be agent, is {settings.name!r}")
     agents = config.generator.agents.model_copy(update={"processes": 1})
     args = settings.args
-    workers = AgentWorkers(args.get("run"), args.get("command"), args.get("args") or {}, config.base, agents)
-    task = task_for_agent(*_first_task(config, position))
+    program = AgentProgram(args.get("run"), args.get("command"), args.get("args") or {}, config.base, agents)
+    workers = AgentWorkers(program)
+    example = build_dataset(config.train[0].at_levels()[0], config.base)[position]
+    limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
+    images = prepare_images(example.images, limits)
+    task = task_for_agent(make_task(position, "train", example, config.sampling, images=images), limits.images)
     await workers.start()
     try:
         return await workers.run(AgentJob(f"{position}-0", task, base_url, api_key, agents.deadline_s))

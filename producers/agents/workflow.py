@@ -15,6 +15,7 @@ from producers.agents.session import PolicyHandle
 from producers.agents.sessions import Sessions
 from producers.agents.workers.check import check_agent
 from producers.agents.workers.pool import AgentWorkers
+from producers.agents.workers.start import AgentProgram
 from producers.conversation.images import ImageLimits
 from producers.conversation.parsing.factory import make_parser
 from producers.conversation.template_check import open_template
@@ -55,12 +56,15 @@ class AgentWorkflow:
 
     def check_agent(self, base: Path, settings: AgentsConfig) -> None:
         """Raise ConfigError if the agent can't be loaded or called; it is imported in its own process, and not run."""
-        check_agent(self._run, self._command, self._args, base, settings)
+        check_agent(self._agent(base, settings))
 
     def make_runner(self, services: WorkflowServices) -> AgentRunner:
         """Return where the agents run."""
         config, settings = services.config, services.config.generator.agents
-        return AgentWorkers(self._run, self._command, self._args, config.base, settings, services.clock, config.folder)
+        return AgentWorkers(self._agent(config.base, settings), services.clock, config.folder)
+
+    def _agent(self, base: Path, settings: AgentsConfig) -> AgentProgram:
+        return AgentProgram(self._run, self._command, self._args, base, settings)
 
     async def start(self, services: WorkflowServices) -> None:
         """Start the endpoint and the agents' processes; ConfigError if the agent can't be loaded."""

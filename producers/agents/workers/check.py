@@ -2,13 +2,9 @@
 
 import os
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from producers.agents.workers.protocol import SAID, AgentReady, AgentRefused
-from producers.agents.workers.start import start_runner
-from schemas.config import AgentsConfig
+from producers.agents.workers.start import AgentProgram, start_runner
 from schemas.errors import ConfigError
 from schemas.system.guarded_process import environment
 from schemas.system.sandbox.jail import choose
@@ -16,31 +12,22 @@ from schemas.system.sandbox.jail import choose
 CHECK_TIMEOUT_S = 20.0
 
 
-def check_sandbox(command: Sequence[str] | None, settings: AgentsConfig) -> None:
-    """Raise ConfigError if a sandbox is set and the agent is a function, which would run outside of it."""
-    if settings.sandbox != "none" and not command:
-        raise ConfigError(
-            "generator.agents.sandbox holds for agents that are programs: give generator.workflow.args.command"
-        )
-
-
-def check_agent(
-    run: str | None, command: Sequence[str] | None, args: dict[str, Any], base: Path, settings: AgentsConfig
-) -> None:
+def check_agent(agent: AgentProgram) -> None:
     """Raise ConfigError unless the agent can be loaded and takes its arguments.
 
     It is imported in its own process, but neither built nor called; of a command, only the program is looked up.
     """
-    check_sandbox(command, settings)
+    run, command, settings = agent.run, agent.command, agent.settings
+    agent.check_sandbox()
     if settings.sandbox != "none":
         choose(settings.sandbox)
     if command:
-        program = str(base / command[0]) if os.sep in command[0] else command[0]
+        program = str(agent.base / command[0]) if os.sep in command[0] else command[0]
         if shutil.which(program, path=environment(settings.env).get("PATH")) is None:
             raise ConfigError(f"generator.workflow.args.command: {command[0]!r} is not a program that can be run")
         return
     try:
-        process, setup = start_runner(run or "", args, base, settings, "--check")
+        process, setup = start_runner(agent, "--check")
     except OSError as error:
         raise ConfigError(f"generator.workflow.args.run: {run} cannot be checked: {error}") from error
     try:

@@ -13,7 +13,7 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ import structlog
 from producers.agents.workers.jail import RESULT, AgentJail
 from producers.agents.workers.process import CANCEL_S, LATE_S
 from producers.agents.workers.protocol import AgentJob, AgentResult, Kind
+from producers.agents.workers.start import AgentProgram
 from producers.runner.connection import UserCodeError
 from producers.runner.outcome import read_outcome
-from schemas.config import AgentsConfig
 from schemas.system.files import remove_tree
 from schemas.system.guarded_process import GuardedProcess, environment
 
@@ -43,47 +43,31 @@ _SIGNALLED = 128
 class CommandRunner:
     """Runs a program for each episode, in the configuration's folder."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        base: Path,
-        settings: AgentsConfig,
-        clock: Callable[[], float] = time.monotonic,
-        run_folder: Path | None = None,
-    ) -> None:
-        self._command = list(command)
-        self._base = base
-        self._env = settings.env
-        self._jail = AgentJail(base, settings, run_folder) if settings.sandbox == "bwrap" else None
+    def __init__(self, agent: AgentProgram, clock: Callable[[], float], run_folder: Path | None) -> None:
+        self._agent = agent
+        jailed = agent.settings.sandbox == "bwrap"
+        self._jail = AgentJail(agent.base, agent.settings, run_folder) if jailed else None
         self._clock = clock
-        self._running: dict[str, asyncio.Event] = {}
+        self._closing = asyncio.Event()
 
     async def run(self, job: AgentJob) -> AgentResult:
         """Run the program to its end; if this call is cancelled, the program is killed with all its processes."""
-        stop = self._running[job.episode_id] = asyncio.Event()
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="tidemill-agent-"))
         try:
-            return await self._run(job, folder, stop)
+            return await self._run(job, folder)
         finally:
-            self._running.pop(job.episode_id, None)
             # In a thread: the program may have left very many files.
             left = await asyncio.shield(asyncio.to_thread(remove_tree, folder))
             if left:
                 log.warning("an episode's folder can't be removed", folder=str(folder), error=left)
 
-    def cancel(self, episode_id: str) -> None:
-        """End an episode."""
-        if episode_id in self._running:
-            self._running[episode_id].set()
-
     async def close(self) -> None:
         """End all episodes."""
-        for stop in self._running.values():
-            stop.set()
+        self._closing.set()
         if self._jail is not None:
             await self._jail.close()
 
-    async def _run(self, job: AgentJob, folder: Path, stop: asyncio.Event) -> AgentResult:
+    async def _run(self, job: AgentJob, folder: Path) -> AgentResult:
         began = time.monotonic()
         if self._jail is not None:
             await self._jail.start(job.base_url)
@@ -102,14 +86,14 @@ class CommandRunner:
             os.close(stderr)
         copying = [asyncio.create_task(_copy(stream)) for stream in (errors, output)]
         ended = asyncio.create_task(process.wait())
-        stopping = asyncio.create_task(stop.wait())
+        stopping = asyncio.create_task(self._closing.wait())
         why: Kind = "died"
         try:
             end = self._clock() + job.deadline_s
             while (left := end - self._clock()) > 0 and not (ended.done() or stopping.done()):
                 await asyncio.wait({ended, stopping}, timeout=max(left, LATE_S), return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
-                why = "cancelled" if stop.is_set() else "deadline"
+                why = "cancelled" if self._closing.is_set() else "deadline"
                 process.order_end()
                 await asyncio.wait({ended}, timeout=CANCEL_S)
         finally:
@@ -135,7 +119,7 @@ class CommandRunner:
         task.write_text(json.dumps(job.task), encoding="utf-8")
         site = job.base_url.removesuffix("/v1")
         shown = {
-            **environment(self._env),
+            **environment(self._agent.settings.env),
             "OPENAI_BASE_URL": job.base_url,
             "OPENAI_API_KEY": job.api_key,
             "ANTHROPIC_BASE_URL": site,
@@ -147,12 +131,12 @@ class CommandRunner:
             "TIDEMILL_ATTEMPT": str(job.attempt),
             "TIDEMILL_DEADLINE": f"{time.time() + job.deadline_s:.3f}",
         }
-        command = self._command
+        command = list(self._agent.command or ())
         if self._jail is not None:
             command, shown = self._jail.command(command, folder, job.base_url, shown)
         with open(os.devnull, "rb") as nothing:
             return GuardedProcess(
-                command, "agent", shown, stdin=nothing.fileno(), stdout=stdout, stderr=stderr, folder=self._base
+                command, "agent", shown, stdin=nothing.fileno(), stdout=stdout, stderr=stderr, folder=self._agent.base
             )
 
 

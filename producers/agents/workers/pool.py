@@ -8,19 +8,17 @@ process alone has died by itself.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 
-from producers.agents.workers.check import check_sandbox
 from producers.agents.workers.command import CommandRunner
 from producers.agents.workers.notes import Notes
 from producers.agents.workers.process import START_TIMEOUT_S, AgentProcess
 from producers.agents.workers.protocol import AgentJob, AgentResult
-from schemas.config import AgentsConfig
+from producers.agents.workers.start import AgentProgram
 from schemas.errors import ConfigError, InfraError
 
 log = structlog.get_logger()
@@ -43,7 +41,7 @@ class _Cell:
 class AgentWorkers:
     """Runs episodes of an agent, a function or class (``run``) or a program (``command``)::
 
-    workers = AgentWorkers("agent.py:run", None, {}, base, settings)
+    workers = AgentWorkers(AgentProgram("agent.py:run", None, {}, base, settings))
     await workers.start()
     result = await workers.run(job)
     await workers.close()
@@ -52,26 +50,17 @@ class AgentWorkers:
     keep_requests = False
 
     def __init__(
-        self,
-        run: str | None,
-        command: Sequence[str] | None,
-        args: dict[str, Any],
-        base: Path,
-        settings: AgentsConfig,
-        clock: Callable[[], float] = time.monotonic,
-        run_folder: Path | None = None,
+        self, agent: AgentProgram, clock: Callable[[], float] = time.monotonic, run_folder: Path | None = None
     ) -> None:
         """clock: seconds for deadlines; it may stand still during a pause. run_folder: hidden from sandboxed agents.
 
         ConfigError if a sandbox is set and the agent is a function, which runs outside of it.
         """
-        check_sandbox(command, settings)
-        self._run = run or ""
-        self._args = args
-        self._base = base
-        self._settings = settings
+        agent.check_sandbox()
+        self._agent = agent
+        self._settings = agent.settings
         self._clock = clock
-        self._commands = CommandRunner(command, base, settings, clock, run_folder) if command else None
+        self._commands = CommandRunner(agent, clock, run_folder) if agent.command else None
         self._slots: list[asyncio.Task[AgentProcess]] = []
         self._suspects: dict[str, int] = {}
         self._cells: list[_Cell] = []
@@ -103,13 +92,6 @@ class AgentWorkers:
             return await self._run_isolated(job, notes, limit)
         process = await self._place()
         return self._noted(job, process, await process.play(job, notes))
-
-    async def cancel(self, episode_id: str) -> None:
-        """End an episode: its call returns ``cancelled``."""
-        if self._commands is not None:
-            self._commands.cancel(episode_id)
-        for process in self._processes():
-            process.cancel(episode_id)
 
     async def close(self) -> None:
         """Kill all processes; running episodes are cut off."""
@@ -164,15 +146,11 @@ class AgentWorkers:
         while True:
             left -= 1
             try:
-                return await AgentProcess.start(self._run, self._args, self._base, self._settings, self._clock)
+                return await AgentProcess.start(self._agent, self._clock)
             except InfraError as error:
                 if not left or time.monotonic() >= end:
                     raise
                 log.warning("an agent's process is started again", reason=str(error))
-
-    def _processes(self) -> list[AgentProcess]:
-        starts = [*self._slots, *(cell.start for cell in self._cells)]
-        return [start.result() for start in starts if start.done() and not start.cancelled() and not start.exception()]
 
     async def _place(self) -> AgentProcess:
         """Return the process for an episode; ended processes are replaced here."""

@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -35,8 +34,7 @@ from producers.agents.workers.protocol import (
     Pong,
     Report,
 )
-from producers.agents.workers.start import start_runner
-from schemas.config import AgentsConfig
+from producers.agents.workers.start import AgentProgram, start_runner
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.system.guarded_process import GuardedProcess
 
@@ -80,7 +78,7 @@ class _RunningEpisode:
 class AgentProcess:
     """A worker process. ``usable`` turns False when it ends or an episode in it ignores its cancellation::
 
-    process = await AgentProcess.start(run, args, base, settings)
+    process = await AgentProcess.start(agent)
     result = await process.play(job, notes)
     await process.kill("closed")
     """
@@ -111,19 +109,12 @@ class AgentProcess:
         self._keeping: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def start(
-        cls,
-        run: str,
-        args: dict[str, Any],
-        base: Path,
-        settings: AgentsConfig,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> Self:
+    async def start(cls, agent: AgentProgram, clock: Callable[[], float] = time.monotonic) -> Self:
         """Start a process and wait until the agent is loaded.
 
         ConfigError if the agent can't be loaded, InfraError if the process does not start. clock: see AgentWorkers.
         """
-        starting = asyncio.ensure_future(asyncio.to_thread(start_runner, run, args, base, settings))
+        starting = asyncio.ensure_future(asyncio.to_thread(start_runner, agent))
         try:
             process, setup = await asyncio.shield(starting)
         except OSError as error:
@@ -205,12 +196,6 @@ class AgentProcess:
             self._end(number, "deadline")
         else:
             episode.timer = asyncio.get_running_loop().call_later(max(left, least_s), self._await_deadline, number)
-
-    def cancel(self, episode_id: str) -> None:
-        """End the episode: its call returns ``cancelled``."""
-        for number, episode in list(self._episodes.items()):
-            if episode.job.episode_id == episode_id:
-                self._end(number, "cancelled")
 
     async def kill(self, reason: str) -> str:
         """Kill the process with all its children; its episodes end as ``neighbour``. Returns how it ended."""

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +17,41 @@ from schemas.system.guarded_process import environment
 from schemas.system.worker_process import WorkerProcess
 
 
-def start_runner(
-    run: str, args: dict[str, Any], base: Path, settings: AgentsConfig, option: str = ""
-) -> tuple[WorkerProcess, bytes]:
-    """Start a process for this agent; returns it, and the first line to send to it, without its end.
+@dataclass(frozen=True)
+class AgentProgram:
+    """A user's agent: a function or a class (``run``) that is built with ``args``, or a program (``command``).
+
+    base: folder of the configuration.
+    """
+
+    run: str | None
+    command: Sequence[str] | None
+    args: dict[str, Any]
+    base: Path
+    settings: AgentsConfig
+
+    def check_sandbox(self) -> None:
+        """Raise ConfigError if a sandbox is set and the agent is a function, which would run outside of it."""
+        if self.settings.sandbox != "none" and not self.command:
+            raise ConfigError(
+                "generator.agents.sandbox holds for agents that are programs: give generator.workflow.args.command"
+            )
+
+
+def start_runner(agent: AgentProgram, option: str = "") -> tuple[WorkerProcess, bytes]:
+    """Start a process for this function or class; returns it, and the first line to send to it, without its end.
 
     ConfigError if there is no such interpreter, OSError if the system can't start it.
     """
+    settings = agent.settings
     own = settings.python is None
-    python = sys.executable if own else str(base / (settings.python or ""))
+    python = sys.executable if own else str(agent.base / (settings.python or ""))
     if not os.access(python, os.X_OK):
         raise ConfigError(f"generator.agents.python: {python} is not a program that can be run")
     setup = AgentSetup(
-        run=run,
-        args=args,
-        base=str(base.resolve()),
+        run=agent.run or "",
+        args=agent.args,
+        base=str(agent.base.resolve()),
         search=list(sys.path) if own else None,
         memory_mb=settings.memory_mb,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
+from producers.agents.workers.start import AgentProgram
 from schemas.config import AgentsConfig
 
 AGENT = """
@@ -167,7 +168,9 @@ def with_workers(
     **settings: Any,
 ) -> Any:
     async def body() -> Any:
-        workers = AgentWorkers(None if command else run, command, args or {}, base, AgentsConfig(**settings), clock)
+        workers = AgentWorkers(
+            AgentProgram(None if command else run, command, args or {}, base, AgentsConfig(**settings)), clock
+        )
         await workers.start()
         try:
             return await asyncio.wait_for(work(workers), 60)

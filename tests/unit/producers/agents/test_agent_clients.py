@@ -7,6 +7,7 @@ import pytest
 
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
+from producers.agents.workers.start import AgentProgram
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
 from tests.support.servers.scripted_server import Answer, Request, serving
@@ -42,7 +43,7 @@ async def test_each_episode_has_its_client_on_shared_connections(tmp_path: Path,
     (tmp_path / "agent.py").write_text(AGENT)
 
     async def play() -> list[AgentResult]:
-        workers = AgentWorkers(run, None, {}, tmp_path, AgentsConfig())
+        workers = AgentWorkers(AgentProgram(run, None, {}, tmp_path, AgentsConfig()))
         await workers.start()
         try:
             found = []
@@ -72,4 +73,4 @@ async def test_an_agent_that_asks_for_a_client_where_there_is_no_openai_is_told_
     with pytest.raises(
         ConfigError, match=r"agent\.py:run asks for client, and .* has no openai: ImportError: not inst"
     ):
-        await AgentWorkers("agent.py:run", None, {}, tmp_path, AgentsConfig()).start()
+        await AgentWorkers(AgentProgram("agent.py:run", None, {}, tmp_path, AgentsConfig())).start()

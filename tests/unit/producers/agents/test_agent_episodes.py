@@ -18,6 +18,7 @@ from producers.agents.workers.check import check_agent
 from producers.agents.workers.notes import Notes
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentResult
+from producers.agents.workers.start import AgentProgram
 from producers.generator.rollout import NotFinite, Rollout, check_finite, head, longest, with_earlier
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
@@ -197,22 +198,22 @@ def test_an_agent_is_checked_and_not_run_before_anything_else_begins(
     monkeypatch.setattr(check, "CHECK_TIMEOUT_S", 1.0 if run == "hangs.py:run" else 20.0)
     settings = AgentsConfig(python=None if python is None else Path(python))
     if not reason:
-        check_agent(run, None, args, base, settings)
+        check_agent(AgentProgram(run, None, args, base, settings))
         return
     with pytest.raises(ConfigError) as caught:
-        check_agent(run, None, args, base, settings)
+        check_agent(AgentProgram(run, None, args, base, settings))
     assert str(caught.value).startswith(f"generator.workflow.args.run: {reason}")
 
 
 def test_a_program_or_an_interpreter_that_is_not_there_is_told_before_anything_else_begins(base: Path):
     (base / "mine").write_text("#!/bin/sh\n")
-    check_agent(None, ["sh", "-c", "exit 1"], {}, base, AgentsConfig())
+    check_agent(AgentProgram(None, ["sh", "-c", "exit 1"], {}, base, AgentsConfig()))
     with pytest.raises(ConfigError, match=r"args\.command: '\./mine' is not a program that can be run"):
-        check_agent(None, ["./mine"], {}, base, AgentsConfig())
+        check_agent(AgentProgram(None, ["./mine"], {}, base, AgentsConfig()))
     (base / "mine").chmod(0o755)
-    check_agent(None, ["./mine"], {}, base, AgentsConfig())
+    check_agent(AgentProgram(None, ["./mine"], {}, base, AgentsConfig()))
     with pytest.raises(ConfigError, match=r"agents\.python: .*/env/python is not a program that can be run"):
-        check_agent("agent.py:run", None, {}, base, AgentsConfig(python=Path("env/python")))
+        check_agent(AgentProgram("agent.py:run", None, {}, base, AgentsConfig(python=Path("env/python"))))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from producers import runner
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
+from producers.agents.workers.start import AgentProgram
 from schemas.config import AgentsConfig
 
 AGENT = """
@@ -61,7 +62,7 @@ def test_agents_run_in_another_environment(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))
 
     async def play(run: str) -> list[AgentResult]:
-        workers = AgentWorkers(run, None, {}, tmp_path, AgentsConfig(python=Path("bare-python")))
+        workers = AgentWorkers(AgentProgram(run, None, {}, tmp_path, AgentsConfig(python=Path("bare-python"))))
         await workers.start()
         try:
             jobs = [AgentJob(str(fail), {"raise": fail}, "http://h/v1", "t", 30.0) for fail in (False, True)]
