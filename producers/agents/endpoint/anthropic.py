@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -150,11 +151,11 @@ def _input(arguments: str) -> JSON:
     return value if isinstance(value, dict) else {UNREADABLE: arguments}
 
 
+@dataclass(frozen=True)
 class _MessageForm:
     """The form of one request's answer."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    model: str
 
     def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
         """Return the whole answer."""
@@ -164,7 +165,7 @@ class _MessageForm:
             "id": "msg_" + answer.id.removeprefix("chatcmpl-"),
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self.model,
             "content": _blocks(answer),
             "stop_reason": STOP_REASONS[answer.finish],
             "stop_sequence": None,

@@ -1,6 +1,7 @@
 """Chat completions in OpenAI's protocol, with vLLM's fields for token ids."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,20 +30,30 @@ DONE = b"data: [DONE]\n\n"
 IMAGES = ImageForm("image_url", lambda part, where: image_url(part.get("image_url"), where))
 
 
-class ChatBody(msgspec.Struct):
-    """The supported fields of a request."""
+class OpenAiBody(msgspec.Struct, kw_only=True):
+    """The fields that OpenAI's chat completions and completions have in common."""
 
-    messages: list[JSON]
     model: str | None = "policy"
-    tools: list[JSON] | None = None
     n: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: JSON | None = None
     max_tokens: int | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def reports_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+
+class ChatBody(OpenAiBody, kw_only=True):
+    """The supported fields of a request."""
+
+    messages: list[JSON]
+    tools: list[JSON] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    return_token_ids: bool | None = None
     chat_template_kwargs: JSON | None = None
 
 
@@ -82,14 +93,11 @@ def check_max_tokens(limit: int | None) -> int | None:
     return limit
 
 
+@dataclass(frozen=True)
 class _ChatForm:
     """The form of one request's answer."""
 
-    def __init__(self, body: ChatBody) -> None:
-        self._model = body.model or "policy"
-        self._logprobs = bool(body.logprobs)
-        self._ids = bool(body.return_token_ids)
-        self._usage = bool((body.stream_options or {}).get("include_usage"))
+    body: ChatBody
 
     def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
         """Return the whole answer."""
@@ -103,7 +111,7 @@ class _ChatForm:
             }
             choices.append(choice | self._extra(answer, len(answers)))
         whole = self._base(answers, created, "chat.completion") | {"choices": choices, "usage": usage(answers)}
-        return whole | ({"prompt_token_ids": answers[0].prompt_ids} if self._ids else {})
+        return whole | ({"prompt_token_ids": answers[0].prompt_ids} if self.body.return_token_ids else {})
 
     def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
         """Return the answer as chunks; the second part begins with the finish reasons."""
@@ -114,7 +122,9 @@ class _ChatForm:
             calls = [{"index": at, **call} for at, call in enumerate(message.pop("tool_calls", []))]
             begin: JSON = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             first = base | {"choices": [begin]}
-            head.append(first | ({"prompt_token_ids": answer.prompt_ids} if self._ids and not index else {}))
+            head.append(
+                first | ({"prompt_token_ids": answer.prompt_ids} if self.body.return_token_ids and not index else {})
+            )
             deltas = [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
             deltas += [{"tool_calls": [call]} for call in calls]
             extra = {"logprobs": self._logprobs_of(answer), **self._extra(answer, len(answers))}
@@ -123,20 +133,20 @@ class _ChatForm:
                 head.append(base | {"choices": [choice]})
             end = {"index": index, "delta": {}, "finish_reason": answer.finish}
             tail.append(base | {"choices": [end]})
-        if self._usage:
+        if self.body.reports_usage:
             tail.append(base | {"choices": [], "usage": usage(answers)})
         return data_events(head), data_events(tail) + DONE
 
     def _base(self, answers: Sequence[SampledAnswer], created: int, kind: str) -> JSON:
-        return {"id": answers[0].id, "object": kind, "created": created, "model": self._model}
+        return {"id": answers[0].id, "object": kind, "created": created, "model": self.body.model or "policy"}
 
     def _extra(self, answer: SampledAnswer, n: int) -> JSON:
         """Return fields beyond OpenAI's: the sampled ids, and an id by which to reward one of several choices."""
-        extra: JSON = {"token_ids": answer.ids} if self._ids else {}
+        extra: JSON = {"token_ids": answer.ids} if self.body.return_token_ids else {}
         return extra | ({"id": answer.id} if n > 1 else {})
 
     def _logprobs_of(self, answer: SampledAnswer) -> JSON | None:
-        if not self._logprobs:
+        if not self.body.logprobs:
             return None
         tokens = zip(answer.ids, answer.logprobs, strict=True)
         return {

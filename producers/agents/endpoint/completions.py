@@ -1,11 +1,10 @@
 """Completions of plain prompts, text or token ids, in OpenAI's protocol: for agents that build prompts themselves."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from producers.agents.endpoint.chat import DONE, check_max_tokens, check_n, usage
+from producers.agents.endpoint.chat import DONE, OpenAiBody, check_max_tokens, check_n, usage
 from producers.agents.endpoint.errors import bad_request
 from producers.agents.endpoint.protocols import (
     JSON,
@@ -21,18 +20,11 @@ from producers.agents.endpoint.protocols import (
 from producers.agents.protocol import CallRequest, SampledAnswer
 
 
-class CompletionBody(msgspec.Struct):
+class CompletionBody(OpenAiBody, kw_only=True):
     """The supported fields of a request."""
 
     prompt: Any
-    model: str | None = "policy"
-    n: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: JSON | None = None
-    max_tokens: int | None = None
     logprobs: int | None = None
-    return_token_ids: bool | None = None
 
 
 def read_completion(data: JSON, asker: Asker) -> ModelRequest:
@@ -66,14 +58,11 @@ def _prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
     raise bad_request("prompt must be text or token ids, and not empty; several prompts are several requests")
 
 
+@dataclass(frozen=True)
 class _CompletionForm:
     """The form of one request's answer."""
 
-    def __init__(self, body: CompletionBody) -> None:
-        self._model = body.model or "policy"
-        self._logprobs = body.logprobs is not None
-        self._ids = bool(body.return_token_ids)
-        self._usage = bool((body.stream_options or {}).get("include_usage"))
+    body: CompletionBody
 
     def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
         """Return the whole answer."""
@@ -84,21 +73,23 @@ class _CompletionForm:
         """Return the answer as one chunk per choice, then the usage."""
         base = self._base(answers, created)
         chunks = [base | {"choices": [self._choice(index, answer)]} for index, answer in enumerate(answers)]
-        end = [base | {"choices": [], "usage": usage(answers)}] if self._usage else []
+        end = [base | {"choices": [], "usage": usage(answers)}] if self.body.reports_usage else []
         return b"", data_events(chunks + end) + DONE
 
     def _base(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
         shown = "cmpl-" + answers[0].id.removeprefix("chatcmpl-")
-        return {"id": shown, "object": "text_completion", "created": created, "model": self._model}
+        return {"id": shown, "object": "text_completion", "created": created, "model": self.body.model or "policy"}
 
     def _choice(self, index: int, answer: SampledAnswer) -> JSON:
         choice: JSON = {
             "index": index,
             "text": answer.text,
-            "logprobs": _logprobs(answer) if self._logprobs else None,
+            "logprobs": _logprobs(answer) if self.body.logprobs is not None else None,
             "finish_reason": "length" if answer.finish == "length" else "stop",
         }
-        return choice | ({"prompt_token_ids": answer.prompt_ids, "token_ids": answer.ids} if self._ids else {})
+        return choice | (
+            {"prompt_token_ids": answer.prompt_ids, "token_ids": answer.ids} if self.body.return_token_ids else {}
+        )
 
 
 def _logprobs(answer: SampledAnswer) -> JSON:

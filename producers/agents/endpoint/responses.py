@@ -5,6 +5,7 @@ runs are rejected.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -144,19 +145,19 @@ def _other_message(item: JSON, where: str) -> Message:
     return {"role": "system", "content": content_parts(item.get("content"), where, TEXTS)}
 
 
+@dataclass(frozen=True)
 class _ResponseForm:
     """The form of one request's answer. messages: those before it; responses: where it is stored."""
 
-    def __init__(self, body: ResponseBody, messages: list[Message], responses: dict[str, list[Message]]) -> None:
-        self._body = body
-        self._messages = messages
-        self._responses = responses
+    body: ResponseBody
+    messages: list[Message]
+    responses: dict[str, list[Message]]
 
     def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
         """Return the whole answer, and store it as a possible previous response."""
         (answer,) = answers
-        body, number = self._body, answer.id.removeprefix("chatcmpl-")
-        self._keep("resp_" + number, [*self._messages, answer_message(answer)])
+        body, number = self.body, answer.id.removeprefix("chatcmpl-")
+        self._keep("resp_" + number, [*self.messages, answer_message(answer)])
         cut = answer.finish == "length"
         prompt, completion = usage_counts(answers)
         return {
@@ -195,9 +196,9 @@ class _ResponseForm:
         return named_events(events[:-1]), named_events(events[-1:])
 
     def _keep(self, number: str, messages: list[Message]) -> None:
-        self._responses[number] = messages
-        while len(self._responses) > KEPT:
-            del self._responses[next(iter(self._responses))]
+        self.responses[number] = messages
+        while len(self.responses) > KEPT:
+            del self.responses[next(iter(self.responses))]
 
 
 def _items(answer: SampledAnswer, number: str, status: str) -> list[JSON]:
