@@ -27,28 +27,22 @@ class PolicyTokenizer(Protocol):
     @property
     def eos_id(self) -> int:
         """Id of the end of sequence."""
-        ...
 
     @property
     def pad_id(self) -> int | None:
         """Id of padding, None if the tokenizer has none."""
-        ...
 
     def prompt_ids(self, task: Task) -> list[int]:
         """Encode a task's prompt as token ids; messages go through the chat template."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Encode a piece of text as token ids, with nothing added."""
-        ...
 
     def closing_id(self, messages: Sequence[ChatMessage]) -> int:
         """Id of the token with which the chat template closes an answer; the end of sequence if it has none."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write its files beside a model's."""
-        ...
 
 
 class Placeholders(Protocol):
@@ -57,11 +51,9 @@ class Placeholders(Protocol):
     @property
     def settings(self) -> ImageSettings:
         """How the model wants its images."""
-        ...
 
     def expand(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], list[PlacedImage]]:
         """Return ids with the tokens of each image in the place of its one, and where these are."""
-        ...
 
 
 class Demonstration(NamedTuple):

@@ -33,15 +33,12 @@ class AgentRunner(Protocol):
 
     async def start(self) -> None:
         """Get ready to run agents."""
-        ...
 
     async def close(self) -> None:
         """End all agents."""
-        ...
 
     async def run(self, job: AgentJob, notes: Notes) -> AgentResult:
         """Run the agent of one episode to its end."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -68,27 +68,21 @@ class OpenSession(Protocol):
 
     async def complete(self, request: CallRequest) -> list[SampledAnswer]:
         """Sample and record the answers; SessionError says what is wrong with the request."""
-        ...
 
     def forget(self, call: int) -> None:
         """Remove an answer from the record, because no client received it."""
-        ...
 
     def set_reward(self, value: float, completion_id: str | None = None) -> None:
         """Set the reward of the episode, or of one of its answers; SessionError if there is no such answer."""
-        ...
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
         """Record the agent's metrics of its episode."""
-        ...
 
     async def count_tokens(self, request: CallRequest) -> int:
         """Return the number of tokens in the prompt of the request."""
-        ...
 
     def finish(self) -> None:
         """End the episode at the agent's request."""
-        ...
 
 
 class OpenSessions(Protocol):
@@ -96,4 +90,3 @@ class OpenSessions(Protocol):
 
     def find(self, token: str) -> OpenSession:
         """Return the session of a token; SessionError 410 for one that has ended, 401 for an unknown token."""
-        ...

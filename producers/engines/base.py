@@ -129,27 +129,22 @@ class Engine(Protocol):
     @property
     def lacks(self) -> Mapping[Ability, str]:
         """The abilities that this engine lacks, each with the reason; known before ``start``."""
-        ...
 
     @property
     def version(self) -> int:
         """Weight version that new tokens are sampled with."""
-        ...
 
     def growth(self) -> int | None:
         """Return a number that changes when tokens are sampled; None while none can be: no requests, or paused.
 
         Called from another thread. If it stands still for ``generator.stall_s``, the process is restarted.
         """
-        ...
 
     def cache_usage(self) -> KvCacheUsage | None:
         """Return how full the cache is; None if ``settings.max_samples`` is the only limit. Does not block."""
-        ...
 
     async def start(self) -> None:
         """Load the model; returns when the engine can generate."""
-        ...
 
     async def generate(
         self,
@@ -170,7 +165,6 @@ class Engine(Protocol):
         they are empty with finish ``length``. At temperature 0 log-probabilities are those at temperature 1.
         DataError if the prompt is too long.
         """
-        ...
 
     async def load(self, source: WeightSource, version: int) -> None:
         """Replace all weights, or the adapter, by those of ``source`` while requests run; see ``settings.recompute``.
@@ -180,27 +174,21 @@ class Engine(Protocol):
         Generation resumes by itself, unless ``pause`` was called before. After an error the old version is
         still in use, or InfraError says that it is not.
         """
-        ...
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
         """Return the log-probability of each token after the first at temperature 1, float32 [T-1]: the probe."""
-        ...
 
     async def pause(self) -> None:
         """Stop generating and keep the requests. No token is sampled after this returns."""
-        ...
 
     async def resume(self) -> None:
         """Resume after ``pause``."""
-        ...
 
     async def abort_all(self) -> None:
         """End every request now; its ``generate`` returns the tokens it has, with finish ``abort``."""
-        ...
 
     async def close(self) -> None:
         """Free all memory and end all processes of the engine."""
-        ...
 
 
 @runtime_checkable
@@ -212,8 +200,6 @@ class SleepingEngine(Protocol):
 
         Requests that come meanwhile wait until ``resume``. The weights stay, in main memory.
         """
-        ...
 
     async def wake(self) -> None:
         """Use the device again. Until ``resume`` the engine samples nothing, but ``load`` and ``logprobs`` work."""
-        ...

@@ -218,7 +218,6 @@ class Workflow(Protocol):
         become dead letters with the reason. Only InfraError and ConfigError end the generator, because the task may
         succeed elsewhere, or never.
         """
-        ...
 
 
 def find_workflow(name: str, args: dict[str, Any], base: Path) -> Callable[[], Workflow]:

@@ -22,51 +22,39 @@ class Dialect(Protocol):
 
     def command(self, settings: EngineSettings, folder: Path, place: PrivatePlace) -> list[str]:
         """Return the command that serves the model in ``folder``; ConfigError names a wrong ``settings.args``."""
-        ...
 
     def client(self, place: PrivatePlace, key: str | None) -> ServerClient:
         """Return the connection to the server that the command launched. key: the one that the user set."""
-        ...
 
     def environment(self, settings: EngineSettings) -> dict[str, str]:
         """Return environment variables that the server needs; those already set take precedence."""
-        ...
 
     async def check(self, client: ServerClient, settings: EngineSettings, folder: Path) -> str:
         """Return the server's name and release. ConfigError unless it can be trained with. folder: of the model."""
-        ...
 
     def request(self, name: str, call: SampleCall[None], index: int, every: int, salt: str) -> Body:
         """Build the request for one sample. every: tokens between two events. salt: separates prefix caches."""
-        ...
 
     def read(self, sample: GrowingSample, event: Body) -> None:
         """Add an event of the stream to its sample. InfraError if the event can't be read."""
-        ...
 
     async def pause(self, client: ServerClient, recompute: bool) -> None:
         """Stop sampling; returns when no more tokens are sampled. recompute: drop keys and values in flight."""
-        ...
 
     async def resume(self, client: ServerClient) -> None:
         """Resume sampling."""
-        ...
 
     async def set_version(self, client: ServerClient, version: int) -> None:
         """Tell the server the version of its weights."""
-        ...
 
     async def load(self, client: ServerClient, path: Path, version: int, recompute: bool, deadline_s: float) -> None:
         """Replace all weights of a paused server by those at ``path``, a file or a model's folder."""
-        ...
 
     async def abort(self, client: ServerClient, names: Sequence[str], paused: bool) -> None:
         """End these requests; their streams end with the tokens they have."""
-        ...
 
     async def logprobs(self, client: ServerClient, ids: Sequence[int], salt: str) -> list[float]:
         """Return the log-probability of each token after the first, at temperature 1."""
-        ...
 
 
 def options(args: Mapping[str, Any], ours: Mapping[str, str], negative: bool) -> list[str]:
