@@ -83,7 +83,8 @@ class HfTokenizer:
         if task.token_ids is not None:
             ids = list(task.token_ids)
         elif task.messages is not None:
-            ids = self._chat_ids([{"role": m.role, "content": m.plain} for m in task.messages])
+            messages = [{"role": m.role, "content": m.plain} for m in task.messages]
+            ids = list(self._apply_template(messages, tokenize=True, add_generation_prompt=True))
         else:
             ids = list(self.hf(task.text or "")["input_ids"])
         if not ids:
@@ -103,9 +104,6 @@ class HfTokenizer:
         _, answered, after = text.rpartition(_ANSWER)
         first = self.encode(after)[:1] if answered else []
         return first[0] if first and first[0] in self.special_ids else self.eos_id
-
-    def _chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        return list(self._apply_template(messages, tokenize=True, add_generation_prompt=True))
 
     def chat_text(
         self,

@@ -133,20 +133,16 @@ def train_sft(
         last = _Training(model, other, settings, limits, ranks, reported).run(own, DTYPES[dtype], seed)
         reached, digest = last.accuracy >= (settings.stop_accuracy or 0), settings_digest(settings, seed, dtype, base)
         result = SftResult(last.accuracy, last.step, round(last.seconds, 2), reached, digest)
-        _check_reached(result, settings)
+        if not reached:
+            raise ConfigError(
+                f"warm start reached accuracy {last.accuracy:.2f} of {settings.stop_accuracy} within"
+                f" warm_start.max_steps {settings.max_steps}: raise that or lower warm_start.stop_accuracy"
+            )
         save_weights(model.causal_lm, named_weights(model), aside, dtype, ranks)
         if ranks.is_main:
             tokenizer.save(aside)
             (aside / PROVENANCE).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     return result
-
-
-def _check_reached(result: SftResult, settings: WarmStartConfig) -> None:
-    if not result.reached:
-        raise ConfigError(
-            f"warm start reached accuracy {result.accuracy:.2f} of {settings.stop_accuracy} within"
-            f" warm_start.max_steps {settings.max_steps}: raise that or lower warm_start.stop_accuracy"
-        )
 
 
 class _Model(Policy):

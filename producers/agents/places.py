@@ -1,15 +1,10 @@
 """Samples without a prompt of their own, each for one conversation of a user."""
 
-from pathlib import Path
-
 from producers.datasets.base import Example
 
 
 class LivePlaces:
     """Places for conversations, as many as the pipeline has slots for; the workflow ``live`` fills them."""
-
-    def __init__(self, base: Path | None = None) -> None:
-        pass
 
     def __len__(self) -> int:
         return 1 << 20

@@ -293,7 +293,8 @@ class Session:
 
     async def _answer(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[SampledAnswer]:
         """Sample, parse and record every choice; if one is aborted, hand the episode over instead."""
-        places = self._take_places(prompt.digest, request.n)
+        places = self._free_places(prompt.digest, request.n)
+        self._asked[prompt.digest].update(places)
         self._sampling_now += 1
         self._settled.clear()
         try:
@@ -315,13 +316,8 @@ class Session:
         await asyncio.Event().wait()
         return []
 
-    def _take_places(self, digest: bytes, n: int) -> list[int]:
-        """Number requests for equal tokens by the first free numbers: a number whose answer was lost is used again."""
-        places = self._free_places(digest, n)
-        self._asked[digest].update(places)
-        return places
-
     def _free_places(self, digest: bytes, n: int) -> list[int]:
+        """Return the first free numbers of requests for equal tokens: one whose answer was lost is used again."""
         taken = self._asked[digest]
         return list(itertools.islice((k for k in itertools.count() if k not in taken), n))
 

@@ -44,25 +44,21 @@ class Arrays:
         whole: npt.NDArray[Any] = np.concatenate(parts)
         return whole
 
-    def read(self, role: str, ids: Sequence[int]) -> None:
-        """Add tokens that the policy read."""
-        self._append(role, ids, 0, [0.0] * len(ids), -1, None)
-
-    def sampled(self, call: AnsweredCall, number: int) -> None:
-        """Add an answer. number: of its call, in order of time."""
-        start, completion = len(self.tokens), call.completion
-        self._append("assistant", completion.tokens, 1, completion.logprobs.tolist(), number, call.reward)
-        add_spans(self.spans, completion.spans, start)
-
-    def _append(
-        self, role: str, ids: Sequence[int], mask: int, logprobs: list[float], call: int, reward: float | None
+    def add(
+        self,
+        role: str,
+        ids: Sequence[int],
+        logprobs: list[float] | None = None,
+        call: int = -1,
+        reward: float | None = None,
     ) -> None:
+        """Add a turn: tokens that the policy read, or sampled with these log-probabilities in a call of this number."""
         if not ids:
             return
         start = len(self.tokens)
         self.tokens += ids
-        self.loss_mask += [mask] * len(ids)
-        self.logprobs += logprobs
+        self.loss_mask += [0 if logprobs is None else 1] * len(ids)
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
         self.turns.append(Turn(role, start, len(self.tokens), call, reward))
 
 
@@ -118,14 +114,16 @@ def _add_row(
     shared = max(lengths, default=0)
     parent = lengths.index(shared) if shared else -1
     start = len(arrays.tokens)
-    arrays.read("prompt", prompt[shared:])
+    arrays.add("prompt", prompt[shared:])
     length, experts = len(prompt), RoutedExpertsArray()
     for k, call in enumerate(row):
         length += (len(call.suffix) if k else 0) + len(call.completion.tokens)
         experts.add(call.completion, length)
         if k:
-            arrays.read(str(call.new[-1].get("role", "user")) if call.new else "user", call.suffix)
-        arrays.sampled(call, numbers[call.number])
+            arrays.add(str(call.new[-1].get("role", "user")) if call.new else "user", call.suffix)
+        add_spans(arrays.spans, call.completion.spans, len(arrays.tokens))
+        logprobs = call.completion.logprobs.tolist()
+        arrays.add("assistant", call.completion.tokens, logprobs, numbers[call.number], call.reward)
     known_experts = experts.whole(len(whole.ids))
     arrays.experts.append(len(arrays.tokens) - start if known_experts is None else known_experts[shared:])
     arrays.segments.append(Segment(start, len(arrays.tokens), parent, shared, first.name))

@@ -8,7 +8,7 @@ starts a new row.
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -107,14 +107,14 @@ class Conversation:
         """
         settings = settings_key(tools, args)
         matches, chain, repeated = self._match(messages, name, settings)
-        system = _system_key(messages)
+        make = partial(
+            NextPrompt, name=name, chain=chain, settings=settings, system=_system_key(messages), repeated=repeated
+        )
         if not matches:
             asked = any(message.get("role") == "assistant" for message in messages)
             why: Why = "history rewritten" if asked and self._calls else "first"
             ids, images = self._encode(messages, tools, args)
-            return NextPrompt(
-                ids, None, why, name, None, 0, list(messages), chain, settings, system, repeated, images=images
-            )
+            return make(ids, None, why, new=list(messages), images=images)
         restored = list(messages)
         for place, call in matches:
             restored[place] = call.answer
@@ -129,17 +129,12 @@ class Conversation:
             suffix, why = self._suffix(NewTurn(restored[:place], parent.answer, new, None, tools, args), parent)
         if suffix is None:
             ids, images = self._encode(restored, tools, args)
-            return NextPrompt(
-                ids, None, why, name, None, 0, list(messages), chain, settings, system, repeated, images=images
-            )
+            return make(ids, None, why, new=list(messages), images=images)
         held = row_ids(self._calls, parent.number)
         more, images = self.images.expand(suffix, new, len(held))
         images = [*row_images(self._calls, parent.number), *images]
         segment = parent.segment if self._tails[parent.segment] == parent.number else None
-        ids = held + more
-        return NextPrompt(
-            ids, segment, why, name, parent.number, len(held), new, chain, settings, system, repeated, images=images
-        )
+        return make(held + more, segment, why, parent=parent.number, held=len(held), new=new, images=images)
 
     def raw_prompt(self, ids: Sequence[int], name: str = MAIN) -> NextPrompt:
         """Return the same for a prompt of ids: it is joined if it begins with all ids up to one of our answers."""

@@ -78,7 +78,12 @@ class EpisodeImages:
 
     def resolve(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with each image replaced by its digest; DataError names an image that can't be used."""
-        resolved = [self._resolve(message, f"messages[{at}]") for at, message in enumerate(messages)]
+        resolved = [
+            {**message, "content": self.resolve_content(message.get("content"), f"messages[{at}]")}
+            if isinstance(message.get("content"), list)
+            else message
+            for at, message in enumerate(messages)
+        ]
         count = sum(name not in self._task for name in image_digests(resolved))
         if self._limits is not None and count > self._limits.count:
             raise DataError(
@@ -116,12 +121,6 @@ class EpisodeImages:
             part if url is None else {"type": "image", "digest": self._prepare(url, where)}
             for part, url in zip(content, urls, strict=True)
         ]
-
-    def _resolve(self, message: Message, where: str) -> Message:
-        content = message.get("content")
-        if not isinstance(content, list):
-            return message
-        return {**message, "content": self.resolve_content(content, where)}
 
     def _prepare(self, url: str, where: str) -> str:
         """Return the digest of the image in a URL, and prepare it for the model if it is new."""

@@ -3,7 +3,6 @@
 Train and held-out pairs are disjoint and depend on ``max``, ``heldout_fraction`` and ``seed`` only.
 """
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
@@ -20,7 +19,6 @@ class Arithmetic:
 
     def __init__(
         self,
-        base: Path | None = None,
         max: Annotated[int, Field(ge=1, le=2999)] = 99,
         split: Literal["train", "heldout"] = "train",
         heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1,

@@ -6,7 +6,6 @@ ransom_note, …) iterate over sets, and would be another problem in every proce
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -34,7 +33,6 @@ class ReasoningGym:
 
     def __init__(
         self,
-        base: Path | None = None,
         *,
         task: str,
         size: Annotated[int, Field(ge=1, le=MOST)] = 10_000,

@@ -83,8 +83,8 @@ class RowReader:
             if isinstance(prompt, str)
             else _messages(prompt, f"{where}: field {self.prompt!r}", values)
         )
-        if messages[0].role != "system":
-            messages = [*self._opening(), *messages]
+        if self.system is not None and messages[0].role != "system":
+            messages = [ChatMessage("system", self.system), *messages]
         if isinstance(prompt, list) and all(isinstance(message.content, str) for message in messages):
             # Reward functions of TRL get messages where the row's own prompt is messages.
             data["prompt"] = [{"role": message.role, "content": message.content} for message in messages]
@@ -109,9 +109,6 @@ class RowReader:
             value = _field(row, name, where)
             found += value if isinstance(value, list) else [] if value is None else [value]
         return found
-
-    def _opening(self) -> list[ChatMessage]:
-        return [] if self.system is None else [ChatMessage("system", self.system)]
 
     def _data(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         if self.fields is None:

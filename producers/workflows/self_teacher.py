@@ -19,10 +19,6 @@ from schemas.errors import DataError, InfraError
 from schemas.messages import ChatMessage, Task
 
 
-class VersionGone(DataError):
-    """The engine has other weights by now than those that sampled the end of a sample."""
-
-
 async def ask_self(
     engine: Engine,
     tokenizer: HfTokenizer,
@@ -60,7 +56,7 @@ async def ask_self(
 
 def _check_version(engine: Engine, version: int) -> None:
     if engine.version != version:
-        raise VersionGone(f"weight version {version} was replaced by {engine.version} before it had judged the sample")
+        raise DataError(f"weight version {version} was replaced by {engine.version} before it had judged the sample")
 
 
 def other_prompt(task: Task, system: str | None = None, template: str | None = None) -> Task:

@@ -7,7 +7,6 @@ reward of 0.
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -125,13 +124,8 @@ def format(
     order, nothing but white space around them.
     """
     if regex is not None:
-        return float(_compiled(regex).search(completion) is not None)
+        return float(re.search(regex, completion, re.DOTALL) is not None)
     return float(_has_tags(completion, tags or ["think", "answer"]))
-
-
-@lru_cache(maxsize=64)
-def _compiled(regex: str) -> re.Pattern[str]:
-    return re.compile(regex, re.DOTALL)
 
 
 def _has_tags(text: str, tags: list[str]) -> bool:

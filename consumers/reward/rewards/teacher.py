@@ -20,14 +20,10 @@ from schemas.codec import Array
 from schemas.messages import Segment, rows_of
 
 
-def _prepare_teacher(model: str, batch_tokens: int = 4096, dtype: str = "float32", device: str = "cpu") -> None:
-    _load(model, dtype, device)
-
-
 @reward(
     needs=("torch", "train"),
     settings=("model", "batch_tokens", "dtype", "device"),
-    prepare=_prepare_teacher,
+    prepare=lambda model, dtype="float32", device="cpu", **_: _load(model, dtype, device),
     teacher=True,
 )
 def teacher(

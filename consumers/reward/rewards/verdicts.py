@@ -7,7 +7,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 KEYS = ("regex", "json", "values", "min", "max", "scale")
@@ -75,14 +74,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-@lru_cache(maxsize=16)
-def _compiled(regex: str) -> re.Pattern[str]:
-    return re.compile(regex, re.DOTALL)
-
-
 def _last_match(text: str, regex: str) -> str | None:
     found = None
-    for match in _compiled(regex).finditer(text):
+    for match in re.finditer(regex, text, re.DOTALL):
         found = next((group for group in match.groups() if group is not None), found)
     return found
 

@@ -83,7 +83,8 @@ class AnswerParser:
         names = {str(tool.get("function", {}).get("name")) for tool in tools or []} if check_names else None
         reasoning, content = None, text or None
         if self._own_reasoning:
-            reasoning, content = split_reasoning(text, self._opens_reasoning(prompt_ids))
+            opened = self._tokenizer.decode_all(prompt_ids[-8:]).rstrip().endswith(THINK)
+            reasoning, content = split_reasoning(text, opened)
         calls: list[ToolCall] = []
         failures = 0
         may_call = bool(tools) and not cut
@@ -106,9 +107,6 @@ class AnswerParser:
         if calls and content is not None and not content.strip():
             content = None
         return ParsedAnswer(content, reasoning, calls, text, failures)
-
-    def _opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        return self._tokenizer.decode_all(prompt_ids[-8:]).rstrip().endswith(THINK)
 
 
 def _is_readable(name: str, arguments: str, names: Collection[str] | None) -> bool:

@@ -108,7 +108,7 @@ class TransformersEngine:
             for parameter in self._model.parameters():
                 # Parameters are views of the file; without a copy the first load would copy them while requests wait.
                 parameter.data = parameter.data.clone()
-            self._weights = ModelWeights(self._model, _tied(self._model))
+            self._weights = ModelWeights(self._model)
         tokenizer = HfTokenizer(str(folder), settings.trust_remote_code)
         if settings.exact:
             self._batch = ExactBatch(self._model, _eos(model), tokenizer.decode)
@@ -147,7 +147,7 @@ class TransformersEngine:
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
         if not 2 <= len(token_ids) <= self._settings.max_length:
             raise DataError(f"a probe of {len(token_ids)} tokens: must be 2 to max_length {self._settings.max_length}")
-        return await self._ask(lambda: self._score(list(token_ids)))
+        return await self._ask(lambda: self._batch.score(token_ids).cpu().numpy())
 
     async def pause(self) -> None:
         await self._ask(lambda: self._set_paused(True))
@@ -298,9 +298,6 @@ class TransformersEngine:
         if self._settings.recompute:
             self._batch.recompute()
 
-    def _score(self, ids: list[int]) -> npt.NDArray[np.float32]:
-        return self._batch.score(ids).cpu().numpy()
-
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
@@ -342,7 +339,3 @@ def _eos(model: Any) -> set[int]:
         value = getattr(config, "eos_token_id", None)
         ids |= set(value) if isinstance(value, list) else {value} if value is not None else set()
     return ids
-
-
-def _tied(model: PreTrainedModel) -> bool:
-    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))

@@ -42,9 +42,9 @@ class ModelWeights:
     experts of a layer as one tensor, and converts them when it loads a model.
     """
 
-    def __init__(self, model: PreTrainedModel, tied: bool) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._tied = tied
+        self._tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
         saved = model.state_dict().keys()
         weights = [(name, each) for name, each in model.named_parameters() if each.is_floating_point()]
         kept = {name: each for name, each in [*weights, *model.named_buffers()] if name in saved}

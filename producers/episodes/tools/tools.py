@@ -109,7 +109,7 @@ class Tools:
                 finally:
                     episode.note_tool(call.name, began)
 
-        results = await episode.until_interrupted(_all(result(call) for call in answer.tool_calls))
+        results = await episode.until_interrupted(asyncio.gather(*map(result, answer.tool_calls)))
         if answer.failures:
             *_, last = results
             extra = f"\n{UNREADABLE}"
@@ -146,10 +146,6 @@ class Tools:
             return await asyncio.to_thread(images.resolve_content, shown, f"the result of {name}")
         except DataError as error:
             raise ToolError(str(error)) from error
-
-
-async def _all(calls: Any) -> list[Content]:
-    return list(await asyncio.gather(*calls))
 
 
 def shorten(text: str, longest: int) -> str:
