@@ -25,13 +25,20 @@ from producers.agents.endpoint.completions import read_completion
 from producers.agents.endpoint.delivery import StreamingReply
 from producers.agents.endpoint.errors import (
     anthropic_error,
-    anthropic_error_event,
     as_session_error,
     openai_error,
-    openai_error_event,
-    responses_error_event,
+    responses_error,
 )
-from producers.agents.endpoint.protocols import JSON, Asker, Message, ModelRequest, read_json, write_json
+from producers.agents.endpoint.protocols import (
+    JSON,
+    Asker,
+    Message,
+    ModelRequest,
+    data_events,
+    named_events,
+    read_json,
+    write_json,
+)
 from producers.agents.endpoint.responses import read_response
 from producers.agents.endpoint.retries import Generations
 from producers.agents.protocol import OpenSession, OpenSessions, SessionError
@@ -55,15 +62,15 @@ class WireProtocol:
 
     read: Callable[[JSON, Asker], ModelRequest]
     error: Callable[[SessionError], JSON] = openai_error
-    error_event: Callable[[SessionError], bytes] = openai_error_event
+    error_event: Callable[[SessionError], bytes] = lambda error: data_events([openai_error(error)])
 
 
 CHAT = WireProtocol(read_chat)
-MESSAGES = WireProtocol(read_messages, anthropic_error, anthropic_error_event)
+MESSAGES = WireProtocol(read_messages, anthropic_error, lambda error: named_events([anthropic_error(error)]))
 PROTOCOLS = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": WireProtocol(read_completion),
-    "/v1/responses": WireProtocol(read_response, error_event=responses_error_event),
+    "/v1/responses": WireProtocol(read_response, error_event=lambda error: named_events([responses_error(error)])),
     "/v1/messages": MESSAGES,
 }
 

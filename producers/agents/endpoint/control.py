@@ -7,8 +7,16 @@ import msgspec
 from producers.agents.endpoint.errors import bad_request
 from producers.agents.endpoint.protocols import JSON, Asker, convert, read_json
 
-MODEL = "policy"
-STARTED = "2026-01-01T00:00:00Z"
+NAME = "policy"
+MODEL: JSON = {
+    "id": NAME,
+    "object": "model",
+    "type": "model",
+    "display_name": NAME,
+    "created": 0,
+    "created_at": "2026-01-01T00:00:00Z",
+    "owned_by": "tidemill",
+}
 
 
 class RewardBody(msgspec.Struct):
@@ -21,12 +29,12 @@ class RewardBody(msgspec.Struct):
 
 async def models(body: bytes, asker: Asker) -> JSON:
     """Return the list of models, in a form that OpenAI's and Anthropic's clients both read."""
-    return {"object": "list", "data": [_model(MODEL)], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+    return {"object": "list", "data": [MODEL], "has_more": False, "first_id": NAME, "last_id": NAME}
 
 
 async def model(body: bytes, asker: Asker) -> JSON:
     """Return a model; requests may name it as they like."""
-    return _model(MODEL)
+    return MODEL
 
 
 async def reward(body: bytes, asker: Asker) -> JSON:
@@ -52,15 +60,3 @@ async def end(body: bytes, asker: Asker) -> JSON:
 def _completion_id(shown: str | None) -> str | None:
     """Return the id of an answer, given the id that any of the protocols shows."""
     return None if shown is None else "chatcmpl-" + shown.rpartition("-" if "-" in shown else "_")[2]
-
-
-def _model(name: str) -> JSON:
-    return {
-        "id": name,
-        "object": "model",
-        "type": "model",
-        "display_name": name,
-        "created": 0,
-        "created_at": STARTED,
-        "owned_by": "tidemill",
-    }

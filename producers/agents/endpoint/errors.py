@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import msgspec
-
 from producers.agents.protocol import SessionError
 from schemas.errors import DataError, InfraError, TidemillError
 
@@ -39,17 +37,6 @@ def anthropic_error(error: SessionError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def openai_error_event(error: SessionError) -> bytes:
-    """Return an error within a stream of OpenAI's protocols."""
-    return b"data: %b\n\n" % msgspec.json.encode(openai_error(error))
-
-
-def anthropic_error_event(error: SessionError) -> bytes:
-    """Return an error within a stream of Anthropic's protocol."""
-    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(anthropic_error(error))
-
-
-def responses_error_event(error: SessionError) -> bytes:
-    """Return an error within a stream of responses. OpenAI's library reads its first field."""
-    body = openai_error(error) | {"type": "error", "code": error.code, "message": error.message}
-    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(body)
+def responses_error(error: SessionError) -> dict[str, Any]:
+    """Return the event of an error within a stream of responses. OpenAI's library reads its first field."""
+    return openai_error(error) | {"type": "error", "code": error.code, "message": error.message}

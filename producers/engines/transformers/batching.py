@@ -127,6 +127,9 @@ class ContinuousBatch:
 
         Prompts are prefilled many at a time, grouped by length.
         """
+        for prompt, rows in requests:
+            for row in rows:
+                row.prompt = prompt
         for wave in _waves(sorted(requests, key=lambda request: len(request[0]))):
             self._join(wave, version)
         self.drop_finished()
@@ -140,9 +143,6 @@ class ContinuousBatch:
             fresh = [(keys.repeat_interleave(counts, 0), values.repeat_interleave(counts, 0)) for keys, values in fresh]
         self._slots.add(fresh, [len(prompt) for prompt, rows in wave for _ in rows])
         joined = [row for _, rows in wave for row in rows]
-        for prompt, rows in wave:
-            for row in rows:
-                row.prompt = prompt
         if self._recorder is not None:
             for (prompt, rows), experts in zip(wave, self._recorder.take(len(wave)), strict=True):
                 for row in rows:

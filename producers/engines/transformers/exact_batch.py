@@ -93,9 +93,6 @@ class ExactBatch(ContinuousBatch):
             for other in others:
                 self._cache.copy(first, other)
         joined = [row for _, rows in wave for row in rows]
-        for prompt, rows in wave:
-            for row in rows:
-                row.prompt = prompt
         self.rows += joined
         self._slot_of += chain(*slots)
         counts = torch.tensor([len(rows) for _, rows in wave], device=states.device)

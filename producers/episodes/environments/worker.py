@@ -98,12 +98,7 @@ class RemoteEnvironment:
 
     async def call(self, method: str, arguments: Any) -> Any:
         """Call a method there. DataError if it raised, or if its process has ended."""
-        try:
-            return await self._process.call(self._episode, method, arguments)
-        except asyncio.CancelledError:
-            # Nothing can stop a thread.
-            self._process.stuck = True
-            raise
+        return await self._process.call(self._episode, method, arguments)
 
 
 class _Process:
@@ -145,6 +140,10 @@ class _Process:
         try:
             self._write({"call": number, "episode": episode, "method": method, "arguments": arguments})
             return await answer
+        except asyncio.CancelledError:
+            # Nothing can stop a thread.
+            self.stuck = True
+            raise
         finally:
             self._waiting.pop(number, None)
 
