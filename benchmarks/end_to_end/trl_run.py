@@ -27,7 +27,7 @@ def main() -> None:
     import trl
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-    from consumers.offline.greedy import greedy
+    from benchmarks.learning.greedy import greedy
     from producers.datasets.loading import build_dataset
     from schemas.config import load_config
     from schemas.errors import ConfigError

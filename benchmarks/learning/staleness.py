@@ -26,8 +26,8 @@ from typing import Any, Literal
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.learning.greedy import greedy
 from benchmarks.services.rollout import as_trajectory, sample
-from consumers.offline.greedy import greedy
 from consumers.trainer.data.groups import Group
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step

@@ -1,1 +1,1 @@
-"""Training without a broker: supervised fine-tuning, preference losses, greedy decoding."""
+"""Training without a broker: supervised fine-tuning, preference losses."""

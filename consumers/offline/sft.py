@@ -25,7 +25,6 @@ from consumers.offline.encoding import (
     Placeholders,
     encode_demonstration,
 )
-from consumers.offline.greedy import greedy
 from consumers.offline.loop import (
     DEFAULT_LIMITS,
     MemoryLimits,
@@ -156,13 +155,8 @@ class _Model(Policy):
         self.share_prefixes = limits.share_prefixes
         model = ranks.prepare(self, dtype)
         if isinstance(model, FSDPModule):
-            register_fsdp_forward_method(model, "predict")
             register_fsdp_forward_method(model, "choices")
         return model
-
-    def predict(self, **arguments: Any) -> Any:
-        """Run the causal language model as it is, with a cache of what it has read."""
-        return self.causal_lm(**arguments)
 
     def choices(self, tokens: Tensor, targets: Tensor, mask: Tensor, images: ImageBatch | None) -> Tensor:
         """Return whether each row's masked targets are the most likely tokens, bool [R]; tensors as in ``forward``.
@@ -246,19 +240,7 @@ class _Training:
         # Of all ranks' prompts: each needs as many forward passes as the others.
         rows = self.limits.micro_batch_tokens // (longest + max(len(row.prompt) for row in self.heldout))
         size = min(512, max(1, rows))
-        if self.model.vision is not None or self.model.output_tokens is not None:
-            chosen = [hit for start in range(0, len(own), size) for hit in self._choose(own[start : start + size])]
-        else:
-            answers = greedy(
-                self.model.causal_lm,
-                [row.prompt for row in own],
-                longest,
-                {row.answer[-1] for row in self.heldout},
-                batch_size=size,
-                all_ended=self._all,
-                predict=self.model.predict,
-            )
-            chosen = [answer == row.answer[:-1] for answer, row in zip(answers, own, strict=True)]
+        chosen = [hit for start in range(0, len(own), size) for hit in self._choose(own[start : start + size])]
         right = sum(weight for hit, weight in zip(chosen, weights, strict=True) if hit)
         return self.ranks.all_reduce_sum([right])[0] / len(self.heldout)
 
@@ -268,10 +250,6 @@ class _Training:
         tokens, mask, _ = answer_tokens([row[:2] for row in rows], self.model.device)
         found: list[bool] = self.model.choices(tokens, tokens[:, 1:], mask, self._images(rows)).tolist()
         return found
-
-    def _all(self, this: bool) -> bool:
-        """Return whether ``this`` is true on every rank."""
-        return not self.ranks.all_reduce_max([float(not this)])[0]
 
 
 def _tokens(row: DemonstrationIds) -> int:

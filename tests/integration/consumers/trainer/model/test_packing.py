@@ -22,7 +22,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from consumers.offline.greedy import greedy
 from consumers.trainer.model import head
 from consumers.trainer.model.packing import ATTENTION, pack
 from consumers.trainer.model.policy import Policy, TokenScores, load_model
@@ -101,9 +100,18 @@ def test_a_model_that_packs_still_generates(policy: Policy, tmp_path: Path) -> N
     plain = load_model(make_tiny_model(tmp_path), "float32")
     prompts = [[5, 6, 7, 8, 9, 10], [11, 12], [13], [200, 3, 77]]
     assert policy.causal_lm.config._attn_implementation == ATTENTION != plain.config._attn_implementation
-    expected = greedy(plain, prompts, max_tokens=12, ends={1})
-    assert greedy(policy.causal_lm, prompts, max_tokens=12, ends={1}) == expected
-    assert [greedy(policy.causal_lm, [prompt], max_tokens=12, ends={1})[0] for prompt in prompts] == expected
+    expected = generated(plain, prompts)
+    assert generated(policy.causal_lm, prompts) == expected
+    assert [generated(policy.causal_lm, [prompt])[0] for prompt in prompts] == expected
+
+
+def generated(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the twelve most likely tokens after each prompt."""
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    settings = {"do_sample": False, "min_new_tokens": 12, "max_new_tokens": 12, "pad_token_id": 0}
+    return model.generate(tokens, attention_mask=mask, **settings)[:, width:].tolist()
 
 
 def test_packing_leaves_no_padding() -> None:

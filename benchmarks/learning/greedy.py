@@ -1,8 +1,7 @@
-"""Batched greedy decoding, for a quick look at accuracy while training without generators."""
+"""Batched greedy decoding, for a quick look at accuracy."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +15,10 @@ def greedy(
     max_tokens: int,
     ends: Collection[int],
     batch_size: int = 512,
-    all_ended: Callable[[bool], bool] = bool,
-    predict: Callable[..., Any] | None = None,
 ) -> list[list[int]]:
     """Decode the most likely continuation of each prompt, at most ``max_tokens`` ids, without what ends it.
 
-    ends: ids of tokens that end a continuation. all_ended: for a sharded model, a function that takes whether this rank
-    has ended and returns whether all have. All ranks must have equally many prompts, since each takes part in every
-    forward pass. predict: is called in place of the model, for a model that is a part of what was sharded.
+    ends: ids of tokens that end a continuation.
     """
     out: list[list[int]] = [[] for _ in prompts]
     # By length, so that few prompts need padding.
@@ -32,7 +27,7 @@ def greedy(
     model.eval()
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        found = _decode(model, [prompts[r] for r in rows], max_tokens, ends, all_ended, predict or model)
+        found = _decode(model, [prompts[r] for r in rows], max_tokens, ends)
         for row, ids in zip(rows, found, strict=True):
             out[row] = list(takewhile(lambda token: token not in ends, ids))
     model.train(was_training)
@@ -44,8 +39,6 @@ def _decode(
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     ends: Collection[int],
-    all_ended: Callable[[bool], bool],
-    predict: Callable[..., Any],
 ) -> list[list[int]]:
     """Decode up to ``max_tokens`` ids for each prompt; those after an end of sequence mean nothing."""
     device = next(model.parameters()).device
@@ -62,7 +55,7 @@ def _decode(
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     generated: list[Tensor] = []
     for _ in range(max_tokens):
-        logits = predict(
+        logits = model(
             input_ids=step,
             attention_mask=attention,
             position_ids=positions,
@@ -73,7 +66,7 @@ def _decode(
         step = logits[:, -1:].argmax(-1)
         generated.append(step)
         ended |= torch.isin(step[:, 0], last)
-        if all_ended(bool(ended.all())):
+        if ended.all():
             break
         attention = torch.cat([attention, attention.new_ones(len(prompts), 1)], dim=1)
         positions = positions[:, -1:] + 1
