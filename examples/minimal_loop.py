@@ -69,7 +69,7 @@ async def train(config: TidemillConfig) -> None:
     )
     await engine.start()
     prompts = tasks(config)
-    async with Scorer(config.reward.terms, config.base, config.reward.workers, config.reward.timeout_s) as scorer:
+    async with Scorer(config.reward, config.base) as scorer:
         for version in range(config.trainer.steps):
             # Sample: G prompts, S completions of each; the engine keeps the log-probability of every token.
             batch = [next(prompts) for _ in range(config.trainer.batch_groups)]

@@ -112,17 +112,15 @@ class HfTokenizer:
         *,
         generation_prompt: bool = True,
         args: dict[str, Any] | None = None,
-        template: str | None = None,
     ) -> str:
         """Render a conversation as text. DataError if the template rejects it.
 
-        generation_prompt: whether the header of the next answer stands at its end. args: the template's own. template:
-        another one than the tokenizer's.
+        generation_prompt: whether the header of the next answer stands at its end. args: the template's own.
         """
         if args and (wrong := sorted(args.keys() & self._own_arguments)):
             raise DataError(f"a chat template has no argument {wrong[0]}")
         settings = {"add_generation_prompt": generation_prompt, "tools": list(tools) if tools else None}
-        text = self._apply_template(list(messages), tokenize=False, chat_template=template, **settings, **(args or {}))
+        text = self._apply_template(list(messages), tokenize=False, **settings, **(args or {}))
         return str(text)
 
     @cached_property

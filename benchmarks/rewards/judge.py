@@ -12,7 +12,7 @@ from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.trajectories import make_trajectory
 from benchmarks.rewards.server import FlakyJudge
 from consumers.reward.scorer import Scorer
-from schemas.config import RewardTerm
+from schemas.config import RewardConfig, RewardTerm
 from schemas.messages import Score, Trajectory
 
 TIMEOUT_S = 8.0
@@ -120,7 +120,8 @@ async def _score_limited(
 def _scorer(url: str, concurrency: int, timeout_s: float = TIMEOUT_S, **more: Any) -> Scorer:
     parse = {"regex": r"Score: (\d+)", "min": 1, "max": 10}
     args = {"base_url": url, "model": "judge", "template": "Rate this: {completion}", "parse": parse, **more}
-    return Scorer([RewardTerm(name="judge", concurrency=concurrency, args=args)], Path.cwd(), 1, timeout_s)
+    term = RewardTerm(name="judge", concurrency=concurrency, args=args)
+    return Scorer(RewardConfig(terms=[term], workers=1, timeout_s=timeout_s), Path.cwd())
 
 
 def _sample(text: str) -> Trajectory:

@@ -15,7 +15,7 @@ from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.rounds import Figures, compare, ratio, summarize
 from benchmarks.harness.trajectories import make_trajectory
 from consumers.reward.scorer import Scorer
-from schemas.config import RewardTerm
+from schemas.config import RewardConfig, RewardTerm
 from schemas.messages import Trajectory
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -111,7 +111,7 @@ def make_samples(count: int, seed: int = 0) -> list[Trajectory]:
 
 def _scorer(folder: Path, batch: int) -> Scorer:
     term = RewardTerm(name="reward_model", batch=batch, args={"path": str(folder)})
-    return Scorer([term], folder, 1, 600.0)
+    return Scorer(RewardConfig(terms=[term], workers=1, timeout_s=600.0), folder)
 
 
 def _sample(generator: np.random.Generator, length: int) -> Trajectory:

@@ -22,7 +22,7 @@ from consumers.reward.rewards.terms import Term, TermResult, resolve
 from consumers.reward.workers.pool import LOAD_TIMEOUT_S, START_TIMEOUT_S, WorkerPool
 from consumers.reward.workers.worker import WorkerSetup
 from schemas.codec import Array
-from schemas.config import RewardTerm
+from schemas.config import RewardConfig, RewardTerm
 from schemas.errors import ConfigError
 from schemas.messages import REWARD_RANGE, Score, ScoreStatus, Segment, Trajectory, is_reward
 from schemas.messages.moments import Moment, now_us, pack, unpack
@@ -33,28 +33,17 @@ Floats: TypeAlias = npt.NDArray[Any]
 class Scorer:
     """Scores trajectories by a list of terms::
 
-        async with Scorer(config.reward.terms, config.base, workers=2, timeout_s=15.0) as scorer:
+        async with Scorer(config.reward, config.base) as scorer:
             scores = await scorer.score_all(trajectories)
 
     ConfigError if a term is wrong. ``capacity`` is how many samples the workers score at once, 0 if no term needs any.
     """
 
-    def __init__(
-        self,
-        terms: list[RewardTerm],
-        base: Path,
-        workers: int,
-        timeout_s: float,
-        env: Sequence[str] = (),
-        correct_from: float = 1.0,
-        correct_term: str | None = None,
-        traced: bool = False,
-    ) -> None:
-        """env: names of further environment variables that reward functions see. correct_from, correct_term: as in
-        RewardConfig; the sum decides if a sample has no such term. traced: note when each term was computed."""
+    def __init__(self, reward: RewardConfig, base: Path, traced: bool = False) -> None:
+        """traced: note when each term was computed. The sum decides if a sample has no ``correct_term``."""
         self._traced = traced
-        self._terms = resolve(terms, base)
-        self._correct_from, self._correct_term = correct_from, correct_term
+        self._terms = resolve(reward.terms, base)
+        self._correct_from, self._correct_term = reward.correct_from, reward.correct_term
         check_secrets(self._terms)
         # Terms in this process first, then those that share workers, then those with a worker of their own.
         numbered = sorted(enumerate(self._terms), key=lambda item: (not item[1].inline, item[1].capacity > 0))
@@ -64,10 +53,10 @@ class Scorer:
         own = [[i] for i, term in numbered if not term.inline and term.capacity]
         for serves in [shared, *own] if shared else own:
             served = [self._terms[i] for i in serves]
-            shown, count, capacity = env, workers, 1
+            shown, count, capacity = reward.env, reward.workers, 1
             if served[0].capacity:
-                shown, count, capacity = [*env, *served[0].secrets], 1, served[0].capacity
-            setup = WorkerSetup.of(terms, base, serves, timeout_s)
+                shown, count, capacity = [*reward.env, *served[0].secrets], 1, served[0].capacity
+            setup = WorkerSetup.of(reward.terms, base, serves, reward.timeout_s)
             pool = WorkerPool(setup, count, capacity, _start_timeout_s(served), shown)
             self._pools.update(dict.fromkeys(serves, pool))
         self.capacity = sum(pool.capacity for pool in set(self._pools.values()))
@@ -253,7 +242,8 @@ def check_reward(
         return None
 
     async def score() -> Score | None:
-        async with Scorer(terms, base, workers=1, timeout_s=timeout_s, env=env) as scorer:
+        reward = RewardConfig(terms=terms, workers=1, timeout_s=timeout_s, env=list(env))
+        async with Scorer(reward, base) as scorer:
             try:
                 async with asyncio.timeout(within_s):
                     return await scorer.score(trajectory)

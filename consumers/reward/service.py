@@ -47,7 +47,7 @@ def run_reward(config: TidemillConfig, name: str) -> None:
     with stop.ending_within(0.0):
         broker = Broker.connect(config)
         check_name(broker, name)
-        scorer = _scorer(config, config.reward.terms)
+        scorer = Scorer(config.reward, config.base, config.trace is not None)
         held_out = _eval_scorers(config)
     joined = JoinedRun(config.folder)
     service = RewardService(
@@ -66,20 +66,6 @@ def run_reward(config: TidemillConfig, name: str) -> None:
         asyncio.run(service.run(stop))
 
 
-def _scorer(config: TidemillConfig, terms: list[RewardTerm]) -> Scorer:
-    reward = config.reward
-    return Scorer(
-        terms,
-        config.base,
-        reward.workers,
-        reward.timeout_s,
-        reward.env,
-        reward.correct_from,
-        reward.correct_term,
-        config.trace is not None,
-    )
-
-
 def _eval_scorers(config: TidemillConfig) -> dict[str, Scorer]:
     """Make scorers of held-out samples by dataset, if they have their own terms; equal terms share one."""
     found: dict[str, Scorer] = {}
@@ -90,7 +76,8 @@ def _eval_scorers(config: TidemillConfig) -> dict[str, Scorer]:
             continue
         same = next((scorer for known, scorer in made if known == terms), None)
         if same is None:
-            same = _scorer(config, terms)
+            reward = config.reward.model_copy(update={"terms": terms})
+            same = Scorer(reward, config.base, config.trace is not None)
             made.append((terms, same))
         found[dataset.label] = same
     return found

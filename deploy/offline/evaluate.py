@@ -205,10 +205,9 @@ async def _score(
     config: TidemillConfig, held_out: HeldOut, groups: list[list[Trajectory]]
 ) -> tuple[DatasetResult, list[float | None]]:
     """Return the result of a dataset whose prompts were answered with these samples, and the rewards by prompt."""
-    reward = config.reward
-    correct = (reward.correct_from, reward.correct_term)
+    reward = config.reward.model_copy(update={"terms": held_out.terms})
     trajectories = [trajectory for group in groups for trajectory in group]
-    async with Scorer(held_out.terms, config.base, reward.workers, reward.timeout_s, reward.env, *correct) as scorer:
+    async with Scorer(reward, config.base) as scorer:
         scores = await scorer.score_all(trajectories)
     following = iter(scores)
     scored_groups = [[score for _ in group if (score := next(following)).status == "ok"] for group in groups]

@@ -27,13 +27,12 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 class ChatTemplate:
     """A chat template over its tokenizer.
 
-    source: a template that replaces the tokenizer's own. The check at start-up sets bridge_off, the reason why turns
+    The check at start-up sets bridge_off, the reason why turns
     are not joined (None: they are), and short_history, whether the text after an answer is independent of older turns.
     """
 
-    def __init__(self, tokenizer: HfTokenizer, source: str | None = None) -> None:
+    def __init__(self, tokenizer: HfTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._source = source
         self.stop_ids = tokenizer.stop_ids
         self.bridge_off: str | None = None
         self.short_history = False
@@ -80,7 +79,7 @@ class ChatTemplate:
     @property
     def exists(self) -> bool:
         """Whether there is a template: without one, only prompts of text or token ids can be sampled."""
-        return bool(self._source or self._tokenizer.chat_template)
+        return bool(self._tokenizer.chat_template)
 
     def token_text(self, token: int) -> str:
         """Return the text of one token, special or not."""
@@ -114,7 +113,7 @@ class ChatTemplate:
         def shows(content: Any) -> bool:
             messages = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
             try:
-                return self._tokenizer.chat_text(messages, template=self._source).count(MARK) > 1
+                return self._tokenizer.chat_text(messages).count(MARK) > 1
             except DataError:
                 return False
 
@@ -139,7 +138,7 @@ class ChatTemplate:
 
     @cached_property
     def _reasoning_keys(self) -> list[str]:
-        source = self._source or self._tokenizer.chat_template
+        source = self._tokenizer.chat_template
         return [key for key in _REASONING if re.search(rf"""[.'"]{key}\b""", source)][:1]
 
     def _render(
@@ -151,9 +150,7 @@ class ChatTemplate:
         style: _Style,
     ) -> str:
         fitted = [self._fit(message, style) for message in messages]
-        return self._tokenizer.chat_text(
-            fitted, tools, generation_prompt=generation_prompt, args=args, template=self._source
-        )
+        return self._tokenizer.chat_text(fitted, tools, generation_prompt=generation_prompt, args=args)
 
     def _fit(self, message: Message, style: _Style) -> Message:
         """Return a message as templates expect it: content one text, arguments a mapping, reasoning under its key."""

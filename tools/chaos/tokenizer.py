@@ -68,7 +68,6 @@ class ByteTokenizer:
         *,
         generation_prompt: bool = True,
         args: object = None,
-        template: str | None = None,
     ) -> str:
         begin, end = ("<|im_start|>", "<|im_end|>\n") if self._reads_images else ("<bos>", "<eos>")
         after = "\n" if self._reads_images else ":"

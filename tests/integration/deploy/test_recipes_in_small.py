@@ -185,7 +185,7 @@ async def sampled(config: TidemillConfig, recipe: Recipe) -> Group:
     played = await play(config, engine, tokenizer, task, placeholders=places, files=limits.images)
     samples = [one.to_trajectory(task, "recipe", "g") for one in played if not isinstance(one, FailedSample)]
     assert len(samples) == 2, played
-    async with Scorer(config.reward.terms, config.base, 1, 60.0) as scorer:
+    async with Scorer(config.reward.model_copy(update={"workers": 1, "timeout_s": 60.0}), config.base) as scorer:
         scores = await scorer.score_all(samples)
     assert [score.status for score in scores] == ["ok", "ok"], scores
     both = list(zip(samples, scores, strict=True))

@@ -1,5 +1,6 @@
 """Small chat templates, one for each way in which real ones make it hard to join turns, over one tokenizer."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,10 @@ class StoppingTemplate(ChatTemplate):
     """A chat template whose answers end with the given tokens."""
 
     def __init__(self, tokenizer: HfTokenizer, source: str, stops: list[str]) -> None:
-        super().__init__(tokenizer, source)
+        own = copy.copy(tokenizer)
+        own.hf = copy.copy(tokenizer.hf)
+        own.hf.chat_template = source
+        super().__init__(own)
         self.stops = stops
         self.stop_ids = frozenset(tokenizer.hf.convert_tokens_to_ids(stops))
 

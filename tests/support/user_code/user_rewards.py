@@ -6,7 +6,7 @@ from typing import Any
 
 from consumers.reward.scorer import Scorer
 from schemas.codec import Array
-from schemas.config import RewardTerm
+from schemas.config import RewardConfig, RewardTerm
 from schemas.messages import Score, Span, Trajectory
 
 USERS_OWN = '''
@@ -114,7 +114,7 @@ def score(
     **settings: Any,
 ) -> list[Score]:
     async def score_all() -> list[Score]:
-        async with Scorer(terms_, base, workers, timeout_s, **settings) as scorer:
+        async with Scorer(RewardConfig(terms=terms_, workers=workers, timeout_s=timeout_s, **settings), base) as scorer:
             return await scorer.score_all(trajectories)
 
     return asyncio.run(score_all())

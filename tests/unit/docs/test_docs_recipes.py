@@ -74,7 +74,7 @@ async def test_the_search_agent_reads_passages_and_is_scored(tmp_path: Path, sai
     trained = [token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask]
     assert "only outflow is the river Angara" in tokenizer.decode_all(sample.tokens)
     assert "Angara" not in tokenizer.decode_all(trained), "passages are read, not trained"
-    async with Scorer(config.reward.terms, config.base, 1, 30.0) as scorer:
+    async with Scorer(config.reward.model_copy(update={"workers": 1, "timeout_s": 30.0}), config.base) as scorer:
         (score,) = await scorer.score_all([sample.to_trajectory(task, "docs", "g")])
     assert (score.status, score.reward) == ("ok", reward)
 

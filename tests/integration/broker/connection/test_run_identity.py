@@ -26,7 +26,7 @@ from producers.engines.base import Engine
 from producers.feeder import Feeder
 from producers.generator.orders import OrderFollower
 from schemas.codec import SCHEMA_VERSION
-from schemas.config import RewardTerm, TidemillConfig
+from schemas.config import RewardConfig, RewardTerm, TidemillConfig
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Score
 from schemas.run_record import JoinedRun, claim_folder
@@ -147,7 +147,7 @@ def test_a_reward_service_scores_nothing_of_another_run(broker: Broker, tmp_path
     broker.ledger.admit(make_task(0))
     broker.task_queue("g").read(1, 10)
     broker.task_queue("g").publish(0, [make_trajectory(0, 0)])
-    scorer = Scorer([RewardTerm(name="exact")], tmp_path, workers=1, timeout_s=5)
+    scorer = Scorer(RewardConfig(terms=[RewardTerm(name="exact")], workers=1, timeout_s=5), tmp_path)
     joined = JoinedRun(tmp_path)
     service = RewardService(
         broker.score_queue("r"), scorer, {}, 30, check=lambda: joined.check(*broker.run_control.read_run())

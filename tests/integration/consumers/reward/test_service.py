@@ -18,7 +18,7 @@ from consumers.reward.rewards.reward_model import scores as model_scores
 from consumers.reward.scorer import Scorer, reward_input
 from consumers.reward.service import RewardService
 from schemas.codec import Array
-from schemas.config import RewardTerm
+from schemas.config import RewardConfig, RewardTerm
 from schemas.messages import Sampling, Span, Task, Trajectory
 from schemas.system.lifecycle import StopFlag
 from tests.support.broker.trainer_sessions import take_over
@@ -75,7 +75,9 @@ def publish(broker: Broker, completions: Sequence[str]) -> None:
 @contextmanager
 def service(broker: Broker, base: Path, function: str, workers: int = 2, timeout_s: float = 30.0) -> Iterator[StopFlag]:
     """A reward service in a thread; when the block ends it is stopped and has ended."""
-    scorer = Scorer([RewardTerm(name=f"rewards.py:{function}")], base, workers=workers, timeout_s=timeout_s)
+    scorer = Scorer(
+        RewardConfig(terms=[RewardTerm(name=f"rewards.py:{function}")], workers=workers, timeout_s=timeout_s), base
+    )
     stop = StopFlag()
     scoring = RewardService(broker.score_queue("r"), scorer, {}, lease_s=30).run(stop)
     thread = threading.Thread(target=asyncio.run, args=[scoring])

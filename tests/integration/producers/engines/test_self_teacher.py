@@ -19,7 +19,7 @@ from producers.workflows.base import RolloutContext
 from producers.workflows.self_teacher import ask_self, other_prompt
 from producers.workflows.single_turn import SingleTurn
 from producers.workflows.trajectory_builder import SampledCompletion
-from schemas.config import RewardTerm
+from schemas.config import RewardConfig, RewardTerm
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, FileSource, Sampling, Task
 from tests.support.configurations import minimal_config
@@ -157,7 +157,7 @@ def test_a_sample_without_log_probabilities_is_excluded_and_never_scored_0(tmp_p
     gone = msgspec.structs.replace(made, teacher_problem="weight version 3 was replaced by 4")
 
     async def score() -> Any:
-        async with Scorer([term], tmp_path, workers=1, timeout_s=15.0) as scorer:
+        async with Scorer(RewardConfig(terms=[term], workers=1), tmp_path) as scorer:
             return await scorer.score_all([there, gone, made])
 
     good, excluded, foreign = asyncio.run(score())

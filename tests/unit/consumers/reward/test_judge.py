@@ -15,7 +15,7 @@ from consumers.reward.rewards.judge import fill_in, judge
 from consumers.reward.rewards.terms import resolve
 from consumers.reward.rewards.verdicts import combine, read_verdict
 from consumers.reward.scorer import Scorer, check_reward
-from schemas.config import RewardTerm
+from schemas.config import RewardConfig, RewardTerm
 from schemas.errors import ConfigError
 from tests.support.user_code.reward_samples import trajectory
 from tests.support.user_code.user_rewards import score
@@ -208,7 +208,7 @@ def test_only_the_judges_worker_sees_its_key(tmp_path: Path, monkeypatch: pytest
         monkeypatch.delenv("JUDGE_KEY")
         check_reward(terms, tmp_path)
         with pytest.raises(ConfigError, match="the environment variable JUDGE_KEY that it names is not set"):
-            Scorer(terms, tmp_path, 1, 30.0)
+            Scorer(RewardConfig(terms=terms), tmp_path)
 
 
 @pytest.mark.parametrize(

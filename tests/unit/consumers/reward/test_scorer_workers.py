@@ -17,6 +17,7 @@ from consumers.reward.rewards.terms import TermResult
 from consumers.reward.scorer import Scorer, reward_input
 from consumers.reward.workers.pool import WorkerPool
 from consumers.reward.workers.worker import WorkerReply, WorkerSetup
+from schemas.config import RewardConfig
 from schemas.errors import InfraError
 from schemas.system.worker_process import frame
 from tests.support.user_code.user_rewards import USERS_OWN, score, terms, trajectory
@@ -47,7 +48,7 @@ def test_a_hanging_call_costs_nobody_else_anything(base: Path):
 
 
 async def test_a_slow_sample_holds_up_no_other(base: Path):
-    async with Scorer(terms("mine.py:by_data"), base, workers=2, timeout_s=20.0) as scorer:
+    async with Scorer(RewardConfig(terms=terms("mine.py:by_data"), timeout_s=20.0), base) as scorer:
         hanging = asyncio.create_task(scorer.score(trajectory(do="hang")))
         results = [await scorer.score(trajectory(do="fine")) for _ in range(20)]
         assert {r.reward for r in results} == {0.5}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from consumers.reward.scorer import Scorer, check_reward
-from schemas.config import RewardTerm
+from schemas.config import RewardConfig, RewardTerm
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Score
 from tests.support.user_code.reward_samples import trajectory
@@ -105,7 +105,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def scoring(base: Path, *terms: dict, workers: int = 1, timeout_s: float = 30.0) -> Scorer:
-    return Scorer([RewardTerm(**term) for term in terms], base, workers, timeout_s)
+    return Scorer(RewardConfig(terms=[*terms], workers=workers, timeout_s=timeout_s), base)
 
 
 def of(name: str, **settings) -> dict:

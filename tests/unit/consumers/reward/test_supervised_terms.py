@@ -15,7 +15,7 @@ from producers.tokenizer import HfTokenizer
 from producers.workflows.base import RolloutContext
 from producers.workflows.given_answer import give_answer
 from producers.workflows.trajectory_builder import SampledCompletion
-from schemas.config import RewardTerm, TidemillConfig
+from schemas.config import RewardConfig, RewardTerm, TidemillConfig
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, Sampling, Span, Task
 from tests.support.configurations import minimal_config
@@ -83,7 +83,7 @@ def test_a_given_answer_has_a_score_without_a_reward_and_evaluations_do_not_ask(
     held_out = msgspec.structs.replace(given, kind="eval", dataset="held-out", data={"answer": "7"}, completion="7")
 
     async def score() -> Any:
-        async with Scorer(terms, tmp_path, workers=1, timeout_s=15.0) as scorer:
+        async with Scorer(RewardConfig(terms=terms, workers=1), tmp_path) as scorer:
             return await scorer.score_all([given, held_out])
 
     trained, evaluated = asyncio.run(score())

@@ -20,7 +20,7 @@ from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import StepResult, TrainStep
 from schemas.codec import Array
-from schemas.config import RewardTerm, parse_config
+from schemas.config import RewardConfig, RewardTerm, parse_config
 from schemas.messages import Trajectory
 from tests.support.models.tiny_model import make_tiny_model, make_tokenizer
 from tests.support.trainer.trajectories import make_groups, make_trajectory, random_segments
@@ -92,7 +92,7 @@ def taught(groups: Sequence[Group], folder: Path) -> list[Group]:
 
     async def score(samples: Sequence[Trajectory]) -> list[Array]:
         term = RewardTerm(name="teacher", args={"model": str(folder), "batch_tokens": 40})
-        async with Scorer([term], folder, workers=1, timeout_s=60.0) as scorer:
+        async with Scorer(RewardConfig(terms=[term], workers=1, timeout_s=60.0), folder) as scorer:
             scores = await scorer.score_all(samples)
         assert {each.status for each in scores} == {"ok"}, scores[0].reason
         return [each.teacher_logprobs for each in scores if each.teacher_logprobs is not None]
