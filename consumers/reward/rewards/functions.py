@@ -1,4 +1,4 @@
-"""The built-in reward functions, each with the signature that users' own have.
+"""The built-in reward functions of texts and programs, each with the signature that users' own have.
 
 Each names what it needs of one sample: ``prompt`` and ``completion``, ``prompt_ids`` and ``completion_ids``, and fields
 of the task's data. Wrong reference data raises ValueError: such a sample is excluded. A wrong completion is an ordinary
@@ -6,13 +6,11 @@ reward of 0.
 """
 
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from consumers.reward.rewards import grading, vision
-from consumers.reward.rewards import reward_model as models
+from consumers.reward.rewards import grading
 from consumers.reward.rewards.grading import final_number, gold_number
 from consumers.reward.rewards.programs import score as programs
 from consumers.reward.rewards.terms import Positive, reward
@@ -149,77 +147,3 @@ def math(completion: str, *, answer: Any, boxed_only: bool = False) -> float:
     ``boxed_only``. ``answer`` is LaTeX with or without dollars, or a number.
     """
     return float(grading.equal(str(answer), completion, boxed_only))
-
-
-@reward(needs=("reasoning_gym", "reward"))
-def reasoning_gym(completion: str, *, reasoning_gym: dict[str, Any], require_tags: bool = False) -> float:
-    """Return the score, 0 to 1, that the task of reasoning-gym itself gives.
-
-    The answer stands in the last ``<answer>…</answer>``; without one, the whole completion is the
-    answer, or nothing is with ``require_tags``. ``reasoning_gym`` comes with the dataset of that name.
-    """
-    from consumers.reward.rewards.reasoning_gym import score
-
-    return score(reasoning_gym, completion, require_tags)
-
-
-@reward(needs=("torch", "train"), settings=("path", "batch_tokens"), prepare=lambda path, **_: models.load(path))
-def reward_model(
-    prompts: list[str],
-    completions: list[str],
-    prompt_ids: list[list[int]],
-    completion_ids: list[list[int]],
-    *,
-    path: str,
-    row_ids: list[list[int]],
-    batch_tokens: Positive = 16_384,
-) -> list[float]:
-    """Return the scores of a reward model in the folder ``path``: a sequence classifier with one label.
-
-    `tidemill reward-model` trains one. It gets the policy's token ids, so it needs the policy's tokenizer. Its worker
-    loads it when it starts. Samples of similar length go through it together, ``batch_tokens`` at most in one pass. Of
-    a sample of several rows it reads the one with the last answer.
-    """
-    return models.scores(path, prompts, completions, prompt_ids, completion_ids, row_ids, batch_tokens)
-
-
-@reward(needs=("math_verify", "reward"), settings=("tolerance",))
-def geometry3k(completion: str, *, answer: Any, choices: list[Any] | None = None, tolerance: float = 0.0) -> float:
-    """1 if the completion's answer is that of a problem of Geometry3K: a number, an expression, or one of ``choices``.
-
-    It stands in the last ``\\boxed{}`` or ``<answer>``. Units, degree signs and a name before ``=`` are left out; a
-    number may differ by the share ``tolerance``. ``answer`` may be the letter of a choice in the data, or its value.
-    """
-    return float(vision.same_geometry(completion, answer, choices, tolerance))
-
-
-@reward(inline=True)
-def clevr(completion: str, *, answer: Any) -> float:
-    """1 if the completion answers a question of CLEVR as ``answer`` does: a count, yes or no, a shape, a colour.
-
-    The answer stands in the last ``<answer>``, ``\\boxed{}`` or ``[...]``, or is the whole completion if that is short.
-    Numbers may be words, and what CLEVR calls by two names is one thing.
-    """
-    return float(vision.same_scene_answer(completion, answer))
-
-
-@reward(inline=True)
-def searchr1(completion: str, *, answer: Any, aliases: Sequence[Any] = ()) -> float:
-    """1 if the last ``<answer>`` of the completion is ``answer`` or one of ``aliases``, all normalised as for SQuAD.
-
-    Normalised: lower case, without punctuation, the words a, an and the, and superfluous white space. ``answer`` may be
-    a list of names of one thing. An episode with tools may have several answers: the last counts (Jin et al. 2025,
-    Search-R1, arXiv 2503.09516, section 3.4).
-    """
-    return float(grading.same_short_answer(completion, answer, aliases))
-
-
-@reward(inline=True)
-def vqa(completion: str, *, answer: Any) -> float:
-    """Return the accuracy of an answer: ``answer`` is one text, or the list of annotators' answers, usually ten.
-
-    min(1, annotators who gave it / 3), averaged over leaving one annotator out; of one text, or of a list of fewer than
-    four, any that is equal counts in full (Antol et al. 2015, VQA, arXiv 1505.00468,
-    section 4). The completion's answer stands in the last ``<answer>`` or box, or is all of it if that is short.
-    """
-    return vision.vqa_accuracy(completion, answer)

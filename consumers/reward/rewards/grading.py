@@ -10,10 +10,12 @@ Its own time limits turn a slow comparison into "wrong"; they are off, the worke
 import logging
 import re
 import string
-from collections.abc import Iterable
+from collections.abc import Sequence
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
+
+from consumers.reward.rewards.terms import reward
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 _CURRENCY = " \t$€£*\\"
@@ -103,11 +105,13 @@ def last_answer(text: str) -> str | None:
     return text[start + len(_OPEN) : end] if start >= 0 else None
 
 
-def same_short_answer(completion: str, answer: Any, aliases: Iterable[Any]) -> bool:
-    """Return whether the last ``<answer>`` is ``answer``, an entry of that list, or an alias, all normalised.
+@reward(inline=True)
+def searchr1(completion: str, *, answer: Any, aliases: Sequence[Any] = ()) -> float:
+    """1 if the last ``<answer>`` of the completion is ``answer`` or one of ``aliases``, all normalised as for SQuAD.
 
-    Normalisation of SQuAD's evaluation: lower case, without punctuation, articles and superfluous white space.
-    ValueError if no reference has anything left.
+    Normalised: lower case, without punctuation, the words a, an and the, and superfluous white space. ``answer`` may be
+    a list of names of one thing. An episode with tools may have several answers: the last counts (Jin et al. 2025,
+    Search-R1, arXiv 2503.09516, section 3.4). ValueError if no reference has anything left.
     """
     names = {_plain(str(name)) for name in [*(answer if isinstance(answer, list) else [answer]), *aliases]} - {""}
     if not names:

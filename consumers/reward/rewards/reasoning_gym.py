@@ -9,16 +9,25 @@ import json
 from functools import lru_cache
 from typing import Any
 
+from consumers.reward.rewards.terms import reward
+
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError)
 """Errors that the scorers of boxnet, coin_flip, game_of_life and prime_factorization raise on a malformed answer.
 
 The problem itself is known to be sound by then, so the answer is at fault: an ordinary wrong one."""
 
 
-def score(recipe: dict[str, Any], completion: str, require_tags: bool) -> float:
-    """Return the task's score of the completion's answer. ValueError if the problem cannot be made again."""
+@reward(needs=("reasoning_gym", "reward"))
+def reasoning_gym(completion: str, *, reasoning_gym: dict[str, Any], require_tags: bool = False) -> float:
+    """Return the score, 0 to 1, that the task of reasoning-gym itself gives.
+
+    The answer stands in the last ``<answer>…</answer>``; without one, the whole completion is the answer, or nothing is
+    with ``require_tags``. ``reasoning_gym`` comes with the dataset of that name. ValueError if the problem cannot be
+    made again.
+    """
     from reasoning_gym.utils import extract_answer
 
+    recipe = reasoning_gym
     dataset, entry = _problem(json.dumps({**recipe, "digest": None}, sort_keys=True))
     found = hashlib.blake2b(repr((entry["question"], entry["answer"])).encode(), digest_size=8).hexdigest()
     if found != recipe["digest"]:

@@ -4,24 +4,30 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+from consumers.reward.rewards.terms import Positive, reward
+
 LEAST_FILLED = 0.75
 """Share of its row that a sequence fills at least: on a CPU padding costs more than small batches do."""
 
 
-def scores(
+@reward(needs=("torch", "train"), settings=("path", "batch_tokens"), prepare=lambda path, **_: load(path))
+def reward_model(
+    prompts: list[str],
+    completions: list[str],
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+    *,
     path: str,
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    prompt_ids: Sequence[list[int]],
-    completion_ids: Sequence[list[int]],
-    row_ids: Sequence[list[int]],
-    batch_tokens: int,
+    row_ids: list[list[int]],
+    batch_tokens: Positive = 16_384,
 ) -> list[float]:
-    """Return the logits of a sequence classifier with one label, for prompt, completion and the token that ends it.
+    """Return the scores of a reward model in the folder ``path``: a sequence classifier with one label.
 
-    It gets the ids themselves, as in its training: a prompt's text has lost its special tokens, and with them the turns
-    of a chat. path: its folder or hub id. row_ids: of one row each. batch_tokens: most tokens of a pass, padding
-    included. ValueError if it has more labels than one, or another tokenizer.
+    `tidemill reward-model` trains one. It gets the policy's token ids and the token that ends the answer, as in its
+    training: a prompt's text has lost its special tokens, and with them the turns of a chat. Its worker loads it when
+    it starts. Samples of similar length go through it together, ``batch_tokens`` at most in one pass, with padding. Of
+    a sample of several rows it reads the one with the last answer. ValueError if it has another tokenizer than the
+    policy, or more labels than one.
     """
     model, tokenizer = load(path)
     added = tokenizer.added_tokens_decoder.items()

@@ -4,11 +4,11 @@ What they are about is text here: the answer in the completion's last box or ``<
 """
 
 import re
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 from consumers.reward.rewards import grading
+from consumers.reward.rewards.terms import reward
 
 _BRACKETS = re.compile(r"\[\s*([^\[\]]{1,40}?)\s*\]")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
@@ -35,10 +35,13 @@ _SYNONYMS = {
 _NEAR = 1e-6
 
 
-def same_geometry(completion: str, answer: Any, choices: Sequence[Any] | None, tolerance: float) -> bool:
-    """Return whether the completion's answer is the reference: a letter of ``choices``, a number, or an expression.
+@reward(needs=("math_verify", "reward"), settings=("tolerance",))
+def geometry3k(completion: str, *, answer: Any, choices: list[Any] | None = None, tolerance: float = 0.0) -> float:
+    """1 if the completion's answer is that of a problem of Geometry3K: a number, an expression, or one of ``choices``.
 
-    tolerance: share of the reference by which a number may differ. ValueError if the reference is not one.
+    It stands in the last ``\\boxed{}`` or ``<answer>``. Units, degree signs and a name before ``=`` are left out; a
+    number may differ by the share ``tolerance``. ``answer`` may be the letter of a choice in the data, or its value.
+    ValueError if it is not an answer.
     """
     gold = str(answer).strip()
     letter = None
@@ -61,10 +64,12 @@ def same_geometry(completion: str, answer: Any, choices: Sequence[Any] | None, t
     return bool(found) and grading.equal(gold, f"\\boxed{{{found}}}", boxed_only=True)
 
 
-def same_scene_answer(completion: str, answer: Any) -> bool:
-    """Return whether the completion answers a question about a scene like the reference: a count, yes or no, or a word.
+@reward(inline=True)
+def clevr(completion: str, *, answer: Any) -> float:
+    """1 if the completion answers a question of CLEVR as ``answer`` does: a count, yes or no, a shape, a colour.
 
-    The answer stands in the last ``<answer>``, box or brackets; else it is the whole completion, if that is short.
+    The answer stands in the last ``<answer>``, ``\\boxed{}`` or ``[...]``, or is the whole completion if that is short.
+    Numbers may be words, and what CLEVR calls by two names is one thing.
     """
     gold = _word(str(answer))
     if not gold:
@@ -85,11 +90,13 @@ def same_scene_answer(completion: str, answer: Any) -> bool:
     return same_kind == {gold}
 
 
-def vqa_accuracy(completion: str, answer: Any) -> float:
-    """Return the accuracy of VQA: min(1, annotators who gave it / 3), averaged over leaving one annotator out.
+@reward(inline=True)
+def vqa(completion: str, *, answer: Any) -> float:
+    """Return the accuracy of an answer: ``answer`` is one text, or the list of annotators' answers, usually ten.
 
-    answer: one text, or the list of annotators' answers; of fewer than four, one that is equal counts in full.
-    The answer stands in the last ``<answer>`` or box, or is the whole completion if that has at most five words.
+    min(1, annotators who gave it / 3), averaged over leaving one annotator out; of one text, or of a list of fewer than
+    four, any that is equal counts in full (Antol et al. 2015, VQA, arXiv 1505.00468, section 4). The completion's
+    answer stands in the last ``<answer>`` or box, or is all of it if that has at most five words.
     """
     answers = [_spoken(str(one)) for one in (answer if isinstance(answer, list) else [answer])]
     if not any(answers):

@@ -16,7 +16,7 @@ from consumers.offline.loop import MemoryLimits
 from consumers.offline.pairs import Preference, encode
 from consumers.offline.preference import train_dpo, train_reward_model
 from consumers.offline.sft import train_sft
-from consumers.reward.rewards.reward_model import scores
+from consumers.reward.rewards.reward_model import reward_model
 from producers.engines.base import Completion
 from producers.tokenizer import HfTokenizer
 from producers.workflows.trajectory_builder import TrajectoryBuilder
@@ -189,7 +189,7 @@ def test_a_reward_model_with_another_tokenizer_is_an_error_and_no_reward(model: 
     pairs = preferences(PROMPTS["text"])
     train_reward_model(model, pairs, pairs, settings, load_tokenizer=HfTokenizer)
     with pytest.raises(ValueError, match="another tokenizer than the policy"):
-        scores(str(settings.out), ["12+34="], ["46"], [[4, 5, 6]], [[7, 8]], [[4, 5, 6, 7, 8]], 1024)
+        reward_model(["12+34="], ["46"], [[4, 5, 6]], [[7, 8]], path=str(settings.out), row_ids=[[4, 5, 6, 7, 8]])
 
 
 def test_an_example_that_is_longer_than_the_model_reads_is_named(model: ModelConfig, tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from benchmarks.rewards.model import make_reward_model, make_samples, measure
 from broker.client import Broker
 from broker.connection.keys import REWARD
 from broker.flow.trainer_session import ScoredSample, TrainerSession
-from consumers.reward.rewards.reward_model import batches
-from consumers.reward.rewards.reward_model import scores as model_scores
+from consumers.reward.rewards.reward_model import batches, reward_model
 from consumers.reward.scorer import Scorer, reward_input
 from consumers.reward.service import RewardService
 from schemas.codec import Array
@@ -165,7 +164,8 @@ def test_a_batch_gives_each_sequence_the_score_that_it_has_alone(tmp_path: Path,
     def score(part: list, batch_tokens: int) -> list[float]:
         columns = ("prompt", "completion", "prompt_ids", "completion_ids")
         values = [[getattr(sample, name) for sample in part] for name in columns]
-        return model_scores(str(tmp_path), *values, [sample.field("row_ids") for sample in part], batch_tokens)
+        row_ids = [sample.field("row_ids") for sample in part]
+        return reward_model(*values, path=str(tmp_path), row_ids=row_ids, batch_tokens=batch_tokens)
 
     alone = [score([sample], 10_000)[0] for sample in inputs]
     assert len({round(value, 4) for value in alone}) == len(inputs)

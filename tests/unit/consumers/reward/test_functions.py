@@ -9,19 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.reward.rewards.functions import (
-    clevr,
-    exact,
-    format,
-    geometry3k,
-    gsm8k,
-    length,
-    math,
-    reasoning_gym,
-    searchr1,
-    vqa,
-)
-from consumers.reward.rewards.grading import final_number, gold_number
+from consumers.reward.rewards.functions import exact, format, gsm8k, length, math
+from consumers.reward.rewards.grading import final_number, gold_number, searchr1
+from consumers.reward.rewards.reasoning_gym import reasoning_gym
+from consumers.reward.rewards.vision import clevr, geometry3k, vqa
 
 
 def value(function, completion: str, tokens: int = 0, **data):
