@@ -50,9 +50,8 @@ def run_reward(config: TidemillConfig, name: str) -> None:
         scorer = Scorer(config.reward, config.base, config.trace is not None)
         held_out = _eval_scorers(config)
     joined = JoinedRun(config.folder)
-    queue = broker.score_queue(name)
     service = RewardService(
-        queue,
+        broker.score_queue(name),
         scorer,
         held_out,
         lease_s=2 * config.reward.timeout_s + 10,
@@ -61,7 +60,7 @@ def run_reward(config: TidemillConfig, name: str) -> None:
     )
     renew_s = config.reward.timeout_s / 2
     heartbeat = HeartbeatThread(
-        broker, name, "reward", service.describe, queue.renew_leases, renew_s, probes=config.probes, sole=True
+        broker, name, "reward", service.describe, service.renew, renew_s, probes=config.probes, sole=True
     )
     with stop.ending_within(SILENT_S, broker.connection.silent_s), heartbeat:
         asyncio.run(service.run(stop))
@@ -114,6 +113,10 @@ class RewardService:
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
         return "running", -1, {name: float(count) for name, count in self._counts.items()}
+
+    def renew(self) -> None:
+        """Renew the leases of the trajectories that are being scored."""
+        self._queue.renew_leases()
 
     async def run(self, stop: StopFlag) -> None:
         """Score until ``stop`` is set; then give back what has not begun, and score the rest."""

@@ -79,7 +79,7 @@ class EpisodeImages:
     def resolve(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with each image replaced by its digest; DataError names an image that can't be used."""
         resolved = [
-            {**message, "content": self.resolve_content(message.get("content"), f"messages[{at}]")}
+            {**message, "content": self.resolve_content(message["content"], f"messages[{at}]")}
             if isinstance(message.get("content"), list)
             else message
             for at, message in enumerate(messages)

@@ -10,6 +10,22 @@ LEAST_FILLED = 0.75
 """Share of its row that a sequence fills at least: on a CPU padding costs more than small batches do."""
 
 
+@lru_cache(maxsize=2)
+def load(path: str) -> tuple[Any, Any]:
+    """Model and tokenizer, which stay loaded. ValueError if it has more labels than one."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    if model.config.num_labels != 1:
+        raise ValueError(f"{path} has {model.config.num_labels} labels, a reward model has one")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    settings = model.config.get_text_config()
+    if settings.pad_token_id is None:
+        # The score is read at the last token that is no padding, so padding may be any id but the last one.
+        settings.pad_token_id = 0 if tokenizer.eos_token_id != 0 else 1
+    return model.eval(), tokenizer
+
+
 @reward(needs=("torch", "train"), settings=("path", "batch_tokens"), prepare=lambda path, **_: load(path))
 def reward_model(
     prompts: list[str],
@@ -87,19 +103,3 @@ def same_tokenizer(
     # An agent's texts are of its last answer, with which its row ends.
     known = text(prompt_ids) == prompt or text(completion_ids) == completion
     return known or bool(completion and text(row_ids).endswith(completion))
-
-
-@lru_cache(maxsize=2)
-def load(path: str) -> tuple[Any, Any]:
-    """Model and tokenizer, which stay loaded. ValueError if it has more labels than one."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    model = AutoModelForSequenceClassification.from_pretrained(path)
-    if model.config.num_labels != 1:
-        raise ValueError(f"{path} has {model.config.num_labels} labels, a reward model has one")
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    settings = model.config.get_text_config()
-    if settings.pad_token_id is None:
-        # The score is read at the last token that is no padding, so padding may be any id but the last one.
-        settings.pad_token_id = 0 if tokenizer.eos_token_id != 0 else 1
-    return model.eval(), tokenizer

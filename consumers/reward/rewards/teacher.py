@@ -20,6 +20,15 @@ from schemas.codec import Array
 from schemas.messages import Segment, rows_of
 
 
+@lru_cache(maxsize=2)
+def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
+
+
 @reward(
     needs=("torch", "train"),
     settings=("model", "batch_tokens", "dtype", "device"),
@@ -79,15 +88,6 @@ def _forward(causal_lm: Any, rows: Sequence[npt.NDArray[np.int64]], temperatures
         chosen = logits.gather(-1, tokens[:, 1:, None])[..., 0] - logits.logsumexp(-1)
     values = torch.nn.functional.pad(chosen, (1, 0)).clamp(max=0.0).cpu().numpy()
     return [own[: len(row)] for own, row in zip(values, rows, strict=True)]
-
-
-@lru_cache(maxsize=2)
-def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
 
 
 def _check_self(system: str | None = None, template: str | None = None) -> None:

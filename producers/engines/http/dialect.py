@@ -26,7 +26,7 @@ class Dialect(Protocol):
     def client(self, place: PrivatePlace, key: str | None) -> ServerClient:
         """Return the connection to the server that the command launched. key: the one that the user set."""
 
-    def environment(self, settings: EngineSettings) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """Return environment variables that the server needs; those already set take precedence."""
 
     async def check(self, client: ServerClient, settings: EngineSettings, folder: Path) -> str:

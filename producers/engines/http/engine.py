@@ -89,7 +89,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         if self._http.url is None:
             self._place = PrivatePlace()
             command = await asyncio.to_thread(self.dialect.command, self._settings, folder, self._place)
-            self._server = LaunchedServer(command, self.dialect.environment(self._settings))
+            self._server = LaunchedServer(command, self.dialect.environment())
             client = self.dialect.client(self._place, key)
         else:
             client = ServerClient(self._http.url, key)

@@ -96,7 +96,7 @@ class SglangDialect:
     def client(self, place: PrivatePlace, key: str | None) -> ServerClient:
         return ServerClient(f"http://{HOST}:{place.port}", place.key)
 
-    def environment(self, settings: EngineSettings) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         if has_gpu():
             return {}
         return {

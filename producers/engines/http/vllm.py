@@ -16,23 +16,17 @@ from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.http.dialect import has_gpu, options
 from producers.engines.http.server import PrivatePlace
 from producers.engines.http.streamed_sample import UNREADABLE, GrowingSample
+from producers.engines.vllm.arguments import OURS
 from producers.engines.vllm.before_import import vllm_variables
 from producers.engines.vllm.plugin import BACKEND
 from schemas.errors import ConfigError, InfraError
 
 _OURS = {
-    "model": "it is model.path",
+    **OURS,
     "host": "a launched server listens on a unix socket",
     "port": "a launched server listens on a unix socket",
     "uds": "a launched server listens on a unix socket of its own",
-    "dtype": "it is model.dtype",
-    "max_model_len": "it is model.max_length",
-    "max_num_seqs": "it is generator.max_samples",
-    "trust_remote_code": "it is model.trust_remote_code",
-    "logprobs_mode": "training needs the log-probabilities of the distribution that was sampled from",
     "generation_config": "set sampling instead",
-    "override_generation_config": "set sampling instead",
-    "weight_transfer_config": "weights come from the trainer",
     "enable_scale_out": "it is always on",
     "enable_lora": "the engine http loads whole models only",
 }
@@ -75,7 +69,7 @@ class VllmDialect:
     def client(self, place: PrivatePlace, key: str | None) -> ServerClient:
         return ServerClient("http://localhost", key, place.socket)
 
-    def environment(self, settings: EngineSettings) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         return vllm_variables(on_cpu=not has_gpu()) | {"VLLM_SERVER_DEV_MODE": "1"}
 
     async def check(self, client: ServerClient, settings: EngineSettings, folder: Path) -> str:

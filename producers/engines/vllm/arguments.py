@@ -9,7 +9,7 @@ from typing import Any
 
 from schemas.errors import ConfigError
 
-_OURS = {
+OURS = {
     "model": "it is model.path",
     "dtype": "it is model.dtype",
     "max_model_len": "it is model.max_length",
@@ -18,6 +18,10 @@ _OURS = {
     "logprobs_mode": "training needs the log-probabilities of the distribution that was sampled from",
     "override_generation_config": "set sampling instead",
     "weight_transfer_config": "weights come from the trainer",
+}
+"""Arguments that users can't set, for the engine in this process and for servers, each with the reason."""
+_OURS = {
+    **OURS,
     "enable_lora": "trainer.lora sets it",
     "mm_device_do_normalize": "images are cut into patches as in the trainer",
     "enable_return_routed_experts": "trainer.router_replay sets it",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError)
 """Exceptions of some of its scorers for a malformed answer."""
 
 
+@dataclass
 class Retry:
     """The task that the dataset ``reasoning_gym`` gave, up to ``tries`` times.
 
@@ -16,14 +18,12 @@ class Retry:
     each try more the reward is multiplied by it.
     """
 
-    def __init__(
-        self,
-        tries: int = 3,
-        hint: str = "That scores {score:.2f} of 1. Try again.",
-        enough: float = 1.0,
-        discount: float = 0.9,
-    ) -> None:
-        self._tries, self._hint, self._enough, self._discount = tries, hint, enough, discount
+    tries: int = 3
+    hint: str = "That scores {score:.2f} of 1. Try again."
+    enough: float = 1.0
+    discount: float = 0.9
+
+    def __post_init__(self) -> None:
         self._made = 0
 
     def reset(self, task: dict[str, Any]) -> None:
@@ -47,6 +47,6 @@ class Retry:
         except _UNREADABLE:
             score = 0.0
         self._made += 1
-        if score >= self._enough or self._made == self._tries:
-            return "", score * self._discount ** (self._made - 1), True
-        return self._hint.format(score=score), None, False
+        if score >= self.enough or self._made == self.tries:
+            return "", score * self.discount ** (self._made - 1), True
+        return self.hint.format(score=score), None, False
