@@ -14,7 +14,6 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
@@ -126,58 +125,9 @@ def named_parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def sample_keywords(
-    sample: RewardInput,
-    form: Form,
-    own: frozenset[str],
-    fields: frozenset[str],
-    accepts: frozenset[str] | None,
-    settings: frozenset[str],
-) -> dict[str, Any]:
-    """Return the arguments of a function of one sample: those of ``own``, named fields, and data that it accepts."""
-    data = sample.data
-    keywords = {name: sample.field(name) for name in fields} | {
-        name: data[name]
-        for name in (data if accepts is None else accepts & data.keys())
-        if name not in OWN[form] and name not in settings
-    }
-    return keywords | {name: value for name, value in zip(OWN[form], positional(sample), strict=True) if name in own}
-
-
 def positional(sample: RewardInput) -> tuple[str, str, list[int], list[int]]:
     """Return what a function with ``*args`` gets in this order."""
     return sample.prompt, sample.completion, sample.prompt_ids, sample.completion_ids
-
-
-def list_keywords(
-    samples: Sequence[RewardInput],
-    fields: frozenset[str],
-    accepts: frozenset[str] | None,
-    settings: frozenset[str],
-    chat: bool | None,
-    log: Log,
-) -> dict[str, Any]:
-    """Return the arguments of a function of lists: by name a value for each sample, None if its data has none.
-
-    chat: prompts and completions are lists of messages, as in TRL for conversational data; None: where the data is.
-    """
-    columns: dict[str, Any] = {name: [sample.field(name) for sample in samples] for name in fields}
-    for name in dict.fromkeys(key for sample in samples for key in sample.data):
-        if (accepts is None or name in accepts) and name not in settings and name not in ("prompt", "completion"):
-            columns[name] = [sample.data.get(name) for sample in samples]
-    chats = [isinstance(sample.data.get("prompt"), list) if chat is None else chat for sample in samples]
-    own: dict[str, Any] = {
-        "prompts": [_prompt_messages(one) if talks else one.prompt for one, talks in zip(samples, chats, strict=True)],
-        "completions": [
-            _answer_messages(one) if talks else one.completion for one, talks in zip(samples, chats, strict=True)
-        ],
-        "prompt_ids": [sample.prompt_ids for sample in samples],
-        "completion_ids": [sample.completion_ids for sample in samples],
-        "trainer_state": SimpleNamespace(global_step=max(sample.version for sample in samples)),
-        "log_metric": log.metric,
-        "log_extra": log.extra,
-    }
-    return columns | {name: values for name, values in own.items() if accepts is None or name in accepts}
 
 
 class Log:
@@ -224,7 +174,8 @@ def verl_keywords(sample: RewardInput, accepts: frozenset[str] | None) -> dict[s
     return {name: value for name, value in keywords.items() if accepts is None or name in accepts}
 
 
-def _prompt_messages(sample: RewardInput) -> list[dict[str, Any]]:
+def prompt_messages(sample: RewardInput) -> list[dict[str, Any]]:
+    """Return a sample's prompt as messages, as TRL's functions get it for conversational data."""
     messages = sample.data.get("messages")
     if isinstance(messages, list) and messages:
         return list(messages[:-1])
@@ -234,7 +185,8 @@ def _prompt_messages(sample: RewardInput) -> list[dict[str, Any]]:
     return [{"role": "user", "content": sample.prompt}]
 
 
-def _answer_messages(sample: RewardInput) -> list[dict[str, Any]]:
+def answer_messages(sample: RewardInput) -> list[dict[str, Any]]:
+    """Return a sample's completion as a list of one message."""
     messages = sample.data.get("messages")
     if isinstance(messages, list) and messages:
         return [messages[-1]]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -26,13 +27,13 @@ from consumers.reward.rewards.signatures import (
     Form,
     Log,
     RewardInput,
+    answer_messages,
     find_form,
     from_class,
-    list_keywords,
     named_parameters,
     numbers_of,
     positional,
-    sample_keywords,
+    prompt_messages,
     takes_text,
     verl_keywords,
 )
@@ -175,9 +176,7 @@ class Term:
         """Call a function of lists. If it fails on several samples it is called on each, so that one costs no other."""
         started, log = time.perf_counter(), Log(len(samples))
         try:
-            values = self.function(
-                **list_keywords(samples, self.fields, self.accepts, self.settings, self.chat, log), **self.args
-            )
+            values = self.function(**self._columns(samples, log), **self.args)
             if inspect.isawaitable(values):
                 values = finish(_finish(values))
             values = values.tolist() if hasattr(values, "tolist") else values
@@ -200,8 +199,42 @@ class Term:
     def _start(self, sample: RewardInput) -> Any:
         if self.form == "verl":
             return self.function(**verl_keywords(sample, self.accepts), **self.args)
-        keywords = sample_keywords(sample, self.form, self.own, self.fields, self.accepts, self.settings) | self.args
-        return self.function(*(positional(sample) if self.form == "positional" else ()), **keywords)
+        given = positional(sample) if self.form == "positional" else ()
+        return self.function(*given, **(self._keywords(sample) | self.args))
+
+    def _keywords(self, sample: RewardInput) -> dict[str, Any]:
+        """Return what a function of one sample gets: those of ``own``, named fields, and data that it accepts."""
+        accepted = sample.data.keys() if self.accepts is None else self.accepts & sample.data.keys()
+        data = {
+            name: sample.data[name] for name in accepted if name not in OWN[self.form] and name not in self.settings
+        }
+        own = zip(OWN[self.form], positional(sample), strict=True)
+        return (
+            {name: sample.field(name) for name in self.fields}
+            | data
+            | {name: value for name, value in own if name in self.own}
+        )
+
+    def _columns(self, samples: Sequence[RewardInput], log: Log) -> dict[str, Any]:
+        """Return what a function of lists gets: by name a value for each sample, None if its data has none."""
+        accepts = self.accepts
+        columns: dict[str, Any] = {name: [sample.field(name) for sample in samples] for name in self.fields}
+        for name in dict.fromkeys(key for sample in samples for key in sample.data):
+            accepted = (accepts is None or name in accepts) and name not in self.settings
+            if accepted and name not in ("prompt", "completion"):
+                columns[name] = [sample.data.get(name) for sample in samples]
+        chats = [isinstance(one.data.get("prompt"), list) if self.chat is None else self.chat for one in samples]
+        pairs = list(zip(samples, chats, strict=True))
+        own: dict[str, Any] = {
+            "prompts": [prompt_messages(one) if talks else one.prompt for one, talks in pairs],
+            "completions": [answer_messages(one) if talks else one.completion for one, talks in pairs],
+            "prompt_ids": [sample.prompt_ids for sample in samples],
+            "completion_ids": [sample.completion_ids for sample in samples],
+            "trainer_state": SimpleNamespace(global_step=max(sample.version for sample in samples)),
+            "log_metric": log.metric,
+            "log_extra": log.extra,
+        }
+        return columns | {name: values for name, values in own.items() if accepts is None or name in accepts}
 
     def _score(self, sample: RewardInput, value: Any, seconds: float) -> TermResult:
         if self.teacher:
