@@ -15,7 +15,7 @@ from producers.agents.sessions import Sessions
 from producers.agents.workers.notes import Notes
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from producers.conversation.chat_template import ChatTemplate
-from producers.conversation.conversation import BEGINNINGS, Conversation, History
+from producers.conversation.conversation import BEGINNINGS, Conversation
 from producers.conversation.images import ImageLimits, episode_images, task_messages
 from producers.workflows.base import FailedSample, RolloutContext
 from producers.workflows.trajectory_builder import SampledCompletion, size_metrics
@@ -51,7 +51,6 @@ class EpisodeServices:
     settings: AgentsConfig
     policy: PolicyHandle
     template: ChatTemplate
-    history: History
     sessions: Sessions
     workers: AgentRunner
     alarm: FailureAlarm
@@ -81,9 +80,7 @@ class AgentEpisode:
         while True:
             session = Session(
                 self._services.policy,
-                Conversation(
-                    self._services.template, self._services.history, episode_images(rollout, self._services.images)
-                ),
+                Conversation(self._services.template, settings.history, episode_images(rollout, self._services.images)),
                 rollout.sampling,
                 partial,
                 rollout.save,

@@ -13,9 +13,8 @@ from producers.agents.episode import AgentEpisode, AgentRunner, EpisodeServices
 from producers.agents.outcomes import FailureAlarm
 from producers.agents.session import PolicyHandle
 from producers.agents.sessions import Sessions
-from producers.agents.workers.check import check_agent
 from producers.agents.workers.pool import AgentWorkers
-from producers.agents.workers.start import AgentProgram
+from producers.agents.workers.start import AgentProgram, check_agent
 from producers.conversation.images import ImageLimits
 from producers.conversation.parsing.factory import make_parser
 from producers.conversation.template_check import open_template
@@ -97,7 +96,6 @@ class AgentWorkflow:
             settings=settings,
             policy=policy,
             template=template,
-            history=settings.history,
             sessions=sessions,
             workers=workers,
             alarm=FailureAlarm(settings.alarm),

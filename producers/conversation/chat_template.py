@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from producers.conversation.messages import Message, arguments_value, content_text, part_text, reasoning_text
+from producers.conversation.messages import REASONING, Message, arguments_value, content_text, part_text, reasoning_text
 from producers.tokenizer import HfTokenizer
 from schemas.errors import DataError
 
@@ -21,7 +21,6 @@ _FROM_OUTSIDE = ("user", "tool", "function")
 _Style = tuple[str | None, bool]
 _STYLES: tuple[_Style, ...] = (("", False), (None, False), ("", True), (None, True))
 """Forms of an answer with tool calls and no text: its content, and whether its arguments are text."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 class ChatTemplate:
@@ -139,7 +138,7 @@ class ChatTemplate:
     @cached_property
     def _reasoning_keys(self) -> list[str]:
         source = self._tokenizer.chat_template
-        return [key for key in _REASONING if re.search(rf"""[.'"]{key}\b""", source)][:1]
+        return [key for key in REASONING if re.search(rf"""[.'"]{key}\b""", source)][:1]
 
     def _render(
         self,
@@ -165,7 +164,7 @@ class ChatTemplate:
         if message.get("role") != "assistant":
             return fitted
         reasoning = reasoning_text(message)
-        for key in _REASONING:
+        for key in REASONING:
             fitted.pop(key, None)
         if reasoning is not None:
             fitted.update(dict.fromkeys(self._reasoning_keys, reasoning))

@@ -14,7 +14,7 @@ Message = dict[str, Any]
 """A message in the form of OpenAI's chat: role, content, and optionally tool_calls, tool_call_id, reasoning_content."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 _SHORTEST = 3
 
 
@@ -57,7 +57,7 @@ def image_digests(messages: Sequence[Message]) -> list[str]:
 
 def reasoning_text(message: Message) -> str | None:
     """Return the reasoning of an answer; None if it has none, because clients drop it."""
-    text = next((message[key] for key in _REASONING if isinstance(message.get(key), str)), "")
+    text = next((message[key] for key in REASONING if isinstance(message.get(key), str)), "")
     return text.strip() or None
 
 

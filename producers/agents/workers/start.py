@@ -1,6 +1,7 @@
-"""The start of a worker process: its interpreter, its environment, and the connection to it."""
+"""The start of a worker process, and the check before a run that it can load the agent, in the same interpreter."""
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +11,14 @@ from typing import Any
 import msgspec
 
 from producers import runner
-from producers.agents.workers.protocol import AgentSetup
+from producers.agents.workers.protocol import SAID, AgentReady, AgentRefused, AgentSetup
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
 from schemas.system.guarded_process import environment
+from schemas.system.sandbox.jail import choose
 from schemas.system.worker_process import WorkerProcess
+
+CHECK_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -57,3 +61,38 @@ def start_runner(agent: AgentProgram, option: str = "") -> tuple[WorkerProcess, 
     )
     program = [python, str(Path(runner.__file__).parent), "agents", *([option] if option else [])]
     return WorkerProcess(program, "agent-worker", environment(settings.env, own)), msgspec.json.encode(setup)
+
+
+def check_agent(agent: AgentProgram) -> None:
+    """Raise ConfigError unless the agent can be loaded and takes its arguments.
+
+    It is imported in its own process, but neither built nor called; of a command, only the program is looked up.
+    """
+    run, command, settings = agent.run, agent.command, agent.settings
+    agent.check_sandbox()
+    if settings.sandbox != "none":
+        choose(settings.sandbox)
+    if command:
+        program = str(agent.base / command[0]) if os.sep in command[0] else command[0]
+        if shutil.which(program, path=environment(settings.env).get("PATH")) is None:
+            raise ConfigError(f"generator.workflow.args.command: {command[0]!r} is not a program that can be run")
+        return
+    try:
+        process, setup = start_runner(agent, "--check")
+    except OSError as error:
+        raise ConfigError(f"generator.workflow.args.run: {run} cannot be checked: {error}") from error
+    try:
+        line = process.ask(setup, CHECK_TIMEOUT_S)
+    except OSError:
+        line = b""
+    finally:
+        how = process.kill()
+    try:
+        reply = SAID.decode(line)
+    except ValueError:
+        reply = None
+    if isinstance(reply, AgentRefused):
+        raise ConfigError(f"generator.workflow.args.run: {reply.error}")
+    if not isinstance(reply, AgentReady):
+        late = f"it is not loaded after {CHECK_TIMEOUT_S:g} s" if how == "SIGKILL" else f"its process ended with {how}"
+        raise ConfigError(f"generator.workflow.args.run: {run} cannot be checked: {late}")

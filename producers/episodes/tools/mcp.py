@@ -21,7 +21,7 @@ import structlog
 
 from producers.conversation.images import Content, image_part
 from producers.episodes.tools.functions import Tool, ToolError, ToolLost, ToolSource
-from schemas.errors import ConfigError, describe_error, printable
+from schemas.errors import ConfigError, describe_error, first_error, printable
 from schemas.system.guarded_process import environment
 
 log = structlog.get_logger()
@@ -264,6 +264,4 @@ def _text(block: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return describe_error(error)
+    return describe_error(first_error(error) if isinstance(error, BaseExceptionGroup) else error)

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from broker.connection.embedded import EmbeddedServer
-from producers.agents.workers.check import check_agent
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
-from producers.agents.workers.start import AgentProgram
+from producers.agents.workers.start import AgentProgram, check_agent
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
 from tests.support.servers.scripted_server import serving

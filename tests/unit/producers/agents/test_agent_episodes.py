@@ -13,12 +13,11 @@ import pytest
 
 from broker.queues.consumer_group import Delivery
 from producers.agents.outcomes import WINDOW, EpisodeFailure, EpisodeOutcome, FailureAlarm, judge
-from producers.agents.workers import check
-from producers.agents.workers.check import check_agent
+from producers.agents.workers import start
 from producers.agents.workers.notes import Notes
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentResult
-from producers.agents.workers.start import AgentProgram
+from producers.agents.workers.start import AgentProgram, check_agent
 from producers.generator.rollout import NotFinite, Rollout, check_finite, head, longest, with_earlier
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
@@ -195,7 +194,7 @@ def test_an_agent_is_checked_and_not_run_before_anything_else_begins(
     )
     (base / "ends.py").write_text("import os\nos._exit(3)\n")
     (base / "hangs.py").write_text("import time\ntime.sleep(3600)\n")
-    monkeypatch.setattr(check, "CHECK_TIMEOUT_S", 1.0 if run == "hangs.py:run" else 20.0)
+    monkeypatch.setattr(start, "CHECK_TIMEOUT_S", 1.0 if run == "hangs.py:run" else 20.0)
     settings = AgentsConfig(python=None if python is None else Path(python))
     if not reason:
         check_agent(AgentProgram(run, None, args, base, settings))

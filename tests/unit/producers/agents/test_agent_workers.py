@@ -102,8 +102,7 @@ def test_a_daemon_that_an_agent_started_ends_with_its_process(base: Path, then: 
 
 PARENT = """
 import asyncio, pathlib
-from producers.agents.workers import check, process
-from producers.agents.workers.check import check_agent
+from producers.agents.workers import process
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob
 from producers.agents.workers.start import AgentProgram
