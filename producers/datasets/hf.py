@@ -3,6 +3,7 @@
 The rows keep the order of the split; the library's memory-mapped tables hold them.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from producers.datasets.rows import RowReader
 from schemas.errors import ConfigError
 
 
-class HuggingFace:
+@dataclass(eq=False)
+class HuggingFace(RowReader):
     """One split of a dataset.
 
     path: a folder (from ``save_to_disk``, or of data files), relative to ``base``, or a hub id.
@@ -19,34 +21,23 @@ class HuggingFace:
     The other arguments are those of RowReader.
     """
 
-    def __init__(
-        self,
-        base: Path,
-        path: str,
-        split: str = "train",
-        name: str | None = None,
-        revision: str | None = None,
-        prompt: str = "prompt",
-        answer: str | None = "answer",
-        template: str | None = None,
-        system: str | None = None,
-        chat: bool = False,
-        fields: list[str] | dict[str, str] | None = None,
-        where: dict[str, Any] | None = None,
-        image: str | list[str] | None = None,
-        frames: int | None = None,
-    ) -> None:
-        self._base = base
-        self._where = f"{path}[{split}]"
-        self._rows = RowReader(prompt, answer, template, system, chat, fields, where, image, frames)
-        self._table = self._matching(load_table(base, path, split, name, revision))
+    base: Path
+    path: str
+    split: str = "train"
+    name: str | None = None
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._label = f"{self.path}[{self.split}]"
+        self._table = self._matching(load_table(self.base, self.path, self.split, self.name, self.revision))
 
     def _matching(self, table: Any) -> Any:
         """Return the rows that match ``where``; ConfigError if there is no such column."""
-        for name, few in self._rows.where.items():
+        for name, few in self._wanted.items():
             if name not in table.column_names:
                 known = ", ".join(map(repr, table.column_names))
-                raise ConfigError(f"{self._where} has no column {name!r}, it has {known}")
+                raise ConfigError(f"{self._label} has no column {name!r}, it has {known}")
             table = table.select([index for index, value in enumerate(table[name]) if value in few])
         return table
 
@@ -56,7 +47,7 @@ class HuggingFace:
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
-        return self._rows.read(self._table[index], f"{self._where} row {index}", self._base)
+        return self.read(self._table[index], f"{self._label} row {index}", self.base)
 
 
 def load_table(base: Path, path: str, split: str, name: str | None = None, revision: str | None = None) -> Any:

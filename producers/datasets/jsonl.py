@@ -11,6 +11,7 @@ import codecs
 import glob
 import itertools
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +22,23 @@ from producers.datasets.rows import RowReader
 from schemas.errors import ConfigError, DataError, InfraError
 
 
-class Jsonl:
+@dataclass(eq=False)
+class Jsonl(RowReader):
     """``path`` is one file, a glob (its files in sorted order) or a list of these, relative to ``base``.
 
     The other arguments are those of RowReader. Blank lines are skipped. Paths of images start from the file's folder.
     """
 
-    def __init__(
-        self,
-        base: Path,
-        path: str | list[str],
-        prompt: str = "prompt",
-        answer: str | None = "answer",
-        template: str | None = None,
-        system: str | None = None,
-        chat: bool = False,
-        fields: list[str] | dict[str, str] | None = None,
-        where: dict[str, Any] | None = None,
-        image: str | list[str] | None = None,
-        frames: int | None = None,
-    ) -> None:
-        self._rows = RowReader(prompt, answer, template, system, chat, fields, where, image, frames)
-        self._files = _find(base, [path] if isinstance(path, str) else path)
+    base: Path
+    path: str | list[str]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._files = _find(self.base, [self.path] if isinstance(self.path, str) else self.path)
         self._offsets = [self._index(file) for file in self._files]
         self._ends = list(itertools.accumulate(len(offsets) for offsets in self._offsets))
         if not len(self):
-            taken = f" that where {where} takes" if where else ""
+            taken = f" that where {self.where} takes" if self.where else ""
             raise ConfigError(f"dataset 'jsonl': there is no row{taken} in {', '.join(map(str, self._files))}")
 
     def __len__(self) -> int:
@@ -67,7 +59,7 @@ class Jsonl:
         return self._parse(line, f"{self._files[at]} at byte {offset}", self._files[at].parent)
 
     def _parse(self, line: bytes, where: str, folder: Path, load: bool = True) -> Example:
-        example = self._rows.read(_decode(line, where), where, folder, load)
+        example = self.read(_decode(line, where), where, folder, load)
         _check_numbers(example.data, where)
         return example
 
@@ -81,7 +73,7 @@ class Jsonl:
                         # The mark that editors of Windows put before the first row.
                         offset, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
                     place = f"{file}:{number}"
-                    if line.strip() and self._rows.takes(_decode(line, place), place):
+                    if line.strip() and self.takes(_decode(line, place), place):
                         self._parse(line, place, file.parent, load=False)
                         offsets.append(offset)
                     offset += len(line)

@@ -6,6 +6,7 @@ reference answer, and how text becomes a prompt or a conversation.
 
 import string
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, ContentPart
 
 
+@dataclass(eq=False)
 class RowReader:
     """Makes an Example of a row.
 
@@ -32,34 +34,30 @@ class RowReader:
     frames: most frames that a moving picture gives, evenly spaced, each an image; by default the first alone.
     """
 
-    def __init__(
-        self,
-        prompt: str = "prompt",
-        answer: str | None = "answer",
-        template: str | None = None,
-        system: str | None = None,
-        chat: bool = False,
-        fields: list[str] | dict[str, str] | None = None,
-        where: dict[str, Any] | None = None,
-        image: str | list[str] | None = None,
-        frames: int | None = None,
-    ) -> None:
-        if frames is not None and frames < 1:
-            raise ConfigError(f"frames {frames} must be 1 or more")
-        self.frames = frames
-        self.images = [image] if isinstance(image, str) else image or []
-        self.prompt = prompt
-        self.answer = answer
-        self.template = template
-        self.system = system
-        self.chat = chat or system is not None
-        self.fields = {name: name for name in fields} if isinstance(fields, list) else fields
-        self.where = {name: value if isinstance(value, list) else [value] for name, value in (where or {}).items()}
-        self._placeholders = _placeholders(template) if template is not None else set()
+    _: KW_ONLY
+    prompt: str = "prompt"
+    answer: str | None = "answer"
+    template: str | None = None
+    system: str | None = None
+    chat: bool = False
+    fields: list[str] | dict[str, str] | None = None
+    where: dict[str, Any] | None = None
+    image: str | list[str] | None = None
+    frames: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.frames is not None and self.frames < 1:
+            raise ConfigError(f"frames {self.frames} must be 1 or more")
+        self._images = [self.image] if isinstance(self.image, str) else self.image or []
+        self._named = {name: name for name in self.fields} if isinstance(self.fields, list) else self.fields
+        self._wanted = {name: few if isinstance(few, list) else [few] for name, few in (self.where or {}).items()}
+        self._placeholders = _placeholders(self.template) if self.template is not None else set()
 
     def takes(self, row: Any, where: str) -> bool:
         """Return whether the row matches ``where``; DataError if it has no such field."""
-        return not isinstance(row, Mapping) or all(_field(row, name, where) in few for name, few in self.where.items())
+        return not isinstance(row, Mapping) or all(
+            _field(row, name, where) in few for name, few in self._wanted.items()
+        )
 
     def read(self, row: Any, where: str, folder: Path = Path(), load: bool = True) -> Example:
         """Read the example of a row. DataError names ``where`` (file and line) and what is wrong.
@@ -76,7 +74,7 @@ class RowReader:
         else:
             prompt = _field(row, self.prompt, where)
         values = self._image_values(row, where)
-        if isinstance(prompt, str) and not self.chat and not values:
+        if isinstance(prompt, str) and not (self.chat or self.system is not None or values):
             return Example(text=prompt, data=data)
         messages = (
             [ChatMessage("user", prompt)]
@@ -105,17 +103,17 @@ class RowReader:
 
     def _image_values(self, row: Mapping[str, Any], where: str) -> list[Any]:
         found: list[Any] = []
-        for name in self.images:
+        for name in self._images:
             value = _field(row, name, where)
             found += value if isinstance(value, list) else [] if value is None else [value]
         return found
 
     def _data(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
-        if self.fields is None:
-            apart = (self.prompt, self.answer, *self.images)
+        if self._named is None:
+            apart = (self.prompt, self.answer, *self._images)
             data = {name: value for name, value in row.items() if name not in apart}
         else:
-            data = {name: _field(row, column, where) for name, column in self.fields.items()}
+            data = {name: _field(row, column, where) for name, column in self._named.items()}
         if self.answer is not None:
             try:
                 data["answer"] = _field(row, self.answer, where)
