@@ -43,7 +43,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
 from consumers.trainer.model.policy import DTYPES, Policy, last_hidden, load_model
 from consumers.trainer.model.vision import VisionTower
-from schemas.config import WarmStartConfig
+from schemas.config import ModelConfig, WarmStartConfig
 from schemas.errors import ConfigError
 from schemas.model_folder import PROVENANCE, find_tokens
 
@@ -78,58 +78,52 @@ class SftResult:
 
 
 def train_sft(
-    out: Path,
+    model: ModelConfig,
     source: Source,
     examples: Sequence[Sequence[Any]],
     heldout: Sequence[Sequence[Any]],
     settings: WarmStartConfig,
     *,
     load_tokenizer: LoadTokenizer,
-    max_length: int,
     limits: MemoryLimits = DEFAULT_LIMITS,
     seed: int = 0,
-    dtype: str = "float32",
     progress: Callable[[SftProgress], None] | None = None,
-    trust_remote_code: bool = False,
     ranks: Ranks | None = None,
     base: Path | None = None,
     load_places: Callable[[str], Placeholders] | None = None,
-    freeze_vision: bool = True,
-    output_tokens: str | None = None,
 ) -> SftResult:
-    """Train until the greedy accuracy on ``heldout`` reaches ``settings.stop_accuracy`` and write the model to ``out``.
+    """Train until the greedy accuracy on ``heldout`` reaches ``settings.stop_accuracy`` and write ``model.path``.
 
-    Without that accuracy, train for ``settings.max_steps``.
+    Without that accuracy, train for ``settings.max_steps``. What is trained is float32, whatever ``model.dtype``.
 
     source: a model folder or hub id, or a function (folder, seed) that writes an untrained model.
     examples, heldout: parts of a Demonstration, whose answer counts when it is reproduced exactly.
-    load_tokenizer: loads the generators' tokenizer. max_length: most tokens of prompt and completion.
-    dtype: of computing, and of the written model; what is trained is float32.
-    ``out`` holds the model, its tokenizer and ``sft.json`` afterwards; it must not exist before.
-    load_places: finds the places of images, of a model that reads them; freeze_vision, output_tokens: as in ``model``.
+    load_tokenizer: loads the generators' tokenizer. load_places: finds the places of images of a model that reads them.
+    ``model.path`` holds the model, its tokenizer and ``sft.json`` afterwards; it must not exist before.
     base: folder of the files that settings name, whose content is part of the model's provenance.
-    ranks: all of them call this, and have the folder of ``out``; rank 0 writes, and reports to ``progress``.
+    ranks: all of them call this, and have the folder of ``model.path``; rank 0 writes, and reports to ``progress``.
     ConfigError if there is nothing to learn from or the mark isn't reached within ``settings.max_steps``.
     """
     if not examples or not heldout:
         raise ConfigError(f"warm_start needs examples in both sets, has {len(examples)} and {len(heldout)}")
     ranks = ranks or Ranks()
-    with whole_folder(out, "model.path", main=ranks.is_main) as aside:
+    trust, length, dtype = model.trust_remote_code, model.max_length, model.dtype
+    with whole_folder(Path(model.path), "model.path", main=ranks.is_main) as aside:
         if callable(source) and ranks.is_main:
             source(aside, seed)
         # The others read what rank 0 has written.
         start = ranks.broadcast_text(str(aside if callable(source) else source))
-        check_model(start, ranks.layout, trust_remote_code)
+        check_model(start, ranks.layout, trust)
         tokenizer = load_tokenizer(start)
         places = None if load_places is None else load_places(start)
-        only = find_tokens(start, output_tokens)
-        encode = partial(encode_demonstration, tokenizer, max_length=max_length, places=places, allowed=only)
+        only = find_tokens(start, model.output_tokens)
+        encode = partial(encode_demonstration, tokenizer, max_length=length, places=places, allowed=only)
         own, other = ([encode(Demonstration(*one)) for one in part] for part in (examples, heldout))
-        loaded = load_model(start, "float32", trust_remote_code, places is not None, not ranks.is_main, max_length)
-        tower = None if places is None else VisionTower(loaded, places.settings, freeze_vision)
-        model = _Model(loaded, vision=tower, output_tokens=only).prepare(limits, ranks, DTYPES[dtype])
+        loaded = load_model(start, "float32", trust, places is not None, not ranks.is_main, length)
+        tower = None if places is None else VisionTower(loaded, places.settings, model.freeze_vision)
+        trained = _Model(loaded, vision=tower, output_tokens=only).prepare(limits, ranks, DTYPES[dtype])
         reported = progress if ranks.is_main else None
-        last = _Training(model, other, settings, limits, ranks, reported).run(own, DTYPES[dtype], seed)
+        last = _Training(trained, other, settings, limits, ranks, reported).run(own, DTYPES[dtype], seed)
         reached, digest = last.accuracy >= (settings.stop_accuracy or 0), settings_digest(settings, seed, dtype, base)
         result = SftResult(last.accuracy, last.step, round(last.seconds, 2), reached, digest)
         if not reached:
@@ -137,7 +131,7 @@ def train_sft(
                 f"warm start reached accuracy {last.accuracy:.2f} of {settings.stop_accuracy} within"
                 f" warm_start.max_steps {settings.max_steps}: raise that or lower warm_start.stop_accuracy"
             )
-        save_weights(model.causal_lm, named_weights(model), aside, dtype, ranks)
+        save_weights(trained.causal_lm, named_weights(trained), aside, dtype, ranks)
         if ranks.is_main:
             tokenizer.save(aside)
             (aside / PROVENANCE).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")

@@ -91,23 +91,18 @@ def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> S
                 bar.console.print(f"warm start: {figures}", highlight=False)
 
         result = train_sft(
-            folder,
+            config.model,
             source,
             examples,
             heldout,
             settings,
             load_tokenizer=partial(HfTokenizer, trust_remote_code=config.model.trust_remote_code),
-            max_length=config.model.max_length,
             limits=MemoryLimits.of(config.trainer),
             seed=config.run.seed,
-            dtype=config.model.dtype,
             progress=show,
-            trust_remote_code=config.model.trust_remote_code,
             ranks=ranks,
             base=config.base,
             load_places=partial(_places, config) if config.model.kind == "vision" else None,
-            freeze_vision=config.model.freeze_vision,
-            output_tokens=config.model.output_tokens,
         )
     if ranks.is_main:
         made = f"accuracy {result.accuracy:.2f} after {result.steps} supervised steps, {result.seconds:.0f} s"

@@ -137,7 +137,7 @@ def without_generators(ranks: Ranks, path: str, folder: Path) -> dict[str, Any]:
         | {"stop_accuracy": 0.5, "max_steps": 200}
     )
     train_sft(
-        folder / "sft",
+        model.model_copy(update={"path": str(folder / "sft")}),
         path,
         EXAMPLES,
         EXAMPLES,
@@ -145,6 +145,5 @@ def without_generators(ranks: Ranks, path: str, folder: Path) -> dict[str, Any]:
         progress=note("sft"),
         ranks=ranks,
         load_tokenizer=HfTokenizer,
-        max_length=64,
     )
     return {name: {"looks": looks} for name, looks in found.items()}

@@ -11,7 +11,7 @@ import pytest
 from consumers.offline.sft import train_sft
 from deploy.offline.tiny_model import byte_tokenizer, write_tiny_model
 from producers.tokenizer import HfTokenizer
-from schemas.config import DatasetConfig, WarmStartConfig
+from schemas.config import DatasetConfig, ModelConfig, WarmStartConfig
 from tests.e2e.system.test_teachers import start_server
 from tests.support.runs.up_runs import UpRun
 
@@ -45,7 +45,8 @@ def train(out: Path, tasks: Sequence[str], accuracy: float) -> float:
     settings = WarmStartConfig(
         model="", dataset=data, eval=data, lr=5e-3, batch_size=100, stop_accuracy=accuracy, max_steps=3000
     )
-    return train_sft(out, build, pairs, pairs, settings, load_tokenizer=HfTokenizer, max_length=16).accuracy
+    model = ModelConfig(path=str(out), dtype="float32", max_length=16)
+    return train_sft(model, build, pairs, pairs, settings, load_tokenizer=HfTokenizer).accuracy
 
 
 @pytest.mark.timeout(1800)

@@ -97,13 +97,12 @@ def test_training_reads_what_generators_encode(model: ModelConfig, tmp_path: Pat
             examples = [(prompt, "yes") for prompt in prompts]
             with pytest.raises(ConfigError, match="reached accuracy"):
                 train_sft(
-                    tmp_path / "out",
+                    model.model_copy(update={"path": str(tmp_path / "out")}),
                     model.path,
                     examples,
                     examples,
                     warm_start(),
                     load_tokenizer=HfTokenizer,
-                    max_length=64,
                 )
     tokenizer = HfTokenizer(model.path)
     for prompt in prompts:
@@ -196,12 +195,11 @@ def test_an_example_that_is_longer_than_the_model_reads_is_named(model: ModelCon
     for example in (("long " * 20, "yes"), ("5>", "yes" * 30)):
         with pytest.raises(DataError, match=r"example of prompt .* has \d+ tokens, more than model\.max_length 64"):
             train_sft(
-                tmp_path / "out",
+                model.model_copy(update={"path": str(tmp_path / "out")}),
                 model.path,
                 [example],
                 [("5>", "yes")],
                 warm_start(),
                 load_tokenizer=HfTokenizer,
-                max_length=64,
             )
     assert not (tmp_path / "out").exists()

@@ -24,14 +24,14 @@ from consumers.trainer.model.policy import Policy, load_model
 from deploy.offline.tiny_vision_model import SPECIALS, write_tiny_vision_model
 from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer
-from schemas.config import WarmStartConfig
+from schemas.config import ModelConfig, WarmStartConfig
 from schemas.errors import ConfigError, DataError
 from schemas.images import read_image_settings
 from schemas.messages import ChatMessage, ContentPart
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.command_line import run_tidemill
 
-COMMON = {"load_tokenizer": HfTokenizer, "max_length": 64}
+COMMON = {"load_tokenizer": HfTokenizer}
 PAIRS = [(f"{a}>", "xyz"[a % 3] * (1 + a % 2)) for a in range(12)]
 ROWS: list[Encoded] = [([1, *range(10, 12 + a)], list(range(20, 22 + a % 5))) for a in range(12)]
 
@@ -43,6 +43,10 @@ def settings(**changes: object) -> WarmStartConfig:
     )
 
 
+def made(folder: Path, **changes: Any) -> ModelConfig:
+    return ModelConfig(path=str(folder), dtype="float32", max_length=64, **changes)
+
+
 def build(folder: Path, seed: int) -> None:
     make_tiny_model(folder, seed=seed)
 
@@ -50,7 +54,7 @@ def build(folder: Path, seed: int) -> None:
 def test_trains_to_the_mark_and_writes_an_ordinary_model(tmp_path: Path) -> None:
     seen: list[SftProgress] = []
     wanted = settings(stop_accuracy=0.9, max_steps=300)
-    result = train_sft(tmp_path / "out", build, PAIRS, PAIRS, wanted, progress=seen.append, **COMMON)
+    result = train_sft(made(tmp_path / "out"), build, PAIRS, PAIRS, wanted, progress=seen.append, **COMMON)
     assert result.reached
     assert result.accuracy >= 0.9
     assert seen[-1].step == result.steps
@@ -136,35 +140,45 @@ def test_trains_on_pictures_to_answers_of_the_only_tokens_there_are(tmp_path: Pa
         (prompt, f"<a{k % 2}><a{1 - k % 2}>", [picture((220, 10 * k, 30) if k % 2 else (30, 10 * k, 220))])
         for k in range(12)
     ]
-    given: dict[str, Any] = {**COMMON, "load_places": places, "freeze_vision": False, "output_tokens": "<a.>"}
+    given: dict[str, Any] = {**COMMON, "load_places": places}
+    pictures = {"freeze_vision": False, "output_tokens": "<a.>"}
     result = train_sft(
-        tmp_path / "out", build_vision, shown, shown, settings(stop_accuracy=1.0, max_steps=300), **given
+        made(tmp_path / "out", **pictures),
+        build_vision,
+        shown,
+        shown,
+        settings(stop_accuracy=1.0, max_steps=300),
+        **given,
     )
     assert result.accuracy == 1.0
     wrong = [(prompt, "<a0>go", shown[0][2])]
     with pytest.raises(DataError, match=r"answer '<a0>go' has token \d+, which model.output_tokens does not match"):
-        train_sft(tmp_path / "b", build_vision, wrong, wrong, settings(max_steps=1), **given)
+        train_sft(made(tmp_path / "b", **pictures), build_vision, wrong, wrong, settings(max_steps=1), **given)
     with pytest.raises(DataError, match=r"has images: set model\.kind to vision"):
-        train_sft(tmp_path / "c", build, shown, shown, settings(max_steps=1), **COMMON)
+        train_sft(made(tmp_path / "c"), build, shown, shown, settings(max_steps=1), **COMMON)
 
 
 def test_trains_on_from_a_model_folder(tmp_path: Path) -> None:
     start = make_tiny_model(tmp_path / "start")
-    result = train_sft(tmp_path / "out", start, PAIRS, PAIRS, settings(stop_accuracy=0.5, max_steps=300), **COMMON)
+    result = train_sft(
+        made(tmp_path / "out"), start, PAIRS, PAIRS, settings(stop_accuracy=0.5, max_steps=300), **COMMON
+    )
     assert result.reached
     assert (start / "config.json").exists()
 
 
 def test_a_mark_that_is_not_reached_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_steps 2"):
-        train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings(stop_accuracy=1.0, max_steps=2), **COMMON)
+        train_sft(made(tmp_path / "out"), build, PAIRS, PAIRS, settings(stop_accuracy=1.0, max_steps=2), **COMMON)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     weights = []
     for name in ("a", "b"):
-        train_sft(tmp_path / name, build, PAIRS, PAIRS, settings(stop_accuracy=0.4, max_steps=300), seed=3, **COMMON)
+        train_sft(
+            made(tmp_path / name), build, PAIRS, PAIRS, settings(stop_accuracy=0.4, max_steps=300), seed=3, **COMMON
+        )
         weights.append(torch.cat([p.flatten() for p in load_model(tmp_path / name, "float32").parameters()]))
     assert torch.equal(weights[0], weights[1])
 
@@ -174,7 +188,7 @@ def test_the_learning_rate_stays_low_when_accuracy_falls(tmp_path: Path, monkeyp
     lr = sft._Training._lr
     monkeypatch.setattr(sft._Training, "_accuracy", lambda training: next(seen))
     monkeypatch.setattr(sft._Training, "_lr", lambda training, step: used.append(lr(training, step)) or used[-1])
-    train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings(stop_accuracy=0.9, max_steps=300), **COMMON)
+    train_sft(made(tmp_path / "out"), build, PAIRS, PAIRS, settings(stop_accuracy=0.9, max_steps=300), **COMMON)
     after_warm_up = used[sft.WARMUP_STEPS - 1 :]
     assert after_warm_up[0] == 3e-3
     assert after_warm_up == sorted(after_warm_up, reverse=True)
@@ -188,7 +202,7 @@ def test_the_learning_rate_falls_to_the_last_step_where_no_accuracy_ends_the_tra
     monkeypatch.setattr(sft._Training, "_lr", lambda training, step: used.append(lr(training, step)) or used[-1])
     steps = 4 * sft.WARMUP_STEPS
     wanted = settings(stop_accuracy=None, max_steps=steps, eval_every=steps)
-    result = train_sft(tmp_path / "out", build, PAIRS, PAIRS, wanted, **COMMON)
+    result = train_sft(made(tmp_path / "out"), build, PAIRS, PAIRS, wanted, **COMMON)
     assert (result.steps, result.reached, len(used)) == (steps, True, steps)
     assert used[steps // 2 :] == sorted(used[steps // 2 :], reverse=True)
     assert used[-1] < used[steps // 2]
@@ -197,7 +211,7 @@ def test_the_learning_rate_falls_to_the_last_step_where_no_accuracy_ends_the_tra
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="exists already"):
-        train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings(), **COMMON)
+        train_sft(made(tmp_path / "out"), build, PAIRS, PAIRS, settings(), **COMMON)
 
 
 def test_batched_greedy_decoding_is_what_hugging_face_generates(tmp_path: Path) -> None:
@@ -219,7 +233,7 @@ def test_a_loss_that_is_not_finite_breaks_no_weight_and_ends_the_training(tmp_pa
         model.save_pretrained(folder)
 
     with pytest.raises(ConfigError, match="loss or a gradient that is not finite"):
-        train_sft(tmp_path / "out", build_broken, PAIRS, PAIRS, settings(max_steps=300), **COMMON)
+        train_sft(made(tmp_path / "out"), build_broken, PAIRS, PAIRS, settings(max_steps=300), **COMMON)
 
 
 def tokens(row: Encoded) -> int:
