@@ -118,9 +118,7 @@ class Endpoint:
         """Return the handler of a route that makes model calls."""
 
         async def handle(request: Request) -> Response | StreamingReply:
-            session = self._session(request)
-            state = self._state(session)
-            asker = self._asker(request, session, state)
+            asker, generations = self._asker(request)
 
             def read(body: bytes) -> tuple[bytes, ModelRequest]:
                 digest = hashlib.blake2b(request.scope["path"].encode() + b"\0" + body, digest_size=16).digest()
@@ -132,9 +130,9 @@ class Endpoint:
                 else:
                     digest, model_request = await asyncio.to_thread(read, body)
             retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-            generation = state.generations.ask(digest, retry, lambda: session.complete(model_request.call))
+            generation = generations.ask(digest, retry, lambda: asker.session.complete(model_request.call))
             return StreamingReply(
-                model_request, generation, state.generations, protocol.error, protocol.error_event, self._keep_alive_s
+                model_request, generation, generations, protocol.error, protocol.error_event, self._keep_alive_s
             )
 
         return _guarded(handle, protocol)
@@ -145,9 +143,9 @@ class Endpoint:
         """Return the handler of a route that answers at once. most: bytes of its requests."""
 
         async def handle(request: Request) -> Response:
-            session = self._session(request)
+            asker, _ = self._asker(request)
             async with self._body(request, most) as body:
-                reply = await answer(body, self._asker(request, session, self._state(session)))
+                reply = await answer(body, asker)
             return _json(200, reply)
 
         return _guarded(handle, protocol)
@@ -173,21 +171,18 @@ class Endpoint:
         finally:
             self._reading -= size
 
-    def _session(self, request: Request) -> OpenSession:
+    def _asker(self, request: Request) -> tuple[Asker, Generations]:
+        """Return the sender of a request and its session's model calls; SessionError if there is no such session."""
         token = request.path_params.get("token")
         if token is None:
             kind, _, key = request.headers.get("authorization", "").partition(" ")
             token = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
-        return self._sessions.find(token)
-
-    def _asker(self, request: Request, session: OpenSession, state: SessionState) -> Asker:
-        return Asker(session, request.path_params.get("name", "main"), self._settings, state.responses)
-
-    def _state(self, session: OpenSession) -> SessionState:
+        session = self._sessions.find(token)
         state = self._states.get(session)
         if state is None:
             state = self._states[session] = SessionState(Generations(session, self._patience_s))
-        return state
+        name = request.path_params.get("name", "main")
+        return Asker(session, name, self._settings, state.responses), state.generations
 
 
 def _guarded(
