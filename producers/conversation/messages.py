@@ -89,7 +89,7 @@ def message_key(message: Message, reasoning: bool = True) -> bytes:
         parts.append(reasoning_text(message) if reasoning else None)
     else:
         parts.append(message.get("name"))
-    return _digest(b"", json.dumps(parts, sort_keys=True, default=str).encode())
+    return extend_chain(b"", json.dumps(parts, sort_keys=True, default=str).encode())
 
 
 def _joined_texts(content: Sequence[Any]) -> list[Any]:
@@ -108,12 +108,12 @@ def _joined_texts(content: Sequence[Any]) -> list[Any]:
 
 def extend_chain(chain: bytes, key: bytes) -> bytes:
     """Return the digest of a list of messages, given the digest of all but the last, and that of the last."""
-    return _digest(chain, key)
+    return hashlib.blake2b(chain + key, digest_size=16).digest()
 
 
 def settings_key(tools: Sequence[Any] | None, args: dict[str, Any] | None) -> bytes:
     """Return the digest of a template's arguments beside the messages."""
-    return _digest(b"", json.dumps([list(tools or []), args or {}], sort_keys=True, default=str).encode())
+    return extend_chain(b"", json.dumps([list(tools or []), args or {}], sort_keys=True, default=str).encode())
 
 
 def longest_word(message: Message) -> str:
@@ -122,7 +122,3 @@ def longest_word(message: Message) -> str:
     words = re.findall(r"[A-Za-z]+", text[:20_000])
     longest = max(words, key=len, default="")
     return longest.lower() if len(longest) >= _SHORTEST else ""
-
-
-def _digest(before: bytes, data: bytes) -> bytes:
-    return hashlib.blake2b(before + data, digest_size=16).digest()
