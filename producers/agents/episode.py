@@ -140,10 +140,7 @@ class AgentEpisode:
             await asyncio.wait({running})
 
     def _unfinished(self, session: Session) -> SampledCompletion:
-        if session.conversation.calls:
-            sample = session.conversation.sample(self._index, "abort")
-        else:
-            sample = SampledCompletion(self._index, [], [], [], [], [], "abort", "", "")
+        sample = session.conversation.sample(self._index, "abort")
         sample.notes = dict(session.notes)
         return sample
 
