@@ -134,15 +134,6 @@ class Engine(Protocol):
     def version(self) -> int:
         """Weight version that new tokens are sampled with."""
 
-    def growth(self) -> int | None:
-        """Return a number that changes when tokens are sampled; None while none can be: no requests, or paused.
-
-        Called from another thread. If it stands still for ``generator.stall_s``, the process is restarted.
-        """
-
-    def cache_usage(self) -> KvCacheUsage | None:
-        """Return how full the cache is; None if ``settings.max_samples`` is the only limit. Does not block."""
-
     async def start(self) -> None:
         """Load the model; returns when the engine can generate."""
 
@@ -177,6 +168,15 @@ class Engine(Protocol):
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
         """Return the log-probability of each token after the first at temperature 1, float32 [T-1]: the probe."""
+
+    def growth(self) -> int | None:
+        """Return a number that changes when tokens are sampled; None while none can be: no requests, or paused.
+
+        Called from another thread. If it stands still for ``generator.stall_s``, the process is restarted.
+        """
+
+    def cache_usage(self) -> KvCacheUsage | None:
+        """Return how full the cache is; None if ``settings.max_samples`` is the only limit. Does not block."""
 
     async def pause(self) -> None:
         """Stop generating and keep the requests. No token is sampled after this returns."""
