@@ -5,7 +5,7 @@ eval, serve), and read a run's folder (export, batches, replay).
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -157,7 +157,7 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, max=1024, help="GPUs for the trainer and the generators together.")] = 8,
     gpu: Annotated[
         str | None,
-        typer.Option(help="Instead, compute whether the training fits the memory of this card, for example h200."),
+        typer.Option(help="Compute whether the training fits the memory of this card, for example h200, and rates."),
     ] = None,
     link: Annotated[
         str | None,
@@ -186,21 +186,29 @@ def plan(
 ) -> None:
     """Simulate GPU splits and staleness bounds, and recommend one. Most accurate after a short first run.
 
-    With --gpu: whether the training fits, computed without weights and without a GPU.
+    With --gpu: also whether the training fits, computed without weights and without a GPU. The split then has the
+    computed rates where the run has not measured any.
     """
+    loaded, answer, computed = load(config, overrides), dict[str, Any](), None
     if gpu is not None:
+        from deploy.planning.fit import as_json as to_json
         from deploy.planning.fit import fit
 
-        loaded = load(config, overrides)
-        found = fit(loaded, gpus, gpu, link, search, as_json)
+        found = fit(loaded, gpus, gpu, link, search, quiet=as_json)
+        answer, computed = to_json(found), found.rates
         if image is not None:
             from deploy.export.plot import plot_memory
 
             plot_memory(found, f"{loaded.model.path}, trainer on {found.ranks} of {gpus} {gpu.upper()}", image)
-        return
-    from deploy.planning.command import plan as make_plan
+    from deploy.planning.cluster import engine_width
 
-    make_plan(load(config, overrides), gpus, trained, sampled, mean, as_json)
+    # Fewer cannot be split.
+    if gpu is None or gpus >= loaded.trainer.parallel.unit + engine_width(loaded):
+        from deploy.planning.command import plan as make_plan
+
+        answer |= make_plan(loaded, gpus, trained, sampled, mean, as_json, computed)
+    if as_json:
+        print_json(answer)
 
 
 @app.command("eval", rich_help_panel=AFTER)

@@ -1,6 +1,5 @@
 """``tidemill plan``: which split of GPUs, staleness and window to start a configuration from."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,19 +18,26 @@ STALENESS = (0, 1, 2, 4, 8)
 
 
 def plan(
-    config: TidemillConfig, gpus: int, trained: float | None, sampled: float | None, mean: float | None, as_json: bool
-) -> None:
+    config: TidemillConfig,
+    gpus: int,
+    trained: float | None,
+    sampled: float | None,
+    mean: float | None,
+    as_json: bool,
+    computed: tuple[float, float | None] | None = None,
+) -> dict[str, Any]:
     """Print the plans of each staleness, and the settings of the one to start from, up to the configured staleness.
 
     trained: tokens a second of one GPU of the trainer; sampled: of a full generator; mean: tokens of an answer. None:
-    as the run in the configuration's folder measured them, or else as ClusterRates state them.
+    as the run in the configuration's folder measured them, or else as they were ``computed``, see figures, or else as
+    ClusterRates state them. as_json: print nothing, and return all of it.
     """
-    known = figures(config, trained, sampled, mean)
+    known = figures(config, trained, sampled, mean, computed=computed)
     plans = [make(config, gpus, staleness, known) for staleness in STALENESS]
     chosen = choose([one for one in plans if one.layout.staleness <= config.flow.staleness])
     compared = compare(config, known, chosen)
     if as_json:
-        found: dict[str, Any] = {
+        return {
             "rates": vars(known.rates),
             "lengths": vars(known.mix),
             "sources": dict(known.source),
@@ -39,8 +45,6 @@ def plan(
             "start_from": settings(chosen),
             **{name: {**describe(one), "shared": one.layout.shared} for name, one in compared.items()},
         }
-        typer.echo(json.dumps(found, indent=2))
-        return
     rates, mix = known.rates, known.mix
     typer.echo(f"a GPU of the trainer: {rates.trained_tokens_per_s:,.0f} tokens a second ({known.source['trained']})")
     typer.echo(f"a full generator: {rates.sampled_tokens_per_s():,.0f} tokens a second ({known.source['sampled']})")
@@ -69,6 +73,7 @@ def plan(
         typer.echo(text)
     if config.pools:
         typer.echo("pools: planned as generators of one kind, at their mean rate")
+    return {}
 
 
 def make(config: TidemillConfig, gpus: int, staleness: int, known: Known) -> Plan:

@@ -4,7 +4,6 @@ The trainer's sizes are those of its own step, which a child process computes on
 weights, and keys and values of the samples in flight.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -85,6 +84,12 @@ class Fit:
     trained: float
 
     @property
+    def rates(self) -> tuple[float, float | None]:
+        """Tokens a second of a GPU of the trainer, and of a full engine, the mean of those that are known."""
+        known = [engine.rate for engine in self.engines.values() if engine.rate]
+        return self.trained, sum(known) / len(known) if known else None
+
+    @property
     def best(self) -> str | None:
         """The change that saves most; None if nothing else was tried or saves anything."""
         others = {text: total(one) for text, one in self.tried.items() if text != CONFIGURED}
@@ -92,17 +97,17 @@ class Fit:
 
 
 def fit(
-    config: TidemillConfig, gpus: int, gpu: str, link: str | None = None, search: bool = False, as_json: bool = False
+    config: TidemillConfig, gpus: int, gpu: str, link: str | None = None, search: bool = False, quiet: bool = False
 ) -> Fit:
     """Print and return what a rank and an engine need of a card, and what helps if the trainer does not fit.
 
     link: see find_links. search: whether each layout of the trainer's ranks is computed, to name the fastest that fits.
+    quiet: print nothing.
     """
     card, links = find_card(gpu), find_links(link, gpu)
     ranks = trainer_ranks(config, gpus)
     found = compute_fit(config, ranks, card, links, shared=gpus == 1 and config.placement is None, search=search)
-    if as_json:
-        typer.echo(json.dumps(_as_json(found), indent=2))
+    if quiet:
         return found
     size = found.tried[CONFIGURED]
     typer.echo(
@@ -128,9 +133,6 @@ def fit(
     for pool, engine in found.engines.items():
         text = describe_engine(engine, config.model.max_length)
         typer.echo(f"an engine of pool {pool}: {text}" if pool else f"an engine: {text}")
-        if engine.rate:
-            rates = f"--trained-tokens-per-s {found.trained:.0f} --sampled-tokens-per-s {engine.rate:.0f}"
-            typer.echo(f"for a split with these rates, computed, not measured: tidemill plan CONFIG {rates}")
     return found
 
 
@@ -180,7 +182,8 @@ def _sampled(engine: EngineSize, config: TidemillConfig, card: Card) -> float | 
     return samples * card.tbps * 1e12 * BANDWIDTH / read
 
 
-def _as_json(found: Fit) -> dict[str, Any]:
+def as_json(found: Fit) -> dict[str, Any]:
+    """Return all that was computed, as JSON."""
     sizes = {
         text: {name: value for name, value in one.items() if name != "operators"}
         | {"seconds": {**asdict(found.times[text]), "total": found.times[text].total}}

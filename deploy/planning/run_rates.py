@@ -17,6 +17,7 @@ TRAINING = ("assemble", "prepare", "forward", "backward", "optimizer", "critic",
 """Times of a step in which the trainer's ranks work, ``time/NAME_s`` each."""
 LEAST = 5
 """Steps that a run must have to be read."""
+STATED, COMPUTED = "stated, a dense model of 7 billion parameters on an H100", "computed, not measured"
 MOST = 10_000
 """The newest steps that are read."""
 _READ = (
@@ -39,8 +40,8 @@ def stated(max_tokens: int, max_samples: int) -> Known:
     """Return rates without a run: those of ClusterRates, and answers whose mean is a fifth of the longest."""
     mix = LengthMix(mean=max_tokens / 5, longest=max_tokens)
     source = {
-        "trained": "stated, a dense model of 7 billion parameters on an H100",
-        "sampled": "stated, a dense model of 7 billion parameters on an H100",
+        "trained": STATED,
+        "sampled": STATED,
         "lengths": "stated, a fifth of sampling.max_tokens",
         "publishing": "stated",
         "turns": "stated",
@@ -88,9 +89,11 @@ def figures(
     mean: float | None = None,
     since: int = 0,
     generators: int | None = None,
+    computed: tuple[float, float | None] | None = None,
 ) -> Known:
-    """Collect what the plan is made from: what is given, before what the run measured, before what is stated.
+    """Collect what the plan is made from: what is given, measured by the run, computed or stated.
 
+    computed: tokens a second of a GPU of the trainer, and of a full generator, None if that is not known.
     since: the first step whose measurements count. generators: how many there were from that step on; by default, as
     many as the run in the configuration's folder was started with.
     """
@@ -104,6 +107,11 @@ def figures(
     guests = sum(placed.guests(engine_width(ran))[:generators]) if placed is not None else 0
     known = of_run(config.folder / METRICS, known, ran.trainer.processes, generators, since, guests)
     rates, mix, source = known.rates, known.mix, dict(known.source)
+    trainer, generator = computed or (None, None)
+    if trainer is not None and source["trained"] == STATED:
+        rates, source["trained"] = replace(rates, trained_tokens_per_s=trainer), COMPUTED
+    if generator is not None and source["sampled"] == STATED:
+        rates, source["sampled"] = sampling_at(rates, generator), COMPUTED
     if trained is not None:
         rates, source["trained"] = replace(rates, trained_tokens_per_s=trained), "given"
     if sampled is not None:

@@ -17,8 +17,10 @@ from deploy.export.plot import plot_memory
 from deploy.offline.tiny_vision_model import Family, write_tiny_vision_model
 from deploy.planning.cards import ARITHMETIC, BANDWIDTH, CARDS, TRANSFER, USABLE, find_links, step_time
 from deploy.planning.changes import changes, layouts, rehearse_apart
-from deploy.planning.fit import PARTS, EngineSize, fit, size_engines, trainer_ranks, trainer_room, vllm_shares
+from deploy.planning.command import plan
+from deploy.planning.fit import PARTS, EngineSize, as_json, fit, size_engines, trainer_ranks, trainer_room, vllm_shares
 from deploy.planning.rehearsal import make_batch
+from deploy.planning.run_rates import figures
 from schemas.config import OptimizerConfig, PlacementConfig, TidemillConfig, by_pool, dump_config, parse_config
 from schemas.errors import ConfigError
 from tests.support.models.tiny_mixture import build_mixture
@@ -376,8 +378,8 @@ def test_a_search_names_the_fastest_layout_that_fits(tmp_path: Path, monkeypatch
     config = configuration(tmp_path, processes=2)
     printed: list[str] = []
     monkeypatch.setattr(typer, "echo", printed.append)
-    found = fit(config, 3, "h100", search=True, as_json=True)
-    answer = json.loads(printed[-1])
+    found = fit(config, 3, "h100", search=True, quiet=True)
+    answer = json.loads(json.dumps(as_json(found)))
     rows = answer["layouts"]
     assert {row["layout"] for row in rows} == {
         "all ranks shard",
@@ -393,6 +395,15 @@ def test_a_search_names_the_fastest_layout_that_fits(tmp_path: Path, monkeypatch
     read = engine["weights"] + 64 * engine["token"] * 256 / 2
     assert config.generator.max_samples == 64
     assert engine["rate"] == pytest.approx(64 * card.tbps * 1e12 * BANDWIDTH / read)
+    # A split takes both rates, where the run has measured none.
+    split = plan(config, 3, None, None, None, as_json=True, computed=found.rates)
+    assert split["rates"]["trained_tokens_per_s"] == found.trained
+    assert {split["sources"][name] for name in ("trained", "sampled")} == {"computed, not measured"}
+    known = figures(config, computed=found.rates).rates
+    assert known.sampled_tokens_per_s() == pytest.approx(engine["rate"])
+    given = plan(config, 3, 5.0, None, None, as_json=True, computed=found.rates)
+    assert (given["rates"]["trained_tokens_per_s"], given["sources"]["trained"]) == (5.0, "given")
+    assert printed == []
     plot_memory(found, "a model", tmp_path / "memory.png")
     height, width = imread(tmp_path / "memory.png").shape[:2]
     assert width == 1650
