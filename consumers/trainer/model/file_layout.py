@@ -2,7 +2,8 @@
 
 transformers keeps some weights in memory in another form than in files: all experts of a layer as one tensor, or a
 tensor under another name. Engines read the form of files, so that this is what is published. Where a rank's part of a
-tensor makes parts of the file by itself, no rank ever has the whole tensor.
+tensor makes parts of the file by itself, no rank ever has the whole tensor; a rank that does not see the file sends its
+parts to rank 0.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import json
 import math
 import os
 import re
+import struct
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -27,8 +29,9 @@ from torch.distributed.tensor.placement_types import Shard
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.parts import own_blocks
-from consumers.trainer.distributed.ranks import local_part
+from consumers.trainer.distributed.ranks import Ranks, local_part
 from consumers.trainer.model.policy import DTYPES
 from schemas.messages import TensorSpec
 
@@ -39,6 +42,14 @@ _SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64":
 _LAST_NUMBER = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")
 ROWS = 8
 """Experts of a layer that are converted at a time."""
+BUCKET = 1 << 25
+"""Elements of a tensor that are copied at a time."""
+_PART = struct.Struct("<QI")
+"""Place and length of bytes in a message."""
+SENT = 1 << 22
+"""Bytes of a message to rank 0."""
+Put: TypeAlias = Callable[[memoryview | bytes, int], None]
+"""Writes bytes at a place of the file; OSError if there is no room."""
 
 
 @dataclass(frozen=True)
@@ -164,23 +175,22 @@ class FileLayout:
             offset += math.prod(spec.shape) * _STORED[spec.dtype].itemsize
         return found
 
-    def pieces(
-        self, weights: Callable[[str], Tensor], rank: int = 0, world: int = 1, blind: bool = False
-    ) -> Iterator[Piece]:
+    def pieces(self, weights: Callable[[str], Tensor], file: SharedFile) -> Iterator[Piece]:
         """Yield what this rank writes. All ranks must go through theirs at the same time: some tensors are gathered.
 
-        weights: by name. blind: only rank 0 sees the file, and gets all that the others have.
+        weights: by name.
         """
+        rank, world = file.rank, file.world
         for number, conversion in enumerate(self.conversions):
             dtype = self.dtypes[conversion.sources[0]]
             sources = [weights(name) for name in conversion.sources]
-            if not blind and _apart(conversion, sources):
+            if _apart(conversion, sources):
                 part = local_part(sources[0])
                 for own, block in own_blocks(sources[0]) if _writes(sources[0], rank) else ():
                     yield Piece(self, conversion, [part[own]], dtype, [each.start for each in block])
             elif world > 1 and any(isinstance(source, DTensor) for source in sources):
                 gathered = [whole(source, dtype) for source in sources]
-                if rank == (0 if blind else number % world):
+                if rank == (0 if file.blind else number % world):
                     yield Piece(self, conversion, gathered, dtype, gathered=True)
             elif rank == 0:
                 # A module's parameter is replaced by its gathered form while the step computes; its one part stays.
@@ -202,28 +212,32 @@ class Piece:
     gathered: bool = False
 
     @torch.no_grad()
-    def write(self, file: int) -> None:
-        """Write it into an open file. OSError if there is no room.
+    def write(self, put: Put) -> None:
+        """Write it into the file. OSError if there is no room.
 
-        Memory for a copy in the file's type is needed, of ``ROWS`` experts at a time.
+        Memory for a copy in the file's type is needed, of ``BUCKET`` elements or ``ROWS`` experts at a time.
         """
         conversion = self.conversion
         if conversion.model is None:
             (name, shape), (source,) = next(iter(conversion.shapes.items())), self.sources
-            self._write(file, name, source, shape, self.start or [0] * len(shape))
+            start = list(self.start or [0] * len(shape))
+            rows = max(1, BUCKET * len(source) // max(1, source.numel())) if shape else 0
+            for part in source.split(rows) if shape else [source]:
+                self._write(put, name, part, shape, start)
+                start[:1] = [at + len(part) for at in start[:1]]
             return
         if not conversion.by_rows:
-            self._convert(file, [source.to(self.dtype) for source in self.sources])
+            self._convert(put, [source.to(self.dtype) for source in self.sources])
             return
         (source,), first = self.sources, self.start[0] if self.start else 0
         for row in range(0, len(source), ROWS):
-            self._convert(file, [source[row : row + ROWS].to(self.dtype)], first + row)
+            self._convert(put, [source[row : row + ROWS].to(self.dtype)], first + row)
 
-    def _convert(self, file: int, sources: Sequence[Tensor], first: int = 0) -> None:
+    def _convert(self, put: Put, sources: Sequence[Tensor], first: int = 0) -> None:
         for name, tensor in self.conversion.apply(sources, first).items():
-            self._write(file, name, tensor, tuple(tensor.shape), [0] * tensor.ndim)
+            self._write(put, name, tensor, tuple(tensor.shape), [0] * tensor.ndim)
 
-    def _write(self, file: int, name: str, part: Tensor, shape: Sequence[int], start: Sequence[int]) -> None:
+    def _write(self, put: Put, name: str, part: Tensor, shape: Sequence[int], start: Sequence[int]) -> None:
         """Write a part of a tensor of this shape that begins at ``start``: as few runs of bytes as it makes."""
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         cut = max((dim for dim, size in enumerate(part.shape) if size != shape[dim]), default=0)
@@ -232,20 +246,92 @@ class Piece:
         run = math.prod(part.shape[cut:]) * self.dtype.itemsize
         for number, index in enumerate(product(*map(range, part.shape[:cut]))):
             place = base + sum(map(math.prod, zip(index, strides, strict=False)))
-            _write_at(
-                file, data[number * run : (number + 1) * run], self.layout.places[name] + place * self.dtype.itemsize
-            )
+            put(data[number * run : (number + 1) * run], self.layout.places[name] + place * self.dtype.itemsize)
 
 
 def write_pieces(path: Path, pieces: Iterable[Piece], head: bytes = b"") -> None:
     """Write pieces, and its head if given, into a file that exists; OSError if that fails."""
     file = os.open(path, os.O_WRONLY)
     try:
-        _write_at(file, head, 0)
+        put = partial(_write_at, file)
+        put(head, 0)
         for piece in pieces:
-            piece.write(file)
+            piece.write(put)
     finally:
         os.close(file)
+
+
+class SharedFile:
+    """A file that ranks write together; if some rank does not see it, all send their pieces to rank 0.
+
+    Every rank makes one, writes its pieces and calls ``complete``. problem: what has gone wrong so far, "" for nothing.
+    """
+
+    def __init__(self, path: Path, mark: str, ranks: Ranks | None, channel: Channel | None) -> None:
+        """mark: of ``mark_file``, the same on all ranks. ranks, channel: None for one process."""
+        self.path, self.mark, self.problem = path, mark, ""
+        self.rank, self.world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
+        self.blind = ranks is not None and ranks.any(not shows(path, mark))
+        self._channel = channel
+
+    def write(self, pieces: Iterable[Piece], head: bytes = b"") -> None:
+        """Write or send pieces, and the head of the file if given; OSError if that fails."""
+        if self.blind and self.rank and self._channel is not None:
+            _send(self._channel, self.mark, pieces)
+        else:
+            write_pieces(self.path, pieces, head)
+
+    def complete(self, problem: str = "") -> str:
+        """Tell rank 0 that this rank is done; returns there the first problem of any rank, on others their own."""
+        problem = self.problem or problem
+        if self._channel is not None and self.rank:
+            self._channel.send(0, json.dumps([self.mark, problem]).encode())
+        elif self._channel is not None:
+            for rank in range(1, self.world):
+                problem = self._receive(self._channel, rank, problem)
+        return problem
+
+    def _receive(self, channel: Channel, rank: int, problem: str) -> str:
+        """Write what a rank sends, unless there is a problem already; returns that, or the first of the rank or here.
+
+        What belongs to an earlier file is dropped: it may never have been completed here.
+        """
+        while True:
+            message = channel.receive(rank)
+            if message.startswith(b"["):
+                of, report = json.loads(message)
+                if of == self.mark:
+                    return problem or str(report)
+            elif message.startswith(self.mark.encode()) and not problem:
+                try:
+                    with open(self.path, "r+b", buffering=0) as file:
+                        at = len(self.mark)
+                        while at < len(message):
+                            place, size = _PART.unpack_from(message, at)
+                            at += _PART.size + size
+                            _write_at(file.fileno(), memoryview(message)[at - size : at], place)
+                except OSError as error:
+                    problem = str(error)
+
+
+def _send(channel: Channel, mark: str, pieces: Iterable[Piece]) -> None:
+    message = bytearray()
+
+    def put(data: memoryview | bytes, place: int) -> None:
+        for start in range(0, len(data), SENT):
+            part = data[start : start + SENT]
+            message.extend(_PART.pack(place + start, len(part)))
+            message.extend(part)
+            if len(message) >= SENT:
+                flush()
+
+    def flush() -> None:
+        channel.send(0, mark.encode() + message)
+        message.clear()
+
+    for piece in pieces:
+        piece.write(put)
+    flush()
 
 
 def _write_at(file: int, data: memoryview | bytes, place: int) -> None:
@@ -301,11 +387,11 @@ def _writes(tensor: Tensor, rank: int) -> bool:
 def _bytes(tensor: Tensor, dtype: torch.dtype) -> memoryview:
     """Return a tensor's elements in main memory; the current stream of a GPU is waited for."""
     tensor = tensor.to(dtype).contiguous()
-    if tensor.is_cuda:
+    if tensor.device.type != "cpu":
         # PyTorch keeps pinned memory for the next.
         host = torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(tensor.device).synchronize()
+        torch.accelerator.current_stream(tensor.device).synchronize()
         tensor = host
     # Memory that ``numpy`` has seen can't be freed any more, as it must be when the state moves off its device.
     return np.from_dlpack(tensor.view(-1).view(torch.uint8)).data if tensor.numel() else memoryview(b"")

@@ -8,7 +8,7 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,12 +21,12 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.fragments.actor_critic import Actor
 from consumers.trainer.model.file_layout import (
     FileLayout,
+    Piece,
+    SharedFile,
     TensorConversion,
     conversions,
     mark_file,
-    shows,
     whole,
-    write_pieces,
 )
 from consumers.trainer.model.lora import NAME, peft_config
 from consumers.trainer.model.policy import DTYPES, Policy
@@ -106,39 +106,46 @@ def save_weights(
     rule, named = dtype_rule(model, DTYPES[dtype]), dict(weights)
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     layout = FileLayout(conversions(model, shapes), {name: rule(name) for name in shapes})
-    rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
-    problem = _save_settings(model, folder, DTYPES[dtype]) if rank == 0 else None
+    rank = 0 if ranks is None else ranks.rank
+    together = ranks if ranks is not None and ranks.world > 1 else None
+    channel = None if together is None else together.channel
+    problem = _save_settings(model, folder, DTYPES[dtype]) if rank == 0 else ""
     parts, found = layout.split(FILE_BYTES), dict[str, str]()
     for number, part in enumerate(parts):
         of_many = f"-{number + 1:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
         path, mark, head = folder / f"model{of_many}.safetensors", "", part.head if rank == 0 else b""
         found |= dict.fromkeys(part.places, path.name)
-        if rank == 0 and problem is None:
-            mark, problem = mark_file(path)
-        blind = False
-        if ranks is not None and world > 1:
-            mark = ranks.broadcast_text(mark)
-            blind = ranks.any(not shows(path, mark))
-        # A rank that cannot write gathers on, for the others wait for it.
-        for piece in part.pieces(lambda name: change(name, named[name]), rank, world, blind):
-            try:
-                if problem is None:
-                    write_pieces(path, [piece], head)
-                    head = b""
-            except OSError as error:
-                problem = error
-    # Rank 0 gives the folder its name, when all have written.
-    if ranks is not None and ranks.any(problem is not None) and rank == 0 and problem is None:
-        problem = OSError(f"another rank cannot write to {folder}")
-    if problem is not None:
-        raise problem
+        if rank == 0 and not problem:
+            mark, failure = mark_file(path)
+            problem = "" if failure is None else str(failure)
+        file = SharedFile(path, mark if together is None else together.broadcast_text(mark), together, channel)
+        # A rank that cannot write gathers on, for the others wait for it. What is sent waits for all that is gathered.
+        later: list[Piece] = []
+        for piece in part.pieces(lambda name: change(name, named[name]), file):
+            later.append(piece)
+            if not (file.blind and rank):
+                problem, head = problem or _try_to_write(file, later, head), b""
+                later = []
+        problem = file.complete(problem or _try_to_write(file, later))
+    if problem:
+        raise OSError(problem)
     if rank == 0 and len(parts) > 1:
         content = {"metadata": {"total_size": layout.size}, "weight_map": found}
         (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _save_settings(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> OSError | None:
-    """Write all of a model but its weights; returns what went wrong."""
+def _try_to_write(file: SharedFile, pieces: Sequence[Piece], head: bytes = b"") -> str:
+    """Write pieces; returns what went wrong, "" for nothing."""
+    try:
+        if pieces:
+            file.write(pieces, head)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _save_settings(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> str:
+    """Write all of a model but its weights; returns what went wrong, "" for nothing."""
     try:
         model.save_pretrained(folder, state_dict={})
         config = copy.deepcopy(model.config)
@@ -146,8 +153,8 @@ def _save_settings(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> 
         config.dtype = dtype
         config.save_pretrained(folder)
     except OSError as error:
-        return error
-    return None
+        return str(error)
+    return ""
 
 
 def save_adapter(policy: Policy, folder: Path, dtype: str, path: str) -> None:

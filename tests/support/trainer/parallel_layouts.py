@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -22,8 +23,9 @@ from consumers.trainer.distributed.offload import StateOffload
 from consumers.trainer.distributed.parts import own_blocks
 from consumers.trainer.distributed.ranks import Ranks, local_part
 from consumers.trainer.metrics.expert_load import watch_experts
+from consumers.trainer.model import file_layout
 from consumers.trainer.model.activations import Checkpointing, save_activations
-from consumers.trainer.model.file_layout import whole
+from consumers.trainer.model.file_layout import _bytes, whole
 from consumers.trainer.model.hf_weights import named_weights
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.model.snapshot import Snapshots
@@ -113,7 +115,7 @@ def run_case(case: Case, ranks: Ranks, folder: Path) -> dict[str, Any]:
     freed = all(local_part(p).untyped_storage().nbytes() == 0 for p in policy.parameters())
     away.onload()
     restored = all(map(torch.equal, before, map(local_part, policy.parameters())))
-    published = [publish(policy, ranks, folder, seen) for seen in (True, False)]
+    published = [publish(policy, ranks, folder, seen, case) for seen in (True, False)]
     published.append(publish_without_room(policy, ranks, folder / "full"))
     load = watch_experts(policy)
     dealt = shares(
@@ -145,15 +147,18 @@ def run_case(case: Case, ranks: Ranks, folder: Path) -> dict[str, Any]:
     }
 
 
-def publish(policy: Policy, ranks: Ranks, folder: Path, seen: bool) -> bool:
+def publish(policy: Policy, ranks: Ranks, folder: Path, seen: bool, case: Case) -> bool:
     """Write a version; True if the file has the weights of rank 0's model, as transformers would save them.
 
-    seen: whether all ranks see its folder.
+    seen: whether all ranks see its folder. Only experts that are cut are gathered; copies have 64 elements, or a row.
     """
     path = folder / "version"
     mark = ranks.broadcast_text(Snapshots.create(path) if ranks.is_main else "")
-    snapshot = Snapshots(policy, "bfloat16", ranks).take(path if seen or ranks.is_main else folder / "nowhere", mark)
-    snapshot.fill()
+    here = path if seen or ranks.is_main else folder / "nowhere"
+    cut = case.experts and ranks.layout.tensor > ranks.layout.expert
+    checked = {"whole": whole if cut else _refuse, "_bytes": _bytes if case.experts else _few_bytes}
+    with patch.multiple(file_layout, BUCKET=64, SENT=256, **checked):
+        Snapshots(policy, "bfloat16", ranks).take(here, mark).fill()
     wanted = {name: whole(tensor, torch.bfloat16) for name, tensor in named_weights(policy)}
     if not ranks.is_main:
         return True
@@ -162,12 +167,21 @@ def publish(policy: Policy, ranks: Ranks, folder: Path, seen: bool) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def _refuse(*_: object) -> Tensor:
+    raise AssertionError("a tensor is gathered")
+
+
+def _few_bytes(tensor: Tensor, dtype: torch.dtype) -> memoryview:
+    assert tensor.numel() <= max(64, tensor[:1].numel())
+    return _bytes(tensor, dtype)
+
+
 def publish_without_room(policy: Policy, ranks: Ranks, path: Path) -> bool:
     """Write a version for which rank 1 has no room; True if that deletes the file and is an error on rank 0 alone."""
     mark = ranks.broadcast_text(Snapshots.create(path) if ranks.is_main else "")
     snapshot = Snapshots(policy, "bfloat16", ranks).take(path, mark)
     if ranks.rank == 1:
-        snapshot._path = Path("/dev/full")
+        snapshot._file.path = Path("/dev/full")
     try:
         snapshot.fill()
     except OSError as error:

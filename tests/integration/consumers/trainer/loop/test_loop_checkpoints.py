@@ -16,7 +16,7 @@ from consumers.trainer import loop as loop_module
 from consumers.trainer.checkpoint import store as checkpoints_module
 from consumers.trainer.checkpoint.store import CheckpointStore, Taken
 from consumers.trainer.loop import Trainer
-from consumers.trainer.model import snapshot
+from consumers.trainer.model import file_layout
 from consumers.trainer.model.hf_weights import copy_tokenizer
 from schemas.config import ModelConfig
 from schemas.errors import ConfigError, DiskError
@@ -148,7 +148,7 @@ def test_training_waits_while_weights_find_no_room(
     trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     failures: list[int] = []
-    owner: Any = {"write_pieces": snapshot, "put": FileTransport}[place]
+    owner: Any = {"write_pieces": file_layout, "put": FileTransport}[place]
     real = getattr(owner, place)
 
     def full(*args: Any, **kwargs: Any) -> Any:
@@ -234,7 +234,7 @@ def test_a_trainer_that_waits_for_room_for_weights_ends_when_asked(
             stop.set()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(snapshot, "write_pieces", full)
+    monkeypatch.setattr(file_layout, "write_pieces", full)
     monkeypatch.setattr(context, "FIRST_WAIT_S", 0.01)
     with Pipeline(broker, publish_of_version), pytest.raises(DiskError, match="cannot publish weights version 1"):
         run(trainer(), stop)
