@@ -22,8 +22,9 @@ from transformers import Qwen2ForCausalLM
 
 from benchmarks.gpu.shapes import SHAPES, make_model
 from benchmarks.harness.trajectories import GROUP, random_groups
+from consumers.trainer.data.packed import pack
 from consumers.trainer.metrics.throughput import device_name, peak_flops
-from consumers.trainer.model.packing import choose_kernel, pack, switch_to_packing
+from consumers.trainer.model.packing import choose_kernel, switch_to_packing
 from consumers.trainer.step.build import build_train_step
 from deploy.planning.changes import rehearse_apart
 from deploy.planning.fit import PARTS, total
@@ -117,7 +118,7 @@ def bare_limit(folder: Path, micro_batches: Sequence[Any], device: torch.device,
     for micro in micro_batches:
         moved = micro.to(device)
         found = pack(moved.tokens[:, :-1], moved.lengths)
-        packed.append((found, moved.targets[found.rows]))
+        packed.append((found, found.tokens_of(moved.targets)))
 
     def run() -> None:
         model.zero_grad(set_to_none=True)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from consumers.trainer.model.packing import MASKED, is_packed, use_packing
+
 
 @torch.no_grad()
 def greedy(
@@ -23,13 +25,17 @@ def greedy(
     out: list[list[int]] = [[] for _ in prompts]
     # By length, so that few prompts need padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    was_training = model.training
+    was_training, packed = model.training, is_packed(model)
     model.eval()
+    if packed:
+        use_packing(model, MASKED)
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         found = _decode(model, [prompts[r] for r in rows], max_tokens, ends)
         for row, ids in zip(rows, found, strict=True):
             out[row] = list(takewhile(lambda token: token not in ends, ids))
+    if packed:
+        use_packing(model)
     model.train(was_training)
     return out
 

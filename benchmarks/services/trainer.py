@@ -34,7 +34,7 @@ from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.rounds import Advance, Figures, Round, Spread, compare, ratio
 from benchmarks.harness.trajectories import GROUP, random_groups
 from consumers.trainer.data.groups import Group
-from consumers.trainer.model.packing import pack
+from consumers.trainer.data.packed import pack
 from consumers.trainer.step.build import build_train_step
 from deploy.offline.tiny_model import write_tiny_model
 from schemas.config import TidemillConfig, parse_config
@@ -188,7 +188,7 @@ def limit(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callabl
     micro_batches, model = step.planner.plan(groups).batch().micro_batches, step.policy.causal_lm
     step.update.optimizer.state.clear()
     packed = [
-        (found, micro.targets[found.rows])
+        (found, found.tokens_of(micro.targets))
         for micro in micro_batches
         for found in [pack(micro.tokens[:, :-1], micro.lengths)]
     ]

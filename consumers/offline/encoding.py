@@ -136,7 +136,7 @@ def check_length(prompt: Prompt, tokens: int, max_length: int) -> None:
         )
 
 
-def pad(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def pad(rows: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
     """Pad rows of token ids on the right: int64 [R, T], and their lengths, int64 [R].
 
     Without rows it is a short one of fillers: a rank that has nothing to do takes part in what the others do.
@@ -145,4 +145,4 @@ def pad(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> tup
     tokens = torch.full((len(lengths), int(lengths.max())), filler, dtype=torch.int64)
     for number, row in enumerate(rows):
         tokens[number, : len(row)] = torch.tensor(row)
-    return tokens.to(device), lengths.to(device)
+    return tokens, lengths

@@ -110,11 +110,13 @@ class OfflineStep(Generic[Item]):
         return None
 
     def _accumulate(self, parts: Sequence[Sequence[Item]], loss: Callable[[Sequence[Item]], Tensor]) -> Sums:
-        sums = Sums()
+        seen: list[Tensor] = []
         for items in parts:
             part = loss(items)
             self._update.backward(part)
-            sums.add(float(part.detach()))
+            seen.append(part.detach().double())
+        sums = Sums()
+        sums.add(sum(torch.stack(seen).tolist()))
         return sums
 
 
@@ -148,14 +150,16 @@ class OfflineLoop(Generic[Item]):
 
 def answer_logprobs(policy: Policy, rows: Sequence[Encoded], images: ImageBatch | None = None) -> Tensor:
     """Return the log-probabilities of the answers, summed over their tokens: float32 [R]. images: of their prompts."""
-    tokens, mask, lengths = answer_tokens(rows, policy.device)
-    sums: Tensor = policy(tokens, tokens[:, 1:].contiguous(), mask, lengths - 1, images=images).logprobs.sum(-1)
+    tokens, mask, lengths = answer_tokens(rows)
+    layout, device = policy.lay_out(tokens, mask, lengths - 1).to(policy.device), policy.device
+    tokens, mask = tokens.to(device), mask.to(device)
+    sums: Tensor = policy(tokens, tokens[:, 1:].contiguous(), mask, images=images, layout=layout).logprobs.sum(-1)
     return sums[: len(rows)]
 
 
-def answer_tokens(rows: Sequence[Encoded], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def answer_tokens(rows: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor]:
     """Return padded token ids, int64 [R, T]; which of them but the first are answers, bool [R, T-1]; lengths, [R]."""
-    tokens, lengths = pad([prompt + answer for prompt, answer in rows], 0, device)
-    starts = torch.tensor([len(prompt) for prompt, _ in rows] or [2], device=device)
-    positions = torch.arange(1, tokens.shape[1], device=device)
+    tokens, lengths = pad([prompt + answer for prompt, answer in rows], 0)
+    starts = torch.tensor([len(prompt) for prompt, _ in rows] or [2])
+    positions = torch.arange(1, tokens.shape[1])
     return tokens, (positions >= starts[:, None]) & (positions < lengths[:, None]), lengths

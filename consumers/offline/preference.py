@@ -226,9 +226,10 @@ def _padded_tokens(pair: PairIds) -> int:
 
 def _scores(scorer: PreTrainedModel, rows: Sequence[list[int]]) -> Tensor:
     """Return the score of each row of token ids, float32 [R]."""
-    tokens, lengths = pad(rows, scorer.config.get_text_config().pad_token_id, scorer.device)
-    attention = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-    scores: Tensor = scorer(input_ids=tokens, attention_mask=attention.long(), use_cache=False).logits[:, 0].float()
+    tokens, lengths = pad(rows, scorer.config.get_text_config().pad_token_id)
+    attention = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
+    given = {"input_ids": tokens.to(scorer.device), "attention_mask": attention.to(scorer.device)}
+    scores: Tensor = scorer(**given, use_cache=False).logits[:, 0].float()
     return scores[: len(rows)]
 
 

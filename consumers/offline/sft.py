@@ -37,6 +37,7 @@ from consumers.offline.loop import (
 from consumers.offline.pairs import batches
 from consumers.offline.provenance import settings_digest
 from consumers.trainer.checkpoint.files import whole_folder
+from consumers.trainer.data.packed import lay_out
 from consumers.trainer.data.patches import ImageBatch, ImageFiles
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
@@ -157,11 +158,12 @@ class _Model(Policy):
 
         They are what the model would say exactly if it would say all of them.
         """
-        features = last_hidden(self.causal_lm, self.vision, {"input_ids": tokens[:, :-1]}, images)[mask]
+        layout = lay_out(tokens[:, :-1], mask)
+        features = layout.states_of(last_hidden(self.causal_lm, self.vision, tokens[:, :-1], images, layout))
         logits = cast(nn.Module, self.causal_lm.get_output_embeddings())(features)
-        allowed, aims = self._allowed(targets[mask])
-        right = (logits if allowed is None else logits[:, allowed]).argmax(-1) == aims
-        return torch.ones_like(mask).masked_scatter(mask, right).all(-1)
+        allowed, aims = self._allowed(layout.own_of(targets))
+        wrong = (logits if allowed is None else logits[:, allowed]).argmax(-1) != aims
+        return ~layout.spread(wrong).any(-1)
 
 
 @dataclass
@@ -241,7 +243,7 @@ class _Training:
     @torch.no_grad()
     def _choose(self, rows: Sequence[DemonstrationIds]) -> list[bool]:
         """Return whether each answer is the one that the model would give at temperature 0."""
-        tokens, mask, _ = answer_tokens([row[:2] for row in rows], self.model.device)
+        tokens, mask, _ = (each.to(self.model.device) for each in answer_tokens([row[:2] for row in rows]))
         found: list[bool] = self.model.choices(tokens, tokens[:, 1:], mask, self._images(rows)).tolist()
         return found
 

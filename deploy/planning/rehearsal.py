@@ -32,7 +32,7 @@ from consumers.trainer.step import optimizers
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.critic import Critic
 from consumers.trainer.step.gradient_update import GradientUpdate, LocalAdamW
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.train_step import TrainStep, laid_out
 from deploy.planning.cards import MAIN_MEMORY
 from deploy.planning.shapes import MemoryLedger, SavedAway, ShapesOnly
 from deploy.planning.step_size import StepSize, Traffic, cut_to, extrapolate, find_depths, try_small
@@ -245,6 +245,8 @@ def _measure(
         shape = (*batch[0].tokens.shape, replay.layers, replay.k)
         experts = torch.arange(replay.k, dtype=torch.int16).expand(shape).contiguous()
         batch = [replace(batch[0], routed_experts=experts)] * len(batch)
+    # On the host, before anything is on a device.
+    batch = [laid_out(batch[0], step.policy)] * len(batch)
     ledger.add([*weights, *buffers, *states])
     base = ledger.live
     images = [] if batch[0].images is None else list(vars(batch[0].images).values())

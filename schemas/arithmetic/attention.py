@@ -41,6 +41,7 @@ class Places:
         reach, order = at.amax(1).sort(descending=True, stable=True)
         self._index, self._at, self._of = index[order], at[order], of[order]
         self._blocks = [int((reach >= first).sum()) for first in range(0, int(reach[0]) + 1, KEYS)]
+        self._count, self._columns = int(rows[-1]) + 1, KEYS * len(self._blocks)
 
     @classmethod
     def of_sequences(cls, starts: Tensor) -> Self:
@@ -51,8 +52,7 @@ class Places:
 
     def spread(self, states: Tensor) -> Tensor:
         """Return keys or values [1, G, N or more, D] as one row for each sequence, [S, G, C, D]."""
-        count, columns = int(self.rows[-1]) + 1, -(-int(self.positions.max() + 1) // KEYS) * KEYS
-        room = states.new_zeros(count, states.shape[1], columns, states.shape[3])
+        room = states.new_zeros(self._count, states.shape[1], self._columns, states.shape[3])
         room[self.rows, :, self.positions] = states[0, :, : len(self.rows)].transpose(0, 1)
         return room
 

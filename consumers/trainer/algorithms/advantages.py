@@ -192,7 +192,7 @@ class ReinforcePp:
 
     def __call__(self, batch: Sequence[TokenRewards], all_reduce_sum: AllReduceSum) -> list[TokenAdvantages]:
         """Advantages and returns of each micro-batch, [R, T]."""
-        returns = [discounted(part.rewards, part.sequences, self.gamma) for part in batch]
+        returns = [part.sequences.sum_backwards(part.rewards, self.gamma) for part in batch]
         normalised = whiten(returns, [part.sequences.mask for part in batch], all_reduce_sum, self.eps)
         return [TokenAdvantages(a, r) for a, r in zip(normalised, returns, strict=True)]
 
@@ -223,16 +223,9 @@ class Gae:
     def _advantages(self, part: TokenRewards) -> TokenAdvantages:
         if part.values is None:
             raise ConfigError("trainer.advantage.name gae needs the values of a critic: add a trainer.critic section")
-        values = part.sequences.rows(part.values)
-        following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1) if values.numel() else values
-        deltas = part.sequences.rows(part.rewards) + self.gamma * following - values
-        advantages = part.sequences.unrow(_sum_backwards(deltas, self.gamma * self.lam))
+        deltas = part.rewards + self.gamma * part.sequences.following(part.values) - part.values
+        advantages = part.sequences.sum_backwards(deltas, self.gamma * self.lam)
         return TokenAdvantages(advantages, torch.where(part.sequences.mask, advantages + part.values, 0.0))
-
-
-def discounted(rewards: Tensor, sequences: Sequences, gamma: float) -> Tensor:
-    """G_t = r_t + gamma * G_(t+1) along each sequence's loss tokens, [R, T], zero at masked positions."""
-    return sequences.unrow(_sum_backwards(sequences.rows(rewards), gamma))
 
 
 def whiten(
@@ -242,21 +235,17 @@ def whiten(
 
     The std with n-1, in two passes. A step of a single loss token gives zero.
     """
-    chosen = [value[mask].double() for value, mask in zip(values, masks, strict=True)]
-    total, tokens = all_reduce_sum([sum(float(c.sum()) for c in chosen), float(sum(c.numel() for c in chosen))])
+    chosen = [torch.where(mask, value, 0).double() for value, mask in zip(values, masks, strict=True)]
+    counts = [mask.sum().double() for mask in masks]
+    total, tokens = all_reduce_sum(_sums([torch.stack([c.sum(), n]) for c, n in zip(chosen, counts, strict=True)], 2))
     mean = total / max(tokens, 1.0)
-    (squares,) = all_reduce_sum([sum(float((c - mean).square().sum()) for c in chosen)])
+    apart = [torch.where(mask, c - mean, 0) for c, mask in zip(chosen, masks, strict=True)]
+    (squares,) = all_reduce_sum(_sums([each.square().sum()[None] for each in apart], 1))
     scale = 1.0 / ((squares / max(tokens - 1.0, 1.0)) ** 0.5 + eps)
-    return [
-        torch.where(mask, (value.double() - mean) * scale, 0.0).to(value.dtype)
-        for value, mask in zip(values, masks, strict=True)
-    ]
+    return [(each * scale).to(value.dtype) for each, value in zip(apart, values, strict=True)]
 
 
-def _sum_backwards(rows: Tensor, factor: float) -> Tensor:
-    """out_t = rows_t + factor * out_(t+1), [S, L]: each pass doubles how far a sum reaches (Hillis, Steele 1986)."""
-    out, reach = rows, 1
-    while reach < rows.shape[1]:
-        out = torch.cat([out[:, :-reach] + factor**reach * out[:, reach:], out[:, -reach:]], dim=1)
-        reach *= 2
-    return out
+def _sums(parts: Sequence[Tensor], count: int) -> list[float]:
+    """Add up tensors [count]; the device is waited for once."""
+    found: list[float] = torch.stack(list(parts)).sum(0).tolist() if parts else [0.0] * count
+    return found

@@ -1,14 +1,16 @@
 """Sums, means and running returns over sequences, wherever their tokens lie: padded rows or packed ones.
 
-Which sequence a token belongs to is an id at the token; only loss tokens count, in the order in which they stand.
+Which sequence a token belongs to is an id at the token; only loss tokens count, in the order in which they stand. No
+shape depends on values, which the host would have to wait for on a GPU: there is room for as many sequences as tokens.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 class Sequences:
-    """The sequences of one micro-batch; a sequence lies whole in it::
+    """The sequences of one micro-batch of N tokens, with or without loss; a sequence lies whole in it::
 
     sequences = Sequences(inputs.sequence, inputs.mask)
     means = sequences.mean(values)          # [R, T]: each sequence's mean at each of its tokens
@@ -19,44 +21,41 @@ class Sequences:
         if sequence is None:
             sequence = torch.arange(len(mask), device=mask.device)[:, None].expand(mask.shape)
         self.mask = mask
-        ids, self.index = sequence[mask].unique(return_inverse=True)
-        self.count = len(ids)
-        """Number S of sequences that have a loss token."""
-        self.lengths = torch.bincount(self.index, minlength=self.count)
-        """Loss tokens of each sequence, int64 [S]."""
+        # Tokens without loss come last, and go to a sequence of their own.
+        ids = sequence.masked_fill(~mask, torch.iinfo(torch.int64).max).flatten()
+        ids, order = torch.sort(ids, stable=True)
+        same = ids[1:] == ids[:-1]
+        self.index = torch.zeros_like(order).index_copy_(0, order[1:], (~same).cumsum(0))
+        """Number of each token's sequence, int64 [N]."""
+        behind = torch.where(same, order[1:], len(order))
+        self._next = F.pad(torch.zeros_like(order), (0, 1)).fill_(len(order)).index_copy_(0, order[:-1], behind)
+        self.lengths = self.total(torch.ones_like(mask, dtype=torch.int64))
+        """Loss tokens of each sequence, int64 [N], 0 behind the last one."""
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over each sequence's loss tokens, [S]; differentiable."""
-        chosen = values[self.mask]
-        return chosen.new_zeros(self.count).index_add(0, self.index, chosen)
+        """Sum over each sequence's loss tokens, [N]; differentiable."""
+        chosen = torch.where(self.mask, values, 0).flatten()
+        return torch.zeros_like(chosen).index_add(0, self.index, chosen)
 
     def spread(self, totals: Tensor) -> Tensor:
-        """Put values [S] at the loss tokens of their sequences, [R, T], zero elsewhere; differentiable."""
-        out = torch.zeros(self.mask.shape, dtype=totals.dtype, device=totals.device)
-        return out.masked_scatter(self.mask, totals[self.index])
+        """Put values [N] at the loss tokens of their sequences, [R, T], zero elsewhere; differentiable."""
+        return torch.where(self.mask, totals[self.index].view(self.mask.shape), 0)
 
     def mean(self, values: Tensor) -> Tensor:
         """Each sequence's mean over its loss tokens at each of them, [R, T], zero elsewhere; differentiable."""
-        return self.spread(self.total(values) / self.lengths)
+        return self.spread(self.total(values) / self.lengths.clamp(min=1))
 
-    def rows(self, values: Tensor) -> Tensor:
-        """Loss tokens as one row for each sequence, [S, longest], zeros behind the shorter ones."""
-        out = values.new_zeros(self.count, self._longest())
-        out[self.index, self._place()] = values[self.mask]
-        return out
+    def following(self, values: Tensor) -> Tensor:
+        """Return the value at the sequence's next loss token at each loss token, 0 at the last: [R, T]."""
+        return torch.where(self.mask, F.pad(values.flatten(), (0, 1))[self._next[:-1]].view(values.shape), 0)
 
-    def unrow(self, rows: Tensor) -> Tensor:
-        """The inverse of ``rows``: [R, T], zero where there is no loss token."""
-        out = torch.zeros(self.mask.shape, dtype=rows.dtype, device=rows.device)
-        return out.masked_scatter(self.mask, rows[self.index, self._place()])
+    def sum_backwards(self, values: Tensor, factor: float) -> Tensor:
+        """out_t = values_t + factor * out_(t+1) along each sequence's loss tokens, [R, T], zero elsewhere.
 
-    def _longest(self) -> int:
-        return int(self.lengths.max()) if self.count else 0
-
-    def _place(self) -> Tensor:
-        """Number of each loss token within its sequence, int64 [M]."""
-        order = torch.sort(self.index, stable=True).indices
-        starts = self.lengths.cumsum(0) - self.lengths
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device) - starts[self.index[order]]
-        return place
+        Each pass doubles how far a sum reaches (Hillis, Steele 1986).
+        """
+        out, ahead, reach = F.pad(torch.where(self.mask, values, 0).flatten(), (0, 1)), self._next, 1
+        while reach < len(out) - 1:
+            out = out + factor**reach * out[ahead]
+            ahead, reach = ahead[ahead], 2 * reach
+        return torch.where(self.mask, out[:-1].view(values.shape), 0)

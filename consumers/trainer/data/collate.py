@@ -8,7 +8,7 @@ padding (see packing.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from consumers.trainer.algorithms.losses import LossInputs
+from consumers.trainer.data.packed import TokenLayout
 from consumers.trainer.data.patches import ImageBatch, ImageFiles
 from consumers.trainer.data.rows import TrainRow
 from schemas.errors import DataError
@@ -41,7 +42,7 @@ class MicroBatch:
     above 0 for each token of a given answer and nowhere else; None if no row is one.
 
     Known before the gradient if the configuration asks for it (step/prepare.py), [R, T-1]: proximal_logprobs,
-    reference_logprobs, values, returns, and kept, the tokens that the loss chose.
+    reference_logprobs, values, returns, and kept, the tokens that the loss chose. layout: how the policy computes it.
     """
 
     tokens: Tensor
@@ -65,6 +66,7 @@ class MicroBatch:
     kept: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    layout: TokenLayout | None = None
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -75,6 +77,11 @@ class MicroBatch:
     def sampled(self) -> Tensor:
         """Loss tokens that the policy sampled, bool [R, T-1]: all but those of given answers."""
         return self.mask if self.supervised_weights is None else self.mask & (self.supervised_weights == 0)
+
+    def inputs(self, replayed: bool = True) -> dict[str, Any]:
+        """Return the arguments of a policy. replayed: with the experts of the rollout, if they are known."""
+        names = ("tokens", "targets", "mask", "lengths", "temperatures", "images", "layout")
+        return {name: getattr(self, name) for name in (*names, *(["routed_experts"] if replayed else []))}
 
     def loss_inputs(self, logprobs: Tensor) -> LossInputs:
         """Return the inputs of the loss, given the log-probabilities [R, T-1] that have a gradient."""
@@ -93,9 +100,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy all tensors to another device."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        moved = {name: value.to(device) for name, value in values.items() if hasattr(value, "to")}
-        return MicroBatch(**{**values, **moved})
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items() if hasattr(value, "to")})
 
 
 def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> MicroBatch:

@@ -69,51 +69,48 @@ class StepMeter:
     def add(self, batch: MicroBatch, scores: TokenScores, output: LossOutput, loss: Tensor) -> None:
         """Count a micro-batch; ``loss`` is its part of the step's loss."""
         mask = batch.sampled
-        sums = self.sums
-        sums["loss"] += float(loss)
+        sums, largest = {"loss": loss}, dict[str, Tensor]()
         if batch.supervised_weights is not None:
             given = scores.logprobs[batch.mask & ~mask].double()
-            sums["supervised"] -= float(given.sum())
-            sums["supervised_tokens"] += given.numel()
-        for name in output.metrics:
-            # Also without a token to count: ranks add up the same names.
-            sums.setdefault("metric_" + name, 0.0)
-            if name == "masked":
-                sums.setdefault("masked_kl", 0.0)
-        if not bool(mask.any()):
-            return
+            sums["supervised"] = -given.sum()
+            self.sums["supervised_tokens"] += given.numel()
+        # Also without a token to count: ranks add up the same names.
+        names = ["metric_" + name for name in output.metrics] + ["masked_kl"] * ("masked" in output.metrics)
+        self.sums = dict.fromkeys(names, 0.0) | self.sums
         difference = (scores.logprobs - batch.rollout_logprobs)[mask].double()
-        log_r = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        ratio = log_r.exp()
-        sums["tokens"] += ratio.numel()
-        entropy = scores.entropy[mask].detach().double()
-        sums["entropy"] += float(entropy.sum())
-        sums["entropy_square"] += float(entropy.square().sum())
-        sums["ratio"] += float(ratio.sum())
-        sums["ratio_square"] += float(ratio.square().sum())
-        kl = ratio - 1 - log_r
-        sums["kl"] += float(kl.sum())
-        if "masked" in output.metrics:
-            sums["masked_kl"] += float((kl * output.metrics["masked"][mask]).sum())
-        self._count_advantages(batch.advantages[mask].double())
-        places = (log_r / _FINEST).asinh().mul(_PER_UNIT).round().long() + _SIDE
-        counts = places.clamp(0, 2 * _SIDE).bincount(minlength=2 * _SIDE + 1).tolist()
-        self.log_ratios = [old + new for old, new in zip(self.log_ratios, counts, strict=True)]
-        self.largest["ratio"] = max(self.largest["ratio"], float(ratio.max()))
-        # The smallest ratio, in the form in which ranks can combine it with the others.
-        self.largest["less_ratio"] = max(self.largest["less_ratio"], -float(ratio.min()))
-        for name, values in output.metrics.items():
-            sums["metric_" + name] += float(values[mask].double().sum())
-        ages = self.version - batch.versions[mask]
-        for age, tokens in zip(*(t.tolist() for t in ages.unique(return_counts=True)), strict=True):
-            self.staleness[age] += tokens
-        # Context that older weights sampled may have left its keys and values, whichever row trains it.
-        current = ((batch.versions == self.version) | (batch.versions == -1)).all(-1, keepdim=True) & mask
-        gap = (scores.logprobs - batch.rollout_logprobs)[current].double().abs()
-        sums["gap"] += float(gap.sum())
-        sums["gap_tokens"] += gap.numel()
-        self.largest["gap"] = max(self.largest["gap"], float(gap.max()) if gap.numel() else 0.0)
-        self._count_samples(batch, difference.abs(), kl, current[mask])
+        if difference.numel():
+            log_r, gap = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), difference.abs()
+            ratio = log_r.exp()
+            kl = ratio - 1 - log_r
+            advantages = batch.advantages[mask].double()
+            # Context that older weights sampled may have left its keys and values, whichever row trains it.
+            current = ((batch.versions == self.version) | (batch.versions == -1)).all(-1, keepdim=True) & mask
+            current = current[mask]
+            self.sums["tokens"] += ratio.numel()
+            entropy = scores.entropy[mask].double()
+            for name, values in (("entropy", entropy), ("ratio", ratio), ("advantage", advantages)):
+                sums |= {name: values.sum(), f"{name}_square": values.square().sum()}
+            sums |= {"kl": kl.sum(), "gap": gap[current].sum(), "gap_tokens": current.sum()}
+            sums |= {"advantage_positive": (advantages > 0).sum(), "advantage_zero": (advantages == 0).sum()}
+            sums |= {"metric_" + name: values[mask].double().sum() for name, values in output.metrics.items()}
+            if "masked" in output.metrics:
+                sums["masked_kl"] = (kl * output.metrics["masked"][mask]).sum()
+            # The smallest of some, in the form in which ranks can combine them with the others.
+            largest = {"ratio": ratio.max(), "less_ratio": -ratio.min(), "gap": gap.masked_fill(~current, 0.0).max()}
+            largest |= {"advantage": advantages.max(), "less_advantage": -advantages.min()}
+            places = (log_r / _FINEST).asinh().mul(_PER_UNIT).round().long() + _SIDE
+            counts = places.clamp(0, 2 * _SIDE).bincount(minlength=2 * _SIDE + 1).tolist()
+            self.log_ratios = [old + new for old, new in zip(self.log_ratios, counts, strict=True)]
+            ages = (self.version - batch.versions[mask]).unique(return_counts=True)
+            for age, tokens in zip(*(t.tolist() for t in ages), strict=True):
+                self.staleness[age] += tokens
+            self._count_samples(batch, gap, kl, current)
+        # The device is waited for once.
+        found = torch.stack([value.double() for value in (*sums.values(), *largest.values())]).tolist()
+        for name, value in zip(sums, found, strict=False):
+            self.sums[name] += value
+        for name, value in zip(largest, found[len(sums) :], strict=True):
+            self.largest[name] = max(self.largest[name], value)
 
     def _count_samples(self, batch: MicroBatch, gap: Tensor, kl: Tensor, current: Tensor) -> None:
         """Add what the loss tokens of each sample have: gap, kl float64 [N], current bool [N]."""
@@ -123,15 +120,6 @@ class StepMeter:
         found = np.array(gap.new_zeros(len(samples), 4).index_add_(0, places, values).tolist())
         for sample, sums in zip(samples.tolist(), found, strict=True):
             self.samples[sample] = self.samples.get(sample, 0.0) + sums
-
-    def _count_advantages(self, advantages: Tensor) -> None:
-        sums, largest = self.sums, self.largest
-        sums["advantage"] += float(advantages.sum())
-        sums["advantage_square"] += float(advantages.square().sum())
-        sums["advantage_positive"] += float((advantages > 0).sum())
-        sums["advantage_zero"] += float((advantages == 0).sum())
-        largest["advantage"] = max(largest["advantage"], float(advantages.max()))
-        largest["less_advantage"] = max(largest["less_advantage"], -float(advantages.min()))
 
     @property
     def loss(self) -> float:

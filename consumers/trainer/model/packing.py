@@ -1,24 +1,18 @@
-"""Packing: a micro-batch's sequences lie one after the other in one row, without padding, and each sees only itself.
+"""Attention over packed sequences (data/packed.py), each of which sees only itself.
 
-The attention is registered with transformers, so any model that takes its attention from there can pack; whether a
-model computes the same with it is tried out. On a GPU in a 16-bit type the kernel is that of the package flash_attn
-where it is installed, else PyTorch's own variable-length one. Elsewhere all sequences of one length that lie side by
-side have a causal call of their own, which on a CPU is by far the fastest exact way: a block-diagonal mask computes
-every pair, and flex attention has no backward there.
-
-Tokens that several sequences begin with are computed once: the samples of a prompt begin alike, and so do an agent's
-calls. In a causal model the state of a token depends on itself and what is before it, so it is the same in all of them.
-Whatever works on each token alone (projections, norms, the MLP) needs it once; attention gets all tokens of all
-sequences.
+It is registered with transformers, so any model that takes its attention from there can pack; whether a model computes
+the same with it is tried out. On a GPU in a 16-bit type the kernel is that of the package flash_attn where it is
+installed, else PyTorch's own variable-length one. Elsewhere all sequences of one length that lie side by side have a
+causal call of their own, which on a CPU is by far the fastest exact way: a block-diagonal mask computes every pair, and
+flex attention has no backward there.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from itertools import groupby, pairwise
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from itertools import groupby
+from typing import Any, Literal, TypeAlias, cast
 
 import structlog
 import torch
@@ -28,183 +22,28 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from consumers.trainer.data.load_balancing import WORTH_IT
-from consumers.trainer.distributed.context_parallel import exchange_to_heads, exchange_to_tokens, gather_tokens
+from consumers.trainer.data.packed import Bounds, Packed, lay_out
+from consumers.trainer.distributed.context_parallel import exchange_to_heads, exchange_to_tokens
 from consumers.trainer.distributed.layout import has_plain_attention
-from consumers.trainer.distributed.parts import Part
 from schemas.arithmetic.attention import Places, attend_sequences
-from schemas.arithmetic.products import TILE, fill
 
 KernelName: TypeAlias = Literal["flash_attn", "varlen", "each"]
-Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
-"""Attention of N tokens in R sequences: (query, key, value, starts, longest, scale) to [1, N, H, D].
+Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Bounds, float | None], Tensor]
+"""Attention of N tokens in R sequences: (query, key, value, bounds, scale) to [1, N, H, D].
 
-query: [1, H, N, D]. key, value: [1, H or fewer, N, D]. starts: int32 [R+1], where each sequence begins, and N. longest:
-tokens. scale: of the scores, 1/sqrt(D) when None.
+query: [1, H, N, D]. key, value: [1, H or fewer, N, D]. bounds: of the sequences. scale: of the scores, 1/sqrt(D) when
+None.
 """
 OLDEST_GPU = (8, 0)
 """Lowest compute capability at which both flash kernels work."""
 LARGEST_HEAD = 256
 """Largest size of a head that both flash kernels take."""
-TRIED, LONGEST_TRIED = (0, 9, 266, 512), 257
-"""Where the sequences begin with which a kernel is tried, and tokens of the longest: more than one block of them."""
-ATTENTION = "tidemill_packed"
+TRIED = (9, 257, 246)
+"""Tokens of the sequences with which a kernel is tried: more than one block of them."""
+ATTENTION, MASKED = "tidemill_packed", "tidemill_masked"
+"""Names of the attention: without a mask, for which transformers would read the positions, and with one."""
 
 log = structlog.get_logger()
-
-
-class _Repeat(torch.autograd.Function):
-    """Values at ``index`` in dimension ``dim``, some of them many times; their gradients are added up in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, dim: int, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.dim, ctx.size = dim, values.shape[dim]
-        return values.index_select(dim, index)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (index,), (gradient,) = ctx.saved_tensors, gradients
-        shape = [*gradient.shape[: ctx.dim], ctx.size, *gradient.shape[ctx.dim + 1 :]]
-        # In 16 bits a sum of many stops growing.
-        precise = torch.promote_types(gradient.dtype, torch.float32)
-        total = torch.zeros(shape, dtype=precise, device=gradient.device)
-        return total.index_add_(ctx.dim, index, gradient.to(precise)).to(gradient.dtype), None, None
-
-
-class SharedPrefixes(NamedTuple):
-    """M distinct tokens among the N of packed sequences.
-
-    spread: int64 [N], which of the distinct ones each token is. first: int64 [M], one of the N tokens that it is.
-    """
-
-    spread: Tensor
-    first: Tensor
-
-    def to_all(self, values: Tensor, dim: int, own: Tensor | None = None) -> Tensor:
-        """Spread values of the M distinct tokens in dimension ``dim`` to all N, or to those in ``own``, bool [N]."""
-        index = self.spread if own is None else self.spread[own]
-        # PyTorch gives apply no types.
-        return cast(Tensor, _Repeat.apply(values, dim, index))  # type: ignore[no-untyped-call]
-
-    def to_distinct(self, values: Tensor, dim: int) -> Tensor:
-        """Return the values of all N tokens in dimension ``dim``, at the M distinct ones."""
-        return values.index_select(dim, self.first)
-
-
-@torch.no_grad()
-def find_shared_prefixes(inputs: Tensor, lengths: Tensor) -> SharedPrefixes | None:
-    """Find what the rows share; None when that is less than WORTH_IT of them.
-
-    inputs: int64 [R, T], right-padded, of which the first ``lengths``, int64 [R], count. The tokens are numbered as
-    they are packed: row after row, without padding.
-    """
-    place = torch.arange(inputs.shape[1], device=inputs.device)
-    there = place < lengths[:, None]
-    # Rows with the longest common prefix are neighbours in this order.
-    order = torch.unique(inputs.masked_fill(~there, -1), dim=0, return_inverse=True)[1].argsort()
-    ids, known = inputs[order], there[order]
-    same = (ids[1:] == ids[:-1]) & known[1:] & known[:-1]
-    shared = F.pad(same.cumprod(1).sum(1), (1, 0))
-    # A token is that of the last row at or above its own whose prefix with the one before ended earlier.
-    row = torch.arange(len(ids), device=inputs.device)[:, None]
-    owner = torch.where(place >= shared[:, None], row, 0).cummax(0).values
-    number = (there.flatten().cumsum(0) - 1).view_as(there)
-    same_as = torch.empty_like(number)
-    same_as[order] = number[order].gather(0, owner)
-    found = same_as[there]
-    is_first = found == torch.arange(len(found), device=inputs.device)
-    if len(found) - int(is_first.sum()) < WORTH_IT * len(found):
-        return None
-    return SharedPrefixes((is_first.cumsum(0) - 1)[found], is_first.nonzero()[:, 0])
-
-
-@dataclass(frozen=True)
-class Packed:
-    """R sequences as one row of N tokens, in the form that a model's base takes.
-
-    ids, positions: int64 [1, N]. starts: int32 [R+1], where each sequence begins, and N. longest: tokens. rows: bool
-    [R, T], the places of the N tokens in the padded micro-batch. context: the ranks that share the tokens, each N / C
-    of them; one more sequence then makes N a multiple of C, and is in no row. shared: the tokens that are computed once
-    for several sequences; the model then returns states of the M distinct ones, [1, M, D]. exact: the places of tokens
-    that are computed as generators do with generator.exact; N, or M, is then a multiple of TILE.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    starts: Tensor
-    longest: int
-    rows: Tensor
-    context: Part | None = None
-    shared: SharedPrefixes | None = None
-    exact: Places | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the model's forward, which every attention layer gets, by transformers' names."""
-        others: dict[str, Any] = {} if self.context is None else {"context": self.context}
-        ids, positions = self._own(self.ids, 1), self._own(self.positions, 1)
-        if self.exact is not None:
-            others["exact"] = self.exact
-        if self.shared is not None:
-            others["shared"] = self.shared
-            ids, positions = self.shared.to_distinct(ids, 1), self.shared.to_distinct(positions, 1)
-        return {
-            "input_ids": ids,
-            "position_ids": positions,
-            "cu_seq_lens_q": self.starts,
-            "cu_seq_lens_k": self.starts,
-            "max_length_q": self.longest,
-            "max_length_k": self.longest,
-            **others,
-        }
-
-    def states_of(self, hidden: Tensor, own: Tensor) -> Tensor:
-        """Return states [K, D] of this rank's K tokens that ``own``, bool [N / C], marks. hidden: from the model."""
-        return hidden[own] if self.shared is None else self.shared.to_all(hidden, 0, own)
-
-    def part_of(self, values: Tensor) -> Tensor:
-        """Return values [R, T, ...] at this rank's tokens: [N / C, ...], 0 or false in the filling sequence."""
-        found = values[self.rows]
-        return self._own(F.pad(found, (0, 0) * (found.ndim - 1) + (0, self.ids.shape[1] - len(found))))
-
-    def whole(self, values: Tensor, own: Tensor, mask: Tensor) -> Tensor:
-        """Put together what each rank has: values [K] at the K tokens of its part that ``own``, bool [N / C], marks.
-
-        Returns [M], at the M places of ``mask``, bool [R, T], in the order of its rows.
-        """
-        if self.context is None:
-            return values
-        spread = values.new_zeros(len(own)).masked_scatter(own, values)
-        return gather_tokens(spread, self.context)[: int(self.rows.sum())][mask[self.rows]]
-
-    def _own(self, values: Tensor, dim: int = 0) -> Tensor:
-        return values if self.context is None else self.context.slice(values, dim)
-
-
-def pack(
-    inputs: Tensor, lengths: Tensor, context: Part | None = None, share: bool = False, exact: bool = False
-) -> Packed:
-    """Pack the first ``lengths`` (int64 [R], 1 or more) tokens of each row of ``inputs``, int64 [R, T].
-
-    context: the ranks that share the tokens, all of which give the same. share: compute what several rows begin with
-    once; one rank that has all tokens can. exact: as Packed has it.
-    """
-    shared = find_shared_prefixes(inputs, lengths) if share and context is None else None
-    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-    rows = positions < lengths[:, None]
-    starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    ids, positions, longest = inputs[rows], positions[rows], inputs.shape[1]
-    if exact and shared is not None:
-        # The first token stands for what fills the last tile, of which no sequence has a token.
-        shared = SharedPrefixes(shared.spread, fill(shared.first))
-    size = context.size if context is not None else TILE if exact and shared is None else 1
-    filler = -len(ids) % size
-    if filler:
-        ids = F.pad(ids, (0, filler))
-        positions = torch.cat([positions, torch.arange(filler, device=ids.device)])
-        starts, longest = F.pad(starts, (0, 1), value=len(ids)), max(longest, filler)
-    places = Places.of_sequences(starts) if exact else None
-    return Packed(ids[None], positions[None], starts, longest, rows, context, shared, places)
 
 
 @torch.no_grad()
@@ -223,28 +62,36 @@ def switch_to_packing(model: PreTrainedModel, max_length: int | None = None) -> 
     tokens = torch.arange(1, 25, device=device).reshape(3, 8) % config.vocab_size
     tokens[2, :3] = tokens[0, :3]
     lengths = torch.tensor([8, 5, 6], device=device)
+    layout = lay_out(tokens, torch.arange(8, device=device) < lengths[:, None], lengths, share=True)
     alone = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    wanted = alone.flatten(0, 1)[layout.loss]
     former, found = model.config._attn_implementation, None
     try:
         use_packing(model)
         # Of a model that keeps an attention of its own, rounding to 16 bits may hide what that makes of sequences.
-        if model.config.get_text_config()._attn_implementation == ATTENTION:
-            packed = pack(tokens, lengths, share=True)
-            hidden = model.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
-            found = packed.states_of(hidden, packed.rows[packed.rows])
+        if is_packed(model):
+            found = layout.states_of(model.base_model(**layout.arguments(tokens), use_cache=False).last_hidden_state)
     except (TypeError, ValueError):
         pass
-    if found is not None and found.shape == alone[packed.rows].shape:
-        error = (found - alone[packed.rows]).float().norm() / alone.float().norm().clamp(min=1e-9)
+    if found is not None and found.shape == wanted.shape:
+        error = (found - wanted).float().norm() / alone.float().norm().clamp(min=1e-9)
         if float(error) < (1e-4 if found.dtype == torch.float32 else 3e-2):
             return True
     model.set_attn_implementation(former)
     return False
 
 
-def use_packing(model: PreTrainedModel) -> None:
-    """Give a model packed attention; a vision tower's is not causal, and stays as it is."""
-    model.set_attn_implementation({"text_config": ATTENTION} if hasattr(model.config, "vision_config") else ATTENTION)
+def use_packing(model: PreTrainedModel, name: str = ATTENTION) -> None:
+    """Give a model packed attention; a vision tower's is not causal, and stays as it is.
+
+    name: MASKED for passes with padding on the left or a cache, as generation has them.
+    """
+    model.set_attn_implementation({"text_config": name} if hasattr(model.config, "vision_config") else name)
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Return whether the model has packed attention."""
+    return bool(model.config.get_text_config()._attn_implementation == ATTENTION)
 
 
 def attend(
@@ -255,26 +102,21 @@ def attend(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int = 0,
-    context: Part | None = None,
-    shared: SharedPrefixes | None = None,
-    exact: Places | None = None,
+    packed: Packed | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each packed sequence, or within each padded row if there are no starts.
+    """Compute causal attention within each packed sequence, or within each padded row if nothing is packed.
 
-    query: [B, H, N, D]; key, value: [B, H or fewer, N, D]. Returns [B, N, H, D]. context: the ranks that have N / C
-    tokens each of the sequences. shared: N is the number of distinct tokens of the sequences. ValueError if the model
-    asks for another kind of attention.
+    query: [B, H, N, D]; key, value: [B, H or fewer, N, D]. Returns [B, N, H, D]. N is the number of tokens that this
+    rank computes. ValueError if the model asks for another kind of attention.
     """
-    longest = key.shape[-2] if cu_seq_lens_q is None else max_length_q
+    longest = key.shape[-2] if packed is None else packed.bounds.longest
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
         raise ValueError("packed attention has no soft cap, no sinks and no sliding window that leaves tokens out")
-    if cu_seq_lens_q is None:
+    if packed is None:
         # One query after a cache sees all of it.
         causal = attention_mask is None and query.shape[2] > 1
         out = _attend_plainly(query, key, value, scaling, causal, attention_mask)
@@ -282,25 +124,26 @@ def attend(
     if attention_mask is not None:
         raise ValueError("packed attention has no mask of the model's own")
     kernel = KERNELS[choose_kernel(query.device, query.dtype)]
-    if exact is not None:
-        kernel = _exactly(kernel, exact)
-    if shared is not None:
+    if packed.exact is not None:
+        kernel = _exactly(kernel, packed.exact)
+    if packed.shared is not None:
+        shared = packed.shared
         query, key, value = (shared.to_all(tensor, 2) for tensor in (query, key, value))
-        out = kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling)
-        return shared.to_distinct(out, 1), None
-    if context is None:
-        return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+        return shared.to_distinct(kernel(query, key, value, packed.bounds, scaling), 1), None
+    if packed.context is None:
+        return kernel(query, key, value, packed.bounds, scaling), None
+    context = packed.context
     query, key, value = (exchange_to_heads(tensor, context) for tensor in (query, key, value))
-    out = kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling)
+    out = kernel(query, key, value, packed.bounds, scaling)
     return exchange_to_tokens(out.transpose(1, 2), context).transpose(1, 2), None
 
 
 def _exactly(kernel: Kernel, places: Places) -> Kernel:
     """Compute in a fixed order, with the gradient of ``kernel``."""
 
-    def call(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
+    def call(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
         def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return kernel(query, key, value, starts, longest, scale)
+            return kernel(query, key, value, bounds, scale)
 
         return attend_sequences(query, key, value, places, scale, plain)
 
@@ -308,7 +151,7 @@ def _exactly(kernel: Kernel, places: Places) -> Kernel:
 
 
 def make_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
-    """Make the mask for padding or a cache, as in generation; training has neither and gets None."""
+    """Make the mask for padding or a cache."""
     if attention_mask is None and q_length == kv_length:
         return None
     mask: Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **others)
@@ -336,26 +179,27 @@ def _flash(kernel: Kernel) -> Kernel:
     change neither scores nor values.
     """
 
-    def call(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
+    def call(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
         size = value.shape[-1]
         width = -(-max(query.shape[-1], size) // 8) * 8
         if width > LARGEST_HEAD:
-            return cast(Tensor, _each(query, key, value, starts, longest, scale))
+            return cast(Tensor, _each(query, key, value, bounds, scale))
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         query, key, value = (
             tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))
             for tensor in (query, key, value)
         )
-        return kernel(query, key, value, starts, longest, scale).narrow(-1, 0, size)
+        return kernel(query, key, value, bounds, scale).narrow(-1, 0, size)
 
     return call
 
 
 @_flash
-def _flash_attn(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
     """Call the kernel of the package flash_attn, which takes grouped heads as they are (arXiv:2307.08691)."""
     from flash_attn import flash_attn_varlen_func
 
+    starts, longest = bounds.starts, bounds.longest
     out = flash_attn_varlen_func(
         *_flat(query, key, value), starts, starts, longest, longest, softmax_scale=scale, causal=True
     )
@@ -363,13 +207,13 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longe
 
 
 @_flash
-def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
     out = varlen_attn(
         *_flat(query, key, value),
-        starts,
-        starts,
-        longest,
-        longest,
+        bounds.starts,
+        bounds.starts,
+        bounds.longest,
+        bounds.longest,
         scale=scale,
         window_size=(-1, 0),
         enable_gqa=_grouped(query, key),
@@ -378,11 +222,10 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: 
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _each(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
+def _each(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
     # Not compiled: how many sequences there are would be a part of the program.
-    lengths = [end - start for start, end in pairwise(starts.tolist())]
     # Neighbours of one length are one call, without any copy or padding: load_balancing.py puts them side by side.
-    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+    runs = [(length, len(list(same))) for length, same in groupby(bounds.lengths)]
     parts = zip(
         *(tensor.split([length * count for length, count in runs], 2) for tensor in (query, key, value)), strict=True
     )
@@ -430,13 +273,13 @@ def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
         size = config.qk_nope_head_dim + latent
     groups = heads if latent else getattr(config, "num_key_value_heads", None) or heads
     shapes = (heads, size), (groups, size), (groups, getattr(config, "v_head_dim", None) or size)
-    total = TRIED[-1]
+    total = sum(TRIED)
     query, key, value = given = [
         torch.randn(1, count, total, width, device=device, dtype=dtype, requires_grad=True) for count, width in shapes
     ]
-    starts = torch.tensor(TRIED, device=device, dtype=torch.int32)
+    bounds = Bounds(TRIED, device)
     try:
-        found, wanted = (kernel(query, key, value, starts, LONGEST_TRIED, None) for kernel in (KERNELS[name], _each))
+        found, wanted = (kernel(query, key, value, bounds, None) for kernel in (KERNELS[name], _each))
         upstream = torch.randn_like(wanted)
         gradients = zip(*(torch.autograd.grad(out, given, upstream) for out in (found, wanted)), strict=True)
         problem = "" if _close(found, wanted) else "its result is wrong"
@@ -455,5 +298,6 @@ def _close(found: Tensor, wanted: Tensor) -> bool:
 
 
 KERNELS: dict[KernelName, Kernel] = {"flash_attn": _flash_attn, "varlen": _varlen, "each": _each}
-AttentionInterface.register(ATTENTION, attend)
-AttentionMaskInterface.register(ATTENTION, make_mask)
+for _name in (ATTENTION, MASKED):
+    AttentionInterface.register(_name, attend)
+AttentionMaskInterface.register(MASKED, make_mask)

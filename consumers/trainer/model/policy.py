@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from consumers.trainer.data.load_balancing import Cost
+from consumers.trainer.data.packed import TokenLayout, lay_out
 from consumers.trainer.data.patches import ImageBatch
 from consumers.trainer.distributed.parts import ParallelModule
 from consumers.trainer.distributed.ranks import local_part
 from consumers.trainer.model.head import score
-from consumers.trainer.model.packing import pack, switch_to_packing, use_packing
+from consumers.trainer.model.packing import switch_to_packing, use_packing
 from consumers.trainer.model.parity import check_causal, fix_rotary_frequencies, train_without_noise
 from consumers.trainer.model.router_replay import RouterReplay
 from consumers.trainer.model.vision import VisionTower
@@ -45,18 +46,16 @@ class TokenScores:
 def last_hidden(
     model: PreTrainedModel,
     tower: VisionTower | None,
-    arguments: dict[str, Any],
+    inputs: Tensor,
     images: ImageBatch | None,
-    rows: Tensor | None = None,
+    layout: TokenLayout,
 ) -> Tensor:
-    """Compute a model's last hidden states, with a vision tower or without.
-
-    arguments: of the model's base. rows: where packed tokens stand, see ``VisionTower.arguments``.
-    """
+    """Compute a model's last hidden states of the padded rows ``inputs``, with a vision tower or without."""
+    arguments = layout.arguments(inputs)
     base: Any = model.base_model
     if tower is not None:
         ids = arguments.pop("input_ids")
-        arguments |= tower.arguments(model, ids, rows, images)
+        arguments |= tower.arguments(model, ids, layout.packed, images)
         base = base.language_model
     hidden: Tensor = base(**arguments, use_cache=False).last_hidden_state
     return hidden
@@ -89,6 +88,7 @@ class Policy(ParallelModule):
         """
         super().__init__()
         self.output_tokens = output_tokens
+        self.register_buffer("_output_ids", torch.tensor(output_tokens or [], dtype=torch.int64), persistent=False)
         self.vision = vision
         self.adapter = adapter
         self.causal_lm = causal_lm
@@ -142,6 +142,7 @@ class Policy(ParallelModule):
         entropy_gradient: bool = False,
         images: ImageBatch | None = None,
         routed_experts: Tensor | None = None,
+        layout: TokenLayout | None = None,
     ) -> TokenScores:
         """Compute log-probability and entropy of ``targets`` where ``mask`` is set.
 
@@ -150,45 +151,52 @@ class Policy(ParallelModule):
         temperatures: with which each row was sampled, R of them, or one for all.
         entropy_gradient: whether entropy is differentiable (an entropy bonus needs it). images: those that some of the
         tokens stand for; only a model with ``vision`` takes them. routed_experts: int16 [R, T, L, k], choices that the
-        routers are given, see ``replay_routers``; these also hold while backward computes layers again.
+        routers are given, see ``replay_routers``; these also hold while backward computes layers again. layout: what
+        ``lay_out`` returns for these tensors; without it a GPU is waited for.
         """
+        if layout is None:
+            layout = self.lay_out(tokens, mask, lengths, temperatures, routed_experts)
         inputs = tokens[:, :-1]
-        each = None
-        if self.exact and lengths is None:
-            lengths = torch.full_like(inputs[:, 0], inputs.shape[1])
-        # Dividing by a number may be another operation than dividing by a tensor, as generators do.
-        if self.exact or len(set(temperatures)) > 1:
-            each = torch.tensor(temperatures, device=mask.device)[:, None].expand(mask.shape)
-        packed = None
-        if self.packed and lengths is not None:
-            # Images and noted choices of routers belong to tokens of one row.
-            share = self.share_prefixes and self.vision is None and routed_experts is None
-            packed = pack(inputs, lengths, self.context, share, self.exact)
         if self.router_replay is not None:
-            chosen = None if routed_experts is None else routed_experts[:, :-1]
-            if chosen is not None:
-                chosen = chosen.flatten(0, 1) if packed is None else packed.part_of(chosen)
-            self.router_replay.set(chosen)
-        if packed is not None:
-            hidden = last_hidden(self.causal_lm, self.vision, packed.arguments(), images, packed.rows)[0]
-            own = packed.part_of(mask)
-            temperature = temperatures[0] if each is None else packed.part_of(each)[own]
-            scores = self._score(
-                packed.states_of(hidden, own), packed.part_of(targets)[own], temperature, entropy_gradient
-            )
-            scores = (packed.whole(scores[0], own, mask), packed.whole(scores[1], own, mask))
-        elif self.chunked:
-            temperature = temperatures[0] if each is None else each[mask]
-            # Right padding lies after every position that counts: causal attention needs no mask for it.
-            features = last_hidden(self.causal_lm, self.vision, {"input_ids": inputs}, images)[mask]
-            scores = self._score(features, targets[mask], temperature, entropy_gradient)
+            self.router_replay.set(None if routed_experts is None else layout.tokens_of(routed_experts))
+        aims = layout.own_of(targets)
+        if self.chunked:
+            hidden = layout.states_of(last_hidden(self.causal_lm, self.vision, inputs, images, layout))
+            scores = self._score(hidden, aims, layout.temperature, entropy_gradient)
         else:
-            logits = self.causal_lm(input_ids=inputs, use_cache=False).logits[mask]
-            temperature = temperatures[0] if each is None else each[mask]
-            allowed, aims = self._allowed(targets[mask])
+            logits = layout.states_of(self.causal_lm(input_ids=inputs, use_cache=False).logits)
+            allowed, aims = self._allowed(aims)
             logits = logits if allowed is None else logits[:, allowed]
-            scores = _score_logits(logits, aims, temperature, entropy_gradient)
-        return TokenScores(*(_scatter(values, mask) for values in scores))
+            scores = _score_logits(logits, aims, layout.temperature, entropy_gradient)
+        return TokenScores(*(layout.spread(values) for values in scores))
+
+    def lay_out(
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        lengths: Tensor | None = None,
+        temperatures: Sequence[float] = (1.0,),
+        routed_experts: Tensor | None = None,
+    ) -> TokenLayout:
+        """Find where the tokens of a micro-batch are computed; tensors as in ``forward``, on the host.
+
+        DataError for routed_experts of another model.
+        """
+        if self.router_replay is not None and routed_experts is not None:
+            self.router_replay.check(routed_experts)
+        if self.exact and lengths is None:
+            lengths = torch.full_like(tokens[:, 0], tokens.shape[1] - 1)
+        # Images and noted choices of routers belong to tokens of one row.
+        share = self.share_prefixes and self.vision is None and routed_experts is None
+        return lay_out(
+            tokens[:, :-1],
+            mask,
+            lengths if self.packed else None,
+            temperatures,
+            context=self.context,
+            share=share,
+            exact=self.exact,
+        )
 
     def replay_routers(self) -> None:
         """Replay in the routers of a mixture, from now on, the choices that ``forward`` is given.
@@ -217,7 +225,7 @@ class Policy(ParallelModule):
         """Return the ids of the tokens that have a probability, None for all, and targets as indices into them."""
         if self.output_tokens is None:
             return None, targets
-        allowed = torch.tensor(self.output_tokens, device=targets.device)
+        allowed = cast(Tensor, self._output_ids)
         return allowed, torch.searchsorted(allowed, targets)
 
 
@@ -280,11 +288,6 @@ def _score_logits(
         known = distribution.masked_fill(distribution == -torch.inf, 0.0)
         entropy = -(distribution.exp() * known).sum(-1)
     return logprobs, entropy
-
-
-def _scatter(values: Tensor, mask: Tensor) -> Tensor:
-    """Return values [M] at the M positions that are set in ``mask`` [R, T-1], zero elsewhere."""
-    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
 @torch.no_grad()

@@ -101,19 +101,21 @@ class RouterReplay:
             return f"routed_experts names expert {expert} twice for a token in layer {self._routed[layer]}"
         return None
 
+    def check(self, chosen: Tensor) -> None:
+        """Raise DataError for choices of another model, int16 [R, T, L, k], on the host."""
+        if chosen.shape[2:] != (self.layers, self.k):
+            raise DataError(
+                f"routed_experts of {chosen.shape[2]} layers and {chosen.shape[3]} experts, the trainer's model has"
+                f" {self.layers} and {self.k}"
+            )
+        if chosen.numel() and (largest := int(chosen.max())) >= self.experts:
+            raise DataError(f"routed_experts names expert {largest}, the model has {self.experts}")
+
     def set(self, chosen: Tensor | None) -> None:
         """Give the choices of the tokens of the next pass, [N, L, k], -1 where the router is to choose by itself.
 
-        None: everywhere. DataError for those of another model.
+        None: everywhere.
         """
-        if chosen is not None:
-            if chosen.shape[1:] != (self.layers, self.k):
-                raise DataError(
-                    f"routed_experts of {chosen.shape[1]} layers and {chosen.shape[2]} experts, the trainer's model has"
-                    f" {self.layers} and {self.k}"
-                )
-            if len(chosen) and int(chosen.max()) >= self.experts:
-                raise DataError(f"routed_experts names expert {int(chosen.max())}, the model has {self.experts}")
         self._chosen = chosen
 
     def choose(self, layer: int, own: Tensor) -> Tensor:

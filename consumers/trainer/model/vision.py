@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from consumers.trainer.data.packed import Packed
 from consumers.trainer.data.patches import ImageBatch, probe_batch
 from schemas.config import ModelConfig
 from schemas.errors import ConfigError
@@ -59,21 +60,21 @@ class VisionTower:
         return [*opening, *[self.token] * 4, *closing], (len(opening), len(opening) + 4)
 
     def arguments(
-        self, model: PreTrainedModel, ids: Tensor, rows: Tensor | None, images: ImageBatch | None
+        self, model: PreTrainedModel, ids: Tensor, packed: Packed | None, images: ImageBatch | None
     ) -> dict[str, Any]:
         """Return embeddings, positions and further arguments of the language model.
 
-        ids: int64 [1, N] packed, or [R, T] where ``rows`` is None. rows: bool [R, T'], the places of the N tokens in
-        the micro-batch.
+        ids: int64 [1, N] of ``packed``, or [R, T] where that is None.
         """
         base: Any = model.base_model
         embeddings = base.get_input_embeddings()(ids)
         found: dict[str, Any] = {}
         if images is not None:
-            length = ids.shape[1] if rows is None else rows.shape[1]
-            marks, positions = images.marks[:, :length], images.positions[:, :, :length]
-            if rows is not None:
-                marks, positions = marks[rows][None], positions[:, rows][:, None]
+            if packed is None:
+                marks, positions = images.marks[:, : ids.shape[1]], images.positions[:, :, : ids.shape[1]]
+            else:
+                marks = packed.tokens_of(images.marks)[None]
+                positions = packed.tokens_of(images.positions.movedim(0, -1)).T[:, None]
             features, deep = self._features(base, images.patches, images.grids)
             embeddings = embeddings.masked_scatter(marks[..., None], features.to(embeddings.dtype))
             found["position_ids"] = positions

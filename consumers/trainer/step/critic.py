@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from consumers.trainer.data.collate import MicroBatch
+from consumers.trainer.data.packed import TokenLayout, lay_out
 from consumers.trainer.data.patches import ImageBatch
 from consumers.trainer.distributed.parts import ParallelModule
 from consumers.trainer.distributed.ranks import Ranks
-from consumers.trainer.model.packing import pack, switch_to_packing, use_packing
+from consumers.trainer.model.packing import switch_to_packing, use_packing
 from consumers.trainer.model.policy import last_hidden
 from consumers.trainer.model.vision import VisionTower
 from consumers.trainer.step.gradient_update import GradientUpdate, Sums, lr_factor
@@ -45,22 +46,26 @@ class Critic(ParallelModule):
         if self.packed:
             use_packing(self.causal_lm)
 
-    def forward(self, tokens: Tensor, mask: Tensor, lengths: Tensor, images: ImageBatch | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        lengths: Tensor,
+        images: ImageBatch | None = None,
+        layout: TokenLayout | None = None,
+    ) -> Tensor:
         """Compute the values of states: float32 [R, T-1], 0 where the mask is not set.
 
         tokens: int64 [R, T], padded. mask: bool [R, T-1]. lengths: int64 [R], see MicroBatch. images: see Policy.
+        layout: the policy's of these tensors; it holds if both are packed or both are not.
         """
-        head = self.causal_lm.get_output_embeddings()
-        if self.packed:
+        inputs = tokens[:, :-1]
+        if layout is None or self.packed != (layout.packed is not None):
             share = self.share_prefixes and self.vision is None
-            packed = pack(tokens[:, :-1], lengths, self.context, share)
-            hidden = last_hidden(self.causal_lm, self.vision, packed.arguments(), images, packed.rows)[0]
-            own = packed.part_of(mask)
-            values = packed.whole(head(packed.states_of(hidden, own)).squeeze(-1).float(), own, mask)
-        else:
-            hidden = last_hidden(self.causal_lm, self.vision, {"input_ids": tokens[:, :-1]}, images)[mask]
-            values = head(hidden).squeeze(-1).float()
-        return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values)
+            layout = lay_out(inputs, mask, lengths if self.packed else None, context=self.context, share=share)
+        head = self.causal_lm.get_output_embeddings()
+        hidden = layout.states_of(last_hidden(self.causal_lm, self.vision, inputs, images, layout))
+        return layout.spread(head(hidden).squeeze(-1).float())
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
@@ -93,7 +98,7 @@ class CriticStep:
     @torch.no_grad()
     def values(self, micro: MicroBatch) -> Tensor:
         """Return the values of the states before each token, by the weights before the step: float32 [R, T-1]."""
-        found: Tensor = self.critic(micro.tokens, micro.mask, micro.lengths, micro.images)
+        found: Tensor = self.critic(micro.tokens, micro.mask, micro.lengths, micro.images, micro.layout)
         return found
 
     def run(self, batch: Sequence[MicroBatch], tokens: float, done: int) -> dict[str, float]:
@@ -128,7 +133,7 @@ class CriticStep:
             old_values, returns = micro.values, micro.returns
             if old_values is None or returns is None:
                 continue
-            values = self.critic(micro.tokens, micro.mask, micro.lengths, micro.images)
+            values = self.critic(micro.tokens, micro.mask, micro.lengths, micro.images, micro.layout)
             loss = value_loss(values, old_values, returns, self.settings.clip)
             total = torch.where(micro.sampled, loss, 0.0).sum() / max(tokens, 1.0)
             self.update.backward(total)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from consumers.trainer.algorithms.advantages import TokenAdvantage, TokenRewards, discounted, whiten
+from consumers.trainer.algorithms.advantages import TokenAdvantage, TokenRewards, whiten
 from consumers.trainer.algorithms.kl import kl_reward
 from consumers.trainer.algorithms.losses import AllReduceSum
 from consumers.trainer.algorithms.objective import Objective
@@ -90,7 +90,7 @@ class Preparation:
             ]
         # The samples have their advantages; the penalty only adds its own, without a baseline.
         return [
-            replace(micro, advantages=micro.advantages + discounted(reward.rewards, reward.sequences, 1.0))
+            replace(micro, advantages=micro.advantages + reward.sequences.sum_backwards(reward.rewards, 1.0))
             for micro, reward in zip(batch, rewards, strict=True)
         ]
 
@@ -111,15 +111,6 @@ class Preparation:
 
         replayed: with the experts of the rollout, as the policy itself is trained.
         """
-        device = policy.device
-        scores = policy(
-            micro.tokens.to(device),
-            micro.targets.to(device),
-            micro.mask.to(device),
-            micro.lengths.to(device),
-            temperatures=micro.temperatures,
-            images=None if micro.images is None else micro.images.to(device),
-            routed_experts=micro.routed_experts if replayed else None,
-        )
+        scores = policy(**micro.to(policy.device).inputs(replayed))
         logprobs: Tensor = scores.logprobs.to(micro.mask.device)
         return logprobs

@@ -6,7 +6,7 @@ update whose loss or gradient is not finite changes no weight, not the critic's 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.data.plan import StepBatch
 from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
 from consumers.trainer.metrics.timing import StepTimer
-from consumers.trainer.model.policy import TokenScores
+from consumers.trainer.model.policy import Policy, TokenScores
 from consumers.trainer.step.critic import CriticStep
 from consumers.trainer.step.gradient_update import GradientUpdate, Update
 from consumers.trainer.step.learner import Learner, StepResult
@@ -63,7 +63,9 @@ class TrainStep(Learner):
         """Update the weights for each minibatch of each epoch; ``version`` is that of the weights before the step."""
         timer = StepTimer()
         with timer.phase("prepare"):
-            micro_batches: Sequence[MicroBatch] = [micro.to(self.policy.device) for micro in batch.micro_batches]
+            micro_batches: Sequence[MicroBatch] = [
+                laid_out(micro, self.policy).to(self.policy.device) for micro in batch.micro_batches
+            ]
             if self.preparation is not None:
                 micro_batches = self.preparation.run(self.policy, micro_batches, version, self.ranks.all_reduce_sum)
         lr = self.schedule.at(self.schedule.done + 1)
@@ -125,16 +127,7 @@ class TrainStep(Learner):
 
     def _forward(self, micro: MicroBatch, version: int) -> tuple[TokenScores, LossOutput, Tensor]:
         """Compute this micro-batch's part of the step's loss, with its gradient graph, and what it is made of."""
-        scores = self.policy(
-            micro.tokens,
-            micro.targets,
-            micro.mask,
-            micro.lengths,
-            temperatures=micro.temperatures,
-            entropy_gradient=self.objective.entropy_coef != 0.0,
-            images=micro.images,
-            routed_experts=micro.routed_experts,
-        )
+        scores = self.policy(**micro.inputs(), entropy_gradient=self.objective.entropy_coef != 0.0)
         output = self.objective(micro.loss_inputs(scores.logprobs), scores.entropy, version)
         loss = output.loss * micro.weights
         if output.teacher is not None:
@@ -149,6 +142,14 @@ class TrainStep(Learner):
             return {}
         self.critic.steps = self.schedule.steps
         return self.critic.run(batch, tokens, self.schedule.done)
+
+
+def laid_out(micro: MicroBatch, policy: Policy) -> MicroBatch:
+    """Return a micro-batch on the host with the places of its tokens, as the policy computes them."""
+    if micro.layout is not None:
+        return micro
+    layout = policy.lay_out(micro.tokens, micro.mask, micro.lengths, micro.temperatures, micro.routed_experts)
+    return replace(micro, layout=layout)
 
 
 def _cut(micro_batches: Sequence[MicroBatch], updates: Sequence[int]) -> list[Sequence[MicroBatch]]:

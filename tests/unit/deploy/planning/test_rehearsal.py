@@ -156,45 +156,36 @@ def test_main_memory_for_the_optimizer_is_tried_if_a_training_does_not_fit(tmp_p
     assert "trainer.optimizer.offload=true" not in texts(optimizer={"name": "adamw_8bit"})
 
 
-WAITS = [
-    "distributed/ranks.py backward",
-    "model/packing.py find_shared_prefixes",
-    "model/packing.py pack",
-    "model/packing.py part_of",
-    "model/packing.py states_of",
-    "model/policy.py forward",
-    "model/policy.py last_hidden",
-]
-SEQUENCES = [f"algorithms/sequences.py {name}" for name in ("__init__", "total")]
-CREDIT = [f"algorithms/advantages.py {name}" for name in ("<genexpr>", "<listcomp>")]
-CREDIT += [f"algorithms/sequences.py {name}" for name in ("__init__", "_longest", "rows")]
-CREDIT += ["distributed/ranks.py _all_reduce"]
+WHITENED = ["algorithms/advantages.py _sums", "distributed/ranks.py _all_reduce"]
+SEQUENCE_RULE = {"measure": "k1", "level": "sequence", "upper": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("kind", "trainer", "more", "once"),
+    ("kind", "trainer", "before", "once"),
     [
-        ("dense", {}, [], []),
-        ("dense", {"critic": {}, "advantage": {"name": "gae"}}, CREDIT, ["step/critic.py"]),
-        pytest.param("dense", {"kl": {"coef": 0.1}}, [], [], marks=MORE),
-        pytest.param("dense", {"loss": {"name": "gspo"}}, SEQUENCES, [], marks=MORE),
+        ("dense", {"loss": {"name": "gspo"}}, [], []),
+        ("dense", {"critic": {}, "advantage": {"name": "gae"}}, WHITENED, ["step/critic.py"]),
+        pytest.param("dense", {"kl": {"coef": 0.1}, "rejection": [SEQUENCE_RULE]}, [], [], marks=MORE),
+        pytest.param("dense", {"kl": {"coef": 0.1, "place": "reward"}}, [], [], marks=MORE),
+        pytest.param("dense", {"lora": {"rank": 4}, "kl": {"coef": 0.1}}, [], [], marks=MORE),
         pytest.param("mixture", {}, [], ["metrics/expert_load.py"], marks=MORE),
+        pytest.param("mixture", {"router_replay": True}, [], ["metrics/expert_load.py"], marks=MORE),
     ],
 )
-def test_the_host_waits_for_a_device_where_it_is_known_and_nowhere_else(
-    tmp_path: Path, kind: str, trainer: dict[str, Any], more: list[str], once: list[str]
+def test_the_host_waits_for_a_device_once_a_step_where_it_is_known_and_in_no_micro_batch(
+    tmp_path: Path, kind: str, trainer: dict[str, Any], before: list[str], once: list[str]
 ) -> None:
-    """What depends on lengths and masks, in each micro-batch; metrics and the norm of the gradient once a step."""
+    """Before the first backward pass for advantages that are whitened, after the last for metrics and the norm."""
     if kind == "mixture":
         build_mixture().save_pretrained(tmp_path)
     else:
         make_tiny_model(tmp_path)
     found = rehearse_apart(configuration(tmp_path, **trainer), 2)
-    assert found["waits"] == sorted([*WAITS, *more])
+    assert found["waits"] == before
     files = {wait.split()[0] for wait in found["step_waits"]}
     assert files == {"distributed/ranks.py", "metrics/step_metrics.py", *once}
     page = (Path(__file__).resolve().parents[4] / "docs/sizing.md").read_text(encoding="utf-8")
-    named = {word for wait in WAITS for word in wait.split()} | files | {each.split()[0] for each in more}
+    named = files | {each.split()[0] for each in before}
     assert not [name for name in named if f"`{name}`" not in page]
 
 

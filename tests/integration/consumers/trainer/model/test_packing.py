@@ -22,8 +22,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from consumers.offline.greedy import greedy
+from consumers.trainer.data.packed import lay_out, pack
 from consumers.trainer.model import head
-from consumers.trainer.model.packing import ATTENTION, pack
+from consumers.trainer.model.packing import ATTENTION
 from consumers.trainer.model.policy import Policy, TokenScores, load_model
 from tests.support.models.tiny_model import make_tiny_model
 
@@ -118,18 +120,19 @@ def test_packing_leaves_no_padding() -> None:
     packed = pack(torch.arange(12).reshape(3, 4), torch.tensor([4, 1, 2]))
     assert packed.ids.tolist() == [[0, 1, 2, 3, 4, 8, 9]]
     assert packed.positions.tolist() == [[0, 1, 2, 3, 0, 0, 1]]
-    assert packed.starts.tolist() == [0, 4, 5, 7]
+    assert packed.bounds.starts.tolist() == [0, 4, 5, 7]
 
 
 def test_what_rows_begin_with_is_in_the_models_input_once() -> None:
-    packed = pack(torch.tensor([[7, 8, 1, 2], [7, 8, 3, 0]]), torch.tensor([4, 3]), share=True)
-    given = packed.arguments()
+    tokens = torch.tensor([[7, 8, 1, 2], [7, 8, 3, 0]])
+    mask = torch.tensor([[False, True, True, False], [False, True, True, False]])
+    layout = lay_out(tokens, mask, torch.tensor([4, 3]), share=True)
+    given = layout.arguments(tokens)
     assert given["input_ids"].tolist() == [[7, 8, 1, 2, 3]]
     assert given["position_ids"].tolist() == [[0, 1, 2, 3, 2]]
     assert given["cu_seq_lens_q"].tolist() == [0, 4, 7]
-    states = torch.arange(5.0)[:, None]
-    own = torch.tensor([False, True, True, False, False, True, True])
-    assert packed.states_of(states, own).flatten().tolist() == [1.0, 2.0, 1.0, 4.0]
+    states = torch.arange(5.0)[None, :, None]
+    assert layout.states_of(states).flatten().tolist() == [1.0, 2.0, 1.0, 4.0]
 
 
 SMALL = {

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.trainer.algorithms import AGGREGATIONS
-from consumers.trainer.algorithms.advantages import Gae, ReinforcePp, Turns, centered, discounted
+from consumers.trainer.algorithms.advantages import Gae, ReinforcePp, Turns, centered
 from consumers.trainer.algorithms.sequences import Sequences
 from consumers.trainer.data.credit import AnyAdvantage
 from consumers.trainer.data.groups import Group
@@ -161,7 +161,7 @@ def returns(samples: list[tuple[Trajectory, float]], gamma: float) -> list[list[
     """Discounted sums of rewards at the loss tokens of each row."""
     planner = StepPlanner(ReinforcePp(gamma=gamma), AGGREGATIONS.get("token_mean"), 10**6, max_tokens=7)
     (micro,) = planner.plan([Group(0, samples)]).batch().micro_batches
-    found = discounted(micro.advantages, Sequences(None, micro.mask), gamma)
+    found = Sequences(None, micro.mask).sum_backwards(micro.advantages, gamma)
     return [found[row][micro.mask[row]].tolist() for row in micro.sequence.argsort().tolist()]
 
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.trainer.data.load_balancing import WORTH_IT
+from consumers.trainer.data.packed import Bounds, find_shared_prefixes
 from consumers.trainer.model import packing
-from consumers.trainer.model.packing import KERNELS, choose_kernel, find_shared_prefixes
+from consumers.trainer.model.packing import KERNELS, choose_kernel
 
 GPU = torch.device("cuda")
 
@@ -41,8 +42,9 @@ def test_the_choice(
     assert choose_kernel(torch.device(device), dtype) == expected
 
 
-def by_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def by_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds) -> torch.Tensor:
     """One call with a block-diagonal causal mask."""
+    starts = bounds.starts
     places = torch.arange(query.shape[2])
     block = torch.searchsorted(starts[1:].long(), places, right=True)
     mask = (block[:, None] == block[None]) & (places[:, None] >= places[None])
@@ -50,15 +52,15 @@ def by_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts:
 
 
 @pytest.fixture
-def packed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def packed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Bounds]:
     """Four query heads over two of key and value, sequences of 3, 1 and 5 tokens."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 9, 8, generator=generator) for heads in (4, 2, 2))
-    return query, key, value, torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    return query, key, value, Bounds([3, 1, 5])
 
 
-def test_each_sequence_sees_itself_and_what_was_before(packed: tuple[torch.Tensor, ...]) -> None:
-    found = KERNELS["each"](*packed, 5, 0.3)
+def test_each_sequence_sees_itself_and_what_was_before(packed: Any) -> None:
+    found = KERNELS["each"](*packed, 0.3)
     torch.testing.assert_close(found, by_mask(*packed))
 
 
@@ -72,15 +74,15 @@ def test_neighbours_of_one_length_are_one_call(monkeypatch: pytest.MonkeyPatch) 
 
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 16, 8, generator=generator) for heads in (4, 2, 2))
-    starts = torch.tensor([0, 2, 4, 6, 11, 16], dtype=torch.int32)
+    bounds = Bounds([2, 2, 2, 5, 5])
     monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
-    found = KERNELS["each"](query, key, value, starts, 5, 0.3)
+    found = KERNELS["each"](query, key, value, bounds, 0.3)
     monkeypatch.undo()
     assert calls == [(3, 4, 2, 8), (2, 4, 5, 8)]
-    torch.testing.assert_close(found, by_mask(query, key, value, starts))
+    torch.testing.assert_close(found, by_mask(query, key, value, bounds))
 
 
-def test_flash_attn_is_asked_for_the_same(packed: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_is_asked_for_the_same(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its real signature, over a computation of ours: the package needs a GPU."""
 
     def flash_attn_varlen_func(
@@ -98,13 +100,13 @@ def test_flash_attn_is_asked_for_the_same(packed: tuple[torch.Tensor, ...], monk
         assert (q.shape, k.shape) == ((9, 4, 8), (9, 2, 8))
         assert (max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal) == (5, 5, 0.0, 0.3, True)
         assert cu_seqlens_q is cu_seqlens_k
-        return by_mask(*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)), cu_seqlens_q)[0]
+        return by_mask(*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)), Bounds(cu_seqlens_q.diff().tolist()))[0]
 
     package = ModuleType("flash_attn")
     package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    found = KERNELS["flash_attn"](*packed, 5, 0.3)
-    torch.testing.assert_close(found, KERNELS["each"](*packed, 5, 0.3))
+    found = KERNELS["flash_attn"](*packed, 0.3)
+    torch.testing.assert_close(found, KERNELS["each"](*packed, 0.3))
 
 
 @pytest.mark.parametrize(("head", "value_head", "seen"), [(24, 16, 24), (16, 20, 24), (20, 20, 24), (264, 8, None)])
@@ -127,7 +129,8 @@ def test_a_flash_kernel_gets_heads_of_one_size_that_it_takes(
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256
         assert q.shape[-1] % 8 == 0
         sizes.append(q.shape[-1])
-        return KERNELS["each"](*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)), starts, 5, softmax_scale)[0]
+        bounds = Bounds(starts.diff().tolist())
+        return KERNELS["each"](*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)), bounds, softmax_scale)[0]
 
     package = ModuleType("flash_attn")
     package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
@@ -135,7 +138,7 @@ def test_a_flash_kernel_gets_heads_of_one_size_that_it_takes(
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, 9, head, generator=generator) for heads in (4, 2))
     value = torch.randn(1, 2, 9, value_head, generator=generator)
-    given = (query, key, value, torch.tensor([0, 3, 4, 9], dtype=torch.int32), 5, scale)
+    given = (query, key, value, Bounds([3, 1, 5]), scale)
     found = KERNELS["flash_attn"](*given)
     assert sizes == ([] if seen is None else [seen])
     assert found.shape == (1, 9, 4, value_head)
@@ -198,7 +201,7 @@ def test_grouped_heads_are_repeated_where_no_kernel_takes_them(device: str, monk
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     query, key, value = (torch.empty(1, heads, 9, 8, device=device) for heads in (4, 2, 2))
-    KERNELS["each"](query, key, value, torch.tensor([0, 5, 9], dtype=torch.int32), 5, None)
+    KERNELS["each"](query, key, value, Bounds([5, 4]), None)
     packing.attend(torch.nn.Module(), query, key, value, None)
     assert calls == [(2, True) if device == "cpu" else (4, False)] * 3
 
