@@ -89,9 +89,9 @@ def check_gpu(file: Path, overrides: Sequence[str], config: TidemillConfig, rank
     findings = check_devices(file, overrides, ranks)
     prepare_engine(config.generator.engine, config.model.kind == "vision")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    memory = Device(lambda: None)
+    read, memory = torch.accelerator.get_memory_info, Device(lambda: None)
     if device.type == "cuda":
-        memory = Device(lambda: torch.cuda.mem_get_info(device)[0], torch.cuda.mem_get_info(device)[1])
+        memory = Device(lambda: read(device)[0], read(device)[1])
     with _noting(findings, "attention", TRAINER_FAILS):
         findings.append(check_attention(config, device))
     reference = find_reference(config, device, findings)
@@ -143,7 +143,7 @@ def find_reference(config: TidemillConfig, device: torch.device, findings: list[
             findings.append(Finding("policy", "warn", text, advice))
     if device.type == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
     return reference
 
 

@@ -196,8 +196,8 @@ def _measure(ranks: Ranks, folder: Path) -> RankReport:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, id = properties.name, str(getattr(properties, "uuid", device.index))
-        free, total = torch.cuda.mem_get_info(device)
-        taken = 1 - (free + torch.cuda.memory_reserved(device)) / total
+        free, total = torch.accelerator.get_memory_info(device)
+        taken = 1 - (free + torch.accelerator.memory_reserved(device)) / total
     seconds, error = _product(device)
     interface, address, speed = used_interface()
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
@@ -238,7 +238,7 @@ def _seconds(act: Callable[[], object], device: torch.device) -> float:
         began = time.perf_counter()
         act()
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
         measured.append(time.perf_counter() - began)
     return median(measured[1:])
 

@@ -92,7 +92,7 @@ class Communicator:
             moved = piece.to(self._device) if sent else torch.empty_like(piece, device=self._device)
             self._group.broadcast([moved], self._options).wait()
             if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+                torch.accelerator.synchronize(self._device)
                 if not self._root:
                     piece.copy_(moved)
             yield

@@ -32,6 +32,7 @@ class StateOffload:
 
     def __init__(self, device: torch.device, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._device, self._models, self._optimizers = device, models, optimizers
+        self._on_gpu = device.type != "cpu"
         self._buffers: list[Tensor] = []
         self._moved: list[UntypedStorage] = []
 
@@ -55,8 +56,8 @@ class StateOffload:
         for storage in storages:
             storage.resize_(0)
         self._moved = storages
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self._on_gpu:
+            torch.accelerator.empty_cache()
 
     @torch.no_grad()
     def onload(self) -> None:
@@ -82,7 +83,7 @@ class StateOffload:
 
     def _free_bytes(self) -> int | None:
         """Return how much memory the device has free; None for main memory."""
-        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else None
+        return torch.accelerator.get_memory_info(self._device)[0] if self._on_gpu else None
 
     def _tensors(self) -> Iterator[Tensor]:
         for model in self._models:
@@ -103,13 +104,13 @@ class StateOffload:
     def _buffer(self, place: int, size: int) -> Tensor:
         """Return the buffer of this place, uint8 [size], the one of last time if it fits."""
         if place == len(self._buffers) or len(self._buffers[place]) != size:
-            made = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            made = torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
             self._buffers[place : place + 1] = [made]
         return self._buffers[place]
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._on_gpu:
+            torch.accelerator.synchronize(self._device)
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

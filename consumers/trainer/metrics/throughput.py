@@ -52,8 +52,8 @@ def memory_metrics() -> dict[str, float]:
     if statm.is_file():
         figures["perf/memory_bytes"] = float(int(statm.read_text().split()[1]) * resource.getpagesize())
     if torch.cuda.is_available():
-        figures["perf/gpu_memory_peak_bytes"] = float(torch.cuda.max_memory_allocated())
-        torch.cuda.reset_peak_memory_stats()
+        figures["perf/gpu_memory_peak_bytes"] = float(torch.accelerator.max_memory_allocated())
+        torch.accelerator.reset_peak_memory_stats()
     return figures
 
 

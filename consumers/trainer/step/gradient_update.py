@@ -220,9 +220,9 @@ class LocalAdamW(AdamW):
             for bucket in _buckets(trained) if self.offloaded else [trained]:
                 with self._on_device(bucket) if self.offloaded else nullcontext():
                     self._update(bucket, group)
-        if self.offloaded and torch.cuda.is_available():
+        if self.offloaded and torch.accelerator.is_available():
             # The host may read the moments from here on.
-            torch.cuda.current_stream().synchronize()
+            torch.accelerator.current_stream().synchronize()
 
     @contextmanager
     def _on_device(self, bucket: list[nn.Parameter]) -> Iterator[None]:

@@ -311,7 +311,7 @@ class TransformersEngine:
         self._abort()
         self._move("cpu")
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()
 
     def _move(self, device: str) -> None:
         self._model.to(device)  # type: ignore[arg-type]
