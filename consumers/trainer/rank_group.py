@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -71,30 +71,11 @@ class Save(msgspec.Struct, tag="save"):
     leader_term: int
 
 
-class Load(msgspec.Struct, tag="load"):
-    """Read a checkpoint that rank 0 has found whole."""
+class Act(msgspec.Struct, tag="act"):
+    """Call the method of RankGroup of this name. path: of a checkpoint that rank 0 has found whole, or a folder."""
 
-    path: str
-
-
-class Export(msgspec.Struct, tag="export"):
-    """Write the model for transformers and vLLM."""
-
-    folder: str
-
-
-class Compare(msgspec.Struct, tag="compare"):
-    """Compare the state of training with a checkpoint that rank 0 has found whole."""
-
-    path: str
-
-
-class Offload(msgspec.Struct, tag="offload"):
-    """Move the state of training to main memory, and give the shared GPUs to generators."""
-
-
-class Onload(msgspec.Struct, tag="onload"):
-    """Take the shared GPUs from generators, and move the state of training back to them."""
+    name: Literal["load", "export", "compare", "offload", "onload"]
+    path: str = ""
 
 
 class Dismiss(msgspec.Struct, tag="dismiss"):
@@ -103,7 +84,7 @@ class Dismiss(msgspec.Struct, tag="dismiss"):
     finished: bool
 
 
-Command: TypeAlias = Train | Gather | Save | Load | Export | Compare | Offload | Onload | Dismiss
+Command: TypeAlias = Train | Gather | Save | Act | Dismiss
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
@@ -226,21 +207,21 @@ class RankGroup:
     def load(self, path: Path) -> Restored:
         """Read a checkpoint; see CheckpointStore.load."""
         self.hold()
-        self._send_to_all(Load(str(path)))
+        self._send_to_all(Act("load", str(path)))
         self._wait_copied()
         return self.checkpoint_store.load(path, self.step)
 
     def export(self, folder: Path) -> None:
         """Write the model for transformers and vLLM."""
         self.hold()
-        self._send_to_all(Export(str(folder)))
+        self._send_to_all(Act("export", str(folder)))
         with self.ranks.on_all_ranks(f"cannot write the model {folder}"):
             save_model(self.step.policy, folder, self._dtype, self.ranks)
 
     def compare(self, path: Path) -> Comparison:
         """Compare the state of training with a checkpoint; see checkpoint/compare.py."""
         self.hold()
-        self._send_to_all(Compare(str(path)))
+        self._send_to_all(Act("compare", str(path)))
         return compare(self.step, path)
 
     def hold(self) -> None:
@@ -269,7 +250,7 @@ class RankGroup:
 
         Until ``onload`` nothing else may be called.
         """
-        self._send_to_all(Offload())
+        self._send_to_all(Act("offload"))
         self._wait_copied()
         if self._writing is not None and not self._asynchronous:
             wait([self._writing], SAVE_DEADLINE_S)
@@ -279,7 +260,7 @@ class RankGroup:
 
     def onload(self) -> None:
         """Take shared GPUs from generators, and move the state back, on all ranks."""
-        self._send_to_all(Onload())
+        self._send_to_all(Act("onload"))
         if self._turns is not None:
             self._turns.hold()
         self.state.onload()
@@ -300,7 +281,7 @@ class RankGroup:
             if isinstance(command, Dismiss):
                 self._shut_down()
                 return command.finished
-            if isinstance(command, Offload | Onload):
+            if isinstance(command, Act) and not command.path:
                 # A rank whose state is not where rank 0 believes it to be must end.
                 self._execute(command)
                 continue
@@ -328,16 +309,8 @@ class RankGroup:
             self._publisher.submit(snapshot.fill)
         elif isinstance(command, Save):
             self.save(step=command.step, version=command.version, leader_term=command.leader_term, extra={})
-        elif isinstance(command, Load):
-            self.load(Path(command.path))
-        elif isinstance(command, Export):
-            self.export(Path(command.folder))
-        elif isinstance(command, Compare):
-            self.compare(Path(command.path))
-        elif isinstance(command, Offload):
-            self.offload()
-        elif isinstance(command, Onload):
-            self.onload()
+        elif isinstance(command, Act):
+            getattr(self, command.name)(*([Path(command.path)] if command.path else []))
 
     def _wait_copied(self) -> None:
         """Wait until the snapshot's weights are copied, before they change."""

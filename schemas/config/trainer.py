@@ -396,70 +396,31 @@ class TrainerConfig(Section):
         return bool(self.kl.coef) and not self.lora_off and self.kl.reference != "teacher"
 
     @model_validator(mode="after")
-    def _check_reference(self) -> Self:
-        if self.kl.reference == "lora_off" and self.lora is None:
-            raise ValueError(
-                "trainer.kl.reference lora_off is the policy without its adapter, but trainer.lora is not set: set it,"
-                " or set reference to model"
-            )
-        if self.kl.reference in ("lora_off", "teacher") and self.kl.model is not None:
-            raise ValueError(
-                f"trainer.kl.reference {self.kl.reference} and trainer.kl.model {self.kl.model!r} name two references:"
-                " remove one"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_parallel(self) -> Self:
-        # Your own launcher starts several trainers with one process each.
-        if self.processes > 1 and self.processes % self.parallel.unit:
-            raise ValueError(
-                f"trainer.processes {self.processes} must be a multiple of {self.parallel.unit}, the product of"
-                f" trainer.parallel ({self.parallel.sizes})"
-            )
-        if self.lora is not None and self.parallel.tensor > 1:
-            raise ValueError(
-                f"trainer.lora with trainer.parallel.tensor {self.parallel.tensor}: an adapter cannot be split; set"
-                " tensor to 1"
-            )
-        if self.compile and self.parallel.tensor > 1:
-            raise ValueError(
-                f"trainer.compile with trainer.parallel.tensor {self.parallel.tensor}: split layers cannot be compiled;"
-                " remove one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_router_replay(self) -> Self:
-        if self.router_replay and self.compile:
-            raise ValueError(
-                "trainer.router_replay with trainer.compile: compiled layers cannot replay their experts;"
-                " remove one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_optimizer(self) -> Self:
-        if self.optimizer.name == "muon" and self.lora is not None:
-            raise ValueError(
-                "trainer.optimizer.name muon with trainer.lora: an adapter trains two factors, of which neither is the"
-                " matrix of a layer; set adamw"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_offload(self) -> Self:
-        if self.activation_offload and self.activation_checkpointing in (False, "auto"):
-            raise ValueError(
-                "trainer.activation_offload requires trainer.activation_checkpointing: set that to true or selective"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_critic(self) -> Self:
-        if (self.advantage.name == "gae") != (self.critic is not None) and ":" not in self.advantage.name:
-            raise ValueError(
-                "trainer.advantage.name gae and a trainer.critic section go together:"
-                f" the advantage is {self.advantage.name!r} and there is {'a' if self.critic else 'no'} critic"
-            )
+    def _check_together(self) -> Self:
+        kl, parallel, advantage = self.kl, self.parallel, self.advantage.name
+        problems = {
+            "trainer.kl.reference lora_off is the policy without its adapter, but trainer.lora is not set: set it,"
+            " or set reference to model": kl.reference == "lora_off" and self.lora is None,
+            f"trainer.kl.reference {kl.reference} and trainer.kl.model {kl.model!r} name two references:"
+            " remove one": kl.reference in ("lora_off", "teacher") and kl.model is not None,
+            # Your own launcher starts several trainers with one process each.
+            f"trainer.processes {self.processes} must be a multiple of {parallel.unit}, the product of"
+            f" trainer.parallel ({parallel.sizes})": self.processes > 1 and self.processes % parallel.unit,
+            f"trainer.lora with trainer.parallel.tensor {parallel.tensor}: an adapter cannot be split; set"
+            " tensor to 1": self.lora is not None and parallel.tensor > 1,
+            f"trainer.compile with trainer.parallel.tensor {parallel.tensor}: split layers cannot be compiled;"
+            " remove one of them": self.compile and parallel.tensor > 1,
+            "trainer.router_replay with trainer.compile: compiled layers cannot replay their experts;"
+            " remove one of them": self.router_replay and self.compile,
+            "trainer.optimizer.name muon with trainer.lora: an adapter trains two factors, of which neither is the"
+            " matrix of a layer; set adamw": self.optimizer.name == "muon" and self.lora is not None,
+            "trainer.activation_offload requires trainer.activation_checkpointing: set that to true or"
+            " selective": self.activation_offload and self.activation_checkpointing in (False, "auto"),
+            "trainer.advantage.name gae and a trainer.critic section go together:"
+            f" the advantage is {advantage!r} and there is {'a' if self.critic else 'no'} critic": ":" not in advantage
+            and (advantage == "gae") != (self.critic is not None),
+        }
+        for problem, applies in problems.items():
+            if applies:
+                raise ValueError(problem)
         return self
