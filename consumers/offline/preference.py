@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -56,11 +56,11 @@ class PairwiseProgress:
 Progress = Callable[[PairwiseProgress], None]
 
 
-def train_dpo(
+def train_on_pairs(
     model: ModelConfig,
     pairs: Sequence[Preference],
     heldout: Sequence[Preference],
-    settings: DpoConfig,
+    settings: DpoConfig | RewardModelConfig,
     *,
     load_tokenizer: LoadTokenizer,
     limits: MemoryLimits = DEFAULT_LIMITS,
@@ -68,108 +68,101 @@ def train_dpo(
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> PairwiseProgress:
-    """Train ``model.path`` with itself as the reference and write it to ``settings.out``; returns the last evaluation.
+    """Train ``model.path`` on pairs and write what comes out to ``settings.out``; returns the last evaluation.
 
-    load_tokenizer: loads the generators' tokenizer. ranks: all of them call this; rank 0 writes, and reports to
-    ``progress``.
+    By DPO, with the model itself as the reference, or with one score on its body, as a Hugging Face sequence classifier
+    with one label, whose logit is the score of prompt and answer. load_tokenizer: loads the generators' tokenizer.
+    ranks: all of them call this; rank 0 writes, and reports to ``progress``.
     """
     ranks = ranks or Ranks()
-    check_model(model.path, ranks.layout, model.trust_remote_code, model.max_length)
-    with whole_folder(settings.out, "dpo.out", main=ranks.is_main) as aside:
-        tokenizer = load_tokenizer(model.path)
-        empty = not ranks.is_main
-        policy = Policy(
-            load_model(model.path, "float32", model.trust_remote_code, empty=empty, max_length=model.max_length),
-            max_length=model.max_length,
-        )
-        limits.apply(policy.causal_lm)
-        policy = ranks.prepare(policy, DTYPES[model.dtype])
-        reference = Policy(
-            load_model(model.path, model.dtype, model.trust_remote_code, empty=empty, max_length=model.max_length),
-            max_length=model.max_length,
-        )
-        policy.share_prefixes = reference.share_prefixes = limits.share_prefixes
-        reference = ranks.prepare(reference.requires_grad_(False), DTYPES[model.dtype])
-
-        def margins(batch: Sequence[PairIds]) -> Tensor:
-            with torch.no_grad():
-                known = _pair_logprobs(reference, batch)
-            if isinstance(reference, FSDPModule):
-                # A pass without a gradient leaves the gathered embeddings and head behind.
-                reference.reshard()
-            return preference_margin(*_pair_logprobs(policy, batch), *known)
-
-        def loss(margin: Tensor) -> Tensor:
-            return (dpo_loss if settings.loss == "sigmoid" else ipo_loss)(margin, settings.beta)
-
-        own, other = ([encode(tokenizer, pair, model.max_length) for pair in part] for part in (pairs, heldout))
-        packed = policy.packed and reference.packed
-        cut = MicroBatches(ranks, _packed_tokens if packed else _padded_tokens, limits, packed)
-        training = _PairwiseTraining(other, settings, cut, ranks, margins, loss, progress)
-        result = training.run(policy, own, DTYPES[model.dtype], seed)
-        _save(policy.causal_lm, policy, model.dtype, tokenizer, aside, result, ranks)
-    return result
-
-
-def train_reward_model(
-    model: ModelConfig,
-    pairs: Sequence[Preference],
-    heldout: Sequence[Preference],
-    settings: RewardModelConfig,
-    *,
-    load_tokenizer: LoadTokenizer,
-    limits: MemoryLimits = DEFAULT_LIMITS,
-    seed: int = 0,
-    progress: Progress | None = None,
-    ranks: Ranks | None = None,
-) -> PairwiseProgress:
-    """Train a model with one score on the body of ``model.path`` and write it to ``settings.out``.
-
-    The result is a Hugging Face sequence classifier with one label, whose logit is the score of prompt and answer.
-    ranks: as in train_dpo.
-    """
-    ranks = ranks or Ranks()
-    if ranks.layout.context > 1:
+    if isinstance(settings, RewardModelConfig) and ranks.layout.context > 1:
         raise ConfigError(
             f"trainer.parallel.context {ranks.layout.context}: a reward model reads whole sequences; set it to 1"
         )
     check_model(model.path, ranks.layout, model.trust_remote_code, model.max_length)
-    with whole_folder(settings.out, "reward_model.out", main=ranks.is_main) as aside:
+    name = "dpo" if isinstance(settings, DpoConfig) else "reward_model"
+    with whole_folder(settings.out, f"{name}.out", main=ranks.is_main) as aside:
         tokenizer = load_tokenizer(model.path)
-        # Its head is new.
+        # The head of a reward model is new.
         torch.manual_seed(seed)
-        scorer = _scorer(model, tokenizer, empty=not ranks.is_main)
-        limits.apply(scorer)
-        scorer = ranks.prepare(scorer, DTYPES[model.dtype])
-
-        def margins(batch: Sequence[PairIds]) -> Tensor:
-            rows = [prompt + answer for prompt, *answers in batch for answer in answers]
-            chosen, rejected = _scores(scorer, rows).view(-1, 2).unbind(-1)
-            return chosen - rejected
-
-        def loss(margin: Tensor) -> Tensor:
-            return bradley_terry_loss(margin, torch.zeros_like(margin))
-
+        trained: Policy | PreTrainedModel
+        losses: Callable[[Tensor], Tensor]
+        if isinstance(settings, DpoConfig):
+            trained, margins, packed = _prepare_dpo(model, limits, ranks)
+            losses = partial(dpo_loss if settings.loss == "sigmoid" else ipo_loss, beta=settings.beta)
+        else:
+            trained, margins, packed = _prepare_scorer(model, limits, ranks, tokenizer)
+            losses = _rank_loss
         own, other = ([encode(tokenizer, pair, model.max_length) for pair in part] for part in (pairs, heldout))
-        cut = MicroBatches(ranks, _padded_tokens, limits, packed=False)
-        training = _PairwiseTraining(other, settings, cut, ranks, margins, loss, progress)
-        result = training.run(scorer, own, DTYPES[model.dtype], seed)
-        _save(scorer, scorer, model.dtype, tokenizer, aside, result, ranks)
+        cut = MicroBatches(ranks, _packed_tokens if packed else _padded_tokens, limits, packed)
+        training = _PairwiseTraining(other, settings, cut, ranks, margins, losses, progress)
+        result = training.run(trained, own, DTYPES[model.dtype], seed)
+        whole = trained.causal_lm if isinstance(trained, Policy) else trained
+        save_weights(whole, named_weights(trained), aside, model.dtype, ranks)
+        if ranks.is_main:
+            tokenizer.save(aside)
+            (aside / DETAILS).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     return result
+
+
+Margins = Callable[[Sequence[PairIds]], Tensor]
+"""From pairs to float32 [P], positive where the chosen answer is ahead."""
+
+
+def _prepare_dpo(model: ModelConfig, limits: MemoryLimits, ranks: Ranks) -> tuple[Policy, Margins, bool]:
+    """Return the policy, its margins relative to the reference, and whether both are packed."""
+
+    def load(dtype: str) -> Policy:
+        empty, longest = not ranks.is_main, model.max_length
+        loaded = load_model(model.path, dtype, model.trust_remote_code, empty=empty, max_length=longest)
+        found = Policy(loaded, max_length=longest)
+        found.share_prefixes = limits.share_prefixes
+        return found
+
+    policy = load("float32")
+    limits.apply(policy.causal_lm)
+    policy = ranks.prepare(policy, DTYPES[model.dtype])
+    reference = ranks.prepare(load(model.dtype).requires_grad_(False), DTYPES[model.dtype])
+
+    def margins(batch: Sequence[PairIds]) -> Tensor:
+        with torch.no_grad():
+            known = _pair_logprobs(reference, batch)
+        if isinstance(reference, FSDPModule):
+            # A pass without a gradient leaves the gathered embeddings and head behind.
+            reference.reshard()
+        return preference_margin(*_pair_logprobs(policy, batch), *known)
+
+    return policy, margins, policy.packed and reference.packed
+
+
+def _prepare_scorer(
+    model: ModelConfig, limits: MemoryLimits, ranks: Ranks, tokenizer: PolicyTokenizer
+) -> tuple[PreTrainedModel, Margins, bool]:
+    """Return the model with one score, its margins, and that it is not packed."""
+    scorer = _scorer(model, tokenizer, empty=not ranks.is_main)
+    limits.apply(scorer)
+    scorer = ranks.prepare(scorer, DTYPES[model.dtype])
+
+    def margins(batch: Sequence[PairIds]) -> Tensor:
+        rows = [prompt + answer for prompt, *answers in batch for answer in answers]
+        chosen, rejected = _scores(scorer, rows).view(-1, 2).unbind(-1)
+        return chosen - rejected
+
+    return scorer, margins, False
 
 
 @dataclass
 class _PairwiseTraining:
     """Training of a model on pairs, with evaluations on the held-out ones.
 
-    margins: from pairs to float32 [P], positive where the chosen answer is ahead. losses: from margins to losses [P].
+    losses: from margins to losses [P].
     """
 
     heldout: Sequence[PairIds]
     settings: PreferenceConfig
     cut: MicroBatches[PairIds]
     ranks: Ranks
-    margins: Callable[[Sequence[PairIds]], Tensor]
+    margins: Margins
     losses: Callable[[Tensor], Tensor]
     progress: Progress | None
     started: float = field(default_factory=time.perf_counter)
@@ -212,6 +205,10 @@ def _pair_logprobs(policy: Policy, batch: Sequence[PairIds]) -> tuple[Tensor, Te
     return sums[:, 0], sums[:, 1]
 
 
+def _rank_loss(margin: Tensor) -> Tensor:
+    return bradley_terry_loss(margin, torch.zeros_like(margin))
+
+
 def _packed_tokens(pair: PairIds) -> int:
     """Count the tokens of a pair's two rows."""
     prompt, chosen, rejected = pair
@@ -251,22 +248,3 @@ def _scorer(model: ModelConfig, tokenizer: PolicyTokenizer, empty: bool) -> PreT
     scorer.config.get_text_config().pad_token_id = tokenizer.pad_id
     fix_rotary_frequencies(scorer, model.path, model.max_length)
     return train_without_noise(scorer, model.path)
-
-
-def _save(
-    model: PreTrainedModel,
-    trained: nn.Module,
-    dtype: str,
-    tokenizer: PolicyTokenizer,
-    folder: Path,
-    result: PairwiseProgress,
-    ranks: Ranks,
-) -> None:
-    """Write the model, its tokenizer and the result to ``folder``, on rank 0; all ranks call this.
-
-    trained: the module that holds the weights, which all ranks gather.
-    """
-    save_weights(model, named_weights(trained), folder, dtype, ranks)
-    if ranks.is_main:
-        tokenizer.save(folder)
-        (folder / DETAILS).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,17 +25,16 @@ def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardMo
     Returns the result, as ``--json`` prints it; None in all ranks but the first.
     """
     from consumers.offline.loop import MemoryLimits
-    from consumers.offline.preference import train_dpo, train_reward_model
+    from consumers.offline.preference import train_on_pairs
     from consumers.trainer.distributed.ranks import Ranks
 
     dpo = isinstance(settings, DpoConfig)
     command = "dpo" if dpo else "reward-model"
     configure_logging(config, command, command)
     pairs, heldout = (preferences(dataset, config.base) for dataset in (settings.dataset, settings.eval))
-    train: Callable[..., PairwiseProgress] = train_dpo if dpo else train_reward_model
     ranks = Ranks.of(config.trainer)
     with ranks.watchdog():
-        result = train(
+        result = train_on_pairs(
             config.model,
             pairs,
             heldout,

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from consumers.offline.pairs import Preference
-from consumers.offline.preference import PairwiseProgress, train_dpo, train_reward_model
+from consumers.offline.preference import PairwiseProgress, train_on_pairs
 from consumers.offline.sft import SftProgress, train_sft
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.step.build import build_train_step
@@ -127,9 +127,9 @@ def without_generators(ranks: Ranks, path: str, folder: Path) -> dict[str, Any]:
 
     for name, loss in (("dpo", "sigmoid"), ("ipo", "ipo")):
         dpo = DpoConfig.model_validate({**common, **rate, "loss": loss, "out": folder / name})
-        train_dpo(model, PAIRS[:14], PAIRS[14:], dpo, progress=note(name), ranks=ranks, load_tokenizer=HfTokenizer)
+        train_on_pairs(model, PAIRS[:14], PAIRS[14:], dpo, progress=note(name), ranks=ranks, load_tokenizer=HfTokenizer)
     scoring = RewardModelConfig.model_validate({**common, **rate, "out": folder / "reward-model"})
-    train_reward_model(
+    train_on_pairs(
         model, PAIRS[:14], PAIRS[14:], scoring, progress=note("reward model"), ranks=ranks, load_tokenizer=HfTokenizer
     )
     warm = WarmStartConfig.model_validate(

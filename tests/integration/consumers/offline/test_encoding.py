@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from consumers.offline.encoding import Prompt
 from consumers.offline.loop import MemoryLimits
 from consumers.offline.pairs import Preference, encode
-from consumers.offline.preference import train_dpo, train_reward_model
+from consumers.offline.preference import train_on_pairs
 from consumers.offline.sft import train_sft
 from consumers.reward.rewards.reward_model import reward_model
 from producers.engines.base import Completion
@@ -89,10 +89,12 @@ def test_training_reads_what_generators_encode(model: ModelConfig, tmp_path: Pat
         if train == "dpo":
             dpo = DpoConfig.model_validate(section(tmp_path / "out"))
             # A prompt that two answers share would be read once, apart from the second of them.
-            train_dpo(model, pairs, pairs, dpo, load_tokenizer=HfTokenizer, limits=MemoryLimits(share_prefixes=False))
+            train_on_pairs(
+                model, pairs, pairs, dpo, load_tokenizer=HfTokenizer, limits=MemoryLimits(share_prefixes=False)
+            )
         elif train == "reward model":
             scoring = RewardModelConfig.model_validate(section(tmp_path / "out"))
-            train_reward_model(model, pairs, pairs, scoring, load_tokenizer=HfTokenizer)
+            train_on_pairs(model, pairs, pairs, scoring, load_tokenizer=HfTokenizer)
         else:
             examples = [(prompt, "yes") for prompt in prompts]
             with pytest.raises(ConfigError, match="reached accuracy"):
@@ -136,7 +138,7 @@ def test_answers_to_messages_end_as_the_chat_template_closes_them(tmp_path: Path
 def test_the_reward_service_gives_the_trained_scores(model: ModelConfig, tmp_path: Path) -> None:
     pairs = preferences([PROMPTS["text"][0], PROMPTS["chat"][1]])
     settings = RewardModelConfig.model_validate(section(tmp_path / "out"))
-    result = train_reward_model(model, pairs, pairs, settings, load_tokenizer=HfTokenizer)
+    result = train_on_pairs(model, pairs, pairs, settings, load_tokenizer=HfTokenizer)
     tokenizer = HfTokenizer(model.path)
     sampled = [as_sampled(tokenizer, pair.prompt, text) for pair in pairs for text in (pair.chosen, pair.rejected)]
     terms = [RewardTerm(name="reward_model", args={"path": str(settings.out)})]
@@ -150,7 +152,7 @@ def test_of_several_rows_a_reward_model_reads_the_one_with_the_last_answer(model
     """One row after the other is nothing that the policy saw; prompt and completion are those of the last answer."""
     pairs = preferences(PROMPTS["text"])
     settings = RewardModelConfig.model_validate(section(tmp_path / "out"))
-    train_reward_model(model, pairs, pairs, settings, load_tokenizer=HfTokenizer)
+    train_on_pairs(model, pairs, pairs, settings, load_tokenizer=HfTokenizer)
     tokenizer = HfTokenizer(model.path)
     alone = as_sampled(tokenizer, "12+34=", "46")
     # The same answer as the second row, which begins with the first row's prompt; then a sub-agent's.
@@ -186,7 +188,7 @@ def as_sampled(tokenizer: HfTokenizer, prompt: Prompt, text: str) -> Trajectory:
 def test_a_reward_model_with_another_tokenizer_is_an_error_and_no_reward(model: ModelConfig, tmp_path: Path) -> None:
     settings = RewardModelConfig.model_validate(section(tmp_path / "out") | {"steps": 1})
     pairs = preferences(PROMPTS["text"])
-    train_reward_model(model, pairs, pairs, settings, load_tokenizer=HfTokenizer)
+    train_on_pairs(model, pairs, pairs, settings, load_tokenizer=HfTokenizer)
     with pytest.raises(ValueError, match="another tokenizer than the policy"):
         reward_model(["12+34="], ["46"], [[4, 5, 6]], [[7, 8]], path=str(settings.out), row_ids=[[4, 5, 6, 7, 8]])
 

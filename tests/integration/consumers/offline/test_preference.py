@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from consumers.offline.pairs import Preference
-from consumers.offline.preference import train_dpo, train_reward_model
+from consumers.offline.preference import train_on_pairs
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model
 from deploy.cli.app import app
@@ -60,7 +60,7 @@ def margin(model: str, reference: str, pair: Preference) -> float:
 def test_dpo_prefers_the_chosen_answers(model: ModelConfig, tmp_path: Path, loss: str) -> None:
     settings = DpoConfig.model_validate(section(tmp_path / "out", loss=loss))
     looks: list[float] = []
-    result = train_dpo(
+    result = train_on_pairs(
         model, PAIRS[:16], PAIRS[16:], settings, load_tokenizer=HfTokenizer, progress=lambda p: looks.append(p.loss)
     )
     assert result.accuracy == 1.0
@@ -73,14 +73,14 @@ def test_dpo_prefers_the_chosen_answers(model: ModelConfig, tmp_path: Path, loss
 def test_ipo_stops_at_its_margin(model: ModelConfig, tmp_path: Path) -> None:
     """1/(2 beta) = 1: with certain preferences DPO would never stop."""
     settings = DpoConfig.model_validate(section(tmp_path / "out", loss="ipo", beta=0.5, steps=120))
-    assert train_dpo(model, PAIRS[:16], PAIRS[:16], settings, load_tokenizer=HfTokenizer).margin == pytest.approx(
+    assert train_on_pairs(model, PAIRS[:16], PAIRS[:16], settings, load_tokenizer=HfTokenizer).margin == pytest.approx(
         1.0, abs=0.2
     )
 
 
 def test_a_reward_model_ranks_pairs_and_is_an_ordinary_classifier(model: ModelConfig, tmp_path: Path) -> None:
     settings = RewardModelConfig.model_validate(section(tmp_path / "out"))
-    result = train_reward_model(model, PAIRS[:16], PAIRS[16:], settings, load_tokenizer=HfTokenizer)
+    result = train_on_pairs(model, PAIRS[:16], PAIRS[16:], settings, load_tokenizer=HfTokenizer)
     assert result.accuracy == 1.0
     scorer = AutoModelForSequenceClassification.from_pretrained(settings.out)
     tokenizer = AutoTokenizer.from_pretrained(settings.out)
@@ -96,7 +96,7 @@ def test_a_reward_model_ranks_pairs_and_is_an_ordinary_classifier(model: ModelCo
 
 def test_the_first_step_of_dpo_starts_at_the_reference(model: ModelConfig, tmp_path: Path) -> None:
     settings = DpoConfig.model_validate(section(tmp_path / "out", steps=1, optimizer={"lr": 1e-12}))
-    result = train_dpo(model, PAIRS[:8], PAIRS[8:16], settings, load_tokenizer=HfTokenizer)
+    result = train_on_pairs(model, PAIRS[:8], PAIRS[8:16], settings, load_tokenizer=HfTokenizer)
     assert result.loss == pytest.approx(0.6931, abs=1e-3)
     assert result.margin == pytest.approx(0.0, abs=1e-3)
 
@@ -104,13 +104,13 @@ def test_the_first_step_of_dpo_starts_at_the_reference(model: ModelConfig, tmp_p
 def test_nothing_is_left_when_it_fails(model: ModelConfig, tmp_path: Path) -> None:
     settings = DpoConfig.model_validate(section(tmp_path / "out"))
     with pytest.raises(DataError, match=r"model\.max_length 64"):
-        train_dpo(model, [Preference("1>", "x" * 100, "y")], PAIRS, settings, load_tokenizer=HfTokenizer)
+        train_on_pairs(model, [Preference("1>", "x" * 100, "y")], PAIRS, settings, load_tokenizer=HfTokenizer)
     with pytest.raises(ConfigError, match="both sets"):
-        train_dpo(model, PAIRS, [], settings, load_tokenizer=HfTokenizer)
+        train_on_pairs(model, PAIRS, [], settings, load_tokenizer=HfTokenizer)
     assert list(tmp_path.iterdir()) == []
     settings.out.mkdir()
     with pytest.raises(ConfigError, match=r"exists already.*dpo\.out"):
-        train_dpo(model, PAIRS, PAIRS, settings, load_tokenizer=HfTokenizer)
+        train_on_pairs(model, PAIRS, PAIRS, settings, load_tokenizer=HfTokenizer)
 
 
 @pytest.mark.parametrize("command", ["dpo", "reward-model"])
@@ -198,6 +198,6 @@ def test_the_reference_of_dpo_holds_no_gathered_weights_between_steps(model: Mod
     half = model.model_copy(update={"dtype": "bfloat16"})
     settings = DpoConfig.model_validate(section(tmp_path / "out", steps=1))
     ranks = NotingRanks()
-    train_dpo(half, PAIRS[:8], PAIRS[8:16], settings, load_tokenizer=HfTokenizer, ranks=ranks)
+    train_on_pairs(half, PAIRS[:8], PAIRS[8:16], settings, load_tokenizer=HfTokenizer, ranks=ranks)
     reference = ranks.prepared[1]
     assert all(isinstance(parameter, DTensor) for parameter in reference.parameters())
