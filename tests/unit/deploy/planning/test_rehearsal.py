@@ -157,6 +157,7 @@ def test_main_memory_for_the_optimizer_is_tried_if_a_training_does_not_fit(tmp_p
 
 
 WHITENED = ["algorithms/advantages.py _sums", "distributed/ranks.py _all_reduce"]
+EXPERTS = ["metrics/expert_load.py"]
 SEQUENCE_RULE = {"measure": "k1", "level": "sequence", "upper": 1.0}
 
 
@@ -168,8 +169,8 @@ SEQUENCE_RULE = {"measure": "k1", "level": "sequence", "upper": 1.0}
         pytest.param("dense", {"kl": {"coef": 0.1}, "rejection": [SEQUENCE_RULE]}, [], [], marks=MORE),
         pytest.param("dense", {"kl": {"coef": 0.1, "place": "reward"}}, [], [], marks=MORE),
         pytest.param("dense", {"lora": {"rank": 4}, "kl": {"coef": 0.1}}, [], [], marks=MORE),
-        pytest.param("mixture", {}, [], ["metrics/expert_load.py"], marks=MORE),
-        pytest.param("mixture", {"router_replay": True}, [], ["metrics/expert_load.py"], marks=MORE),
+        pytest.param("mixture", {}, [], EXPERTS, marks=MORE),
+        pytest.param("mixture", {"router_replay": True}, [], [*EXPERTS, "model/router_replay.py"], marks=MORE),
     ],
 )
 def test_the_host_waits_for_a_device_once_a_step_where_it_is_known_and_in_no_micro_batch(
