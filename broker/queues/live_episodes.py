@@ -34,6 +34,10 @@ class LiveEpisodes(RunData):
         )
         return id.decode(), msgspec.msgpack.decode(record, type=LiveEpisode)
 
+    def release(self, seat: str, url: str) -> None:
+        """Let go of a sample's conversation, unless another session than the one at ``url`` has it."""
+        self._connection.run_script("register_episode", seat, "", url, self._generator)
+
     def begin(self, tenant: str) -> tuple[str, LiveEpisode] | None:
         """Begin a conversation of a tenant; None if no generator offers a sample now."""
         found = self._connection.run_script("begin_episode", tenant, MOST_KEPT)

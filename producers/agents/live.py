@@ -70,7 +70,7 @@ class LiveUsers:
             return await ended
         except asyncio.CancelledError:
             # Clients wait for the next generator, and don't ask this one.
-            await asyncio.to_thread(self._live.register, job.episode_id, "")
+            await asyncio.to_thread(self._live.release, job.episode_id, job.base_url)
             raise
         finally:
             self._waiting.pop(id, None)

@@ -90,6 +90,16 @@ if rebuild then
   redis.call('DEL', COUNTS)
   for name, value in pairs(own.counts) do redis.call('HSET', COUNTS, name, string.format('%d', value)) end
   for task in pairs(unfinished) do redis.call('ZADD', READMIT, task, task) end
+  -- Conversations whose samples are made again have lost their answers: no reward may go to what comes instead.
+  for _, id in ipairs(redis.call('ZRANGE', LIVE_BEGUN, 0, -1)) do
+    local record = redis.call('HGET', LIVE, id)
+    local seat = record and cmsgpack.unpack(record).seat
+    local task = seat and string.match(seat, '^%d*')
+    if not task or unfinished[task] or tonumber(task) >= own.cursor then
+      redis.call('HDEL', LIVE, id, seat and 'seat:' .. seat or id)
+      redis.call('ZREM', LIVE_BEGUN, id)
+    end
+  end
   -- An evaluation under way is opened again, as is one with outcomes but without its number of samples.
   local of_version = {}
   for _, field in ipairs(redis.call('HKEYS', EVALS)) do

@@ -180,7 +180,8 @@ class History:
 
     def converse(self, pick: int) -> None:
         live = self.broker.live_episodes(f"g{pick % 2}")
-        live.register(f"{pick % 4}:0", "" if pick % 5 == 0 else "http://g")
+        live.register(f"{pick % 4}:0", f"http://g/{pick % 2}")
+        live.release(f"{pick % 3}:0", "http://g/1")
         begun = live.begin("t")
         if begun is not None and pick % 3:
             live.reward(begun[0], "t", 1.0, 60.0)

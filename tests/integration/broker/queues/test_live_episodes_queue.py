@@ -51,11 +51,37 @@ def test_a_conversation_follows_its_sample_and_is_let_go_only_by_its_holder(brok
     assert before.begin("") is not None
     again, record = after.register("1-0", "http://after")
     assert (again, record.url, record.generator) == (id, "http://after", "after")
-    before.register("1-0", "")
+    before.release("1-0", "http://before")
     assert after.read([id])[1][id].url == "http://after"
-    after.register("1-0", "")
+    after.register("1-0", "http://after/again")
+    after.release("1-0", "http://after")
+    assert after.read([id])[1][id].url == "http://after/again", "a session lets go late, and the next one has it"
+    after.release("1-0", "http://after/again")
+    after.release("3-0", "http://after")
     now, records = after.read([id, "other"])
     assert (records[id].url, records[id].begun <= now, {*records}) == ("", True, {id})
+
+
+def test_conversations_whose_samples_are_made_again_are_gone(broker: Broker) -> None:
+    """Their answers went with the pipeline: a reward of one would go to what another user is answered."""
+    training = admit_tasks(broker)
+    client, keys = broker.connection.client, broker.connection.keys
+    live = broker.live_episodes("g")
+    ids = []
+    for task in range(4):
+        ids.append(live.register(f"{task}-0", "http://g")[0])
+        if task < 3:
+            assert live.begin("a") is not None
+            assert live.reward(ids[-1], "a", 1.0, 60)[0] == "ok"
+    client.set(keys.tasks, "of another type")
+    # The sample of task 0 is in the weights.
+    retaken = take_over(broker, cursor=2, unfinished=[1])
+    assert retaken.leader_term != training.leader_term
+    assert {*live.read(ids)[1]} == {ids[0], ids[3]}, "and one that waits for a user"
+    assert live.reward(ids[0], "a", 0.0, 60) == ("same", 1.0)
+    assert live.reward(ids[1], "a", 1.0, 60) == ("unknown", None)
+    again, record = live.register("1-0", "http://g")
+    assert (again in ids, record.begun, record.reward) == (False, 0, None)
 
 
 def test_the_first_of_rewards_and_end_counts(broker: Broker) -> None:
