@@ -42,8 +42,8 @@ class Users(ABC):
 
     @abstractmethod
     def note(self, kind: str, **data: Any) -> None:
-        """Learn what happened. begun: id · given_up: id · rewarded: id, sent, counts (the reward that holds), changed ·
-        refused: id, status."""
+        """Learn what happened. begun: id · answered: id (for the last time) · given_up: id · rewarded: id, sent, counts
+        (the reward that holds), changed · refused: id, status."""
 
     def again(self, value: float) -> float:
         """Return what is sent once the reward ``value`` is stored; it must change nothing."""
@@ -64,6 +64,7 @@ class Users(ABC):
             except openai.APIError:
                 self.note("given_up", id=id)
                 continue
+            self.note("answered", id=id)
             if self.rng.random() >= self._silent:
                 await asyncio.sleep(self.rng.uniform(*self._late_s))
                 if await self._reward(id, value):

@@ -65,8 +65,15 @@ def test_a_reward_may_end_with_a_reason_or_be_lost_with_the_brokers_data() -> No
     forgot = Loss("flushall", 0.0, 3.2)
     broken, counts = judged(users(REWARD, REWARD + ANOTHER, refused=404), losses=(forgot,))
     assert (broken, counts["rewarded, lost with the broker"]) == ([], 1)
-    # The broker has lost the first of two answers, of which the reward is.
-    assert judged(TRAINER, users(0.25), calls=trained(0.25), losses=(forgot,))[0] == []
+
+
+def test_a_sample_may_lack_answers_that_the_broker_has_lost() -> None:
+    """The power fails after the conversation has begun and before its reward: its answers between them are gone."""
+    lines = [("begun", {"id": "a"}), ("answered", {"id": "a"}), ("rewarded", {"id": "a", "counts": 0.25})]
+    user = log("users.5", *((at, kind, data) for at, (kind, data) in zip((0.5, 2.0, 9.0), lines, strict=True)))
+    for back_to, at, promises in ((1.9, 3.0, []), (1.2, 1.4, []), (3.0, 4.0, ["wrong reward"])):
+        cut = Loss("cut aof", back_to, at)
+        assert judged(TRAINER, user, calls=trained(0.25), losses=(cut,))[0] == promises
 
 
 def test_a_teacher_is_known_by_the_tokens_that_it_judged() -> None:
