@@ -115,8 +115,26 @@ def group_line(step: int, task: int, samples: int) -> dict[str, Any]:
         "task_id": 10 * step + task,
         "prompt": f"What is {step} plus {task}?",
         "data": {"answer": str(step + task)},
-        "samples": [sample_line(k, float(k < task + 1), texts[k]) for k in range(samples)],
+        "samples": [
+            sample_line(k, float(k < task + 1), texts[k]) | {"trace": trace_of(step, task, k)} for k in range(samples)
+        ],
     }
+
+
+def trace_of(step: int, task: int, sample: int) -> list[dict[str, Any]]:
+    """The trace of a sample: two attempts of generators, the reward, and the step, which ends for all at once."""
+    begin = 1000.0 + 10 * step
+    parts = [
+        ("admitted", "", task, task),
+        ("attempt", "generator-0", task, task + 1),
+        ("attempt", "generator-1", task + 2, task + 3 + sample),
+        ("term", "exact", task + 3 + sample, task + 3.5 + sample),
+        ("step", str(step), 9, 10),
+    ]
+    return [
+        {"kind": kind, "name": name, "start": begin + start, "end": begin + end, "tokens": 0, "failed": one == 1}
+        for one, (kind, name, start, end) in enumerate(parts)
+    ]
 
 
 def prompt_line(version: int, index: int, mean: float) -> dict[str, Any]:

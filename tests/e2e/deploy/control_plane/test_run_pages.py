@@ -19,7 +19,7 @@ from tests.support.runs.run_folders import make_run
 
 TOKEN = "a-token-of-the-tests-1234"
 ROOT = Path(__file__).parents[4]
-VIEWS = ("metrics", "groups", "groups/7/71", "evaluations", "machine", "logs", "setup", "runs")
+VIEWS = ("metrics", "groups", "groups/7", "groups/7/71", "evaluations", "machine", "logs", "setup", "runs")
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +186,15 @@ def test_the_samples_of_a_prompt_are_read_side_by_side(visit: Open) -> None:
     page.locator(".side-bar select").select_option("longest")
     expect(samples.first).to_have_attribute("data-sample", "3")
     assert json.loads(saved(seen, "Save as JSON"))["task_id"] == 71
+    page.get_by_role("link", name="Step", exact=True).click()
+    expect(page.locator("#group-detail h2")).to_have_text("Step 7")
+    lines = page.locator("#group-detail .trace li")
+    expect(lines).to_have_count(8)
+    expect(lines.nth(4)).to_contain_text("prompt 71, sample 0")
+    expect(lines.nth(4).locator("i")).to_have_count(5)
+    expect(lines.nth(4).locator("[data-failed]")).to_have_attribute("title", "attempt generator-0, 1.0 s, failed")
+    page.locator("#group-detail .group").last.click()
+    expect(samples).to_have_count(4)
     page.get_by_role("link", name="All groups").click()
     expect(page.locator(".group")).to_have_count(2)
 

@@ -35,13 +35,13 @@ export function trace(moments) {
         `${words(one)}, ${duration(one.start - begin)} after the beginning`)))));
 }
 
-/** Several episodes on one axis: a line each. samples: with sample and trace. null if none has a trace. */
+/** Several episodes on one axis: a line each. samples: with sample or label, and trace. null if none has a trace. */
 export function traces(samples) {
   const known = samples.filter((one) => one.trace.length);
   if (!known.length) return null;
   const [begin, length] = range(known.map((one) => one.trace));
   const list = h("ol", { class: "trace", "aria-label": `Traces of ${plural(known.length, "sample")}, ${duration(length)}` }, known.map((sample) =>
-    h("li", null, h("span", null, `sample ${sample.sample}`), h("div", { class: "trace-line" }, sample.trace.map((one) =>
+    h("li", null, h("span", null, sample.label ?? `sample ${sample.sample}`), h("div", { class: "trace-line" }, sample.trace.map((one) =>
       span((one.start - begin) / length, (one.end - one.start) / length, one, words(one)))))));
   return h("div", null, h("h3", null, "Traces"), list);
 }

@@ -85,46 +85,67 @@ async function exportGroups() {
   save(csv(rows), `${run}-groups.csv`);
 }
 
-async function open(step, task) {
+/** Show what is made of an answer in the place of the list, or why it was refused. */
+async function open(reading, draw) {
   const mine = ++opened;
-  const [run] = chosen();
   const host = byId("group-detail");
-  let one;
+  let parts;
   try {
-    one = await read(of(run, `groups/${step}/${task}`));
+    parts = draw(await reading);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
-    if (mine === opened) host.replaceChildren(h("p", { class: "problem" }, error.message), back());
-    return;
+    parts = [h("p", { class: "problem" }, error.message), back()];
   }
   if (mine !== opened) return;
+  host.replaceChildren(...parts);
+  host.querySelector("h2")?.scrollIntoView({ block: "nearest" });
+}
+
+async function readStep(run, step) {
+  const { groups } = await read(of(run, `groups?step_from=${step}&step_to=${step}&limit=${PAGE}&sort=oldest`));
+  return Promise.all(groups.map((one) => read(of(run, `groups/${one.step}/${one.task_id}`))));
+}
+
+/** A step: the times of its samples on one axis, as far as its groups are kept, and these groups. */
+function drawStep(step, groups) {
+  const samples = groups.flatMap((one) => one.samples.map((sample) => ({ ...sample, label: `prompt ${one.task_id}, sample ${sample.sample}` })));
+  return [
+    h("div", { class: "panel-head" }, h("h2", null, `Step ${count(Number(step))}`), h("div", { class: "head-do" }, back())),
+    traces(samples) ?? h("p", { class: "empty" }, "No sample has a trace: the section trace of the configuration turns them on."),
+    groups.length ? h("ul", { class: "groups" }, groups.map(row)) : h("p", { class: "empty" }, "No group of this step is kept."),
+  ];
+}
+
+function drawGroup(run, one) {
   const others = shown.findIndex((head) => head.step === one.step && head.task_id === one.task_id);
   const beside = (by, text) => {
     const head = others < 0 ? undefined : shown[others + by];
     return h("button", { type: "button", class: "button small", disabled: !head, onclick: () => go("groups", [head.step, head.task_id]) }, text);
   };
-  host.replaceChildren(
+  return [
     h("div", { class: "panel-head" },
       h("h2", null, `Step ${count(one.step)}, prompt ${one.task_id}`),
-      h("div", { class: "head-do" }, back(), beside(-1, "Previous"), beside(1, "Next"),
+      h("div", { class: "head-do" }, back(), h("a", { class: "button small", href: link("groups", [one.step]) }, "Step"), beside(-1, "Previous"), beside(1, "Next"),
         h("button", { type: "button", class: "button small", onclick: () => save(new Blob([JSON.stringify(one, null, 2)], { type: "application/json" }), `${run}-step-${one.step}-prompt-${one.task_id}.json`) }, "Save as JSON"))),
     h("p", { class: "aside" }, `mean reward ${figure(one.mean)}, deviation ${figure(one.std)} · ${plural(one.n, "sample")} · trained weights of version ${one.version}`),
     h("h3", null, "Prompt"), h("pre", { class: "prompt", tabindex: "0", "aria-label": "Prompt" }, one.full_prompt),
     pictures([...new Set(one.samples.flatMap((sample) => sample.images))], of(run, "images")) ?? "",
     Object.keys(one.data).length ? h("dl", { class: "facts" }, Object.entries(one.data).map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))) : "",
     traces(one.samples) ?? "",
-    one.samples.length ? sideBySide(one.samples) : h("p", { class: "empty" }, "No sample was scored."));
-  host.querySelector("h2").scrollIntoView({ block: "nearest" });
+    one.samples.length ? sideBySide(one.samples) : h("p", { class: "empty" }, "No sample was scored."),
+  ];
 }
 
 const back = () => h("a", { class: "button small", href: link("groups") }, "All groups");
 
 function show(parts) {
-  const detail = parts.length === 2;
-  byId("group-all").hidden = detail;
-  byId("group-detail").hidden = !detail;
-  if (detail) open(...parts);
-  else search();
+  const [run] = chosen();
+  const [step, task] = parts;
+  byId("group-all").hidden = parts.length > 0;
+  byId("group-detail").hidden = !parts.length;
+  if (!parts.length) search();
+  else if (task === undefined) open(readStep(run, step), (groups) => drawStep(step, groups));
+  else open(read(of(run, `groups/${step}/${task}`)), (one) => drawGroup(run, one));
 }
 
 export function start() {
