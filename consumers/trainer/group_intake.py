@@ -41,7 +41,7 @@ class GroupIntake:
         self.datasets = DatasetMeter()
         self.filtered_at = 0.0
         self.last_outcome_at = time.monotonic()
-        self._advantage = context.config.trainer.advantage
+        self._advantage_of = context.config.trainer.advantage_of
         self._session = context.session
         self._progress = context.progress
         self._notify = context.notify
@@ -206,7 +206,7 @@ class GroupIntake:
         rewards = [outcome.score.reward for outcome in scored]
         broken = {outcome.sample: outcome.score.broken_version for outcome in outcomes}
         versions = [version for version in broken.values() if version >= 0]
-        settings = self._advantage
+        settings = self._advantage_of(outcomes[0].score.dataset)
         term = settings.filter_term or ""
         compared = [outcome.score.components.get(term, outcome.score.reward) for outcome in scored]
         # A sample's second outcome, behind these, says nothing of it.
@@ -241,8 +241,8 @@ class GroupIntake:
 
     def _drop_without_signal(self, task_id: int, outcomes: list[ScoredSample], rewards: list[float]) -> None:
         """End a group whose rewards, or whose filtering term, carry no signal; keep any other."""
-        settings = self._advantage
         scores = [outcome.score for outcome in outcomes]
+        settings = self._advantage_of(scores[0].dataset)
         compared = not any(one.teacher_logprobs is not None or one.dataset in self._supervised for one in scores)
         if compared and settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
             why = "zero_variance"

@@ -47,8 +47,10 @@ def check_names(config: TidemillConfig) -> str:
         if engine != "auto":
             ENGINES.check(engine)
     _check_not_swapped(trainer.loss.name, trainer.advantage.name)
-    LOSSES.check(trainer.loss.name)
-    ADVANTAGES.check(trainer.advantage.name)
+    for loss in trainer.losses.values():
+        LOSSES.check(loss.name)
+    for advantage in trainer.advantages.values():
+        ADVANTAGES.check(advantage.name)
     AGGREGATIONS.check(trainer.aggregation)
     KL_ESTIMATORS.check(trainer.kl.estimator)
     for rule in trainer.rejection:

@@ -32,6 +32,7 @@ from producers.workflows import WORKFLOWS
 from producers.workflows.base import find_workflow
 from schemas.codec import Array
 from schemas.config import EPISODE_WORKFLOWS, REWARDING_WORKFLOWS, RewardTerm, TidemillConfig, by_pool, parse_config
+from schemas.config.algorithm import setting_of
 from schemas.errors import ConfigError
 from schemas.messages import ChatMessage, Span, Trajectory, Turn
 from schemas.model_folder import chat_template
@@ -257,24 +258,26 @@ def check_own_trackers(config: TidemillConfig) -> str:
 def check_algorithm(config: TidemillConfig) -> str:
     """Build loss, advantage, aggregation and KL as the trainer does, if they can be wrong at all."""
     trainer = config.trainer
-    names = [trainer.loss.name, trainer.advantage.name, trainer.aggregation, trainer.kl.estimator]
+    chosen = [*trainer.losses.values(), *trainer.advantages.values()]
+    names = [trainer.aggregation, trainer.kl.estimator, *(one.name for one in chosen)]
     names += [rule.measure for rule in trainer.rejection]
-    text = ", ".join(names[:3])
-    if not (trainer.loss.args or trainer.advantage.args or any(name not in BUILT_IN for name in names)):
+    text = f"{trainer.loss.name}, {trainer.advantage.name}, {trainer.aggregation}"
+    if not (any(one.args for one in chosen) or any(name not in BUILT_IN for name in names)):
         return text
     if importlib.util.find_spec("torch") is None:
         return f"{text}, not checked, since PyTorch is not installed"
-    from consumers.trainer.algorithms.objective import Objective
+    from consumers.trainer.algorithms.objective import Objective, load_advantages
 
     objective = Objective.from_config(trainer, config.base)
-    advantage = bind("trainer.advantage", ADVANTAGES.get(trainer.advantage.name, config.base), trainer.advantage.args)
-    takes: tuple[str, ...] = ("rewards", "groups")
-    if getattr(advantage, "per_token", False):
-        takes = ("batch", "all_reduce_sum")
-    elif getattr(advantage, "per_turn", False):
-        takes = ("rewards", "samples", "peers")
-    check_call("trainer.loss", getattr(objective.loss, "function", objective.loss), ("inputs",))
-    check_call("trainer.advantage", advantage, takes)
+    for label, advantage in load_advantages(config).items():
+        takes: tuple[str, ...] = ("rewards", "groups")
+        if getattr(advantage, "per_token", False):
+            takes = ("batch", "all_reduce_sum")
+        elif getattr(advantage, "per_turn", False):
+            takes = ("rewards", "samples", "peers")
+        check_call(setting_of("advantage", label), advantage, takes)
+    for label, loss in zip(trainer.losses, (objective.loss, *objective.others), strict=True):
+        check_call(setting_of("loss", label), getattr(loss, "function", loss), ("inputs",))
     aggregation = AGGREGATIONS.get(trainer.aggregation, config.base)
     check_call("trainer.aggregation", aggregation, ("lengths", "groups", "totals"))
     for estimator in (objective.estimator, *(rule.estimator for rule in objective.rules)):

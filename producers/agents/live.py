@@ -16,7 +16,7 @@ from producers.agents.workflow import AgentWorkflow
 from producers.workflows.base import LiveConversations, WorkflowServices
 from schemas.config.agents import LiveConfig
 from schemas.errors import ConfigError, TidemillError
-from schemas.messages import LiveEpisode
+from schemas.messages import TENANT, LiveEpisode
 
 POLL_S = 0.25
 """Seconds between two looks for rewards."""
@@ -96,11 +96,14 @@ class LiveUsers:
     async def _judge(self, id: str, record: LiveEpisode, now: float) -> AgentResult | None:
         """Return the end of a conversation; None while it may still get its reward."""
         if record.reward is not None:
-            return AgentResult("returned", float(record.reward))
+            return self._rewarded(record, float(record.reward))
         if not record.begun or now <= record.begun + self._settings.reward_s:
             return None
         reward = await asyncio.to_thread(self._live.end, id)
-        return self._unrewarded() if reward is None else AgentResult("returned", reward)
+        return self._unrewarded() if reward is None else self._rewarded(record, reward)
+
+    def _rewarded(self, record: LiveEpisode, reward: float) -> AgentResult:
+        return AgentResult("returned", reward, data={TENANT: record.tenant})
 
     def _unrewarded(self) -> AgentResult:
         limit = f"within generator.agents.live.reward_s {self._settings.reward_s:g}"

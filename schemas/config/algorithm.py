@@ -158,6 +158,11 @@ class AdvantageConfig(Section):
         description="Give a sample one advantage for each agent name among its rows: rows are compared with rows of"
         " the same name in the group. For advantages that compare a group's samples.",
     )
+    compare: Literal["prompt", "tenant"] = Field(
+        "prompt",
+        description="Samples that are compared with each other: those of a prompt, or those of a tenant in the step"
+        " (workflow live), so that each tenant has a baseline and a scale of its own.",
+    )
     keep_zero_variance: bool | None = Field(
         None,
         description="Train groups whose rewards are all equal. By default such groups are dropped and replaced if the"
@@ -186,23 +191,21 @@ class AdvantageConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _bounds_leave_room(self) -> Self:
+    def _fits_together(self) -> Self:
         if self.mean_between is not None and not self.mean_between[0] < self.mean_between[1]:
             raise ValueError("trainer.advantage.mean_between must be a smaller and a larger number, such as [0, 1]")
-        return self
-
-    @model_validator(mode="after")
-    def _names_are_compared(self) -> Self:
-        if self.by_name and self.name in {"raw", "reinforce_pp", "gae"}:
-            raise ValueError(
-                f"trainer.advantage.by_name requires an advantage that compares a group's samples: {self.name} does not"
-            )
+        for setting in ("by_name", "compare") if self.name in {"raw", "reinforce_pp", "gae"} else ():
+            if getattr(self, setting) not in (False, "prompt"):
+                raise ValueError(
+                    f"trainer.advantage.{setting} requires an advantage that compares a group's samples: {self.name}"
+                    " does not"
+                )
         return self
 
     @property
     def compares_groups(self) -> bool:
         """Return whether the built-in advantage is relative to the other samples of the group."""
-        return self.name in {"centered", "grpo", "rloo", "lite_ppo", "max_rl", "turns"}
+        return self.compare == "prompt" and self.name in {"centered", "grpo", "rloo", "lite_ppo", "max_rl", "turns"}
 
     @property
     def drops_zero_variance(self) -> bool:
@@ -211,3 +214,23 @@ class AdvantageConfig(Section):
             # Samples of one reward may have earned it at different turns.
             return self.compares_groups and self.name != "turns"
         return not self.keep_zero_variance
+
+
+class NamedFunction(Section):
+    """A loss or an advantage with its arguments, as in trainer.loss and trainer.advantage."""
+
+    name: str = Field(description="As in trainer.loss or trainer.advantage.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Its arguments.")
+
+
+def setting_of(name: str, label: str = "") -> str:
+    """Return the name of the setting of a loss or an advantage, of the run or of the dataset with a label."""
+    return f"trainer.datasets.{label}.{name}" if label else f"trainer.{name}"
+
+
+class DatasetAlgorithm(Section):
+    """The algorithm of one training dataset, where it differs from that of the run."""
+
+    weight: float = Field(1.0, gt=0, description="Weight of its samples in the part of the loss that is of rewards.")
+    loss: NamedFunction | None = None
+    advantage: NamedFunction | None = None

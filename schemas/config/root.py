@@ -5,6 +5,7 @@ from typing import Self
 
 from pydantic import model_validator
 
+from schemas.config.algorithm import setting_of
 from schemas.config.base import Section
 from schemas.config.data import SELF, RewardTerm, check_labels
 from schemas.config.deploy import PlacementConfig, count_gpus, parse_ranges
@@ -17,8 +18,8 @@ DRAIN_S = 60.0
 HAND_OVER_S = 5.0
 """Time that a generator needs to hand over unfinished episodes after their grace period."""
 TEXT_TRAINER = (
-    "lora", "router_replay", "compile", "mask_truncated", "micro_batch_tokens", "aggregation", "share_prefixes",
-    "activation_checkpointing", "activation_offload", "processes", "parallel",
+    "lora", "datasets", "router_replay", "compile", "mask_truncated", "micro_batch_tokens", "aggregation",
+    "share_prefixes", "activation_checkpointing", "activation_offload", "processes", "parallel",
 )  # fmt: skip
 """Settings of the trainer that concern tokens or several ranks: with other policies they would do nothing."""
 GROUP_ADVANTAGES = ("centered", "grpo", "rloo", "lite_ppo", "max_rl")
@@ -28,11 +29,13 @@ TEXT_SAMPLING = ("temperature", "top_p", "top_k", "stop")
 
 
 def _check_lengths_and_rewards(config: Sections) -> None:
-    if config.sampling.n == 1 and config.trainer.advantage.compares_groups:
-        raise ValueError(
-            f"trainer.advantage.name {config.trainer.advantage.name!r} compares the samples of a group, but"
-            " sampling.n is 1: set sampling.n to 2 or more, or trainer.advantage.name to raw"
-        )
+    for label, advantage in config.trainer.advantages.items():
+        if config.sampling.n == 1 and advantage.compares_groups:
+            where = setting_of("advantage", label)
+            raise ValueError(
+                f"{where}.name {advantage.name!r} compares the samples of a group, but sampling.n is 1: set sampling.n"
+                f" to 2 or more, or {where}.name to raw"
+            )
     if problem := slots_problem(config.flow.staleness, config.trainer.batch_groups, config.flow.window):
         raise ValueError(problem)
     samplings = [("sampling", config.sampling)]
@@ -65,6 +68,8 @@ def _check_lengths_and_rewards(config: Sections) -> None:
         _check_agents(config)
     if config.generator.workflow.name == LIVE:
         _check_live(config)
+    elif config.trainer.advantage.compare == "tenant":
+        raise ValueError("trainer.advantage.compare tenant needs generator.workflow live: set it to prompt")
     if (workflow := config.generator.workflow.name) in ("single_turn", "tools"):
         for where, named in (("reward", config.reward.terms), ("eval", config.eval_terms)):
             if any(term.name == "episode" for term in named):
@@ -79,6 +84,13 @@ def _check_lengths_and_rewards(config: Sections) -> None:
 def _check_datasets(config: Sections) -> None:
     check_labels("train", config.train)
     train = [dataset.label for dataset in config.train]
+    rewarded = {*train} - config.unrewarded
+    for label in config.trainer.datasets:
+        if label not in rewarded:
+            raise ValueError(
+                f"trainer.datasets.{label} must be a training dataset with a reward, one of"
+                f" {', '.join(sorted(rewarded))}"
+            )
     held_out = [] if config.eval is None else config.eval.dataset
     evaluated = {one.label for one in held_out if not (config.eval and config.eval.terms_of(one))}
     _check_terms("reward.terms", config.reward.terms, {*train}, evaluated)

@@ -4,7 +4,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from schemas.config.algorithm import RECIPES, AdvantageConfig, KlConfig, LossConfig, RejectionConfig, SacConfig
+from schemas.config.algorithm import (
+    RECIPES,
+    AdvantageConfig,
+    DatasetAlgorithm,
+    KlConfig,
+    LossConfig,
+    NamedFunction,
+    RejectionConfig,
+    SacConfig,
+)
 from schemas.config.base import ModelPath, Seconds, Section, UserPath
 from schemas.config.publish import PublishConfig
 
@@ -247,6 +256,9 @@ class TrainerConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    datasets: dict[str, DatasetAlgorithm] = Field(
+        default_factory=dict, description="Training datasets with an algorithm of their own, by label."
+    )
     critic: CriticConfig | None = None
     sac: SacConfig | None = None
     lora: LoraConfig | None = None
@@ -378,6 +390,22 @@ class TrainerConfig(Section):
         if advantage and isinstance(given, dict):
             completed["advantage"] = {"name": advantage, **given}
         return completed
+
+    def advantage_of(self, dataset: str) -> AdvantageConfig:
+        """Return the advantage of the samples of a training dataset, by its label; of the run by ""."""
+        own = self.datasets[dataset].advantage if dataset in self.datasets else None
+        return self.advantage if own is None else self.advantage.model_copy(update=dict(own))
+
+    @property
+    def advantages(self) -> dict[str, AdvantageConfig]:
+        """Return the run's advantage by "", and those of datasets that have one of their own by label."""
+        own = (label for label, one in self.datasets.items() if one.advantage is not None)
+        return {label: self.advantage_of(label) for label in ("", *own)}
+
+    @property
+    def losses(self) -> dict[str, LossConfig | NamedFunction]:
+        """Return the run's loss by "", and those of datasets that have one of their own by label."""
+        return {"": self.loss, **{label: own.loss for label, own in self.datasets.items() if own.loss is not None}}
 
     @property
     def failed_groups_limit(self) -> int:

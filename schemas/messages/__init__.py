@@ -12,6 +12,7 @@ from schemas.messages.tasks import ChatMessage, ContentPart, Image, Sampling, Ta
 from schemas.messages.telemetry import DeadLetter, Event, Heartbeat
 from schemas.messages.trajectories import (
     REWARD_RANGE,
+    TENANT,
     UNREWARDED,
     FinishReason,
     Kind,

@@ -22,6 +22,8 @@ FinishReason = Literal["stop", "length", "abort", "calls", "deadline"]
 ScoreStatus = Literal["ok", "error", "timeout"]
 UNREWARDED = "unrewarded"
 """Kind of a failed sample: a user's conversation for which no reward came in time."""
+TENANT = "tenant"
+"""Field of a sample's data: whose conversation it was."""
 REWARD_RANGE = f"from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
 """Allowed rewards, in words."""
 

@@ -36,6 +36,7 @@ class LossInputs:
     sequence: int64, id of the sequence that a token belongs to; without it each row is one sequence.
     kept: bool, the tokens of the step that the loss's own ``select_tokens`` chose; without it all.
     teacher_weights: of each token in the teacher's part of the loss, if ``reference_logprobs`` are a teacher's.
+    loss: int64, number of the loss of each token's dataset, see Objective.others; without it all have the run's.
     """
 
     logprobs: Tensor
@@ -48,6 +49,7 @@ class LossInputs:
     sequence: Tensor | None = None
     kept: Tensor | None = None
     teacher_weights: Tensor | None = None
+    loss: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -102,17 +104,17 @@ class BoundLoss:
     select_tokens: Callable[[Sequence[LossInputs], AllReduceSum], list[Tensor]] | None = None
 
     @classmethod
-    def load(cls, name: str, args: dict[str, Any], base: Path | None = None) -> Self:
+    def load(cls, name: str, args: dict[str, Any], base: Path | None = None, where: str = "trainer.loss") -> Self:
         """Load the loss called ``name``; ConfigError if it does not exist or does not take these arguments.
 
-        base: where users' own files are looked up.
+        base: where users' own files are looked up. where: the setting.
         """
         written = LOSSES.get(name, base)
-        bound = bind("trainer.loss", written, args)
+        bound = bind(where, written, args)
         # A function's attributes are on the function itself, those of a class on what was built of it.
         of = bound if isclass(written) else written
         if callable(getattr(of, "select", None)):
-            raise ConfigError(f"trainer.loss {name!r}: rename its method select to select_tokens")
+            raise ConfigError(f"{where} {name!r}: rename its method select to select_tokens")
         return cls(
             bound,
             needs_proximal=getattr(of, "needs_proximal", False),

@@ -11,12 +11,12 @@ Everything here is pure: the step knows nothing of these parts, and they know no
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from consumers.trainer.algorithms import KL_ESTIMATORS
+from consumers.trainer.algorithms import ADVANTAGES, KL_ESTIMATORS
 from consumers.trainer.algorithms.kl import Estimator, difference, kl_loss
 from consumers.trainer.algorithms.losses import (
     BoundLoss,
@@ -27,7 +27,10 @@ from consumers.trainer.algorithms.losses import (
     interpolated,
 )
 from consumers.trainer.algorithms.sequences import Sequences
-from schemas.config import RejectionConfig, TrainerConfig
+from schemas.config import RejectionConfig, TidemillConfig, TrainerConfig
+from schemas.config.algorithm import setting_of
+from schemas.errors import ConfigError
+from schemas.plugins import bind
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,25 @@ def reject(rules: Sequence[Rule], log_ratio: Tensor, sequences: Sequences) -> tu
     return factor, (factor == 0) & sequences.mask
 
 
+def load_advantages(config: TidemillConfig) -> dict[str, Any]:
+    """Return all advantages with their arguments bound, by label; ConfigError if they can't be in one step."""
+    found, several = dict[str, Any](), len(config.trainer.advantages) > 1
+    for label, one in config.trainer.advantages.items():
+        where = setting_of("advantage", label)
+        found[label] = bind(where, ADVANTAGES.get(one.name, config.base), one.args)
+        if several and getattr(found[label], "per_token", False):
+            raise ConfigError(f"{where} {one.name!r} compares all tokens of the step: it must be that of all datasets")
+    return found
+
+
 @dataclass(frozen=True)
 class Objective:
     """The function that training minimises, as the configuration says::
 
     objective = Objective.from_config(settings)
     output = objective(inputs, entropy, version=7)
+
+    others: losses of datasets that have another than the run's, numbered from 1 by ``LossInputs.loss``.
     """
 
     loss: LossFunction
@@ -86,13 +102,19 @@ class Objective:
     entropy_coef: float
     interpolate: bool
     taught: bool = False
+    others: tuple[LossFunction, ...] = ()
 
     @classmethod
     def from_config(cls, settings: TrainerConfig, base: Path | None = None) -> Self:
         """Build the objective; ConfigError if a name does not exist, or does not take its arguments."""
-        loss, kl = settings.loss, settings.kl
+        loss, kl, found = settings.loss, settings.kl, list[BoundLoss]()
+        for label, own in settings.losses.items():
+            where = setting_of("loss", label)
+            found.append(BoundLoss.load(own.name, own.args, base, where))
+            if label and (found[0].select_tokens or found[-1].select_tokens or found[-1].needs_proximal):
+                raise ConfigError(f"{where} {own.name!r}: a loss with a proximal policy must be that of all datasets")
         return cls(
-            loss=BoundLoss.load(loss.name, loss.args, base),
+            loss=found[0],
             rules=tuple(Rule.of(rule, base) for rule in settings.rejection),
             kl_coef=kl.coef if kl.place == "loss" else 0.0,
             kl_corrected=kl.bias_correction,
@@ -100,6 +122,7 @@ class Objective:
             entropy_coef=loss.entropy_coef,
             interpolate=loss.proximal == "interpolate",
             taught=kl.reference == "teacher",
+            others=tuple(found[1:]),
         )
 
     def with_proximal(self, inputs: LossInputs, version: int) -> LossInputs:
@@ -119,6 +142,12 @@ class Objective:
         """Loss [R, T] of every token; entropy float32 [R, T]; version: that of the weights before the step."""
         output = self.loss(self.with_proximal(inputs, version))
         loss, metrics = output.loss, dict(output.metrics)
+        for number, other in enumerate(self.others, 1):
+            found, none = other(inputs), torch.zeros_like(inputs.mask)
+            own = none if inputs.loss is None else inputs.loss == number
+            loss = torch.where(own, found.loss, loss)
+            for name in dict.fromkeys((*metrics, *found.metrics)):
+                metrics[name] = torch.where(own, found.metrics.get(name, none), metrics.get(name, none))
         if self.rules:
             sequences = Sequences(inputs.sequence, inputs.mask)
             mismatch = bounded_difference(inputs.logprobs, inputs.rollout_logprobs, inputs.mask).detach()

@@ -39,7 +39,8 @@ class MicroBatch:
 
     teacher_weights: float32 [R, T-1], of each token in the teacher's part of the step's loss; None if no row has a
     teacher. With it, ``reference_logprobs`` came with the rows. supervised_weights: the same of the supervised part,
-    above 0 for each token of a given answer and nowhere else; None if no row is one.
+    above 0 for each token of a given answer and nowhere else; None if no row is one. loss: int64 [R], number of each
+    row's loss, see Objective.others; None if all have the run's.
 
     Known before the gradient if the configuration asks for it (step/prepare.py), [R, T-1]: proximal_logprobs,
     reference_logprobs, values, returns, and kept, the tokens that the loss chose. layout: how the policy computes it.
@@ -61,6 +62,7 @@ class MicroBatch:
     routed_experts: Tensor | None = None
     teacher_weights: Tensor | None = None
     supervised_weights: Tensor | None = None
+    loss: Tensor | None = None
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     kept: Tensor | None = None
@@ -96,6 +98,7 @@ class MicroBatch:
             teacher_weights=self.teacher_weights,
             sequence=self.sequence_ids,
             kept=self.kept,
+            loss=None if self.loss is None else self.loss[:, None].expand(self.mask.shape),
         )
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -150,6 +153,7 @@ def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> Micro
         routed_experts=_routed_experts(rows, shape),
         teacher_weights=spread([row.teacher_weight for row in rows]) if taught else None,
         supervised_weights=spread(supervised) if any(supervised) else None,
+        loss=torch.tensor([row.loss for row in rows]) if any(row.loss for row in rows) else None,
         reference_logprobs=filled(
             lambda row: 0.0 if row.cut.teacher_logprobs is None else row.cut.teacher_logprobs.numpy(), 0, np.float32
         )[:, 1:].contiguous()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from consumers.trainer.algorithms.advantages import one_each
 from consumers.trainer.algorithms.aggregation import Aggregation, Totals
 from consumers.trainer.data.collate import MicroBatch, collate
-from consumers.trainer.data.credit import AnyAdvantage, Credit, give_finer_credit
+from consumers.trainer.data.credit import AnyAdvantage, Credit, give_credit
 from consumers.trainer.data.groups import Group
 from consumers.trainer.data.load_balancing import (
     Cost,
@@ -29,28 +29,28 @@ from consumers.trainer.data.load_balancing import (
 from consumers.trainer.data.patches import ImageFiles
 from consumers.trainer.data.rows import Floats, Ints, Samples, TrainRow, choose, cut
 from schemas.images import ImageSettings
+from schemas.messages import TENANT
 
 
-def credit(samples: Samples, advantage: AnyAdvantage, by_name: bool = False) -> Credit:
-    """Compare the rewards of a step; DataError if the advantage is not one finite number for each that it is given."""
-    if by_name or getattr(advantage, "per_turn", False) or getattr(advantage, "per_token", False):
-        return give_finer_credit(advantage, samples, by_name)
-    found = one_each("advantages", advantage(samples.rewards, samples.groups), len(samples.rewards))
-    return Credit([float(found[row.sample]) for row in samples.rows], found)
+def credit_of(samples: Samples, advantages: Sequence[AnyAdvantage | None], by_name: bool = False) -> Credit:
+    """Compare the rewards of the samples that have the same advantage, [S]. Those with None get 0."""
+    given = Credit([0.0] * len(samples.rows), np.zeros(len(advantages)))
+    for advantage in {id(one): one for one in advantages if one is not None}.values():
+        chosen = np.array([one is advantage for one in advantages], dtype=np.bool_)
+        if chosen.all():
+            return give_credit(advantage, samples, by_name)
+        found = give_credit(advantage, choose(samples, chosen), by_name)
+        given.samples[chosen] = found.samples
+        places = (place for place, row in enumerate(samples.rows) if chosen[row.sample])
+        for place, value in zip(places, found.rows, strict=True):
+            given.rows[place] = value
+    return given
 
 
-def credit_of(
-    samples: Samples, rewarded: npt.NDArray[np.bool_], advantage: AnyAdvantage, by_name: bool = False
-) -> Credit:
-    """Compare the rewards of some samples, bool [S]. The others get the advantage 0 and are not compared."""
-    if rewarded.all():
-        return credit(samples, advantage, by_name)
-    if not rewarded.any():
-        return Credit([0.0] * len(samples.rows), np.zeros(len(rewarded)))
-    found = credit(choose(samples, rewarded), advantage, by_name)
-    all_samples, of_rows = np.zeros(len(rewarded)), iter(found.rows)
-    all_samples[rewarded] = found.samples
-    return Credit([next(of_rows) if rewarded[row.sample] else 0.0 for row in samples.rows], all_samples)
+def number_tenants(samples: Samples) -> Ints:
+    """Return a number of the tenant of each sample, int64 [S]."""
+    tenants = [str(trajectory.data.get(TENANT)) for trajectory in samples.trajectories]
+    return np.unique(tenants, return_inverse=True)[1].astype(np.int64)
 
 
 def split(samples: Samples, minibatches: int) -> Ints:
@@ -213,7 +213,9 @@ class StepPlanner:
     text. minibatches: into how many parts of whole groups a step is cut, each for an update of its own; advantages are
     compared over the whole step. teacher_weights, supervised_weights: of the datasets with a teacher, and of those
     whose samples are given answers, by label. unrewarded: datasets without a reward, which no advantage compares.
-    Each part of the loss, of rewards, of teachers and of given answers, is a mean over its own samples.
+    advantages, losses, weights: of the datasets with others than the run's; a loss is its number in Objective.others,
+    from 1. by_tenant: compare the samples of a tenant instead of those of a prompt. Each part of the loss, of rewards,
+    of teachers and of given answers, is a mean over its own samples.
     """
 
     advantage: AnyAdvantage
@@ -231,6 +233,10 @@ class StepPlanner:
     teacher_weights: Mapping[str, float] = field(default_factory=dict)
     supervised_weights: Mapping[str, float] = field(default_factory=dict)
     unrewarded: frozenset[str] = frozenset()
+    advantages: Mapping[str, AnyAdvantage] = field(default_factory=dict)
+    losses: Mapping[str, int] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    by_tenant: bool = False
 
     def files(self, bodies: Mapping[str, bytes]) -> ImageFiles | None:
         """Return these images with the way in which the model wants them; None for a model of text."""
@@ -243,11 +249,13 @@ class StepPlanner:
         """
         samples = cut(groups)
         datasets = [trajectory.dataset for trajectory in samples.trajectories]
-        rewarded = np.array([dataset not in self.unrewarded for dataset in datasets], dtype=np.bool_)
-        credited = credit_of(samples, rewarded, self.advantage, self.by_name)
+        advantages = [None if one in self.unrewarded else self.advantages.get(one, self.advantage) for one in datasets]
+        rewarded = np.array([0.0 if one in self.unrewarded else self.weights.get(one, 1.0) for one in datasets])
+        compared = replace(samples, groups=number_tenants(samples)) if self.by_tenant else samples
+        credited = credit_of(compared, advantages, self.by_name)
         taught = np.array([self.teacher_weights.get(dataset, 0.0) for dataset in datasets])
         supervised = np.array([self.supervised_weights.get(dataset, 0.0) for dataset in datasets])
-        shares, dealt = (rewarded.astype(np.float64), taught, supervised), None
+        shares, dealt = (rewarded, taught, supervised), None
         parts = [self._weigh(samples, share) for share in shares]
         if self.minibatches > 1 and samples.rows:
             minibatch = split(samples, self.minibatches)
@@ -268,6 +276,7 @@ class StepPlanner:
                 temperature=1.0 if supervised[row.sample] else samples.trajectories[row.sample].temperature,
                 teacher_weight=float(teacher.samples[row.sample]),
                 supervised_weight=float(given.samples[row.sample]),
+                loss=self.losses.get(datasets[row.sample], 0),
             )
             for number, (row, advantage) in enumerate(zip(samples.rows, credited.rows, strict=True))
         ]

@@ -61,7 +61,7 @@ class TrainRow(msgspec.Struct, frozen=True, gc=False):
     advantage: of each of its loss tokens, or float32 [L] if they differ; see MicroBatch. weight: of each of its loss
     tokens in the step's loss. sequence, group: its index, and that of its group, in the step. temperature: with which
     its tokens were sampled, 1 for a given answer. teacher_weight, supervised_weight: of each of its loss tokens in the
-    teacher's and in the supervised part of the step's loss.
+    teacher's and in the supervised part of the step's loss. loss: number of its dataset's loss, see Objective.others.
     """
 
     cut: CutRow
@@ -72,6 +72,7 @@ class TrainRow(msgspec.Struct, frozen=True, gc=False):
     temperature: float = 1.0
     teacher_weight: float = 0.0
     supervised_weight: float = 0.0
+    loss: int = 0
 
 
 @dataclass(frozen=True)

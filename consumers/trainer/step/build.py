@@ -1,9 +1,11 @@
 """A run's training step, put together from its configuration: models, loss, advantages, optimizer."""
 
+from collections.abc import Mapping
+
 import torch
 
-from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
-from consumers.trainer.algorithms.objective import Objective
+from consumers.trainer.algorithms import AGGREGATIONS
+from consumers.trainer.algorithms.objective import Objective, load_advantages
 from consumers.trainer.data.credit import AnyAdvantage
 from consumers.trainer.data.load_balancing import Cost
 from consumers.trainer.data.plan import StepPlanner
@@ -24,7 +26,6 @@ from consumers.trainer.step.optimizers import build_optimizer
 from consumers.trainer.step.prepare import Preparation
 from consumers.trainer.step.train_step import Observer, TrainStep
 from schemas.config import TidemillConfig
-from schemas.plugins import bind
 
 
 def build_learner(config: TidemillConfig, ranks: Ranks) -> Learner:
@@ -55,8 +56,8 @@ def build_train_step(
     # Rank 0 reads each model and sends it to the others, one model after the other.
     policy = policy or make_policy(config, empty=not ranks.is_main, stored=ranks.world > 1)
     dtype = DTYPES[config.model.dtype]
-    function = ADVANTAGES.get(trainer.advantage.name, config.base)
-    advantage = bind("trainer.advantage", function, trainer.advantage.args)
+    advantages = load_advantages(config)
+    advantage = advantages[""]
     # Counted before the policy is sharded: afterwards parameters are parts.
     cost = policy.cost
     policy = _shard_policy(policy, config, ranks)
@@ -71,7 +72,7 @@ def build_train_step(
     packed = all(model.packed for model in (policy, reference, critic) if model is not None)
     if policy.packed:
         try_kernel(policy.causal_lm.config.get_text_config(), ranks.accelerator.device, dtype)
-    planner = _build_planner(config, ranks, policy, advantage, cost, packed)
+    planner = _build_planner(config, ranks, policy, advantages, cost, packed)
     objective = Objective.from_config(trainer, config.base)
     observers: list[Observer] = [each for each in (watch_experts(policy), policy.router_replay) if each is not None]
     preparation = Preparation(
@@ -79,7 +80,7 @@ def build_train_step(
         reference=reference,
         lora_off=trainer.lora_off,
         kl_in_reward=trainer.kl.coef if trainer.kl.place == "reward" else 0.0,
-        token_advantage=advantage if getattr(function, "per_token", False) else None,
+        token_advantage=advantage if getattr(advantage, "per_token", False) else None,
         critic=critic_step,
         normalise=trainer.advantage.normalise,
         score_proximal=trainer.epochs * trainer.minibatches > 1 and objective.loss.needs_proximal,
@@ -112,12 +113,20 @@ def _shard_policy(policy: Policy, config: TidemillConfig, ranks: Ranks) -> Polic
 
 
 def _build_planner(
-    config: TidemillConfig, ranks: Ranks, policy: Policy, advantage: AnyAdvantage, cost: Cost, packed: bool
+    config: TidemillConfig,
+    ranks: Ranks,
+    policy: Policy,
+    advantages: Mapping[str, AnyAdvantage],
+    cost: Cost,
+    packed: bool,
 ) -> StepPlanner:
-    """Build the planner of a step. cost: the work of a row; packed: all models of the step take packed rows."""
+    """Build the planner of a step.
+
+    advantages: by label, the run's by "". cost: the work of a row. packed: all models of the step take packed rows.
+    """
     trainer = config.trainer
     return StepPlanner(
-        advantage=advantage,
+        advantage=advantages[""],
         aggregation=AGGREGATIONS.get(trainer.aggregation, config.base),
         # Of a data part, whose ranks share the tokens.
         micro_batch_tokens=trainer.micro_batch_tokens * ranks.layout.context,
@@ -137,6 +146,10 @@ def _build_planner(
         teacher_weights=config.teacher_weights,
         supervised_weights=config.supervised_weights,
         unrewarded=config.unrewarded,
+        advantages=advantages,
+        losses={label: number for number, label in enumerate(trainer.losses)},
+        weights={label: own.weight for label, own in trainer.datasets.items()},
+        by_tenant=trainer.advantage.compare == "tenant",
     )
 
 

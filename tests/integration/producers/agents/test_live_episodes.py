@@ -236,6 +236,10 @@ async def test_tenants_begin_as_often_as_they_may_and_see_only_their_own(
             assert status == 200
             assert control.ask("POST", "/v1/episodes", Authorization="Bearer secret-a")[0] == 429
             assert control.ask("POST", "/v1/episodes", Authorization="Bearer secret-b")[0] == 200
+            async with openai.AsyncOpenAI(base_url=found["base_url"], api_key="none", max_retries=10) as client:
+                await say(client, [], "Hello")
             assert (await reward(control, found["id"], 1.0, Authorization="Bearer secret-b"))[0] == 404
             assert (await reward(control, found["id"], 1.0, Authorization="Bearer secret-a"))[0] == 200
+            (sample,) = await read_published(broker, 1)
+            assert sample.data["tenant"] == "a", "what trainer.advantage.compare reads"
             assert control.ask("GET", "/v1/status", Authorization="Bearer secret-a")[0] == 401

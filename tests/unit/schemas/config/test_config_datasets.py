@@ -10,6 +10,7 @@ from schemas.config import dump_config, load_config, parse_config
 from schemas.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "reward": {"terms": [{"name": "exact"}]}}
+OWN = {"advantage": {"name": "raw"}, "datasets": {"easy": {"advantage": {"name": "grpo"}}}}
 TWO = [{"name": "jsonl", "label": "easy", "weight": 3}, {"name": "a.py:My Task"}]
 
 
@@ -54,6 +55,22 @@ def test_one_dataset_of_several_is_overridden_by_its_index(tmp_path: Path) -> No
         (
             {"train": TWO, "reward": {"terms": [{"name": "exact", "datasets": ["easy"]}]}},
             "no term applies to the dataset 'My_Task', so its samples would have no reward",
+        ),
+        (
+            {"train": TWO, "trainer": {"datasets": {"hard": {"weight": 2}}}},
+            "trainer.datasets.hard must be a training dataset with a reward, one of My_Task, easy",
+        ),
+        (
+            {"train": TWO, "sampling": {"n": 1}, "trainer": OWN},
+            "trainer.datasets.easy.advantage.name 'grpo' compares the samples of a group, but sampling.n is 1",
+        ),
+        (
+            {"train": TWO, "trainer": {"advantage": {"compare": "tenant"}}},
+            "compare tenant needs generator.workflow live",
+        ),
+        (
+            {"train": TWO, "trainer": {"advantage": {"compare": "tenant", "name": "raw"}}},
+            "trainer.advantage.compare requires an advantage that compares a group's samples: raw does not",
         ),
         (
             {"train": TWO, "eval": {"dataset": {"name": "x", "sampling": {"n": 4}, "pass_at": [8]}}},

@@ -1,6 +1,7 @@
 """A step of three components, each with its own datasets, denominator and weight, against plain torch."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import StepResult
 from schemas.codec import Array
 from schemas.config import parse_config
+from schemas.errors import ConfigError
 from schemas.messages import Trajectory
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.trajectories import make_groups
@@ -23,7 +25,7 @@ from tests.support.trainer.trajectories import make_groups
 pytestmark = pytest.mark.integration
 
 COEF = 0.7
-TERMS = [
+TERMS: list[dict[str, Any]] = [
     {"name": "exact", "datasets": ["a"]},
     {"name": "supervised", "datasets": ["b"], "weight": 2.0},
     {"name": "supervised", "datasets": ["d"], "weight": 0.5},
@@ -55,14 +57,18 @@ def labelled(sizes: dict[str, int], seed: int = 8) -> list[Group]:
 
 
 def run(
-    model: PreTrainedModel, groups: list[Group], packed: bool = True, **trainer: Any
+    model: PreTrainedModel,
+    groups: list[Group],
+    packed: bool = True,
+    terms: Sequence[dict[str, Any]] = TERMS,
+    **trainer: Any,
 ) -> tuple[Tensor, StepResult, Any]:
     """The step's gradient before clipping, its result, and its plan."""
     config = parse_config(
         {
             "model": {"path": "in-memory", "dtype": "float32", "max_length": 64},
-            "train": [{"name": "arithmetic", "label": label} for label in "abcd"],
-            "reward": {"terms": TERMS},
+            "train": [{"name": "arithmetic", "label": label} for label in "abcde"[: 4 + (terms is not TERMS)]],
+            "reward": {"terms": [*terms]},
             "sampling": {"max_tokens": 8},
             "trainer": {"optimizer": {"lr": 1e-3}, "kl": {"coef": COEF, "reference": "teacher"}, **trainer},
         }
@@ -150,3 +156,26 @@ def test_minibatches_of_given_answers_alone_are_updates_too(model: PreTrainedMod
     parts = [run(model, [group])[0] for group in groups]
     assert torch.allclose(got, parts[0] + parts[1], atol=1e-6)
     assert result.metrics["tokens"] == 0
+
+
+def test_a_dataset_has_a_loss_an_advantage_and_a_weight_of_its_own(model: PreTrainedModel) -> None:
+    """The gradient is that of a step of each dataset's algorithm alone, by the share of its tokens and its weight."""
+    groups = [
+        Group(group.task_id, [(msgspec.structs.replace(sample, dataset=name), r) for sample, r in group.samples])
+        for group, name in zip(make_groups([5, 4], seed=8), "ae", strict=True)
+    ]
+    e = {"loss": {"name": "gspo", "args": {"clip_low": 0.5}}, "advantage": {"name": "raw"}}
+    terms = [{**TERMS[0], "datasets": ["a", "e"]}, *TERMS[1:]]
+    got, result, plan = run(model, groups, terms=terms, datasets={"e": {**e, "weight": 3.0}}, micro_batch_tokens=24)
+    one, other = (
+        run(model, [groups[0]], terms=terms),
+        run(model, [groups[1]], terms=terms, aggregation="token_mean", **e),
+    )
+    tokens = [sum(row.cut.loss_tokens for row in plan.rows if row.loss == number) for number in (0, 1)]
+    want = (tokens[0] * one[0] + 3.0 * tokens[1] * other[0]) / sum(tokens)
+    assert torch.allclose(got, want, atol=1e-6)
+    assert 0 < result.metrics["clip_fraction"] < 1
+    with pytest.raises(ConfigError, match=r"trainer\.datasets\.e\.loss 'decoupled_ppo': a loss with a proximal policy"):
+        run(model, groups, terms=terms, datasets={"e": {"loss": {"name": "decoupled_ppo"}}})
+    with pytest.raises(ConfigError, match=r"trainer\.datasets\.e\.advantage 'reinforce_pp' compares all tokens"):
+        run(model, groups, terms=terms, datasets={"e": {"advantage": {"name": "reinforce_pp"}}})

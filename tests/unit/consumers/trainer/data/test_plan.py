@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from consumers.trainer.algorithms import AGGREGATIONS
-from consumers.trainer.algorithms.advantages import centered
+from consumers.trainer.algorithms.advantages import centered, grpo, raw
 from consumers.trainer.algorithms.aggregation import Totals
 from consumers.trainer.data.collate import MicroBatch, collate
 from consumers.trainer.data.groups import Group
@@ -246,3 +247,46 @@ def test_a_truncated_sample_gives_no_gradient_and_counts_in_no_mean(aggregation:
     assert plain.rows[2].weight > 0
     assert plan.credit.samples.tolist() == plain.credit.samples.tolist()
     assert (plan.samples.lengths.tolist(), plan.samples.truncated.tolist()) == ([2, 3, 6], [False, False, True])
+
+
+def test_samples_of_a_tenant_are_compared_with_each_other() -> None:
+    """Stars from 1 to 5 and thumbs of 0 and 1 in one step: each tenant has a baseline and a scale of its own."""
+    given = [("stars", 5.0), ("thumbs", 1.0), ("stars", 1.0), ("thumbs", 0.0), ("alone", 3.0)]
+    groups = [
+        Group(task_id, [(msgspec.structs.replace(make_trajectory(task_id), data={"tenant": tenant}), reward)])
+        for task_id, (tenant, reward) in enumerate(given)
+    ]
+    planner = StepPlanner(grpo, AGGREGATIONS.get("token_mean"), 64, max_tokens=7, by_tenant=True)
+    found = planner.plan(groups).credit.samples
+    assert found == pytest.approx([2**-0.5, 2**-0.5, -(2**-0.5), -(2**-0.5), 0.0], rel=1e-5)
+
+
+def test_a_dataset_may_have_an_advantage_a_loss_and_a_weight_of_its_own() -> None:
+    datasets = ["a", "b", "a", "c"]
+    groups = [
+        Group(each.task_id, [(msgspec.structs.replace(sample, dataset=dataset), r) for sample, r in each.samples])
+        for each, dataset in zip(make_groups([3, 3, 2, 2]), datasets, strict=True)
+    ]
+    planner = StepPlanner(
+        centered,
+        AGGREGATIONS.get("token_mean"),
+        64,
+        max_tokens=7,
+        advantages={"b": raw},
+        losses={"b": 1},
+        weights={"b": 2.0},
+        unrewarded=frozenset("c"),
+    )
+    plan = planner.plan(groups)
+    own = {name: [k for k, one in enumerate(plan.samples.trajectories) if one.dataset == name] for name in "abc"}
+    assert plan.credit.samples[own["b"]].tolist() == plan.samples.rewards[own["b"]].tolist()
+    alone = StepPlanner(centered, AGGREGATIONS.get("token_mean"), 64, max_tokens=7).plan([groups[0], groups[2]])
+    assert plan.credit.samples[own["a"]].tolist() == alone.credit.samples.tolist()
+    assert not plan.credit.samples[own["c"]].any()
+    tokens = sum(plan.samples.lengths[own["a"] + own["b"]])
+    want = {"a": 1 / tokens, "b": 2 / tokens, "c": 0.0}
+    for row in plan.rows:
+        dataset = plan.samples.trajectories[row.cut.sample].dataset
+        assert row.weight == pytest.approx(want[dataset])
+        assert row.loss == (dataset == "b")
+    assert [float(plan.credit.samples[row.cut.sample]) for row in plan.rows] == [row.advantage for row in plan.rows]
