@@ -1,6 +1,6 @@
 // The page at /docs: Swagger UI over this server's own OpenAPI document, with the token that the dashboard has.
 
-import { Refused, read, token } from "./data/api.js";
+import { read, refused, token } from "./data/api.js";
 import { byId, setText } from "./elements/dom.js";
 import { askForToken } from "./data/token.js";
 
@@ -26,7 +26,7 @@ async function begin() {
   try {
     await read("openapi.json");
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    refused(error);
     if (error.status === 401) return askForToken(begin);
     return setText(byId("intro"), error.message);
   }

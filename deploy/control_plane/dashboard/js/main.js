@@ -1,6 +1,6 @@
 // Starts the parts of the page, fills the store, and keeps it up to date.
 
-import { Refused, read } from "./data/api.js";
+import { Refused, read, refused } from "./data/api.js";
 import { archive, loadRuns } from "./data/archive.js";
 import { start as startRoute } from "./data/route.js";
 import { addEvents, addMetrics, addPast, addStatus, emit, on, replaceMetrics, setEvaluations, setLink, store } from "./data/store.js";
@@ -58,7 +58,7 @@ async function followEvaluations() {
   try {
     setEvaluations((await read("v1/evaluations")).evaluations);
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    refused(error);
     evaluated = -1; // Asked again with the next status.
   }
 }
@@ -91,7 +91,7 @@ async function begin() {
   try {
     await loadRuns();
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    refused(error);
     setLink(error.status === 401 ? "refused" : "lost");
     if (error.status === 401) askForToken(begin);
     else setTimeout(begin, AGAIN_MS);

@@ -10,6 +10,12 @@ export class Refused extends Error {
   }
 }
 
+/** The error of a request that was refused; any other error is thrown on. */
+export function refused(error) {
+  if (error instanceof Refused) return error;
+  throw error;
+}
+
 export const token = {
   get: () => sessionStorage.getItem(TOKEN),
   set: (value) => sessionStorage.setItem(TOKEN, value),
@@ -69,8 +75,7 @@ export async function download(path) {
     if (!response.ok) throw new Refused(response.status, await problem(response));
     return await response.blob();
   } catch (error) {
-    if (error instanceof Refused) throw error;
-    throw new Refused(0, "the connection broke");
+    throw error instanceof Refused ? error : new Refused(0, "the connection broke");
   }
 }
 

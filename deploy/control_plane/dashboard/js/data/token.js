@@ -1,6 +1,6 @@
 // Asks for the control plane's token when it wants one. It is kept for this tab only, and forgotten with it.
 
-import { Refused, read, token } from "./api.js";
+import { read, refused, token } from "./api.js";
 import { h } from "../elements/dom.js";
 import { open } from "../elements/dialogs.js";
 
@@ -25,7 +25,7 @@ export function askForToken(then) {
     try {
       await read("v1/services");
     } catch (error) {
-      if (!(error instanceof Refused)) throw error;
+      refused(error);
       if (error.status === 401) {
         token.forget();
         problem.textContent = "That token was not accepted.";

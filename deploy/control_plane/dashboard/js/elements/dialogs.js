@@ -1,6 +1,6 @@
-// Dialogs: one question at a time, answered by keyboard or pointer; a refusal is shown where the question was.
+// Dialogs: one question at a time, answered by keyboard or pointer; a refused is shown where the question was.
 
-import { Refused } from "../data/api.js";
+import { refused } from "../data/api.js";
 import { byId, h, setText } from "./dom.js";
 
 let fade = 0;
@@ -53,7 +53,7 @@ export function confirm({ title, body, verb, danger = false, act }) {
       dialog.close();
       if (text) notice(text);
     } catch (error) {
-      if (!(error instanceof Refused)) throw error;
+      refused(error);
       setText(problem, error.status === 401 ? "The token is not right any more: reload the page." : error.message);
       problem.hidden = false;
     } finally {

@@ -1,7 +1,7 @@
 // Pictures that the policy was shown, small, and large when clicked. They are asked for with this tab's token, so that an
 // address alone shows none.
 
-import { Refused, download } from "../data/api.js";
+import { download, refused } from "../data/api.js";
 import { h } from "./dom.js";
 
 /** A file as a data: URL, which the page's own policy lets an image have. */
@@ -19,8 +19,7 @@ function picture(digest, index, base) {
     type: "button", "aria-label": `Image ${index + 1}, larger or smaller`, onclick: () => item.classList.toggle("is-large"),
   }, image));
   download(`${base}/${digest}`).then(dataUrl).then((url) => { image.src = url; }, (error) => {
-    if (!(error instanceof Refused)) throw error;
-    item.replaceChildren(h("span", { class: "aside" }, error.message));
+    item.replaceChildren(h("span", { class: "aside" }, refused(error).message));
   });
   return item;
 }

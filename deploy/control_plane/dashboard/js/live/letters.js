@@ -1,6 +1,6 @@
 // Dead letters: messages that could not be processed. Show one, admit its prompt group again, or drop it.
 
-import { Refused, ask, read } from "../data/api.js";
+import { ask, read, refused } from "../data/api.js";
 import { confirm, notice, open } from "../elements/dialogs.js";
 import { byId, h, keyed, setText } from "../elements/dom.js";
 import { bytes, count, plural, task, timeOfDay } from "../elements/format.js";
@@ -22,8 +22,7 @@ async function show(letter) {
       h("p", { class: "aside" }, `${whole.source} · ${subject(whole)} · delivered ${plural(whole.deliveries, "time")} · ${bytes(whole.bytes)}`),
       h("pre", { tabindex: "0", "aria-label": "What it carried" }, JSON.stringify(whole.payload, null, 2))), { wide: true });
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    notice(error.message, "bad");
+    notice(refused(error).message, "bad");
   }
 }
 
@@ -73,7 +72,7 @@ async function refresh() {
   try {
     found = await read(`v1/dead-letters?limit=${MOST}&order=newest`);
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    refused(error);
     seen = -1;
     return;
   }

@@ -1,6 +1,6 @@
 // Evaluations on held-out prompts: a table of versions, and a table of prompts by version with the worst first.
 
-import { Refused, read } from "../data/api.js";
+import { read, refused } from "../data/api.js";
 import { chosen, of } from "../data/archive.js";
 import { open } from "../elements/dialogs.js";
 import { byId, h, setText } from "../elements/dom.js";
@@ -26,7 +26,7 @@ async function show() {
   try {
     found = (await read(of(run, "evaluations"))).evaluations;
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    refused(error);
     if (mine === opened) host.replaceChildren(h("p", { class: "problem" }, error.message));
     return;
   }

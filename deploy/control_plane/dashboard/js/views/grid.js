@@ -1,7 +1,7 @@
 // All metrics of the chosen runs as a grid of charts: searched, smoothed, over steps, samples or time, and exported.
 // A chart is drawn, and its figures are asked for, when it comes into sight. Pinned charts come first.
 
-import { Refused } from "../data/api.js";
+import { refused } from "../data/api.js";
 import { archive, chosen, figuresOf, headOf, loadNames, loadRuns, loadSeries, refreshSeries } from "../data/archive.js";
 import { notice } from "../elements/dialogs.js";
 import { byId, h, setAttribute, setText } from "../elements/dom.js";
@@ -79,8 +79,7 @@ async function load() {
   try {
     await Promise.all(chosen().map((run) => loadSeries(run, names)));
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    notice(error.message, "bad");
+    notice(refused(error).message, "bad");
     return;
   }
   if (number === asking) names.forEach(draw);
@@ -183,8 +182,7 @@ async function show() {
   try {
     await Promise.all(chosen().map(loadNames));
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    setText(byId("grid-note"), error.message);
+    setText(byId("grid-note"), refused(error).message);
     return;
   }
   layout();
@@ -203,7 +201,7 @@ async function refresh() {
     if (going.length && news.some(Boolean) && allNames().some((name) => fits(name) && !charts.has(name))) layout();
     if (archive.live === null && going.length) await loadRuns();
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    refused(error);
   } finally {
     busy = false;
   }

@@ -1,6 +1,6 @@
 // Prompt groups that are kept of a run's steps: searched and sorted, and one with its samples side by side.
 
-import { Refused, read } from "../data/api.js";
+import { read, refused } from "../data/api.js";
 import { chosen, of } from "../data/archive.js";
 import { byId, h, setText } from "../elements/dom.js";
 import { count, figure, percent, plural } from "../elements/format.js";
@@ -38,8 +38,7 @@ async function search(cursor = null) {
     list(found.kept);
     if (cursor === null) charts(found.histograms);
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    setText(byId("group-note"), error.message);
+    setText(byId("group-note"), refused(error).message);
   }
 }
 
@@ -93,8 +92,7 @@ async function open(reading, draw) {
   try {
     parts = draw(await reading);
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    parts = [h("p", { class: "problem" }, error.message), back()];
+    parts = [h("p", { class: "problem" }, refused(error).message), back()];
   }
   if (mine !== opened) return;
   host.replaceChildren(...parts);

@@ -1,6 +1,6 @@
 // Logs of a run's services: the newest lines, filtered by level and text, and followed as they grow.
 
-import { Refused, read } from "../data/api.js";
+import { read, refused } from "../data/api.js";
 import { chosen, of } from "../data/archive.js";
 import { byId, h, setText } from "../elements/dom.js";
 import { bytes, plural } from "../elements/format.js";
@@ -72,8 +72,7 @@ async function load(again) {
     draw();
     if (!again) byId("log-lines").scrollTop = byId("log-lines").scrollHeight;
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    setText(byId("log-note"), error.message);
+    setText(byId("log-note"), refused(error).message);
   } finally {
     busy = false;
   }
@@ -88,8 +87,7 @@ async function show([wanted]) {
   try {
     found = (await read(of(run, "logs"))).logs;
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    setText(byId("log-note"), error.message);
+    setText(byId("log-note"), refused(error).message);
   }
   // Another run may have been chosen meanwhile.
   if (mine !== opened) return;

@@ -1,6 +1,6 @@
 // What a run uses of its machines, service by service, how long its queues are, and the alerts that fired.
 
-import { Refused, read } from "../data/api.js";
+import { read, refused } from "../data/api.js";
 import { chosen, of } from "../data/archive.js";
 import { byId, h, setText } from "../elements/dom.js";
 import { duration, plural } from "../elements/format.js";
@@ -72,8 +72,7 @@ async function load(mine) {
     draw();
     alerts(fired.alerts);
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    setText(byId("machine-note"), error.message);
+    setText(byId("machine-note"), refused(error).message);
   }
 }
 

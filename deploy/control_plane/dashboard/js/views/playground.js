@@ -1,6 +1,6 @@
 // Talk to the current policy: a conversation or a text to continue, its tokens coloured by how likely each was.
 
-import { ask, Refused } from "../data/api.js";
+import { ask, refused } from "../data/api.js";
 import { byId, h, setAttribute, setText } from "../elements/dom.js";
 import { figure, percent } from "../elements/format.js";
 import { register } from "../data/route.js";
@@ -72,7 +72,7 @@ async function send(event) {
     byId("play-text").value = chat ? "" : text;
     setText(byId("play-note"), "");
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    refused(error);
     turns = before;
     setText(byId("play-note"), error.message);
   } finally {

@@ -1,7 +1,7 @@
 // One trajectory in full: its messages, and its tokens coloured by weight version, log-probability or mask. Arrow keys
 // walk through the tokens, J and K through the list it was opened from.
 
-import { Refused, read } from "../data/api.js";
+import { read, refused } from "../data/api.js";
 import { conversation, rowsOf } from "../elements/conversation.js";
 import { open } from "../elements/dialogs.js";
 import { h, setAttribute, setText } from "../elements/dom.js";
@@ -177,7 +177,7 @@ export function openReader(heads, index) {
       const one = await read(`v1/trajectories/${head.task_id}/${head.sample}`);
       if (heads[index] === head) body.replaceChildren(...content(one));
     } catch (error) {
-      if (!(error instanceof Refused)) throw error;
+      refused(error);
       if (heads[index] !== head) return;
       body.replaceChildren(...(error.status === 404 ? left(head) : [h("p", { class: "problem" }, error.message)]));
     }

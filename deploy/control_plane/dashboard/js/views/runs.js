@@ -1,6 +1,6 @@
 // The runs of a folder, finished and running: opened one by one, or several compared.
 
-import { Refused } from "../data/api.js";
+import { refused } from "../data/api.js";
 import { archive, chosen, headOf, loadRuns } from "../data/archive.js";
 import { byId, h, setText } from "../elements/dom.js";
 import { count, duration, figure, plural, share } from "../elements/format.js";
@@ -78,8 +78,7 @@ async function refresh() {
     await loadRuns();
     if (JSON.stringify(archive.runs) !== before) list();
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    setText(byId("run-note"), error.message);
+    setText(byId("run-note"), refused(error).message);
   }
 }
 

@@ -1,6 +1,6 @@
 // What a run was started with: settings, of several runs beside each other, versions, machine, git commit, checkpoints.
 
-import { Refused, download, read, token } from "../data/api.js";
+import { download, read, refused, token } from "../data/api.js";
 import { chosen, of } from "../data/archive.js";
 import { byId, h, setText } from "../elements/dom.js";
 import { bytes, plural } from "../elements/format.js";
@@ -46,8 +46,7 @@ function archiveLink(run, one) {
       save(await download(path), `${one.name}.tar`);
       setText(link, "Download");
     } catch (error) {
-      if (!(error instanceof Refused)) throw error;
-      setText(link, error.message);
+      setText(link, refused(error).message);
     }
   });
   return link;
@@ -80,7 +79,7 @@ async function show() {
       run, config: await read(of(run, "config")), checkpoints: (await read(of(run, "checkpoints"))).checkpoints,
     })));
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    refused(error);
     if (mine === opened) setText(byId("setup-note"), error.message);
     return;
   }

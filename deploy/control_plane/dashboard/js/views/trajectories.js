@@ -1,6 +1,6 @@
 // Search among the trajectories in the pipeline and those that are kept for reading; one opens in the reader.
 
-import { Refused, read } from "../data/api.js";
+import { read, refused } from "../data/api.js";
 import { byId, h, setText } from "../elements/dom.js";
 import { count, plural, reward, task, timeOfDay, versions } from "../elements/format.js";
 import { openReader } from "./reader.js";
@@ -34,7 +34,7 @@ async function search() {
   try {
     found = await read(`v1/trajectories?${query()}`);
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    refused(error);
     if (number === asked) setText(byId("trajectory-note"), error.message);
     return;
   }
