@@ -20,7 +20,7 @@ from producers.conversation.images import ImageLimits, episode_images, task_mess
 from producers.workflows.base import FailedSample, RolloutContext
 from producers.workflows.trajectory_builder import SampledCompletion, size_metrics
 from schemas.config import AgentsConfig
-from schemas.messages import Task
+from schemas.messages import UNREWARDED, Task
 
 SETTLE_S = 5.0
 """The longest wait for requests that are being aborted, so that their tokens are handed over, too."""
@@ -158,7 +158,9 @@ class AgentEpisode:
             except SessionError as error:
                 return FailedSample(self._index, f"agent: {error.message}", "raised")
         if not session.conversation.calls:
-            return FailedSample(self._index, "agent: it ended without an answered model call", "no_call")
+            # A user may reward what was never asked, as often as it likes: no fault of the run.
+            kind = UNREWARDED if self._services.workers.keep_requests else "no_call"
+            return FailedSample(self._index, "agent: it ended without an answered model call", kind)
         reward = verdict.reward if verdict.reward is not None else session.reward
         if reward is None and result.turn_rewards:
             reward = sum(result.turn_rewards.values())

@@ -199,6 +199,19 @@ async def test_a_conversation_without_a_reward_in_time_is_excluded_and_makes_no_
     assert (status, problem["detail"]) == (409, "its time for a reward is over: 3600 s from its begin")
 
 
+async def test_a_reward_before_any_answer_is_no_failure_of_the_run(
+    broker: Broker, model: Path, tmp_path: Path, control: ControlPlane
+) -> None:
+    """A client that only begins and rewards would end the run, by as many groups in a row as may fail."""
+    prepare(broker, tmp_path)
+    config = live_config(model, tmp_path)
+    async with running_generator(config, broker, make_engine(config, token_s=0.0)), begun(control) as (id, _):
+        assert (await reward(control, id, 1.0))[0] == 200
+        await wait_until(lambda: bool(scores(broker)))
+    (score,) = scores(broker)
+    assert (score.status, score.failure) == ("error", "unrewarded")
+
+
 async def test_who_holds_a_conversation_neither_rewards_nor_ends_it(
     broker: Broker, model: Path, tmp_path: Path, control: ControlPlane
 ) -> None:
