@@ -42,7 +42,7 @@ class Users(ABC):
 
     @abstractmethod
     def note(self, kind: str, **data: Any) -> None:
-        """Learn what happened. begun: id · answered: id (for the last time) · given_up: id · rewarded: id, sent, counts
+        """Learn what happened. begun: id · talked: id (at its last answer) · given_up: id · rewarded: id, sent, counts
         (the reward that holds), changed · refused: id, status."""
 
     def again(self, value: float) -> float:
@@ -64,7 +64,7 @@ class Users(ABC):
             except openai.APIError:
                 self.note("given_up", id=id)
                 continue
-            self.note("answered", id=id)
+            self.note("talked", id=id)
             if self.rng.random() >= self._silent:
                 await asyncio.sleep(self.rng.uniform(*self._late_s))
                 if await self._reward(id, value):

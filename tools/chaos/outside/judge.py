@@ -24,17 +24,17 @@ LEAST_RIGHT = 8
 
 @dataclass
 class Conversation:
-    """begun, answered: when, for the first and for the last time. answers to its rewards: when, the reward that counts.
+    """begun, talked: when it began, and had its last answer. answers to its rewards: when, the reward that counts.
     refused: statuses of others."""
 
     begun: float = 0.0
-    answered: float = 0.0
+    talked: float = 0.0
     answers: list[tuple[float, float]] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
 
     def lost(self, forgotten: Iterable[tuple[float, float]]) -> bool:
         """Whether the broker may have forgotten its begin, one of its answers or a reward."""
-        parts = [(self.begun, self.answered or self.begun), *((at, at) for at, _ in self.answers)]
+        parts = [(self.begun, self.talked or self.begun), *((at, at) for at, _ in self.answers)]
         return any(start <= last and first <= end for first, last in parts for start, end in forgotten)
 
 
@@ -90,8 +90,8 @@ def read_conversations(logs: Sequence[Log]) -> tuple[dict[str, Conversation], di
             data = line.data
             if line.kind == "begun":
                 conversations[data["id"]].begun = line.at
-            elif line.kind == "answered":
-                conversations[data["id"]].answered = line.at
+            elif line.kind == "talked":
+                conversations[data["id"]].talked = line.at
             elif line.kind == "rewarded":
                 conversations[data["id"]].answers.append((line.at, data["counts"]))
             elif line.kind == "refused":

@@ -18,7 +18,7 @@ from tools.chaos.outside.users import ANOTHER
 
 RULES = Rules(cursor=2, samples=1, staleness=32)
 REWARD = checksum([[5, 6]])
-SEAT = log("generator-0.1", (1.0, "seat", {"id": "a", "t": 0, "s": 0}))
+SEAT = log("generator-0.1", (0.2, "answered", {}), (1.0, "seat", {"id": "a", "t": 0, "s": 0}))
 TRAINER = log("trainer.9", begin(0.5, "1-a"), (4.0, "step", {**step(4.0, 0, [0])[2], "x": [[0, 0, 7, 0]]}))
 
 
@@ -69,7 +69,7 @@ def test_a_reward_may_end_with_a_reason_or_be_lost_with_the_brokers_data() -> No
 
 def test_a_sample_may_lack_answers_that_the_broker_has_lost() -> None:
     """The power fails after the conversation has begun and before its reward: its answers between them are gone."""
-    lines = [("begun", {"id": "a"}), ("answered", {"id": "a"}), ("rewarded", {"id": "a", "counts": 0.25})]
+    lines = [("begun", {"id": "a"}), ("talked", {"id": "a"}), ("rewarded", {"id": "a", "counts": 0.25})]
     user = log("users.5", *((at, kind, data) for at, (kind, data) in zip((0.5, 2.0, 9.0), lines, strict=True)))
     for back_to, at, promises in ((1.9, 3.0, []), (1.2, 1.4, []), (3.0, 4.0, ["wrong reward"])):
         cut = Loss("cut aof", back_to, at)
