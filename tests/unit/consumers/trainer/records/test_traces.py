@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from consumers.trainer.records import traces
 from consumers.trainer.records.traces import HEADERS, TraceLog
 from schemas.config import TraceConfig
 from schemas.messages import Score, Trajectory
@@ -93,6 +94,20 @@ def test_a_share_is_sent_and_every_failure() -> None:
     log = TraceLog(TraceConfig(url=server.url, share=0.25), "run", "m")
     log.trained(1, 1.0, [(traced(0), 0.0)])
     log.close()  # the receiver is gone: nothing is raised
+
+
+@pytest.mark.parametrize(("often_s", "requests"), [(1e9, [4]), (-1.0, [1, 1, 1, 1])])
+def test_steps_that_follow_closely_share_a_request(
+    monkeypatch: pytest.MonkeyPatch, often_s: float, requests: list[int]
+) -> None:
+    monkeypatch.setattr(traces, "OFTEN_S", often_s)
+    with serving((200, {})) as server:
+        log = TraceLog(TraceConfig(url=server.url, share=1.0), "run", "m")
+        for step in range(4):
+            log.trained(step, 1.0, [(traced(step), 0.0)])
+        log.close()
+    spans = [one["resourceSpans"][0]["scopeSpans"][0]["spans"] for one in server.requests]
+    assert [len({span["traceId"] for span in each}) for each in spans] == requests
 
 
 def test_an_attempt_with_tokens_is_a_single_call() -> None:

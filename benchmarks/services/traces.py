@@ -1,0 +1,163 @@
+"""What traces of episodes cost: processor time of a trajectory with them and without, in turns, beside transport's::
+
+    python -m benchmarks.services.traces --steps 200
+
+A trajectory goes, in this process, through the parts of its way at which its trace costs anything: the generator notes
+its moments and writes the message, the reward service reads it, scores it by a term of this process and writes the
+score, the trainer reads both, joins them, notes the step and sends a share of 1 % to a receiver in another process.
+Transport is the pipeline of ``tidemill bench transport`` in the same run: three processes and a server, without traces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from benchmarks.harness.processes import serving
+from benchmarks.harness.rounds import Spread, compare, summarize
+from benchmarks.harness.workload import PipelineShape, TrajectoryPool
+from benchmarks.services.transport import PipelineBench
+from consumers.reward.scorer import Scorer
+from consumers.trainer.records.traces import TraceLog
+from producers.workflows.base import RolloutContext
+from schemas.codec import decode, encode
+from schemas.config import RewardTerm, TraceConfig
+from schemas.messages import Score, Task, Trajectory
+from schemas.messages.moments import Moment, now_us, pack
+
+SAMPLES = 8
+"""Samples of a prompt: those without calls of their own share the trace that their generator writes."""
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=200, help="Steps of 256 trajectories with and without traces.")
+    parser.add_argument("--rounds", type=int, default=5, help="Of transport.")
+    parser.add_argument("--calls", type=int, nargs="*", default=(0, 8), help="Model calls, and as many tools.")
+    given = parser.parse_args()
+    flow = PipelineShape()
+    with serving(None, "everysec") as url, PipelineBench(url, given.tokens, flow) as bench:
+        transport = summarize(compare({"ours": partial(bench.round, "ours", 5120)}, given.rounds))["ours"]
+    client, server = transport["cpu_us_per_trajectory"], transport["server_cpu_us_per_trajectory"]
+    shown = {"tokens": given.tokens, "transport_us": f"{client:.0f}", "server_us": f"{server:.0f}"}
+    print(json.dumps(shown), flush=True)
+    for calls in given.calls:
+        with receiving() as url:
+            found = asyncio.run(costs(TrajectoryPool(given.tokens), flow.per_step, calls, given.steps, url))
+        share = found["on"].median / (client.median + server.median)
+        figures = {f"{name}_us": f"{spread:.2f}" for name, spread in found.items()}
+        print(json.dumps({"calls": calls, **figures, "share_of_transport": f"{share:.2%}"}), flush=True)
+
+
+@contextmanager
+def receiving() -> Iterator[str]:
+    """The address of a receiver of spans, in a process of its own."""
+    here, there = multiprocessing.Pipe()
+    receiver = multiprocessing.get_context("spawn").Process(target=receive, args=(there,), daemon=True)
+    receiver.start()
+    try:
+        yield f"http://127.0.0.1:{here.recv()}"
+    finally:
+        receiver.terminate()
+        receiver.join()
+
+
+def receive(told: Connection) -> None:
+    """Answer every request, and tell the port first."""
+    server = HTTPServer(("127.0.0.1", 0), Receiver)
+    told.send(server.server_port)
+    server.serve_forever()
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """Takes spans and forgets them."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+async def costs(pool: TrajectoryPool, per_step: int, calls: int, steps: int, url: str) -> dict[str, Spread]:
+    """Return microseconds of processor time of a trajectory: ``off``, and what ``on`` and ``again`` take more.
+
+    url: of a receiver of spans.
+    ``again`` is off too: what it takes more or less is the machine's. Quartiles stand for the range.
+    """
+    term = RewardTerm.model_validate({"name": "exact"})
+    done: list[dict[str, float]] = []
+    async with AsyncExitStack() as stack:
+        ways: dict[str, Way] = {}
+        for name in ("off", "on", "again"):
+            scorer = Scorer([term], Path(), workers=1, timeout_s=10.0, traced=name == "on")
+            log = TraceLog(TraceConfig(url=url) if name == "on" else None, "bench", "policy")
+            stack.callback(log.close)
+            ways[name] = Way(pool, await stack.enter_async_context(scorer), log, calls, name == "on")
+        for step in range(steps):
+            # Each is first as often as last.
+            order = sorted(ways, key=lambda name: (step + [*ways].index(name)) % 3)
+            done.append({name: await ways[name].step(step, per_step) for name in order})
+    found = {name: sorted(each[name] - each["off"] * (name != "off") for each in done) for name in ways}
+    return {name: Spread.of(values[steps // 4 : steps - steps // 4]) for name, values in found.items()}
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way of trajectories with traces, or without them."""
+
+    pool: TrajectoryPool
+    scorer: Scorer
+    log: TraceLog
+    calls: int
+    traced: bool
+
+    async def step(self, step: int, per_step: int) -> float:
+        """Take the trajectories of a step their way; return microseconds of processor time of each."""
+        trained: list[tuple[Trajectory, float]] = []
+        began = time.process_time()
+        for task_id in range(step * per_step, (step + 1) * per_step, SAMPLES):
+            for message in self.generate(self.pool.task(task_id, SAMPLES)):
+                score = encode(await self.scorer.score(decode(message, Trajectory)))
+                read, found = decode(message, Trajectory), decode(score, Score)
+                read.trace += found.trace
+                trained.append((read, found.reward))
+        self.log.trained(step, 1.0, trained)
+        return (time.process_time() - began) / per_step * 1e6
+
+    def generate(self, task: Task) -> Iterator[bytes]:
+        """Return the messages of a task's samples, with what their generator notes of them."""
+        context = RolloutContext(None, None, task, range(SAMPLES), moments={} if self.traced else None)  # type: ignore[arg-type]
+        start = pack(Moment("admitted", "", at := now_us(), at)) if self.traced else b""
+        uncalled = start + pack(_attempt()) if self.traced else b""
+        for sample in range(SAMPLES):
+            body = self.pool.trajectory(task, sample, 0)
+            for _ in range(self.calls):
+                context.note(sample, "chat", "", time.monotonic(), 32)
+                context.note(sample, "tool", "search", time.monotonic())
+            own = context.moments.get(sample) if context.moments else None
+            body.trace = start + pack(_attempt(), *own) if own else uncalled
+            yield encode(body)
+
+
+def _attempt() -> Moment:
+    at = now_us()
+    return Moment("attempt", "generator-0", at, at)
+
+
+if __name__ == "__main__":
+    main()
