@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import tempfile
 import time
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.rounds import Figures, compare, ratio
-from benchmarks.learning.router_replay import gap, train_row
+from benchmarks.learning.router_replay import train_row
 from consumers.trainer.data.collate import MicroBatch, collate
 from consumers.trainer.model.policy import Policy, load_model
 from deploy.offline.tiny_model import byte_tokenizer, write_tiny_model
@@ -123,23 +124,26 @@ def step_seconds(policies: Mapping[bool, Policy], batch: MicroBatch, share: bool
 
 
 async def measure_gap(model: str, least: int) -> dict[str, float | str]:
-    """Return the largest difference between engine and trainer over tokens sampled with 1 to 64 in flight.
+    """Return the largest difference between engine and trainer over tokens sampled with 1 to 64 in flight, and how many
+    tokens differ at all.
 
-    Each micro-batch is scored packed with shared prefixes and without them, and its first row alone.
+    Each micro-batch is scored packed with shared prefixes and without them, and the first rows each by itself.
     """
-    policy, largest, tokens, turn = Policy(load_model(model, "float32"), exact=True), 0.0, 0, 0
+    policy, largest, differ, tokens, turn = Policy(load_model(model, "float32"), exact=True), 0.0, 0, 0, 0
     while tokens < least:
         prompts = random_prompts(1 + 13 * turn % 64, 1, 150, seed=turn)
         samples, _ = await sample(model, prompts, True, 250, 1 + turn % 4)
         rows = [train_row(r, prompt, one) for r, (prompt, one) in enumerate(samples)]
         batches = [collate(rows[start : start + 32]) for start in range(0, len(rows), 32)]
-        with torch.no_grad():
-            for policy.share_prefixes in (False, True):
-                found = gap(policy, [*batches, collate(rows[:1])], False)
-                largest = max(largest, found["max"])
+        batches += [collate([row]) for row in rows[:4]]
+        for policy.share_prefixes, batch in itertools.product((False, True), batches):
+            with torch.no_grad():
+                scores = policy(batch.tokens, batch.targets, batch.mask, batch.lengths)
+            difference = (scores.logprobs - batch.rollout_logprobs)[batch.mask].abs()
+            largest, differ = max(largest, float(difference.max())), differ + int(difference.count_nonzero())
         tokens += sum(len(one.tokens) for _, one in samples)
         turn += 1
-    return {"gap_max": largest, "gap_tokens": tokens}
+    return {"gap_max": largest, "tokens_that_differ": differ, "gap_tokens": tokens}
 
 
 if __name__ == "__main__":
