@@ -17,8 +17,6 @@ from schemas.messages import ChatMessage, Image, PlacedImage, Sampling, Task
 
 Prompt: TypeAlias = str | Sequence[ChatMessage]
 """Plain text, or the messages of a chat."""
-Encoded: TypeAlias = tuple[list[int], list[int]]
-"""Token ids of a prompt, and of an answer with the token that ends it."""
 
 
 class PolicyTokenizer(Protocol):
@@ -104,10 +102,12 @@ def encode_demonstration(
     max_length: int,
     places: Placeholders | None = None,
     allowed: Container[int] | None = None,
+    may_be_empty: bool = False,
 ) -> DemonstrationIds:
     """Encode a demonstration. places: of a model that reads images. allowed: tokens of an answer, None for all.
 
-    DataError if its prompt or its answer is empty, both are too long, or the answer has a token that is not allowed.
+    may_be_empty: whether its answer may. DataError if its prompt is empty or its answer otherwise, both are too long,
+    or the answer has a token that is not allowed.
     """
     placed: list[PlacedImage] = []
     if places is None and given.images:
@@ -118,7 +118,7 @@ def encode_demonstration(
     if places is not None:
         prompt, placed = places.expand(prompt, images)
     *answer, end = encode_answer(tokenizer, given.prompt, given.answer)
-    if not answer:
+    if not answer and not may_be_empty:
         raise DataError(f"the example of prompt {given.prompt!r:.80} has an empty answer")
     if allowed is not None and (wrong := [token for token in answer if token not in allowed]):
         raise DataError(f"answer {given.answer!r:.80} has token {wrong[0]}, which model.output_tokens does not match")

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from consumers.offline.encoding import Encoded, pad
+from consumers.offline.encoding import DemonstrationIds, pad
 from consumers.trainer.data.load_balancing import shares
-from consumers.trainer.data.patches import ImageBatch
+from consumers.trainer.data.patches import ImageBatch, ImageFiles
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.activations import Checkpointing, save_activations
 from consumers.trainer.model.policy import Policy
@@ -148,18 +148,27 @@ class OfflineLoop(Generic[Item]):
                 return
 
 
-def answer_logprobs(policy: Policy, rows: Sequence[Encoded], images: ImageBatch | None = None) -> Tensor:
-    """Return the log-probabilities of the answers, summed over their tokens: float32 [R]. images: of their prompts."""
-    tokens, mask, lengths = answer_tokens(rows)
-    layout, device = policy.lay_out(tokens, mask, lengths - 1).to(policy.device), policy.device
-    tokens, mask = tokens.to(device), mask.to(device)
-    sums: Tensor = policy(tokens, tokens[:, 1:].contiguous(), mask, images=images, layout=layout).logprobs.sum(-1)
+def answer_logprobs(policy: Policy, rows: Sequence[DemonstrationIds]) -> Tensor:
+    """Return the log-probabilities of the answers, summed over their tokens: float32 [R]."""
+    tokens, mask, lengths = answer_tokens(rows, policy.device)
+    images = image_batch(policy, rows)
+    sums: Tensor = policy(tokens, tokens[:, 1:].contiguous(), mask, lengths - 1, images=images).logprobs.sum(-1)
     return sums[: len(rows)]
 
 
-def answer_tokens(rows: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor]:
+def image_batch(policy: Policy, rows: Sequence[DemonstrationIds]) -> ImageBatch | None:
+    """Return the images of rows on the policy's device; None without any, or if it reads none."""
+    if policy.vision is None:
+        return None
+    files = {digest: file for row in rows for digest, file in row.files.items()}
+    longest = max([len(row.prompt) + len(row.answer) for row in rows], default=2)
+    found = ImageFiles(policy.vision.settings, files).batch([row.images for row in rows], longest)
+    return None if found is None else found.to(policy.device)
+
+
+def answer_tokens(rows: Sequence[DemonstrationIds], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return padded token ids, int64 [R, T]; which of them but the first are answers, bool [R, T-1]; lengths, [R]."""
-    tokens, lengths = pad([prompt + answer for prompt, answer in rows], 0)
-    starts = torch.tensor([len(prompt) for prompt, _ in rows] or [2])
-    positions = torch.arange(1, tokens.shape[1])
+    tokens, lengths = pad([row.prompt + row.answer for row in rows], 0, device)
+    starts = torch.tensor([len(row.prompt) for row in rows] or [2], device=device)
+    positions = torch.arange(1, tokens.shape[1], device=device)
     return tokens, (positions >= starts[:, None]) & (positions < lengths[:, None]), lengths

@@ -11,31 +11,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from consumers.offline.encoding import PolicyTokenizer, Prompt, check_length, encode_answer, encode_prompt
+from consumers.offline.encoding import (
+    Demonstration,
+    DemonstrationIds,
+    Placeholders,
+    PolicyTokenizer,
+    Prompt,
+    encode_demonstration,
+)
 
 T = TypeVar("T")
-PairIds: TypeAlias = tuple[list[int], list[int], list[int]]
-"""Token ids of the prompt, of the better and of the worse answer."""
+PairIds: TypeAlias = tuple[DemonstrationIds, DemonstrationIds]
+"""Token ids of the prompt with the better, and with the worse answer."""
 
 
 @dataclass(frozen=True)
 class Preference:
-    """A prompt with the texts of the better (chosen) and of the worse (rejected) answer."""
+    """A prompt with the texts of the better (chosen) and of the worse (rejected) answer.
+
+    images: files of the prompt's images, in their order.
+    """
 
     prompt: Prompt
     chosen: str
     rejected: str
+    images: Sequence[bytes] = ()
 
 
-def encode(tokenizer: PolicyTokenizer, pair: Preference, max_length: int) -> PairIds:
-    """Encode a pair as token ids, both answers with the token that ends them.
+def encode(
+    tokenizer: PolicyTokenizer, pair: Preference, max_length: int, places: Placeholders | None = None
+) -> PairIds:
+    """Encode a pair, both answers with the token that ends them. places: of a model that reads images.
 
     DataError if the prompt is empty, or prompt and answer have more than ``max_length`` tokens.
     """
-    prompt = encode_prompt(tokenizer, pair.prompt)
-    chosen, rejected = (encode_answer(tokenizer, pair.prompt, answer) for answer in (pair.chosen, pair.rejected))
-    check_length(pair.prompt, len(prompt) + max(len(chosen), len(rejected)), max_length)
-    return prompt, chosen, rejected
+    rows = (Demonstration(pair.prompt, answer, pair.images) for answer in (pair.chosen, pair.rejected))
+    chosen, rejected = (encode_demonstration(tokenizer, row, max_length, places, may_be_empty=True) for row in rows)
+    return chosen, rejected
 
 
 def batches(rows: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:

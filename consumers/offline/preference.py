@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from consumers.offline.encoding import LoadTokenizer, PolicyTokenizer, pad
+from consumers.offline.encoding import LoadTokenizer, Placeholders, PolicyTokenizer, pad
 from consumers.offline.loop import DEFAULT_LIMITS, MemoryLimits, MicroBatches, OfflineLoop, OfflineStep, answer_logprobs
 from consumers.offline.pairs import (
     PairIds,
@@ -33,6 +33,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
 from consumers.trainer.model.parity import fix_rotary_frequencies, train_without_noise
 from consumers.trainer.model.policy import DTYPES, Policy, load_model, read_model
+from consumers.trainer.model.vision import VisionTower
 from consumers.trainer.step.gradient_update import Schedule
 from consumers.trainer.step.optimizers import build_optimizer
 from schemas.config import DpoConfig, ModelConfig, PreferenceConfig, RewardModelConfig
@@ -67,15 +68,72 @@ def train_on_pairs(
     seed: int = 0,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
+    places: Placeholders | None = None,
 ) -> PairwiseProgress:
     """Train ``model.path`` on pairs and write what comes out to ``settings.out``; returns the last evaluation.
 
-    By DPO, with the model itself as the reference, or with one score on its body, as a Hugging Face sequence classifier
-    with one label, whose logit is the score of prompt and answer. load_tokenizer: loads the generators' tokenizer.
-    ranks: all of them call this; rank 0 writes, and reports to ``progress``.
+    load_tokenizer: loads the generators' tokenizer. places: of images, if the model reads them. ranks: all of them call
+    this; rank 0 writes, and reports to ``progress``.
     """
     ranks = ranks or Ranks()
-    if isinstance(settings, RewardModelConfig) and ranks.layout.context > 1:
+    check_model(model.path, ranks.layout, model.trust_remote_code, model.max_length)
+    with whole_folder(settings.out, "dpo.out", main=ranks.is_main) as aside:
+        tokenizer = load_tokenizer(model.path)
+        empty = not ranks.is_main
+
+        def load(dtype: str) -> Policy:
+            loaded = load_model(model.path, dtype, model.trust_remote_code, places is not None, empty, model.max_length)
+            tower = None if places is None else VisionTower(loaded, places.settings, model.freeze_vision)
+            if tower is not None:
+                tower.always = ranks.world > 1
+            made = Policy(loaded, vision=tower, max_length=model.max_length)
+            made.share_prefixes = limits.share_prefixes
+            return made
+
+        policy = load("float32")
+        limits.apply(policy.causal_lm)
+        policy = ranks.prepare(policy, DTYPES[model.dtype])
+        reference = ranks.prepare(load(model.dtype).requires_grad_(False), DTYPES[model.dtype])
+
+        def margins(batch: Sequence[PairIds]) -> Tensor:
+            with torch.no_grad():
+                known = _pair_logprobs(reference, batch)
+            if isinstance(reference, FSDPModule):
+                # A pass without a gradient leaves the gathered embeddings and head behind.
+                reference.reshard()
+            return preference_margin(*_pair_logprobs(policy, batch), *known)
+
+        def loss(margin: Tensor) -> Tensor:
+            return (dpo_loss if settings.loss == "sigmoid" else ipo_loss)(margin, settings.beta)
+
+        own, other = ([encode(tokenizer, pair, model.max_length, places) for pair in part] for part in (pairs, heldout))
+        packed = policy.packed and reference.packed
+        cut = MicroBatches(ranks, _packed_tokens if packed else _padded_tokens, limits, packed)
+        training = _PairwiseTraining(other, settings, cut, ranks, margins, loss, progress)
+        result = training.run(policy, own, DTYPES[model.dtype], seed)
+        _save(policy.causal_lm, policy, model.dtype, tokenizer, aside, result, ranks)
+    return result
+
+
+def train_reward_model(
+    model: ModelConfig,
+    pairs: Sequence[Preference],
+    heldout: Sequence[Preference],
+    settings: RewardModelConfig,
+    *,
+    load_tokenizer: LoadTokenizer,
+    limits: MemoryLimits = DEFAULT_LIMITS,
+    seed: int = 0,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
+) -> PairwiseProgress:
+    """Train a model with one score on the body of ``model.path`` and write it to ``settings.out``.
+
+    The result is a Hugging Face sequence classifier with one label, whose logit is the score of prompt and answer.
+    ranks: as in train_dpo.
+    """
+    ranks = ranks or Ranks()
+    if ranks.layout.context > 1:
         raise ConfigError(
             f"trainer.parallel.context {ranks.layout.context}: a reward model reads whole sequences; set it to 1"
         )
@@ -85,14 +143,18 @@ def train_on_pairs(
         tokenizer = load_tokenizer(model.path)
         # The head of a reward model is new.
         torch.manual_seed(seed)
-        trained: Policy | PreTrainedModel
-        losses: Callable[[Tensor], Tensor]
-        if isinstance(settings, DpoConfig):
-            trained, margins, packed = _prepare_dpo(model, limits, ranks)
-            losses = partial(dpo_loss if settings.loss == "sigmoid" else ipo_loss, beta=settings.beta)
-        else:
-            trained, margins, packed = _prepare_scorer(model, limits, ranks, tokenizer)
-            losses = _rank_loss
+        scorer = _scorer(model, tokenizer, empty=not ranks.is_main)
+        limits.apply(scorer)
+        scorer = ranks.prepare(scorer, DTYPES[model.dtype])
+
+        def margins(batch: Sequence[PairIds]) -> Tensor:
+            rows = [row.prompt + row.answer for pair in batch for row in pair]
+            chosen, rejected = _scores(scorer, rows).view(-1, 2).unbind(-1)
+            return chosen - rejected
+
+        def loss(margin: Tensor) -> Tensor:
+            return bradley_terry_loss(margin, torch.zeros_like(margin))
+
         own, other = ([encode(tokenizer, pair, model.max_length) for pair in part] for part in (pairs, heldout))
         cut = MicroBatches(ranks, _packed_tokens if packed else _padded_tokens, limits, packed)
         training = _PairwiseTraining(other, settings, cut, ranks, margins, losses, progress)
@@ -201,7 +263,7 @@ class _PairwiseTraining:
 
 def _pair_logprobs(policy: Policy, batch: Sequence[PairIds]) -> tuple[Tensor, Tensor]:
     """Sum the log-probabilities of the chosen and of the rejected answers over their tokens: float32 [P] each."""
-    sums = answer_logprobs(policy, [(prompt, answer) for prompt, *answers in batch for answer in answers]).view(-1, 2)
+    sums = answer_logprobs(policy, [row for pair in batch for row in pair]).view(-1, 2)
     return sums[:, 0], sums[:, 1]
 
 
@@ -211,14 +273,12 @@ def _rank_loss(margin: Tensor) -> Tensor:
 
 def _packed_tokens(pair: PairIds) -> int:
     """Count the tokens of a pair's two rows."""
-    prompt, chosen, rejected = pair
-    return 2 * len(prompt) + len(chosen) + len(rejected)
+    return sum(len(row.prompt) + len(row.answer) for row in pair)
 
 
 def _padded_tokens(pair: PairIds) -> int:
     """Count the tokens of a pair's two rows, padded to the longer one."""
-    prompt, chosen, rejected = pair
-    return 2 * (len(prompt) + max(len(chosen), len(rejected)))
+    return 2 * max(len(row.prompt) + len(row.answer) for row in pair)
 
 
 def _scores(scorer: PreTrainedModel, rows: Sequence[list[int]]) -> Tensor:

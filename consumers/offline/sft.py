@@ -33,12 +33,12 @@ from consumers.offline.loop import (
     OfflineStep,
     answer_logprobs,
     answer_tokens,
+    image_batch,
 )
 from consumers.offline.pairs import batches
 from consumers.offline.provenance import settings_digest
 from consumers.trainer.checkpoint.files import whole_folder
-from consumers.trainer.data.packed import lay_out
-from consumers.trainer.data.patches import ImageBatch, ImageFiles
+from consumers.trainer.data.patches import ImageBatch
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
@@ -195,17 +195,7 @@ class _Training:
 
     def _loss(self, batch: Sequence[DemonstrationIds], rows: Sequence[DemonstrationIds]) -> Tensor:
         """Compute these rows' part of the mean loss of the batch's completion tokens."""
-        found = answer_logprobs(self.model, [row[:2] for row in rows], self._images(rows))
-        return -found.sum() / sum(len(row.answer) for row in batch)
-
-    def _images(self, rows: Sequence[DemonstrationIds]) -> ImageBatch | None:
-        """Return the images of rows on the model's device."""
-        if self.model.vision is None:
-            return None
-        files = {digest: file for row in rows for digest, file in row.files.items()}
-        longest = max([_tokens(row) for row in rows], default=2)
-        found = ImageFiles(self.model.vision.settings, files).batch([row.images for row in rows], longest)
-        return None if found is None else found.to(self.model.device)
+        return -answer_logprobs(self.model, rows).sum() / sum(len(row.answer) for row in batch)
 
     def _evaluate(self, step: int, loss: float) -> int | None:
         settings, accuracy = self.settings, self._accuracy()
@@ -243,8 +233,8 @@ class _Training:
     @torch.no_grad()
     def _choose(self, rows: Sequence[DemonstrationIds]) -> list[bool]:
         """Return whether each answer is the one that the model would give at temperature 0."""
-        tokens, mask, _ = (each.to(self.model.device) for each in answer_tokens([row[:2] for row in rows]))
-        found: list[bool] = self.model.choices(tokens, tokens[:, 1:], mask, self._images(rows)).tolist()
+        tokens, mask, _ = answer_tokens(rows, self.model.device)
+        found: list[bool] = self.model.choices(tokens, tokens[:, 1:], mask, image_batch(self.model, rows)).tolist()
         return found
 
 

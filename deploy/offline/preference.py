@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.logs import configure_logging
 from producers.datasets.loading import build_dataset
+from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer
 from schemas.config import DatasetConfig, DpoConfig, RewardModelConfig, TidemillConfig
 from schemas.errors import ConfigError
@@ -32,6 +33,9 @@ def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardMo
     command = "dpo" if dpo else "reward-model"
     configure_logging(config, command, command)
     pairs, heldout = (preferences(dataset, config.base) for dataset in (settings.dataset, settings.eval))
+    train: Callable[..., PairwiseProgress] = train_reward_model
+    if dpo:
+        train = partial(train_dpo, places=ImagePlaceholders.of(config))
     ranks = Ranks.of(config.trainer)
     with ranks.watchdog():
         result = train_on_pairs(
@@ -66,7 +70,7 @@ def preferences(dataset: DatasetConfig, base: Path) -> list[Preference]:
             raise ConfigError(
                 f"example {index} of dataset {dataset.name!r} needs a prompt, and the texts chosen and rejected"
             )
-        found.append(Preference(prompt, chosen, rejected))
+        found.append(Preference(prompt, chosen, rejected, example.images))
     return found
 
 

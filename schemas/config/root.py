@@ -112,11 +112,10 @@ def _check_vision(config: Sections) -> None:
         return
     refused = {
         f"generator.engine {config.generator.engine}": config.generator.engine in ("transformers", "http"),
-        "trainer.lora": trainer.lora is not None,
+        "trainer.lora with model.freeze_vision false": trainer.lora is not None and not model.freeze_vision,
         "trainer.router_replay": trainer.router_replay,
         f"trainer.parallel.tensor {parallel.tensor}": parallel.tensor > 1,
         f"trainer.parallel.context {parallel.context}": parallel.context > 1,
-        "dpo": config.dpo is not None,
         "reward_model": config.reward_model is not None,
     }
     if names := [name for name, there in refused.items() if there]:

@@ -38,6 +38,7 @@ from schemas.weight_files import check_fits, left_out, read_shapes
 _PREFIX = "causal_lm."
 _TOWER = "model.visual."
 _ADAPTER = re.compile(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.{NAME}\.weight")
+_PEFT = "base_model.model."
 FILE_BYTES = 50 * 10**9
 """Most bytes of a file of an exported model, as transformers has it."""
 _UNDER = ".base_layer."
@@ -45,16 +46,27 @@ _UNDER = ".base_layer."
 
 
 def file_layout(policy: Policy, dtype: str) -> FileLayout:
-    """Return the layout of the files in which this policy is published; an adapter keeps peft's names."""
+    """Return the layout of the files in which this policy is published; an adapter has peft's names."""
     weights = dict(wire_weights(policy))
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if policy.adapter is not None or isinstance(policy, Actor):
+        names = dict(zip(shapes, shapes if policy.vision is None else _in_files(policy, shapes), strict=True))
         return FileLayout(
-            [TensorConversion([name], {name: shape}) for name, shape in shapes.items()],
+            [TensorConversion([name], {names[name]: shape}) for name, shape in shapes.items()],
             dict.fromkeys(weights, DTYPES[dtype]),
         )
     rule = dtype_rule(policy.causal_lm, DTYPES[dtype])
     return FileLayout(conversions(policy.causal_lm, shapes), {name: rule(name) for name in weights})
+
+
+def _in_files(policy: Policy, names: Iterable[str]) -> list[str]:
+    """Return the names of an adapter's tensors with the layers' names in the model's files, by which engines check."""
+    found = []
+    for name in names:
+        layer, part = name.removeprefix(_PEFT).split(".lora_")
+        (conversion,) = conversions(policy.causal_lm, {f"{layer}.weight": (1, 1)})
+        found.append(f"{_PEFT}{next(iter(conversion.shapes)).removesuffix('.weight')}.lora_{part}")
+    return found
 
 
 def check_published(policy: Policy, model: ModelConfig) -> None:
@@ -179,7 +191,7 @@ def wire_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
         return
     for name, tensor in policy.named_parameters():
         if found := _ADAPTER.fullmatch(name):
-            yield f"base_model.model.{found[1]}.lora_{found[2]}.weight", tensor.detach()
+            yield f"{_PEFT}{found[1]}.lora_{found[2]}.weight", tensor.detach()
 
 
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -201,7 +213,7 @@ def _merge(policy: Policy) -> Callable[[str, Tensor], Tensor]:
     parts, scale = dict(wire_weights(policy)), policy.adapter.alpha / policy.adapter.rank
 
     def merged(name: str, tensor: Tensor) -> Tensor:
-        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        layer = f"{_PEFT}{name.removesuffix('.weight')}"
         down, up = parts.get(f"{layer}.lora_A.weight"), parts.get(f"{layer}.lora_B.weight")
         if down is None or up is None:
             return tensor

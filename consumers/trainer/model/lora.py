@@ -38,12 +38,11 @@ def make_policy(config: TidemillConfig, empty: bool = False, stored: bool = Fals
     model, settings = config.model, config.trainer.lora
     if settings is None:
         return load_policy(config, model.path, _stored_type(model.path) if stored and not empty else "float32", empty)
-    causal_lm = load_model(model.path, model.dtype, model.trust_remote_code, empty=empty, max_length=model.max_length)
-    adapter = adapt(causal_lm, settings, _base(model.path), config.run.seed)
+    policy = load_policy(config, model.path, model.dtype, empty)
+    policy.adapter = adapt(policy.causal_lm, settings, _base(model.path), config.run.seed)
     if settings.start is not None and not empty:
-        load_adapter(causal_lm, adapter, settings.start)
-    output_tokens = find_tokens(model.path, model.output_tokens)
-    return Policy(causal_lm, adapter, max_length=model.max_length, output_tokens=output_tokens)
+        load_adapter(policy.causal_lm, policy.adapter, settings.start)
+    return policy
 
 
 def _stored_type(path: str) -> str:
@@ -119,13 +118,18 @@ def load_adapter(model: PreTrainedModel, adapter: Adapter, folder: Path) -> None
 
 
 def targets(model: PreTrainedModel, wanted: list[str] | None) -> list[str]:
-    """Return the last names of the layers to adapt, sorted; ConfigError if a wanted one matches no layer."""
-    output = model.get_output_embeddings()
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not output
-    }
+    """Return the last names of the layers to adapt, sorted; ConfigError if a wanted one matches no layer.
+
+    A vision tower is not adapted: layers whose last name is in the tower, too, are named in full.
+    """
+    output, linear, of_tower = model.get_output_embeddings(), dict[str, list[str]](), set[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not output:
+            last = name.rpartition(".")[2]
+            if ".visual." in f".{name}":
+                of_tower.add(last)
+            else:
+                linear.setdefault(last, []).append(name)
     there = ", ".join(sorted(linear)) or "no linear layers"
     if not linear:
         raise ConfigError(f"trainer.lora: {type(model).__name__} has {there} to adapt")
@@ -135,7 +139,7 @@ def targets(model: PreTrainedModel, wanted: list[str] | None) -> list[str]:
                 f"trainer.lora.targets: {name!r} is no linear layer of {type(model).__name__} that can be adapted,"
                 f" there is {there}"
             )
-    return sorted(set(wanted or linear))
+    return sorted(name for last in set(wanted or linear) for name in (linear[last] if last in of_tower else [last]))
 
 
 def peft_config(adapter: Adapter, path: str | None = None) -> Any:

@@ -14,6 +14,7 @@ from PIL import Image as Pillow
 
 from producers.engines.base import EngineSettings, PromptImage
 from producers.engines.vllm.engine import VllmEngine
+from schemas.config import LoraConfig
 from schemas.images import prepare_image, probe_image, read_image_settings
 from schemas.messages import FileSource, PlacedImage, Sampling
 from tests.support.producers.vision_episodes import VisionEpisode, play_vision_episodes
@@ -50,10 +51,11 @@ def picture(rng: np.random.Generator) -> bytes:
     return file.getvalue()
 
 
-async def sample(folder: Path, count: int, weights: Path | None) -> Found:
+async def sample(folder: Path, count: int, weights: Path | None, lora: LoraConfig | None = None) -> Found:
+    """Sample ``count`` answers, and play as many episodes as there are for more than a few; then load ``weights``."""
     settings = read_image_settings(folder)
     engine = VllmEngine(
-        EngineSettings(str(folder), "float32", 512, 16, images=settings, frozen_vision=True, report_every=4)
+        EngineSettings(str(folder), "float32", 512, 16, images=settings, frozen_vision=True, report_every=4, lora=lora)
     )
     await engine.start()
     rng = np.random.default_rng(0)
@@ -89,7 +91,7 @@ async def sample(folder: Path, count: int, weights: Path | None) -> Found:
     fixed = probe_image(settings)
     swapped = io.BytesIO()
     Pillow.open(io.BytesIO(fixed)).rotate(90).save(swapped, "PNG")
-    episodes = await play_vision_episodes(engine, folder, settings, EPISODES)
+    episodes = await play_vision_episodes(engine, folder, settings, min(EPISODES, count))
     found = [
         (await engine.logprobs(probe, [PromptImage(name, 1, 5, data)])).tolist()
         for name, data in (("probe", fixed), ("other", swapped.getvalue()))
@@ -103,5 +105,7 @@ async def sample(folder: Path, count: int, weights: Path | None) -> Found:
 
 
 if __name__ == "__main__":
-    found = asyncio.run(sample(Path(sys.argv[1]), int(sys.argv[3]), Path(sys.argv[4]) if len(sys.argv) > 4 else None))
+    given, rank = sys.argv[4:5], sys.argv[5:6]
+    adapter = LoraConfig(rank=int(rank[0])) if rank else None
+    found = asyncio.run(sample(Path(sys.argv[1]), int(sys.argv[3]), Path(given[0]) if given else None, adapter))
     Path(sys.argv[2]).write_bytes(msgspec.msgpack.encode(found))

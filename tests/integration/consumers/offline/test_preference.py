@@ -15,9 +15,14 @@ from consumers.offline.preference import train_on_pairs
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model
 from deploy.cli.app import app
+from deploy.offline.tiny_vision_model import SPECIALS, write_tiny_vision_model
+from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer
 from schemas.config import DpoConfig, ModelConfig, RewardModelConfig
 from schemas.errors import ConfigError, DataError
+from schemas.images import read_image_settings
+from schemas.messages import ChatMessage, ContentPart
+from tests.support.models.pictures import picture
 from tests.support.models.tiny_model import make_tiny_model
 
 PAIRS = [Preference(f"{a}>", "xyz"[a % 3] * 2, "abc"[a % 3] * (1 + a % 4)) for a in range(24)]
@@ -68,6 +73,24 @@ def test_dpo_prefers_the_chosen_answers(model: ModelConfig, tmp_path: Path, loss
     by_hand = [margin(str(settings.out), model.path, pair) for pair in PAIRS[16:]]
     assert result.margin == pytest.approx(sum(by_hand) / len(by_hand), rel=1e-3)
     assert json.loads((settings.out / "preferences.json").read_text())["accuracy"] == 1.0
+
+
+def test_dpo_of_a_model_that_reads_images_prefers_by_what_they_show(model: ModelConfig, tmp_path: Path) -> None:
+    """The texts of all pairs are alike but for the order of the answers, which the colour of the picture decides."""
+    write_tiny_vision_model(tmp_path / "model", characters="ab")
+    looks = ModelConfig(path=str(tmp_path / "model"), kind="vision", dtype="float32", max_length=64)
+    places = ImagePlaceholders(SPECIALS.index("<|image_pad|>"), read_image_settings(tmp_path / "model"))
+    prompt = [ChatMessage("user", [ContentPart("text", "a"), ContentPart("image")])]
+    shown = [
+        Preference(prompt, *("ab" if red else "ba"), [picture("red" if red else "blue", 28 + 28 * size, 28)])
+        for size in range(4)
+        for red in (True, False)
+    ]
+    settings = DpoConfig.model_validate(section(tmp_path / "out", steps=60))
+    result = train_dpo(looks, shown, shown, settings, load_tokenizer=HfTokenizer, places=places)
+    assert result.accuracy == 1.0
+    with pytest.raises(DataError, match=r"has images: set model\.kind to vision"):
+        train_dpo(model, shown, shown, settings.model_copy(update={"out": tmp_path / "b"}), load_tokenizer=HfTokenizer)
 
 
 def test_ipo_stops_at_its_margin(model: ModelConfig, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.learning.greedy import greedy
 from consumers.offline import sft
-from consumers.offline.encoding import Encoded
+from consumers.offline.encoding import DemonstrationIds
+from consumers.offline.greedy import greedy
 from consumers.offline.loop import MOST_SKIPPED, MemoryLimits, MicroBatches, OfflineStep, answer_logprobs
 from consumers.offline.provenance import settings_digest
 from consumers.offline.sft import SftProgress, train_sft
@@ -33,7 +34,7 @@ from tests.support.runs.command_line import run_tidemill
 
 COMMON = {"load_tokenizer": HfTokenizer}
 PAIRS = [(f"{a}>", "xyz"[a % 3] * (1 + a % 2)) for a in range(12)]
-ROWS: list[Encoded] = [([1, *range(10, 12 + a)], list(range(20, 22 + a % 5))) for a in range(12)]
+ROWS = [DemonstrationIds([1, *range(10, 12 + a)], list(range(20, 22 + a % 5)), [], {}) for a in range(12)]
 
 
 def settings(**changes: object) -> WarmStartConfig:
@@ -236,7 +237,7 @@ def test_a_loss_that_is_not_finite_breaks_no_weight_and_ends_the_training(tmp_pa
         train_sft(made(tmp_path / "out"), build_broken, PAIRS, PAIRS, settings(max_steps=300), **COMMON)
 
 
-def tokens(row: Encoded) -> int:
+def tokens(row: DemonstrationIds) -> int:
     return len(row[0]) + len(row[1])
 
 
@@ -245,7 +246,7 @@ def path(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path / "model", hidden=32, layers=2)
 
 
-def build_step(path: Path, packed: bool = True, **limits: Any) -> tuple[Policy, OfflineStep[Encoded]]:
+def build_step(path: Path, packed: bool = True, **limits: Any) -> tuple[Policy, OfflineStep[DemonstrationIds]]:
     policy, ranks, found = Policy(load_model(path, "float32")), Ranks(), MemoryLimits(**limits)
     policy.packed = packed
     found.apply(policy.causal_lm)
@@ -262,7 +263,7 @@ def test_a_step_in_micro_batches_changes_the_weights_like_one_in_a_piece(path: P
         policy, step = build_step(path, packed, **limits)
         seen: list[int] = []
 
-        def loss(rows: Sequence[Encoded], policy: Policy = policy, seen: list[int] = seen) -> Tensor:
+        def loss(rows: Sequence[DemonstrationIds], policy: Policy = policy, seen: list[int] = seen) -> Tensor:
             longest = max(map(tokens, rows))
             seen.append(sum(map(tokens, rows)) if packed else longest * len(rows))
             return -answer_logprobs(policy, rows).sum() / 40
@@ -290,10 +291,10 @@ def test_a_step_that_is_not_finite_changes_nothing_and_several_end_the_training(
     policy, step = build_step(path)
     before = [p.detach().clone() for p in policy.parameters()]
 
-    def broken(rows: Sequence[Encoded]) -> Tensor:
+    def broken(rows: Sequence[DemonstrationIds]) -> Tensor:
         return answer_logprobs(policy, rows).sum() * float("nan")
 
-    def good(rows: Sequence[Encoded]) -> Tensor:
+    def good(rows: Sequence[DemonstrationIds]) -> Tensor:
         return -answer_logprobs(policy, rows).sum() / 40
 
     assert step.run(ROWS, broken, lr=1.0) is None

@@ -17,15 +17,21 @@ from consumers.trainer.data.groups import Group
 from consumers.trainer.data.patches import ImageFiles, probe_batch
 from consumers.trainer.data.rows import CutRow, TrainRow
 from consumers.trainer.model.hf_weights import wire_weights
+from consumers.trainer.model.lora import make_policy
 from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.model.probe import reference_logprobs
 from consumers.trainer.model.vision import VisionTower
 from deploy.offline.tiny_vision_model import Family, write_tiny_vision_model
 from schemas.codec import Array, decode
+from schemas.config import parse_config
+from schemas.config.loading import dump_config
 from schemas.images import read_image_settings
 from schemas.messages import Span, Trajectory
+from tests.support.models.weight_files import write_weights
 from tests.support.producers import vision_samples
 from tests.support.producers.vision_samples import Found, VisionSample
 from tests.support.trainer.train_steps import make_train_step
+from tests.support.trainer.vision_steps import make_config
 
 pytestmark = pytest.mark.timeout(600)
 COUNT = 64
@@ -75,7 +81,13 @@ def sampled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         for parameter in policy.causal_lm.base_model.language_model.parameters():
             parameter.mul_(1.05)
     save_file({name: tensor.contiguous() for name, tensor in wire_weights(policy)}, weights)
-    command = [sys.executable, "-m", vision_samples.__name__, str(folder), str(out), str(COUNT), str(weights)]
+    found = run_vllm(folder, out, COUNT, weights)
+    return policy_of(folder), found
+
+
+def run_vllm(folder: Path, out: Path, count: int, weights: Path, *more: str) -> Found:
+    """What a process with vLLM found, see vision_samples."""
+    command = [sys.executable, "-m", vision_samples.__name__, str(folder), str(out), str(count), str(weights), *more]
     root = Path(__file__).parents[4]
     done = subprocess.run(
         command,
@@ -87,7 +99,29 @@ def sampled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return policy_of(folder), msgspec.msgpack.decode(out.read_bytes(), type=Found)
+    return msgspec.msgpack.decode(out.read_bytes(), type=Found)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=MORE)])
+def test_an_adapter_of_a_model_that_reads_images_is_loaded_as_the_trainer_publishes_it(
+    family: Family, tmp_path: Path
+) -> None:
+    """The names in the file are those of the model's files, which vLLM reads, and the tower has no adapter."""
+    write_tiny_vision_model(tmp_path / "model", family)
+    config = dump_config(make_config(tmp_path / "model", tmp_path))
+    config["trainer"]["lora"] = {"rank": 4}
+    policy = make_policy(parse_config(config))
+    torch.manual_seed(1)
+    for name, parameter in policy.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name)
+        if parameter.requires_grad:
+            assert "visual" not in name
+            torch.nn.init.normal_(parameter, std=0.1)
+    write_weights(policy, tmp_path / "adapter", "float32")
+    found = run_vllm(tmp_path / "model", tmp_path / "samples", 3, tmp_path / "adapter", "4")
+    ours = reference_logprobs(policy, found.probe_tokens)
+    assert np.abs(ours - found.reloaded).max() < 1e-3
+    assert np.abs(ours - found.probe).max() > 1e-2
 
 
 def test_the_trainer_agrees_with_the_log_probabilities_of_samples_with_images(

@@ -65,8 +65,8 @@ def http(**server: Any) -> dict[str, Any]:
             "model.max_pixels applies to images only: set model.kind to vision",
         ),
         (
-            merged(model={"path": "m", "kind": "vision"}, trainer={"lora": {}}),
-            "trainer.lora is not supported with model.kind vision: remove it",
+            merged(model={"path": "m", "kind": "vision", "freeze_vision": False}, trainer={"lora": {}}),
+            "trainer.lora with model.freeze_vision false is not supported with model.kind vision: remove it",
         ),
         (
             merged(model={"path": "m", "kind": "vision"}, trainer={"router_replay": True}),
