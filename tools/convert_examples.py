@@ -39,7 +39,7 @@ from deploy.migrate.shell import UNKNOWN, command_lines
 from schemas.config import parse_config
 from schemas.errors import ConfigError
 
-MAIN = re.compile("main_ppo|fully_async_main")
+MAIN = re.compile("main_ppo|fully_async_main|sft_trainer")
 """What verl's scripts start."""
 RAW = re.compile(r"\$[({\w]|`")
 """Text of a shell that nothing evaluated."""
@@ -141,7 +141,7 @@ def _call_variants(text: str) -> Iterator[Variant]:
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     for number, call in enumerate(calls):
         name = ast.unparse(call.func).rpartition(".")[2]
-        if re.fullmatch(r"(\w*(GRPO|RLOO|DPO)|Lora)(Config|Trainer)", name):
+        if re.fullmatch(r"(\w*(GRPO|RLOO|DPO|SFT)|Lora)(Config|Trainer)", name):
             for at, keyword in enumerate(call.keywords):
                 if keyword.arg is not None:
                     without, changed = (_edited(text, number, at, drop) for drop in (True, False))
@@ -212,7 +212,7 @@ EXAMPLES = {
         _holding("examples/[ar][eg]*/**/*.yaml", "\nalgorithm:"), lambda file: file.read_text(), _tree_variants
     ),
     "rlinf_control": Examples(
-        _holding("examples/embodiment/config/*ppo*mlp*.yaml", "\nalgorithm:"),
+        _holding("examples/embodiment/config/*.yaml", "\nalgorithm:"),
         lambda file: file.read_text(),
         _tree_variants,
     ),
@@ -223,6 +223,14 @@ EXAMPLES = {
         _holding("[ev]*/**/*.sh", "main_ppo", "fully_async_main"),
         lambda file: shlex.join(word for word in command_line(file) if UNKNOWN not in word),
         _shell_variants,
+    ),
+    "verl-sft": Examples(
+        _holding("[ev]*/**/*.sh", "sft_trainer"),
+        lambda file: shlex.join(word for word in command_line(file) if UNKNOWN not in word),
+        _shell_variants,
+    ),
+    "trl-sft": Examples(
+        _holding("examples/scripts/**/*.py", " SFTTrainer("), lambda file: file.read_text(), _call_variants
     ),
     "trl": Examples(
         _holding("examples/scripts/**/*.py", "GRPOTrainer(", "RLOOTrainer("),

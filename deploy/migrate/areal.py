@@ -10,30 +10,15 @@ from typing import Any
 
 from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, reads_images
 from deploy.migrate.hydra import compose, find_above, overrides, read_yaml, settings
-from deploy.migrate.rules import FILL_IN, read_rules, run_name, several
+from deploy.migrate.rules import FILL_IN, read_rules, read_words, run_name
 from deploy.migrate.shell import command_lines
 from schemas.errors import ConfigError
 
 REJECTION = "actor.rejection_sampling"
-ALONE = {"d": 1, "p": 1, "t": 1, "c": 1}
-"""Sizes that a backend does not name: data, pipeline, tensor and context parallel."""
 PARTS = re.compile(r"(?:([a-z]\w*)(?:\[\w+\])?[:.])?((?:[dptce]\d+)+)")
 SPLIT = re.compile(r"\(attn:(\w+)\|ffn:\w+\)")
 """A split of attention and experts in different ways, (attn:d4p4t2|ffn:d2p4e4), of as many ranks."""
-SERVERS = ("sglang", "vllm")
-AGENT = {"mode": "inline", "export_style": "individual", "turn_discount": 1.0}
-"""Settings of agents that files without one have as well."""
-OURS = ("model_path", "model", "random_seed", "seed", "dtype", "context_length", "max_model_len", "skip_tokenizer_init")
-"""Options of a server that Tidemill sets itself."""
-PROXIMAL = {"recompute": "recompute", "metrics": "recompute", "loglinear": "interpolate"}
-ADVANTAGES = {("group", "group"): "grpo", ("group", "batch"): "lite_ppo", ("group", None): "centered"}
-"""By the levels of a reward's mean and deviation."""
-DATASETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gsm8k": ("gsm8k", {"prompt": "question", "answer": "answer", "name": "main"}),
-    "geometry3k": ("geometry3k", {"prompt": "problem", "answer": "answer", "image": "images"}),
-    "clevr": ("clevr", {"prompt": "problem", "answer": "answer", "image": "images"}),
-}
-"""Reward rule and columns of the datasets that AReaL reads by name."""
+WORDS = read_words("areal")
 
 
 def sizes(backend: str) -> tuple[str | None, dict[str, int]]:
@@ -55,7 +40,6 @@ def convert(done: Conversion) -> None:
     longest = known.get("gconfig.max_tokens", 0)
     done.set("model.max_length", longest if longest > answer else done.value("train_dataset.max_length") + answer)
     done.set("sampling.max_tokens", answer)
-    done.set("trainer.optimizer.betas", [done.value(f"actor.optimizer.beta{n}") for n in (1, 2)])
     if "actor.optimizer.warmup_steps" not in known:
         done.warm_up(done.value("actor.optimizer.warmup_steps_proportion"))
     _backends(done)
@@ -67,8 +51,6 @@ def convert(done: Conversion) -> None:
     _advantage(done)
     _workflow(done)
     done.set_steps("total_train_epochs")
-    if known.get("actor.use_lora"):
-        done.set_adapter("actor.lora_rank", "actor.lora_alpha", "actor.target_modules")
     if done.get("train.args.image") or reads_images(known.get("actor.path")):
         done.read_images("images")
     elif not known.get("actor.use_lora"):
@@ -83,15 +65,15 @@ def _backends(done: Conversion) -> None:
     # Of sglang:d2+fsdp:d4 each part has GPUs of its own, those of sglang:d4|fsdp:d4 share them.
     mode = SPLIT.sub(r"\1", str(known.get("allocation_mode") or ""))
     parts = [part.split("|") for part in mode.split("+") if part]
-    serves = {one: sizes(one)[0] in SERVERS for part in parts for one in part}
+    serves = {one: sizes(one)[0] in WORDS["servers"] for part in parts for one in part}
     rollout = known.get("rollout.backend") or next((one for one in serves if serves[one]), None)
     actor = known.get("actor.backend") or next((one for one in serves if not serves[one]), None)
     if rollout:
         engine, given = sizes(rollout)
-        size = ALONE | given
+        size = WORDS["alone"] | given
         args = {"tensor_parallel_size": size["t"]} if size["t"] > 1 else {}
         names = (key.partition(".")[2] for key in done.within(f"{engine}."))
-        args |= {name: known[f"{engine}.{name}"] for name in names if name not in OURS}
+        args |= {name: known[f"{engine}.{name}"] for name in names if name not in WORDS["ours"]}
         done.set_engine(engine)
         done.set("generator.args", args or None)
         done.set("generator.replicas", size["d"])
@@ -99,7 +81,7 @@ def _backends(done: Conversion) -> None:
         done.set("generator.max_samples", max(1, most // size["d"]) if most else None)
         done.ask(f"generators: AReaL's {rollout} is {size['d']} copies, GPUs for each: {size['t']}")
     if actor:
-        size = ALONE | sizes(actor)[1]
+        size = WORDS["alone"] | sizes(actor)[1]
         ranks = size["d"] * size["p"] * size["t"] * size["c"]
         done.set("trainer.processes", ranks)
         done.set("trainer.parallel.context", size["c"] if size["c"] > 1 else None)
@@ -111,48 +93,36 @@ def _backends(done: Conversion) -> None:
 
 
 def _loss(done: Conversion) -> None:
-    known, low = done.known, done.value("actor.eps_clip")
-    args: dict[str, Any] = {"clip_low": low, "clip_high": known.get("actor.eps_clip_higher", low)}
-    level, name = done.value("actor.importance_sampling_level"), "ppo"
+    known, level, low = done.known, done.value("actor.importance_sampling_level"), done.value("actor.eps_clip")
+    name, args = "ppo", dict[str, Any]()
     if known.get("actor.use_sapo_loss"):
         name = "sapo"
-        args = {"tau_positive": done.value("actor.sapo_tau_pos"), "tau_negative": done.value("actor.sapo_tau_neg")}
     elif known.get("actor.use_cispo_loss"):
-        name, args = "cispo", {"clip_high": args["clip_high"]}
+        name = "cispo"
         if low < 1:
             done.ask(f"trainer.loss: AReaL's cispo also bounds the ratio from below, by {1 - low:g}")
     elif "actor.m2_threshold" in known:
-        name, args = "m2po", {**args, "second_moment": known["actor.m2_threshold"]}
+        name = "m2po"
     elif level not in ("token", "sequence"):
-        name, args = FILL_IN, {}
+        name = FILL_IN
     elif known.get("actor.use_decoupled_loss"):
-        name, args = "decoupled_ppo", args | ({"level": level} if level == "sequence" else {})
-        done.set("trainer.loss.proximal", PROXIMAL.get(done.value("actor.prox_logp_method"), FILL_IN))
-        _weights(done, args)
+        name, args = "decoupled_ppo", {"level": level} if level == "sequence" else {}
+        given = [done.value(f"{REJECTION}.{name}") for name in ("metric", "level", "action", "lower")]
+        if not done.within(f"{REJECTION}."):
+            done.ask(
+                "trainer.loss.args.weight_limit: without rejection_sampling AReaL has no weights, here they have this"
+            )
+        elif given[:2] == ["ratio", "token"] and given[3] is None:
+            args |= {"weight_limit": done.value(f"{REJECTION}.upper"), "weight_action": given[2]}
+        else:
+            done.ask(f"trainer.loss: {given} is not built in: an upper bound of the ratio of tokens is")
     elif level == "sequence":
         name = "gspo"
-    if name in ("ppo", "decoupled_ppo", "m2po"):
-        # Without c_clip there is no dual clip there.
-        args["dual_clip"] = known.get("actor.c_clip", 1e9)
     done.set("trainer.loss.name", name)
-    done.set("trainer.loss.args", args)
+    done.set("trainer.loss.args", args or None)
     done.set("trainer.aggregation", "token_mean")
-    done.set("trainer.minibatches", several(done.value("actor.ppo_n_minibatches")))
-    if coef := done.value("actor.kl_ctl"):
-        kl = {"coef": coef, "estimator": done.value("actor.kl_estimator"), "place": "reward"}
-        other = known.get("ref.path")
-        done.set("trainer.kl", kl | ({"model": other} if other not in (None, known.get("actor.path")) else {}))
-
-
-def _weights(done: Conversion, args: dict[str, Any]) -> None:
-    """Convert what weighs the loss of decoupled_ppo: the ratio of proximal to rollout policy."""
-    given = [done.value(f"{REJECTION}.{name}") for name in ("metric", "level", "action", "lower")]
-    if not done.within(f"{REJECTION}."):
-        done.ask("trainer.loss.args.weight_limit: AReaL has no weights without rejection_sampling, here they have this")
-    elif given[:2] == ["ratio", "token"] and given[3] is None:
-        args |= {"weight_limit": done.value(f"{REJECTION}.upper"), "weight_action": given[2]}
-    else:
-        done.ask(f"trainer.loss: {given} is not built in: an upper bound of the ratio of tokens is")
+    if (other := known.get("ref.path")) not in (None, known.get("actor.path")) and done.value("actor.kl_ctl"):
+        done.set("trainer.kl.model", other)
 
 
 def _advantage(done: Conversion) -> None:
@@ -166,11 +136,11 @@ def _advantage(done: Conversion) -> None:
     elif done.within("critic."):
         name = FILL_IN if is_normed else "gae"
     else:
-        name = ADVANTAGES.get((str(mean), std), FILL_IN if is_normed else "raw")
+        name = WORDS["advantages"].get(f"{mean} {std}", FILL_IN if is_normed else "raw")
     if name == FILL_IN:
         done.ask(f"trainer.advantage.name: rewards normalized by {mean} mean and {std} deviation are not built in")
     scale, whole = float(done.value("actor.reward_scaling")), "actor.adv_norm."
-    name = done.set_advantage(name, True, gamma="actor.discount", lam="actor.gae_lambda")
+    name = done.set_advantage(name, True)
     if name in ("grpo", "lite_ppo"):
         # There the scale comes before the division.
         done.set("trainer.advantage.args.eps", known.get(f"{norm}.eps", 1e-5) / scale)
@@ -181,7 +151,6 @@ def _advantage(done: Conversion) -> None:
     done.set("trainer.advantage.normalise", True if levels == ["batch", "batch"] else None)
     if levels not in (["batch", "batch"], [None, None]):
         done.ask(f"trainer.advantage: normalized by {levels[0]} mean and {levels[1]} deviation is not built in")
-    done.set("trainer.critic.clip", done.value("critic.eps_clip") if name == "gae" else None)
     if scale != 1 and name not in ("grpo", "lite_ppo"):
         for term in done.get("reward.terms"):
             term["weight"] = scale
@@ -189,7 +158,7 @@ def _advantage(done: Conversion) -> None:
 
 def _workflow(done: Conversion) -> None:
     agents = done.within("rollout.agent.", "workflow", "econfig.", "tir.", "max_turns", "n_trajs")
-    if own := [key for key in agents if done.known[key] != AGENT.get(key.removeprefix("rollout.agent."))]:
+    if own := [key for key in agents if done.known[key] != WORDS["agent"].get(key.removeprefix("rollout.agent."))]:
         done.set("generator.workflow.name", FILL_IN)
         done.ask(f"generator.workflow: an agent or an environment of your own, after {', '.join(own)}")
     if "rollout.agent.session_timeout_seconds" in done.known:
@@ -200,12 +169,10 @@ def _workflow(done: Conversion) -> None:
 
 def _data(done: Conversion) -> None:
     known, path = done.known, str(done.known.get("train_dataset.path", FILL_IN))
-    rule, args = next((found for word, found in DATASETS.items() if word in path), (FILL_IN, {}))
+    rule, args = next((one.values() for word, one in WORDS["datasets"].items() if word in path), (FILL_IN, {}))
     done.set("train.name", "hf")
     done.set("train.args", {"path": path, "split": done.value("train_dataset.split"), **args})
     done.ask(f"reward.terms, generator.workflow: the script that reads the file names them; {rule} is taken for {path}")
-    if "saver.freq_steps" in known:
-        done.set("trainer.checkpoint.every", known["saver.freq_steps"])
     terms: list[dict[str, Any]] = [{"name": rule}]
     if known.get("actor.overlong_reward_penalty"):
         buffer, factor = done.value("actor.overlong_tokens"), done.value("actor.overlong_penalty_factor")
@@ -216,10 +183,7 @@ def _data(done: Conversion) -> None:
     held_out = known.get("valid_dataset.path")
     if held_out and (known.get("evaluator.freq_steps") or known.get("evaluator.freq_epochs")):
         rows = {"path": held_out, "split": done.value("valid_dataset.split"), **args}
-        sampled = {"max_new_tokens": done.get("sampling.max_tokens"), "n_samples": 1}
-        sampled["temperature"] = known.get("gconfig.temperature", 1.0)
-        most, count, heat = (known.get(f"eval_gconfig.{name}", value) for name, value in sampled.items())
-        done.set_eval([{"name": "hf", "args": rows}], None, max_tokens=most, temperature=float(heat), n=count)
+        done.set_eval([{"name": "hf", "args": rows}])
         if not known.get("evaluator.freq_steps"):
             done.ask("eval.every: the steps of an epoch")
     done.truncate("gconfig.top_p", "gconfig.top_k")

@@ -4,6 +4,7 @@ Promises: every setting of the file is carried over or named with its value. `Co
 no difference to the configuration, so that a rule that is missing or that fails to apply can't lose a setting.
 """
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -47,12 +48,12 @@ class Conversion:
 
     def __post_init__(self) -> None:
         """Carry over what a rule does by itself, and note what has no counterpart, is not known or can't be read."""
-        self._by_key = {rule.theirs: rule for rule in self.rules}
+        self._by_key: dict[str, list[ConversionRule]] = {}
+        for rule in self.rules:
+            self._by_key.setdefault(rule.theirs, []).append(rule)
         plain = {key: value.value if isinstance(value, Reference) else value for key, value in self.found.items()}
         self.known = {key: value for key, value in plain.items() if value is not None and not isinstance(value, Unread)}
-        for rule in self._by_key.values():
-            if rule.default is not None and rule.theirs not in self.known:
-                self._carry(rule.theirs, rule, rule.default)
+        self.carry(late=False)
         for key, value in self.found.items():
             found = self.rule(key)
             if isinstance(value, Unread) and (found is None or found.ours):
@@ -61,29 +62,37 @@ class Conversion:
             elif found is None:
                 # The setting that a reference stands for is the one that is named.
                 self.unknown += [] if isinstance(value, Reference) else [key]
-            elif found.ours:
-                self._carry(key, found, self.known.get(key))
-            elif not isinstance(value, Reference):
+            elif not found.ours and not isinstance(value, Reference):
                 self.leave(found.note, key)
 
-    def _carry(self, key: str, rule: ConversionRule, value: Any) -> None:
-        ours = rule.converted(value)
-        if ours == FILL_IN and isinstance(rule.convert, Mapping):
-            names = ", ".join(str(name) for name in rule.convert if name != "other")
-            own = "" if "optimizer" in rule.ours else "; it can be one of your own"
-            self.leave(f"not one of {names}{own}", key)
-        for path in rule.ours.split(", "):
-            self.set(path, ours)
+    def carry(self, late: bool) -> None:
+        """Carry over by the rules in their order, of which those with a condition are late."""
+        for rule in self.rules:
+            value = self.known.get(rule.theirs, rule.default)
+            if value is None or bool(rule.when) != late or (late and not self._applies(rule.when)):
+                continue
+            ours = rule.converted(value)
+            if ours == FILL_IN and isinstance(rule.convert, Mapping):
+                names = ", ".join(str(name) for name in rule.convert if name != "other")
+                own = "" if "optimizer" in rule.ours else "; it can be one of your own"
+                self.leave(f"not one of {names}{own}", rule.theirs)
+            for path in rule.ours.split(", "):
+                self.set(path, ours)
+
+    def _applies(self, when: str) -> bool:
+        name, _, wanted = when.partition(": ")
+        value = self.value(name) if name in self._by_key else self.get(name)
+        return str(value).lower() in wanted.split() if wanted else bool(value)
 
     def rule(self, key: str) -> ConversionRule | None:
-        """Return the rule of a key: its own, else that of the innermost section."""
+        """Return the first rule of a key: of its own, else of the innermost section."""
         parts = key.split(".")
         sections = (".".join([*parts[:length], "*"]) for length in range(len(parts) - 1, -1, -1))
-        return next((self._by_key[name] for name in (key, *sections) if name in self._by_key), None)
+        return next((self._by_key[name][0] for name in (key, *sections) if name in self._by_key), None)
 
     def value(self, key: str) -> Any:
         """Return a setting's value there, by default its rule's."""
-        return self.known.get(key, self._by_key[key].default)
+        return self.known.get(key, self._by_key[key][0].default)
 
     def within(self, *sections: str) -> list[str]:
         """Return the keys that the file sets below these sections, each with a dot at its end."""
@@ -97,14 +106,18 @@ class Conversion:
         return node
 
     def set(self, path: str, value: Any) -> None:
-        """Set ``a.b.c`` of the configuration, unless the value is None."""
+        """Set ``a.b.c`` of the configuration, unless the value is None; in a list ``a.0``, in order."""
         if value is None:
             return
         *sections, name = path.split(".")
-        node = self.config
-        for section in sections:
+        node: Any = self.config
+        for section in sections[: -1 if name.isdecimal() else None]:
             node = node.setdefault(section, {})
-        node[name] = value
+        if name.isdecimal():
+            listed = node.setdefault(sections[-1], [])
+            listed[int(name) :] = [value, *listed[int(name) + 1 :]]
+        else:
+            node[name] = value
 
     def missing(self, node: Any = None, path: str = "") -> list[str]:
         """Return the settings that hold FILL_IN, by their paths."""
@@ -123,10 +136,11 @@ class Conversion:
 
     def set_steps(self, epochs: str, section: str = "trainer") -> None:
         """Deal with the epochs, which end a training unless a rule carried its steps over."""
-        if self.get(f"{section}.steps") is None:
+        steps = f"{section}.{'max_steps' if section == 'warm_start' else 'steps'}"
+        if self.get(steps) is None:
             count = self.value(epochs)
-            batch = "prompts / trainer.batch_groups" if section == "trainer" else f"pairs / {section}.batch_size"
-            self.ask(f"{section}.steps: {count:g} epochs ({epochs}) are {count:g} * {batch} steps")
+            batch = "prompts / trainer.batch_groups" if section == "trainer" else f"rows / {section}.batch_size"
+            self.ask(f"{steps}: {count:g} epochs ({epochs}) are {count:g} * {batch} steps")
 
     def warm_up(self, share: float) -> None:
         """Set the steps of the warm-up to a share of all steps."""
@@ -145,17 +159,15 @@ class Conversion:
     def set_engine(self, engine: str | None) -> None:
         """Set the engine; that of SGLang is its server."""
         self.set("generator.engine", "http" if engine == "sglang" else engine)
-        self.set("generator.http.dialect", "sglang" if engine == "sglang" else None)
+        if engine == "sglang":
+            self.set("generator.http.dialect", "sglang")
+            self.ask(
+                "generator.engine: http starts SGLang, which needs pip install 'tidemill[sglang]'; without it set"
+                " engine to vllm, and remove http and args"
+            )
 
-    def set_adapter(self, rank: str, alpha: str = "", targets: str = "") -> None:
-        """Set LoRA from these keys; targets other than a list of names are all linear layers."""
-        names = self.known.get(targets)
-        self.set("trainer.lora.rank", self.value(rank))
-        self.set("trainer.lora.alpha", float(self.value(alpha)) if alpha else None)
-        self.set("trainer.lora.targets", names if isinstance(names, list) and "all-linear" not in names else None)
-
-    def set_advantage(self, name: str, keeps: bool | None = None, gamma: str = "", lam: str = "") -> str:
-        """Set the advantage, its discounts, and whether groups of equal rewards are kept; returns its name.
+    def set_advantage(self, name: str, keeps: bool | None = None) -> str:
+        """Set the advantage, and whether groups of equal rewards are kept; returns its name.
 
         What compares samples of a group has nothing to compare in a group of one, whose reward is taken as it is.
         """
@@ -165,18 +177,29 @@ class Conversion:
         self.set("trainer.advantage.name", name)
         if name in COMPARED:
             self.set("trainer.advantage.keep_zero_variance", keeps)
-        if name in ("gae", "reinforce_pp"):
-            self.set("trainer.advantage.args.gamma", float(self.value(gamma)))
-        if name == "gae":
-            self.set("trainer.advantage.args.lam", float(self.value(lam)))
         return name
 
-    def set_eval(self, datasets: list[dict[str, Any]], every: int | None, **sampling: Any) -> None:
-        """Set the held-out datasets, the steps between evaluations, and how samples of them are drawn."""
+    def set_eval(self, datasets: list[dict[str, Any]]) -> None:
+        """Set the held-out datasets; rules set when they are evaluated, and how."""
         self.set("eval.dataset", datasets[0] if len(datasets) == 1 else datasets)
-        self.set("eval.every", every)
-        for name, value in sampling.items():
-            self.set(f"eval.sampling.{name}", value)
+
+    def datasets(self) -> list[dict[str, Any]]:
+        """Return the datasets of training, then the held-out ones."""
+        found = [self.get("train"), self.get("eval.dataset")]
+        return [item for some in found for item in (some if isinstance(some, list) else [some]) if item]
+
+    def set_offline(self, section: str, train: dict[str, Any], held_out: dict[str, Any], longest: str) -> None:
+        """Set the datasets of a training without samples, and the sections that every configuration has."""
+        self.set(f"{section}.dataset", train)
+        self.set(f"{section}.eval", held_out)
+        if reads_images(self.get("warm_start.model") or self.get("model.path")):
+            self.set("model.kind", "vision")
+            self.config.get("trainer", {}).pop("parallel", None)
+            train["args"]["image"] = held_out["args"]["image"] = "images"
+        self.set("train", copy.deepcopy(train))
+        self.set("reward.terms", [{"name": "exact"}])
+        # No sample is drawn, but a configuration's sampling has to leave room for a prompt.
+        self.set("sampling.max_tokens", max(1, self.value(longest) // 2))
 
     def truncate(self, top_p: str, top_k: str) -> None:
         """Sample from a part of the distribution, unless both leave all of it; a top_k of a million keeps all."""
@@ -190,11 +213,9 @@ class Conversion:
     def read_images(self, column: str) -> None:
         """Make the policy a model that reads images, from this column of each dataset, without what it refuses."""
         self.set("model.kind", "vision")
-        sets = [self.get("train"), self.get("eval.dataset")]
-        for one in (item for found in sets for item in (found if isinstance(found, list) else [found]) if item):
+        for one in self.datasets():
             one["args"]["image"] = column
-        for section in ("lora", "parallel"):
-            self.config.get("trainer", {}).pop(section, None)
+        self.config.get("trainer", {}).pop("parallel", None)
         if self.get("generator.engine") == "transformers":
             self.set("generator.engine", "vllm")
 
@@ -207,7 +228,7 @@ class Conversion:
             rule = self.rule(key)
             if rule is None or key in self.left_out or isinstance(value, Unread | Reference) or value in rule.idle:
                 continue
-            is_gone = rule.convert is not None and rule.converted(value) is None
+            is_gone = all(one.convert and one.converted(value) is None for one in self._by_key[rule.theirs])
             if is_gone or not any(differs({**self.found, key: other}) for other in others(value)):
                 self.leave(f"not carried over; see {rule.ours}" + (f" ({rule.note})" if rule.note else ""), key)
 

@@ -16,8 +16,10 @@ SYSTEMS: dict[str, ForeignSystem] = {
     "prime_rl": prime_rl.SYSTEM,
     "rlinf_control": rlinf.CONTROL,
     "rlinf": rlinf.SYSTEM,
+    "verl-sft": verl.SFT,
     "verl": verl.SYSTEM,
     "trl-dpo": trl.DPO,
+    "trl-sft": trl.SFT,
     "trl": trl.SYSTEM,
 }
 """By the name that ``--from`` takes. The first that a file looks like reads it; TRL takes any mapping in YAML."""
@@ -78,6 +80,7 @@ def _converted(file: Path, found: Mapping[str, Any], system: ForeignSystem, proc
     try:
         done = Conversion(found, system.rules, processes)
         system.convert(done)
+        done.carry(late=True)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} holds a value of another type than {system.title} gives it: {error}") from error
     except ArithmeticError as error:
@@ -97,6 +100,6 @@ def render(file: Path, system: str, done: Conversion) -> str:
     then = f"{len(missing)} to fill in: {', '.join(missing)}" if missing else "Try it with: tidemill doctor"
     lines = [f"# Converted from {file.name} of {system}. {then}"]
     lines += [f"# {note}" for note in done.notes()]
-    order = ("run", "model", "train", "eval", "sampling", "reward", "flow", "generator", "trainer", "dpo")
+    order = ("run", "model", "warm_start", "train", "eval", "sampling", "reward", "flow", "generator", "trainer", "dpo")
     config = {name: done.config[name] for name in order if name in done.config} | done.config
     return "\n".join(lines) + "\n" + yaml.safe_dump(config, sort_keys=False, allow_unicode=True)

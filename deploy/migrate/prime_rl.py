@@ -10,12 +10,11 @@ from typing import Any
 
 from deploy.migrate.conversion import Conversion, ForeignSystem
 from deploy.migrate.hydra import settings
-from deploy.migrate.rules import FILL_IN, read_rules, run_name
+from deploy.migrate.rules import FILL_IN, read_rules, read_words, run_name
 from schemas.errors import ConfigError
 
 TRAIN, EVAL = "orchestrator.train", "orchestrator.eval"
-NOT_PASSED = ("data_parallel_size", "tool_call_parser", "max_model_len", "enable_lora", "enable_return_routed_experts")
-"""Options of vLLM that have a rule of their own."""
+NOT_PASSED = read_words("prime_rl")["not_passed"]
 
 
 def convert(done: Conversion) -> None:
@@ -45,21 +44,16 @@ def convert(done: Conversion) -> None:
 
 def _loss(done: Conversion) -> None:
     low, high = done.value("trainer.loss.dppo_mask_low"), done.value("trainer.loss.dppo_mask_high")
-    done.set("trainer.loss.args", {"delta": max(low, high), "tau": done.value("trainer.loss.kl_tau")})
+    done.set("trainer.loss.args.delta", max(low, high))
     if low != high:
         done.ask(f"trainer.loss.args.delta: {low:g} below and {high:g} above there, one bound here")
-    keeps = not done.value(f"{TRAIN}.filter_zero_advantages")
-    done.set_advantage(done.get("trainer.advantage.name"), keeps)
+    done.set_advantage(done.get("trainer.advantage.name"), not done.value(f"{TRAIN}.filter_zero_advantages"))
 
 
 def _trainer(done: Conversion) -> None:
     known = done.known
-    second = 0.95 if known.get("trainer.optim.type") == "muon" else 0.999
-    betas = [done.value("trainer.optim.betas1"), known.get("trainer.optim.betas2", second)]
-    done.set("trainer.optimizer.betas", betas)
     kind, warmup, last = (done.value(f"trainer.scheduler.{name}") for name in ("type", "warmup_steps", "decay_steps"))
     if kind in ("linear", "cosine"):
-        done.set("trainer.optimizer.warmup_steps", warmup)
         done.set_min_lr(known.get("trainer.scheduler.min_lr"))
     if kind == "linear" and last == 0:
         done.set("trainer.optimizer.schedule", "constant")
@@ -93,7 +87,10 @@ def _environments(done: Conversion) -> None:
     done.set("train", trained[0] if len(trained) == 1 else trained)
     done.set("generator.workflow", {"name": "agent", "args": {"run": "verifiers"}})
     done.set("reward.terms", [{"name": "episode"}])
-    done.ask("train.args.python, generator.agents.python: an interpreter in which the environment is installed")
+    done.ask(
+        "train.args.python, generator.agents.python: .venv-verifiers/bin/python, made by: python -m venv"
+        " .venv-verifiers && .venv-verifiers/bin/pip install verifiers uv THE-ENVIRONMENT"
+    )
     held_out = [_dataset(done, "eval", one, "num_examples") for one in known.get(f"{EVAL}.source", [])]
     for one, source in zip(held_out, known.get(f"{EVAL}.source", []), strict=True):
         one["args"]["split"] = "eval"
@@ -101,9 +98,9 @@ def _environments(done: Conversion) -> None:
             one["limit"] = limit
     if held_out:
         most = known.get(f"{EVAL}.sampling.max_completion_tokens", done.get("sampling.max_tokens"))
-        longest, heat = min(most, done.get("model.max_length") - 1), float(done.value(f"{EVAL}.sampling.temperature"))
-        count = done.value(f"{EVAL}.group_size")
-        done.set_eval(held_out, done.value(f"{EVAL}.interval"), max_tokens=longest, temperature=heat, n=count)
+        done.set_eval(held_out)
+        if (longest := min(most, done.get("model.max_length") - 1)) != done.get("sampling.max_tokens"):
+            done.set("eval.sampling.max_tokens", longest)
 
 
 def _dataset(done: Conversion, section: str, source: Mapping[str, Any], read: str) -> dict[str, Any]:

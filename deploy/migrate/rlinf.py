@@ -13,16 +13,15 @@ from typing import Any
 
 from deploy.migrate.conversion import YAML, Conversion, ForeignSystem, parquet, reads_images
 from deploy.migrate.hydra import compose, read_yaml, settings
-from deploy.migrate.rules import ESTIMATORS, FILL_IN, listed, read_rules, several
+from deploy.migrate.rules import FILL_IN, listed, read_rules, read_words, several
 from schemas.config.deploy import parse_ranges
 from schemas.errors import ConfigError
 
 SAMPLED = "algorithm.sampling_params"
 PLACED = "cluster.component_placement."
-ROLES = {"trainer": "actor", "generator": "rollout"}
-SIZES = {"observations": "obs_dim", "actions": "action_dim"}
-REWARDS = {"math": "math", "code_offline": "code", "vqa": "geometry3k"}
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "16": "float16", "32": "float32"}
+WORDS = read_words("rlinf")
+MODEL = "actor.model.model"
+PLAYED = ("total_num_envs", "max_steps_per_rollout_epoch")
 
 
 def convert(done: Conversion) -> None:
@@ -30,24 +29,21 @@ def convert(done: Conversion) -> None:
     known = done.known
     if "actor.model.model_path" not in known:
         done.set("model.path", known.get("rollout.model.model_path"))
-    kind = known.get("rollout.model.precision", known.get("actor.model.precision", "bf16"))
-    done.set("model.dtype", DTYPES.get(str(kind)))
     longest = done.value("runner.seq_length")
     answer = known.get(f"{SAMPLED}.max_new_tokens", longest - known.get("data.max_prompt_length", longest // 2))
     done.set("sampling.max_tokens", min(answer, longest - 1))
     done.set_steps("runner.max_epochs")
     _placement(done)
-    done.set("trainer.optimizer.betas", [done.value(f"actor.optim.adam_beta{n}") for n in (1, 2)])
     if not done.get("trainer.optimizer.warmup_steps"):
         shares = ("actor.optim.lr_warmup_steps_ratio", "actor.lr_sched.lr_warmup_fraction")
         done.warm_up(next((known[share] for share in shares if share in known), 0))
     if "actor.optim.min_lr_rate" not in known:
         done.set_min_lr(known.get("actor.optim.min_lr") or known.get("actor.lr_sched.min_lr"))
-    _loss(done)
+    done.set_advantage(done.get("trainer.advantage.name"), done.value("algorithm.max_num_gen_batches") <= 1)
+    if done.get("trainer.kl") and done.value("algorithm.kl_penalty_type") not in ("mse", "k2"):
+        done.ask("trainer.kl.estimator: RLinf's takes policy and reference the other way around than this one")
     _data(done)
     _engine(done)
-    if known.get("actor.model.is_lora"):
-        done.set_adapter("actor.model.lora_rank")
     if known.get("data.image_keys") or reads_images(done.get("model.path")):
         done.read_images(listed(known.get("data.image_keys") or "image")[0])
 
@@ -57,7 +53,7 @@ def _placement(done: Conversion) -> None:
     placed = {key.removeprefix(PLACED): done.known[key] for key in done.within(PLACED)}
     by_role = {role: str(gpus) for roles, gpus in placed.items() for role in re.split(r"[,\s]+", roles)}
     whole = f"0-{done.processes - 1}" if done.processes else "all"
-    both = {ours: by_role.get(theirs, "").replace("all", whole) for ours, theirs in ROLES.items()}
+    both = {ours: by_role.get(theirs, "").replace("all", whole) for ours, theirs in WORDS["roles"].items()}
     try:
         ranks, gpus = (len(parse_ranges(given)) for given in both.values())
     except ValueError:
@@ -72,22 +68,6 @@ def _placement(done: Conversion) -> None:
         done.ask(f"placement: RLinf places {placed} on {nodes} machines, where each service is started by itself")
 
 
-def _loss(done: Conversion) -> None:
-    known, clip = done.known, done.value("algorithm.ratio_clip_eps")
-    low, high = known.get("algorithm.clip_ratio_low", clip), known.get("algorithm.clip_ratio_high", clip)
-    dual = known.get("algorithm.clip_ratio_c", 1e9)
-    done.set("trainer.loss.args", {"clip_low": low, "clip_high": high, "dual_clip": dual})
-    keeps = done.value("algorithm.max_num_gen_batches") <= 1
-    kind = done.get("trainer.advantage.name")
-    if done.set_advantage(kind, keeps, gamma="algorithm.gamma", lam="algorithm.gae_lambda") == "gae":
-        done.set("trainer.critic", {"optimizer": {"lr": float(known.get("critic.optim.lr", 1e-5))}})
-    if coef := done.value("algorithm.kl_beta"):
-        estimator = ESTIMATORS.get(done.value("algorithm.kl_penalty_type"), FILL_IN)
-        done.set("trainer.kl", {"coef": coef, "estimator": estimator, "place": "loss", "bias_correction": False})
-        if estimator != "k2":
-            done.ask(f"trainer.kl.estimator: RLinf's takes policy and reference the other way around than {estimator}")
-
-
 def _data(done: Conversion) -> None:
     known = done.known
     columns = {"prompt": done.value("data.prompt_key"), "answer": done.value("data.answer_key")}
@@ -96,7 +76,7 @@ def _data(done: Conversion) -> None:
     given = done.config.get("train", {})
     done.set("train", _dataset(known.get("data.train_data_paths"), columns) | given)
     kind = known.get("reward.reward_type")
-    rule = REWARDS.get(str(kind), FILL_IN)
+    rule = WORDS["rewards"].get(str(kind), FILL_IN)
     if rule == FILL_IN:
         done.ask(f"reward.terms: {kind} is not built in; it can be a function of your own")
     term: dict[str, Any] = {"name": rule}
@@ -105,8 +85,7 @@ def _data(done: Conversion) -> None:
     done.set("reward.terms", [term])
     held_out, every = ("data.val_data_paths", "runner.val_check_interval")
     if known.get(held_out) and done.value(every) > 0:
-        longest = done.get("sampling.max_tokens")
-        done.set_eval([_dataset(known[held_out], columns)], done.value(every), max_tokens=longest)
+        done.set_eval([_dataset(known[held_out], columns)])
     files = [key for key in ("data.train_data_paths", held_out) if isinstance(known.get(key), list)]
     if more := [key for key in files if len(known[key]) > 1]:
         done.ask(f"{', '.join(more)}: the first of several files is taken")
@@ -134,28 +113,55 @@ def _engine(done: Conversion) -> None:
 
 
 def convert_control(done: Conversion) -> None:
-    """Convert PPO with a small network, in an environment that gives numbers."""
-    sizes = {name: done.value(f"actor.model.{theirs}") for name, theirs in SIZES.items()}
+    """Convert PPO, GRPO or SAC of a policy that acts in an environment: a small network, or tokens of a model."""
+    known, kind = done.known, done.value("algorithm.adv_type")
+    parts = [done.value("env.train.rollout_epoch"), *(known.get(f"env.train.{name}", 1) for name in PLAYED)]
+    transitions = math.prod(parts)
+    done.set("reward.terms", [{"name": FILL_IN if known.get("reward.use_reward_model") else "episode"}])
+    if kind == "embodied_sac":
+        done.set("trainer.sac.updates_per_transition", known.get("algorithm.update_epoch", 1) / transitions)
+    else:
+        rows = transitions // done.value("actor.model.num_action_chunks")
+        done.set("trainer.minibatches", several(rows // known.get("actor.global_batch_size", rows)))
+    if kind == "gae":
+        done.set("trainer.advantage.args.normalise", False)
+        done.set("trainer.critic.optimizer", copy.deepcopy(done.get("trainer.optimizer")))
+    if done.get("model.kind") == "vision":
+        _tokens(done)
+        return
+    sizes = {name: done.value(f"actor.model.{theirs}") for name, theirs in WORDS["sizes"].items()}
     shape = {"model_type": "mlp", **sizes, "continuous": True, "hidden": [256, 256, 256]}
-    done.config |= {
-        "model": {"kind": "mlp", "path": "policy", "dtype": "float32"},
-        "sampling": {"n": 1, "max_tokens": 1},
-        "reward": {"terms": [{"name": FILL_IN if done.known.get("reward.use_reward_model") else "episode"}]},
-        "generator": {"engine": "mlp", "workflow": {"name": "fragments"}, "max_samples": 1},
-    }
+    shape |= {"squashed": True} if kind == "embodied_sac" else {}
+    done.config["model"] |= {"path": "policy", "dtype": "float32"}
+    done.config["sampling"] = {"n": 1, "max_tokens": 1}
+    done.set("generator", {"engine": "mlp", "workflow": {"name": "fragments"}, "max_samples": 1})
     done.ask(f"model.path: the folder policy, whose config.json is {json.dumps(shape)}")
     done.set("train.name", "gymnasium")
     done.ask("train.args: each generator has these environments; python names an interpreter with their simulator")
-    done.set("trainer.loss.name", "ppo")
-    done.set("trainer.loss.args.dual_clip", 1e9)
-    done.set("trainer.advantage.name", "gae")
-    done.set("trainer.advantage.args.normalise", False)
-    done.set("trainer.optimizer.betas", [done.value(f"actor.optim.adam_beta{n}") for n in (1, 2)])
-    optimizer = copy.deepcopy(done.get("trainer.optimizer"))
-    done.set("trainer.critic.optimizer", optimizer | (done.get("trainer.critic.optimizer") or {}))
-    played = [done.get(name) or 1 for name in ("train.args.envs", "train.args.steps", "trainer.batch_groups")]
-    transitions = math.prod(played)
-    done.set("trainer.minibatches", several(transitions // done.known.get("actor.global_batch_size", transitions)))
+
+
+def _tokens(done: Conversion) -> None:
+    """Convert a vision-language-action model, whose weights are not read here."""
+    known, chunk = done.known, done.value("actor.model.num_action_chunks")
+    groups = known.get("env.train.total_num_envs", 1) * done.value("env.train.rollout_epoch")
+    done.set("trainer.batch_groups", max(1, groups // done.value("algorithm.group_size")))
+    if (parts := done.get("trainer.minibatches") or 1) > done.get("trainer.batch_groups"):
+        done.set("trainer.minibatches", done.get("trainer.batch_groups"))
+        done.ask(f"trainer.minibatches: RLinf cuts a step into {parts}, also within a group")
+    path = known.get("actor.model.model_path")
+    done.config["model"] |= {"path": FILL_IN, "max_length": 1024, "output_tokens": r"<a\d+>"}
+    done.ask(
+        f"model.path: in place of {path} a Qwen2.5-VL or Qwen3-VL with the tokens <a0> to <a255>, docs/embodied.md"
+    )
+    done.set("sampling.max_tokens", chunk * done.value("actor.model.action_dim"))
+    args = {"id": FILL_IN, "chunk": chunk, "picture": "picture", "success": True}
+    turns = max(1, known.get("env.train.max_episode_steps", 1) // chunk)
+    played = {"environment": "actions", "args": args, "history": False, "max_turns": turns}
+    done.set("generator.workflow", {"name": "environment", "args": played})
+    done.set("train.name", FILL_IN)
+    done.ask(
+        "train, generator.workflow.args.args.id: the tasks and the environment, as in examples/simulators/libero.yaml"
+    )
 
 
 def _looks_like_control(file: Path, text: str) -> bool:
@@ -163,12 +169,14 @@ def _looks_like_control(file: Path, text: str) -> bool:
 
 
 def _read_control(file: Path, text: str) -> dict[str, Any]:
-    tree = compose(file, read_yaml(text, file))
-    kind = [tree.get("algorithm", {}).get("adv_type"), tree.get("algorithm", {}).get("loss_type")]
-    kind.append(tree.get("actor", {}).get("model", {}).get("model_type"))
-    if kind != ["gae", "actor_critic", "mlp_policy"]:
-        raise ConfigError(f"{file} trains by {kind}: of embodied recipes PPO (gae, actor_critic) of mlp_policy is read")
-    return settings(tree)
+    found = settings(compose(file, read_yaml(text, file)))
+    kind, loss, model = (str(found.get(key)) for key in ("algorithm.adv_type", "algorithm.loss_type", f"{MODEL}_type"))
+    small, *others = WORDS["models"]
+    acts = model == small or (model in others and kind != "embodied_sac")
+    if not acts or loss not in WORDS["losses"].get(kind, ()):
+        what, read = f"{kind}, {loss} of {model}", f"PPO and GRPO of {', '.join([small, *others])}, SAC of {small}"
+        raise ConfigError(f"{file} trains by {what}: {read} are read")
+    return found
 
 
 def _looks_like(file: Path, text: str) -> bool:
@@ -186,4 +194,6 @@ def _read(file: Path, text: str) -> dict[str, Any]:
 
 
 SYSTEM = ForeignSystem("RLinf", read_rules("rlinf"), _looks_like, _read, convert)
-CONTROL = ForeignSystem("RLinf's PPO", read_rules("rlinf_control"), _looks_like_control, _read_control, convert_control)
+CONTROL = ForeignSystem(
+    "RLinf's embodied recipes", read_rules("rlinf_control"), _looks_like_control, _read_control, convert_control
+)

@@ -16,9 +16,6 @@ import yaml
 FILL_IN = "FILL_IN"
 """In the place of a name that Tidemill does not have: refused before anything starts, so that no default is trained."""
 
-ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
-"""Estimators of the divergence from the reference model, by verl's and RLinf's names."""
-
 
 @dataclass(frozen=True)
 class ConversionRule:
@@ -31,6 +28,8 @@ class ConversionRule:
     values to ours, with the entry ``other`` for all that it doesn't have.
     default: their value of a file that does not set it, where it decides what is trained.
     idle: values that ask for nothing, such as False of an option that is off.
+    when: a setting of either side that must be set, ``NAME``, or have one of some values, ``NAME: a b``; such a rule
+    applies after all that a system's module converts.
     """
 
     theirs: str
@@ -39,6 +38,7 @@ class ConversionRule:
     convert: Callable[[Any], Any] | Mapping[Any, Any] | None = None
     default: Any = None
     idle: tuple[Any, ...] = ()
+    when: str = ""
 
     def converted(self, value: Any) -> Any:
         """Return our value of theirs, None without one."""
@@ -55,12 +55,17 @@ def same(value: Any) -> Any:
 
 def positive(value: Any) -> int | None:
     """Return a count, or None if it is below 1, which stands for no limit in other systems."""
-    return int(value) if value >= 1 else None
+    return int(value) if isinstance(value, int | float) and value >= 1 else None
 
 
 def several(value: Any) -> int | None:
     """Return a count above 1, which is what there is anyway."""
     return int(value) if value > 1 else None
+
+
+def nonzero(value: Any) -> float | None:
+    """Return a number, None for 0."""
+    return float(value) or None
 
 
 def listed(value: Any) -> list[Any]:
@@ -84,14 +89,36 @@ def schedule(name: Any) -> str | None:
     return match[1] if match else None
 
 
+def names(value: Any) -> list[str] | None:
+    """Return a list of layers; None for a text, or if it names all that are linear."""
+    return value if isinstance(value, list) and "all-linear" not in value else None
+
+
+def top_k(value: Any) -> int:
+    """Return a number of tokens, -1 for all where that is 0."""
+    return int(value) or -1
+
+
+def opposite(value: Any) -> bool:
+    """Return whether it is off."""
+    return not value
+
+
 def run_name(text: Any) -> str | None:
     """Return a name that run.name allows: lower-case letters, digits, - and _; None if nothing is left."""
     return re.sub(r"[^a-z0-9_-]+", "-", str(text or "").lower()).strip("-_")[:63] or None
 
 
-CONVERTERS = (same, positive, several, listed, trackers, staleness, schedule, run_name, bool, float, int, str, ceil)
-CONVERSIONS: dict[str, Callable[[Any], Any]] = {one.__name__: one for one in CONVERTERS}
+OWN = (same, positive, several, nonzero, listed, trackers, staleness, schedule, names, top_k, opposite, run_name)
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {one.__name__: one for one in (*OWN, bool, float, int, str, ceil)}
 """By the name that the column ``convert`` has."""
+
+
+def read_words(system: str) -> dict[str, Any]:
+    """Return a system's names in the table of words, by group."""
+    text = Path(__file__).with_name("tables").joinpath("words.yaml").read_text(encoding="utf-8")
+    words: dict[str, Any] = yaml.safe_load(text)[system]
+    return words
 
 
 def read_rules(name: str) -> tuple[ConversionRule, ...]:
@@ -101,9 +128,9 @@ def read_rules(name: str) -> tuple[ConversionRule, ...]:
         rows = csv.reader(file, delimiter="|", quoting=csv.QUOTE_NONE)
         next(rows)
         for row in rows:
-            keys, ours, note, convert, default, idle = [*map(str.strip, row), *[""] * (6 - len(row))]
+            keys, ours, note, convert, default, idle, when = [*map(str.strip, row), *[""] * (7 - len(row))]
             is_mapping = convert.startswith("{")
             made = yaml.safe_load(convert) if is_mapping else CONVERSIONS[convert] if convert else None
-            rest = (ours, note, made, yaml.safe_load(default), tuple(yaml.safe_load(f"[{idle}]")))
+            rest = (ours, note, made, yaml.safe_load(default), tuple(yaml.safe_load(f"[{idle}]")), when)
             rules += [ConversionRule(key, *rest) for key in keys.split(", ")]
     return tuple(rules)

@@ -4,34 +4,23 @@ DPO becomes `tidemill dpo`. Keys are those of TRL 1.16, with the arguments of it
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, reads_images
 from deploy.migrate.hydra import find_above, parse_value, read_yaml
-from deploy.migrate.rules import FILL_IN, listed, read_rules, schedule
+from deploy.migrate.rules import FILL_IN, listed, read_rules, read_words, schedule
 from deploy.migrate.shell import command_lines
 from deploy.migrate.trl_script import CONFIGS, launch_flags, process_count, read_flags, read_script
 from schemas.errors import ConfigError
 
-LOSSES = {"grpo": "dapo", "dapo": "dapo", "bnpo": "dapo", "dr_grpo": "dr_grpo", "cispo": "cispo", "sapo": "sapo"}
-AGGREGATIONS = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
-REWARDS: dict[str, list[dict[str, Any]]] = {
-    "accuracy_reward": [{"name": "math"}],
-    "think_format_reward": [{"name": "format", "args": {"regex": r"^<think>(?!.*<think>)(.*?)</think>.*$"}}],
-    "get_soft_overlong_punishment": [{"name": "length", "args": {"max_tokens": 1280, "overlong_buffer": 256}}],
-}
-"""TRL's own reward functions, with the arguments that its command line gives them."""
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "RLOO": {"num_generations": 2, "beta": 0.05},
-    "AsyncGRPO": {"max_completion_length": 2048, "lr_scheduler_type": "constant"},
-}
-"""Defaults of a trainer that differ from those of GRPO."""
+WORDS = read_words("trl")
 
 
 def convert(done: Conversion) -> None:
     """Convert settings of TRL, in its own defaults where they differ from ours and decide what is trained."""
-    done.known = known = {**DEFAULTS.get(str(done.known.get("trainer")), {}), **done.known}
+    done.known = known = {**WORDS["defaults"].get(str(done.known.get("trainer")), {}), **done.known}
     longest = done.value("max_completion_length")
     done.set("sampling.n", done.value("num_generations"))
     done.set("sampling.max_tokens", longest)
@@ -44,8 +33,6 @@ def convert(done: Conversion) -> None:
     _rewards(done)
     _data(done)
     _workflow(done)
-    if known.get("use_peft"):
-        done.set_adapter("lora_r", "lora_alpha", "lora_target_modules")
     if reads_images(known.get("model", known.get("model_name_or_path"))):
         done.read_images("image")
         done.ask("train.args.image: the column of the images, which TRL calls image or images")
@@ -73,7 +60,6 @@ def _steps(done: Conversion) -> None:
     steps = done.value("max_steps")
     done.set("trainer.steps", -(-steps // updates) if steps > 0 else None)
     done.set_steps("num_train_epochs")
-    done.set("trainer.optimizer.betas", [done.value("adam_beta1"), done.value("adam_beta2")])
     done.set("trainer.optimizer.schedule", schedule(done.value("lr_scheduler_type")))
     _end_of_schedule(done, "trainer.optimizer")
     warmup = known.get("warmup_ratio") or known.get("warmup_steps", 0)
@@ -93,24 +79,16 @@ def _end_of_schedule(done: Conversion, section: str) -> None:
 
 
 def _loss(done: Conversion) -> None:
-    known, kind, low = done.known, done.value("loss_type"), done.value("epsilon")
-    high = known.get("epsilon_high", low)
-    args: dict[str, float] = {"clip_low": low, "clip_high": high}
-    name, level = LOSSES.get(kind, FILL_IN), done.value("importance_sampling_level")
-    if name == FILL_IN or level not in ("token", "sequence"):
-        name, args = FILL_IN, {}
-    elif level == "sequence":
-        name = "gspo"
-    elif kind == "cispo":
+    known, level, high = done.known, done.value("importance_sampling_level"), done.known.get("epsilon_high", 0)
+    if level not in ("token", "sequence"):
+        done.set("trainer.loss.name", FILL_IN)
+    elif level == "sequence" and done.get("trainer.loss.name") != FILL_IN:
+        done.set("trainer.loss.name", "gspo")
+    elif done.get("trainer.loss.name") == "cispo" and high > 1:
         # There the bound is the ratio's own, here its distance from 1; one below 1 would hold every token back.
-        args = {"clip_high": round(high - 1, 6)} if high > 1 else {}
-    elif kind == "sapo":
-        args = {"tau_positive": done.value("sapo_temperature_pos"), "tau_negative": done.value("sapo_temperature_neg")}
-    elif "delta" in known:
-        name, args = "ppo", {**args, "dual_clip": known["delta"]}
-    done.set("trainer.loss.name", name)
-    done.set("trainer.loss.args", args)
-    done.set("trainer.aggregation", AGGREGATIONS.get(kind, "token_mean"))
+        done.set("trainer.loss.args.clip_high", round(high - 1, 6))
+    elif "delta" in known and done.get("trainer.loss.name") in ("dapo", "dr_grpo"):
+        done.set("trainer.loss.name", "ppo")
     done.set("trainer.kl.coef", known.get("beta"))
     if known.get("trainer") == "RLOO":
         done.set("trainer.advantage.name", "rloo")
@@ -129,8 +107,8 @@ def _loss(done: Conversion) -> None:
 def _rewards(done: Conversion) -> None:
     known, terms = done.known, list[dict[str, Any]]()
     for function in listed(known.get("reward_funcs", [])):
-        if function in REWARDS:
-            terms += [dict(term) for term in REWARDS[function]]
+        if function in WORDS["rewards"]:
+            terms.append(dict(WORDS["rewards"][function]))
         elif ":" in function:
             script, _, name = function.partition(":")
             terms.append({"name": function})
@@ -171,9 +149,11 @@ def _data(done: Conversion) -> None:
     if done.value("eval_strategy") in ("no", False):
         return
     held_out = {"name": "hf", "args": {**args, "split": done.value("dataset_test_split")}}
-    every, count = known.get("eval_steps") or 500, known.get("num_generations_eval")
-    heat, longest = None if count is None else known.get("temperature", 1.0), done.value("max_completion_length")
-    done.set_eval([held_out], int(every) if every >= 1 else None, n=count, temperature=heat, max_tokens=longest)
+    every = known.get("eval_steps") or 500
+    done.set_eval([held_out])
+    done.set("eval.every", int(every) if every >= 1 else None)
+    if "num_generations_eval" in known:
+        done.set("eval.sampling.temperature", known.get("temperature", 1.0))
 
 
 def _workflow(done: Conversion) -> None:
@@ -194,26 +174,32 @@ def _workflow(done: Conversion) -> None:
 
 def convert_dpo(done: Conversion) -> None:
     """Convert settings of DPO, in TRL's defaults where they differ from ours and decide what is trained."""
-    known = done.known
-    # No sample is drawn, but a configuration's sampling has to leave room for a prompt.
-    done.set("sampling.max_tokens", max(1, done.value("max_length") // 2))
-    done.set("dpo.out", known.get("output_dir", "runs/models/preferred"))
-    rows = done.value("per_device_train_batch_size") * done.value("gradient_accumulation_steps")
-    done.set("dpo.batch_size", rows * _ranks(done, "dpo.batch_size"))
-    done.set_steps("num_train_epochs", "dpo")
+    done.set("dpo.out", done.known.get("output_dir", "runs/models/preferred"))
     done.set("dpo.optimizer.betas", [0.9, 0.999])
     _end_of_schedule(done, "dpo.optimizer")
-    args: dict[str, Any] = {"path": known.get("data_files") or known.get("dataset_name") or FILL_IN, "answer": None}
+    _offline(done, "dpo", "pairs", None)
+
+
+def convert_sft(done: Conversion) -> None:
+    """Convert settings of supervised training, whose model is what ``tidemill sft`` writes to model.path."""
+    done.set("model.path", done.known.get("output_dir", "runs/models/supervised"))
+    done.config["warm_start"]["stop_accuracy"] = None
+    _offline(done, "warm_start", "rows", "completion")
+    done.ask("warm_start.dataset: rows must have prompt and completion, as text or messages, each in its own column")
+
+
+def _offline(done: Conversion, section: str, rows_of: str, answer: str | None) -> None:
+    known = done.known
+    rows = done.value("per_device_train_batch_size") * done.value("gradient_accumulation_steps")
+    done.set(f"{section}.batch_size", rows * _ranks(done, f"{section}.batch_size"))
+    done.set_steps("num_train_epochs", section)
+    args: dict[str, Any] = {"path": known.get("data_files") or known.get("dataset_name") or FILL_IN, "answer": answer}
     if known.get("dataset_config"):
         args["name"] = known["dataset_config"]
     if not known.get("dataset_name"):
-        done.ask("dpo.dataset: name the pairs, such as {name: jsonl, args: {path: pairs.jsonl, answer: null}}")
+        done.ask(f"{section}.dataset: name the {rows_of}, such as {{name: jsonl, args: {{path: {rows_of}.jsonl}}}}")
     train, held_out = ({**args, "split": done.value(f"dataset_{kind}_split")} for kind in ("train", "test"))
-    done.set("dpo.dataset", {"name": "hf", "args": train})
-    done.set("dpo.eval", {"name": "hf", "args": held_out})
-    # The sections that every configuration has; tidemill dpo reads neither.
-    done.set("train", {"name": "hf", "args": dict(train)})
-    done.set("reward.terms", [{"name": "exact"}])
+    done.set_offline(section, {"name": "hf", "args": train}, {"name": "hf", "args": held_out}, "max_length")
 
 
 STARTED = re.compile(
@@ -265,11 +251,14 @@ def _read_shell(file: Path, text: str) -> dict[str, Any]:
     raise ConfigError(f"{file} starts no script and no trainer of TRL: there is nothing to convert")
 
 
-def _is_dpo(file: Path, text: str) -> bool:
-    if file.suffix in SHELL:
-        return "trl dpo" in text
-    return file.suffix == ".py" and "DPOTrainer(" in text and "OnlineDPO" not in text
+def _is_for(name: str) -> Callable[[Path, str], bool]:
+    """Return whether a file is one of the trainer of this name."""
+    in_script = re.compile(rf"(?<!\w){name.upper()}Trainer\(")
+    return lambda file, text: (
+        f"trl {name}" in text if file.suffix in SHELL else file.suffix == ".py" and in_script.search(text) is not None
+    )
 
 
 SYSTEM = ForeignSystem("TRL", read_rules("trl"), _looks_like, _read, convert)
-DPO = ForeignSystem("TRL's DPO", read_rules("trl_dpo"), _is_dpo, _read, convert_dpo)
+DPO = ForeignSystem("TRL's DPO", read_rules("trl_dpo"), _is_for("dpo"), _read, convert_dpo)
+SFT = ForeignSystem("TRL's SFT", read_rules("trl_sft"), _is_for("sft"), _read, convert_sft)

@@ -18,18 +18,15 @@ from typing import Any
 
 from deploy.migrate.conversion import Conversion, Unread
 from deploy.migrate.hydra import find_above, parse_value, read_yaml
+from deploy.migrate.rules import read_words
 from deploy.migrate.shell import UNKNOWN
 
-CONFIGS = ("GRPOConfig", "RLOOConfig", "AsyncGRPOConfig", "DPOConfig")
+CONFIGS = ("GRPOConfig", "RLOOConfig", "AsyncGRPOConfig", "DPOConfig", "SFTConfig")
 TRAINERS = tuple(name.replace("Config", "Trainer") for name in CONFIGS)
-POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
-"""Arguments of a trainer that may come without a name."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Binding = Function | ast.ClassDef | ast.Assign | ast.Import | ast.ImportFrom
 COUNTED = ("num_processes", "nproc_per_node", "nnodes")
-SHIPPED = {"single_gpu": 1, **dict.fromkeys(("multi_gpu", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"), 8)}
-"""Processes of the files for accelerate that TRL ships, by their names."""
-LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
+WORDS = read_words("trl")
 
 
 class ScriptSource:
@@ -147,7 +144,7 @@ def process_count(file: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
     named = str(flags.get("config_file") or flags.get("accelerate_config") or "")
     config = find_above(file, named)
     inside = {} if config is None else read_yaml(config.read_text(encoding="utf-8"), config)
-    count = flags.get("num_processes", inside.get("num_processes", SHIPPED.get(named)))
+    count = flags.get("num_processes", inside.get("num_processes", WORDS["shipped"].get(named)))
     if "nproc_per_node" in flags:
         sizes = [flags["nproc_per_node"], flags.get("nnodes", 1)]
         count = math.prod(sizes) if all(type(one) is int for one in sizes) else Unread(" * ".join(map(str, sizes)))
@@ -211,7 +208,7 @@ def read_script(file: Path, text: str, flags: dict[str, Any] | None = None) -> d
 
 
 def _trainer_arguments(source: ScriptSource, call: ast.Call) -> dict[str, Any]:
-    given = dict(zip(POSITIONS, call.args, strict=False)) | dict(source.keywords(call))
+    given = dict(zip(WORDS["positions"], call.args, strict=False)) | dict(source.keywords(call))
     found: dict[str, Any] = {key: ast.unparse(value) for key, value in given.items()}
     if "model" in given:
         model = source.value(given["model"])
@@ -220,6 +217,9 @@ def _trainer_arguments(source: ScriptSource, call: ast.Call) -> dict[str, Any]:
         if isinstance(model, Unread) and isinstance(loaded, ast.Call) and _name(loaded) == "from_pretrained":
             model = source.value(loaded.args[0]) if loaded.args else model
         found["model"] = model
+        if model == source.options.get("model_name_or_path"):
+            # The command's setting is the one that is named.
+            del found["model"]
     for key in ("reward_funcs", "tools"):
         if key in given:
             listed = given[key]
@@ -274,7 +274,7 @@ def _adapter(source: ScriptSource, config: str | None) -> dict[str, Any]:
         # What get_peft_config makes of the command line's settings has their names.
         return {} if "get_peft_config" in config else {"peft_config": Unread(config)}
     given = {key: source.value(value) for key, value in source.keywords(source.calls["LoraConfig"])}
-    return {"use_peft": True} | {LORA.get(key, key): value for key, value in given.items()}
+    return {"use_peft": True} | {WORDS["lora"].get(key, key): value for key, value in given.items()}
 
 
 def _function(node: ast.expr, source: ScriptSource, kind: str) -> str:

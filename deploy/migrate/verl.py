@@ -12,7 +12,7 @@ import yaml
 
 from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, parquet, reads_images
 from deploy.migrate.hydra import compose, find_above, overrides, read_yaml, settings
-from deploy.migrate.rules import ESTIMATORS, FILL_IN, read_rules
+from deploy.migrate.rules import FILL_IN, read_rules, read_words
 from deploy.migrate.shell import command_lines
 from schemas.errors import ConfigError
 
@@ -24,19 +24,7 @@ CORRECTION = "algorithm.rollout_correction"
 ASYNC = "async_training"
 OWN = "reward.custom_reward_function"
 OVERLONG = "reward.reward_kwargs"
-LIMITS = {"max_assistant_turns": "max_calls", "max_parallel_calls": "parallel"}
-LIMITS["max_tool_response_length"] = "longest_result"
-PENALTIES = {
-    "loss": (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", "low_var_kl"),
-    "reward": ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl"),
-}
-"""Places of a penalty: the settings that turn it on, its coefficient and its estimator, with that by default."""
-REWARDS = {"gsm8k": "gsm8k", "geo3k": "geometry3k", "geometry3k": "geometry3k", "clevr": "clevr", "code": "code"}
-"""The rule for data whose file has this word in its path; math for others."""
-SGLANG = {"gpu_memory_utilization": "mem_fraction_static", "enforce_eager": "disable_cuda_graph"}
-"""Options of SGLang by vLLM's name."""
-VLLM = ("max_num_batched_tokens", "enable_chunked_prefill")
-"""Options that SGLang does not have."""
+WORDS = read_words("verl")
 
 
 def read_script(text: str) -> dict[str, Any]:
@@ -46,14 +34,13 @@ def read_script(text: str) -> dict[str, Any]:
     """
     commands = [overrides(words).items() for words in command_lines(text)]
     # A name without a dot is a variable of the command's environment.
-    named = ({key: value for key, value in found if "." in key or key[0] == "-"} for found in commands)
+    plain = ("engine", "optim")
+    named = ({key: value for key, value in one if "." in key or key[0] == "-" or key in plain} for one in commands)
     return max(named, key=len, default={})
 
 
 def _read(file: Path, text: str) -> dict[str, Any]:
     if file.suffix in SHELL:
-        if re.search(r"verl\.trainer\.\w*sft", text) and "main_ppo" not in text:
-            raise ConfigError(f"{file} starts supervised training: only PPO's trainer is converted")
         found = read_script(text)
         if not found:
             raise ConfigError(f"{file} has no overrides such as data.train_batch_size=1024")
@@ -93,12 +80,15 @@ def convert(done: Conversion) -> None:
         done.ask(f"trainer.minibatches: verl cuts {batch} prompts by {part}, with a rest; here parts are equal")
     _run(done)
     _optimizer(done)
-    _loss(done)
+    if done.known.get("algorithm.norm_adv_by_std_in_grpo") is False and done.get("trainer.advantage.name") == "grpo":
+        done.set("trainer.advantage.name", "centered")
+    done.set_advantage(done.get("trainer.advantage.name"), not done.known.get("algorithm.filter_groups.enable", False))
     _correction(done)
     _data(done)
     _rewards(done)
     if "data.image_key" in done.known or reads_images(done.known.get(f"{MODEL}.path")):
-        done.set("model.freeze_vision", done.value(f"{ACTOR}.freeze_vision_tower"))
+        # An adapter is on the layers of the text alone.
+        done.set("model.freeze_vision", done.value(f"{ACTOR}.freeze_vision_tower") or "lora" in done.config["trainer"])
         done.read_images(done.value("data.image_key"))
     _engine(done)
     _tools(done)
@@ -119,9 +109,6 @@ def _run(done: Conversion) -> None:
         done.set("flow.staleness", 0 if mode == "sync" else most - 1)
     if done.get("trainer.activation_offload") and done.get("trainer.activation_checkpointing") is None:
         done.set("trainer.activation_checkpointing", True)
-    prefix = f"{MODEL}.lora." if f"{MODEL}.lora.rank" in known else f"{MODEL}.lora_"
-    if known.get(f"{prefix}rank", 0) > 0:
-        done.set_adapter(f"{prefix}rank", f"{prefix}alpha", f"{MODEL}.target_modules")
 
 
 def _engine(done: Conversion) -> None:
@@ -131,7 +118,8 @@ def _engine(done: Conversion) -> None:
     args = (done.get("generator.args") or {}) | {key.removeprefix(options): known[key] for key in done.within(options)}
     if engine == "sglang" and refuses is None:
         done.set_engine(engine)
-        args = {SGLANG.get(name, name): value for name, value in args.items() if name not in VLLM}
+        args = {WORDS["sglang"].get(name, name): value for name, value in args.items()}
+        args.pop(None, None)
     else:
         done.set_engine("vllm" if engine == "vllm" else None)
         if engine == "sglang":
@@ -149,39 +137,6 @@ def _optimizer(done: Conversion) -> None:
     done.set_min_lr(done.known.get(f"{ACTOR}.optim.min_lr"))
 
 
-def _loss(done: Conversion) -> None:
-    known, name, clip = done.known, done.get("trainer.loss.name"), done.value(f"{ACTOR}.clip_ratio")
-    low, high = known.get(f"{ACTOR}.clip_ratio_low", clip), known.get(f"{ACTOR}.clip_ratio_high", clip)
-    args = {"ppo": {"clip_low": low, "clip_high": high}, "cispo": {"clip_high": high}}
-    args["gspo"] = args["ppo"]
-    args["sapo"] = {"tau_positive": done.value(f"{ACTOR}.tau_pos"), "tau_negative": done.value(f"{ACTOR}.tau_neg")}
-    done.set("trainer.loss.args", args.get(name))
-    done.set("trainer.loss.args.dual_clip", known.get(f"{ACTOR}.clip_ratio_c") if name == "ppo" else None)
-    if name in ("gspo", "sapo"):
-        done.set("trainer.aggregation", "sequence_mean")
-    _advantage(done)
-    for place, (used, coef, kind, default) in PENALTIES.items():
-        if known.get(used) and done.get("trainer.kl") is None:
-            name = str(known.get(kind, default))
-            estimator = ESTIMATORS.get(name.removesuffix("+"), FILL_IN)
-            done.set("trainer.kl", {"coef": known.get(coef, 0.001), "estimator": estimator, "place": place})
-            done.set("trainer.kl.bias_correction", False if place == "loss" and name[-1:] != "+" else None)
-            cpu = known.get("actor_rollout_ref.ref.fsdp_config.param_offload")
-            done.set("trainer.kl.device", "cpu" if cpu else None)
-
-
-def _advantage(done: Conversion) -> None:
-    name = done.get("trainer.advantage.name")
-    if done.known.get("algorithm.norm_adv_by_std_in_grpo") is False and name == "grpo":
-        name = "centered"
-    keeps = not done.known.get("algorithm.filter_groups.enable", False)
-    name = done.set_advantage(name, keeps, gamma="algorithm.gamma", lam="algorithm.lam")
-    if name == "gae":
-        done.set("trainer.critic.optimizer.lr", done.value("critic.optim.lr"))
-        done.set("trainer.critic.clip", done.value("critic.cliprange_value"))
-        done.set("trainer.critic.model", done.known.get("critic.model.path"))
-
-
 def _correction(done: Conversion) -> None:
     """Convert corrections for the difference between the sampling and the training policy."""
     known = done.known
@@ -190,7 +145,7 @@ def _correction(done: Conversion) -> None:
     if bypass and loss != "ppo_clip":
         done.set("trainer.loss", {"name": "reinforce" if loss == "reinforce" else FILL_IN})
     if weights == "token" and not bypass and done.get("trainer.loss.name") == "ppo":
-        args = {**done.get("trainer.loss.args"), "weight_limit": done.value(limit), "weight_action": "clamp"}
+        args = {"weight_limit": done.value(limit), "weight_action": "clamp"}
         done.set("trainer.loss", {"name": "decoupled_ppo", "args": args, "proximal": "recompute"})
     rules = []
     bounds = [part.split("_") for part in str(known.get(f"{CORRECTION}.rollout_rs_threshold", "")).split(",")]
@@ -220,14 +175,8 @@ def _data(done: Conversion) -> None:
     if custom := known.get("data.custom_cls.path"):
         name = f"{custom}:{known.get('data.custom_cls.name', FILL_IN)}"
         done.ask(f"train.name: verl's class {name} becomes a dataset of your own")
-    sampling = f"{ROLLOUT}.val_kwargs."
     if known.get(held_out) and done.value(every) > 0:
-        sets, count = _datasets(known[held_out], done), done.value(f"{sampling}n")
-        heat = float(done.value(f"{sampling}temperature")) if done.value(f"{sampling}do_sample") else 0.0
-        part = {name: known.get(f"{sampling}{name}") for name in ("top_p", "top_k")}
-        part["top_k"] = -1 if part["top_k"] == 0 else part["top_k"]
-        most = done.value("data.max_response_length")
-        done.set_eval(sets, done.value(every), n=count, temperature=heat, **part, max_tokens=most)
+        done.set_eval(_datasets(known[held_out], done))
 
 
 def _datasets(files: Any, done: Conversion) -> list[dict[str, Any]]:
@@ -244,7 +193,7 @@ def _datasets(files: Any, done: Conversion) -> list[dict[str, Any]]:
 
 
 def _rewards(done: Conversion) -> None:
-    known, files = done.known, str(done.known.get("data.train_files")).lower()
+    known, more = done.known, list[dict[str, Any]]()
     path, enabled = known.get(f"{OWN}.path"), known.get("reward.reward_model.enable")
     # What is of no rule, or only a run tells, may choose the reward.
     own = [key for key in done.found if key.startswith("reward.") and done.rule(key) is None]
@@ -261,10 +210,10 @@ def _rewards(done: Conversion) -> None:
         term = {"name": FILL_IN}
         done.ask(f"reward.terms: {', '.join(sorted(own))} chooses verl's reward; name yours as file.py:name")
     else:
-        name = next((rule for word, rule in REWARDS.items() if word in files), "math")
-        term = {"name": name}
-        done.ask(f"reward.terms: verl chooses by data_source; {name} is a guess from the name of the files")
-    terms = [term]
+        term, *more = _guessed(done)
+        names = ", ".join(one["name"] for one in (term, *more))
+        done.ask(f"reward.terms: verl chooses by data_source; {names} is a guess from the names of the files")
+    terms = [term, *more]
     if known.get("distillation.enabled"):
         terms.append({"name": FILL_IN})
         done.ask("reward.terms: each teacher of distillation.* is a term teacher or teacher_server, with trainer.kl")
@@ -280,6 +229,18 @@ def _rewards(done: Conversion) -> None:
         done.set("trainer.advantage.filter_term", done.get("reward.correct_term"))
 
 
+def _guessed(done: Conversion) -> list[dict[str, Any]]:
+    """Return a term for each rule that the names of the files tell, with the labels of its datasets if they differ."""
+    found: dict[str, list[str]] = {}
+    for one in done.datasets():
+        path = str(one["args"]["path"]).lower()
+        rule = next((rule for word, rule in WORDS["rewards"].items() if word in path), "math")
+        found.setdefault(rule, []).append(one.get("label", ""))
+    if not all(label for labels in found.values() for label in labels):
+        return [{"name": next(iter(found))}]
+    return [{"name": rule} | ({"datasets": labels} if len(found) > 1 else {}) for rule, labels in found.items()]
+
+
 def _tools(done: Conversion) -> None:
     """Convert what makes a sample a conversation: tools, an interaction, or another agent loop."""
     known = done.known
@@ -290,8 +251,6 @@ def _tools(done: Conversion) -> None:
         done.set("generator.workflow", {"name": FILL_IN})
     elif tools in done.found:
         done.set("generator.workflow", {"name": "tools", "args": {"tools": _tool_entries(done, known.get(tools))}})
-        for theirs, ours in LIMITS.items():
-            done.set(f"generator.workflow.args.{ours}", known.get(f"{TURNS}.{theirs}"))
     turns = known.get(f"{TURNS}.max_user_turns")
     done.set("generator.agents.max_calls", None if turns is None else turns + 1)
 
@@ -320,6 +279,25 @@ def _tool_entries(done: Conversion, path: str | None) -> list[Any]:
     return entries
 
 
+def convert_sft(done: Conversion) -> None:
+    """Convert settings of verl's supervised trainer, whose model is what ``tidemill sft`` writes to model.path."""
+    known = done.known
+    columns = {"prompt": known.get("data.prompt_key") or done.value("data.messages_key")}
+    columns["answer"] = known.get("data.response_key", FILL_IN)
+    if columns["answer"] == FILL_IN:
+        done.ask("warm_start.dataset.args.answer: write the last message of each row into a column of its own")
+    done.set("model.path", known.get("trainer.default_local_dir", "runs/models/supervised"))
+    done.config["warm_start"] |= {"model": known.get("model.path", FILL_IN), "stop_accuracy": None}
+    done.set_steps("trainer.total_epochs", "warm_start")
+    files = str(known.get("data.train_files") or f"{FILL_IN}/train.parquet")
+    both = (parquet(file, **columns) for file in (files, str(known.get("data.val_files") or files)))
+    done.set_offline("warm_start", *both, "data.max_length")
+
+
+def _is_sft(file: Path, text: str) -> bool:
+    return file.suffix in SHELL and re.search(r"verl\.trainer\.\w*sft", text) is not None and "main_ppo" not in text
+
+
 def _looks_like(file: Path, text: str) -> bool:
     if file.suffix in SHELL:
         return "verl" in text or re.search(r"[a-z_]+\.\w[\w.]*=", text) is not None
@@ -327,3 +305,4 @@ def _looks_like(file: Path, text: str) -> bool:
 
 
 SYSTEM = ForeignSystem("verl", read_rules("verl"), _looks_like, _read, convert)
+SFT = ForeignSystem("verl's SFT", read_rules("verl_sft"), _is_sft, _read, convert_sft)

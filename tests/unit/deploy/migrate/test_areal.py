@@ -7,7 +7,9 @@ import pytest
 
 from deploy.migrate.areal import sizes
 from deploy.migrate.convert import convert_file, render
+from producers.datasets.rows import RowReader
 from schemas.errors import ConfigError
+from schemas.messages import ChatMessage
 from tests.support.runs.converted_files import converted
 
 FILE = """
@@ -49,7 +51,10 @@ def test_a_file(tmp_path: Path) -> None:
     assert (trainer["steps"], trainer["optimizer"]["lr"], trainer["optimizer"]["warmup_steps"]) == (500, 1e-5, 50)
     assert trainer["advantage"] == {"name": "grpo", "keep_zero_variance": True, "args": {"eps": 1e-5}}
     assert (config["model"]["max_length"], config["sampling"]["max_tokens"], config["sampling"]["n"]) == (164, 64, 4)
-    assert config["train"]["args"]["prompt"] == "question"
+    read = RowReader(**{name: config["train"]["args"][name] for name in ("template", "chat", "answer")})
+    asked = read.read({"question": "1+1?", "answer": "#### 2"}, "row")
+    assert asked.messages == [ChatMessage("user", "1+1?\nPlease put your final answer within \\boxed{}.")]
+    assert any("http starts SGLang, which needs pip install 'tidemill[sglang]'" in note for note in notes)
     assert [term["name"] for term in config["reward"]["terms"]] == ["gsm8k"]
     assert any("AReaL's sglang:d4p1t2 is 4 copies, GPUs for each: 2" in note for note in notes)
     assert not any("actor.temperature" in note or "group_size=" in note for note in notes), "references are named once"
@@ -123,7 +128,7 @@ def test_norms_of_rewards(tmp_path: Path, mean: str, std: str, more: str, advant
 )
 def test_losses(tmp_path: Path, more: str, loss: str, args: dict[str, float]) -> None:
     config, _ = convert(tmp_path, ("  eps_clip: 0.3\n", f"  eps_clip: 0.3\n  {more}\n"))
-    assert (config["trainer"]["loss"]["name"], config["trainer"]["loss"]["args"]) == (loss, args)
+    assert (config["trainer"]["loss"]["name"], config["trainer"]["loss"].get("args", {})) == (loss, args)
 
 
 def test_an_agent_of_ones_own_is_never_a_single_turn(tmp_path: Path) -> None:

@@ -112,13 +112,81 @@ def test_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        (("task_type: reasoning", "task_type: embodied"), "of embodied recipes PPO"),
+        (
+            ("task_type: reasoning", "task_type: embodied"),
+            "trains by grpo, None of None: PPO and GRPO of mlp_policy, openvla",
+        ),
         (("algorithm:", "other:"), "has no section algorithm"),
     ],
 )
 def test_what_is_not_read_is_told_in_a_line(tmp_path: Path, change: tuple[str, str], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         convert(tmp_path, change)
+
+
+EMBODIED = """
+cluster: {component_placement: {actor: 0-0, env: 0-0, rollout: 0-0}}
+runner: {task_type: embodied, max_epochs: 30}
+algorithm: {ALGORITHM, group_size: 4, clip_ratio_low: 0.2, clip_ratio_high: 0.28, filter_rewards: true}
+env: {train: {total_num_envs: 16, max_steps_per_rollout_epoch: 64, max_episode_steps: 64, init_params: {id: A-v1}}}
+rollout: {sampling_params: {temperature_train: 1.6}}
+actor:
+  global_batch_size: 32
+  model: {model_type: KIND, model_path: org/oft, action_dim: 7, obs_dim: 5, num_action_chunks: 8}
+  optim: {lr: 1e-4}
+"""
+
+
+def embodied(tmp_path: Path, kind: str, algorithm: str) -> tuple[dict[str, Any], list[str]]:
+    """The configuration and the notes of an embodied recipe."""
+    text = EMBODIED.replace("KIND", kind).replace("ALGORITHM", algorithm)
+    if kind == "mlp_policy":
+        text = text.replace(", num_action_chunks: 8", "")
+    return converted(tmp_path / "robot.yaml", text, "RLinf's embodied recipes")
+
+
+def test_sac_of_a_small_network(tmp_path: Path) -> None:
+    """32 updates a step of 16 * 64 transitions."""
+    more = "update_epoch: 32, gamma: 0.8, tau: 0.01, critic_actor_ratio: 2, q_head_type: crossq"
+    config, notes = embodied(tmp_path, "mlp_policy", f"adv_type: embodied_sac, loss_type: embodied_sac, {more}")
+    assert config["trainer"]["sac"] == {
+        **{"updates_per_transition": 1 / 32, "gamma": 0.8, "tau": 0.01, "policy_every": 2, "batch": 32, "norm": "batch"}
+    }
+    assert not {"loss", "advantage", "critic", "epochs"} & config["trainer"].keys()
+    assert any('"squashed": true' in note for note in notes), notes
+    assert any("clip_ratio_low=0.2: not carried over" in note for note in notes), notes
+
+
+def test_grpo_of_a_small_network(tmp_path: Path) -> None:
+    config, _ = embodied(tmp_path, "mlp_policy", "adv_type: grpo, loss_type: actor")
+    trainer = config["trainer"]
+    assert (config["sampling"]["n"], trainer["advantage"]) == (4, {"name": "grpo", "keep_zero_variance": False})
+    assert trainer["loss"] == {"name": "ppo", "args": {"dual_clip": 1e9, "clip_low": 0.2, "clip_high": 0.28}}
+    assert "critic" not in trainer
+
+
+def test_a_model_whose_tokens_are_actions(tmp_path: Path) -> None:
+    config, notes = embodied(tmp_path, "openvla_oft", "adv_type: grpo, loss_type: actor")
+    args = config["generator"]["workflow"]["args"]
+    assert (config["model"]["kind"], config["model"]["path"], config["model"]["output_tokens"]) == (
+        *("vision", "FILL_IN", r"<a\d+>"),
+    )
+    assert (config["sampling"]["max_tokens"], config["sampling"]["temperature"], args["max_turns"]) == (56, 1.6, 8)
+    assert (args["args"]["chunk"], config["trainer"]["batch_groups"], config["trainer"]["minibatches"]) == (8, 4, 4)
+    assert any("in place of org/oft a Qwen2.5-VL or Qwen3-VL" in note for note in notes), notes
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm"),
+    [
+        ("openpi", "adv_type: grpo, loss_type: actor"),
+        ("openvla", "adv_type: embodied_sac, loss_type: embodied_sac"),
+        ("mlp_policy", "adv_type: gae, loss_type: embodied_dagger"),
+    ],
+)
+def test_other_embodied_recipes_are_refused_by_name(tmp_path: Path, kind: str, algorithm: str) -> None:
+    with pytest.raises(ConfigError, match=rf"of {kind}: PPO and GRPO of mlp_policy, openvla, openvla_oft, SAC of mlp"):
+        embodied(tmp_path, kind, algorithm)
 
 
 def test_files_that_a_file_includes_come_in_hydras_order(tmp_path: Path) -> None:

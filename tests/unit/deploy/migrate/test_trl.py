@@ -212,3 +212,30 @@ def test_dpo(tmp_path: Path) -> None:
     assert any("ref_model=other" in note for note in notes)
     config, _ = convert(tmp_path, script("loss_type='apo_zero'", "model='m'", "DPO"), title="TRL's DPO")
     assert config["dpo"]["loss"] == "FILL_IN"
+
+
+def test_supervised_training_becomes_a_warm_start(tmp_path: Path) -> None:
+    given = (
+        "per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=90, output_dir='out', max_length=64"
+    )
+    more = "packing=True, lr_scheduler_type='cosine', eval_steps=30"
+    text = script(f"{given}, {more}", "model='Qwen/Qwen2-VL-2B', train_dataset=dataset, peft_config=lora", "SFT")
+    config, notes = convert(tmp_path, text, title="TRL's SFT")
+    found = config["warm_start"]
+    assert (config["model"]["path"], found["model"], found["lr"]) == ("out", "Qwen/Qwen2-VL-2B", 2e-5)
+    assert (found["batch_size"], found["max_steps"], found["eval_every"], found["stop_accuracy"]) == (8, 90, 30, None)
+    assert (config["model"]["kind"], found["dataset"]["args"]["answer"]) == ("vision", "completion")
+    for part in ("peft_config=lora: tidemill sft trains all weights", "lr_scheduler_type=cosine", "packing=True"):
+        assert any(part in note for note in notes), (part, notes)
+
+
+def test_a_model_of_the_command_line_is_carried_over_without_a_note(tmp_path: Path) -> None:
+    text = (
+        '"""\npython go.py --model_name_or_path org/m --max_steps 3\n"""\n'
+        + HEAD.format(name="GRPO")
+        + "script_args, training_args, model_args = TrlParser((GRPOConfig,)).parse_args_and_config()\n"
+        "GRPOTrainer(args=training_args, model=model_args.model_name_or_path, reward_funcs=judged)\n"
+    )
+    config, notes = convert(tmp_path, text)
+    assert config["model"]["path"] == "org/m"
+    assert not any("org/m" in note for note in notes), notes

@@ -68,8 +68,9 @@ def test_images(tmp_path: Path) -> None:
     )
     assert (config["model"]["kind"], config["model"]["freeze_vision"]) == ("vision", True)
     assert config["train"]["args"]["image"] == config["eval"]["dataset"]["args"]["image"] == "pictures"
-    assert ("lora" in config["trainer"], "parallel" in config["trainer"]) == (False, False)
-    for text in ("lora_rank=8: not carried over", "size=2: not carried over", "not sglang, because of images"):
+    # An adapter is on the layers of the text.
+    assert (config["trainer"]["lora"], "parallel" in config["trainer"]) == ({"rank": 8, "alpha": 16.0}, False)
+    for text in ("size=2: not carried over", "not sglang, because of images"):
         assert any(text in note for note in notes), notes
 
 
@@ -202,7 +203,7 @@ def test_rollout_correction(tmp_path: Path) -> None:
 def test_evaluation(tmp_path: Path) -> None:
     values = (f"{ROLLOUT}.val_kwargs.{text}" for text in ("top_p=0.7", "temperature=0.6", "n=8", "do_sample=True"))
     config, _ = convert(tmp_path, "data.val_files=b/test.parquet", "trainer.test_freq=5", *values)
-    sampling = {"n": 8, "temperature": 0.6, "top_p": 0.7, "max_tokens": 512}
+    sampling = {"n": 8, "temperature": 0.6, "top_p": 0.7}
     assert (config["eval"]["sampling"], config["eval"]["every"]) == (sampling, 5)
     _, notes = convert(tmp_path, "data.val_files=b/test.parquet", "trainer.test_freq=-1")
     assert any("data.val_files=b/test.parquet: not carried over" in note for note in notes)
@@ -254,9 +255,33 @@ def test_a_teacher_is_asked_for(tmp_path: Path) -> None:
     assert any("distillation.teacher_models.t.model_path=org/big" in note for note in notes)
 
 
-def test_supervised_training_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="supervised training"):
-        converted(tmp_path / "run.sh", "torchrun -m verl.trainer.sft_trainer optim.lr=1e-5 data.n=1\n", "verl")
+def test_supervised_training_becomes_a_warm_start(tmp_path: Path) -> None:
+    text = (
+        "torchrun -m verl.trainer.sft_trainer engine=fsdp model.path=org/m model.lora_rank=8 optim.lr=1e-4"
+        " data.train_files=d/train.parquet data.val_files=d/test.parquet data.train_batch_size=64"
+        " engine.ulysses_sequence_parallel_size=2 trainer.default_local_dir=out trainer.total_epochs=3\n"
+    )
+    config, notes = converted(tmp_path / "run.sh", text, "verl's SFT")
+    found = config["warm_start"]
+    assert (config["model"]["path"], found["model"], found["lr"], found["batch_size"]) == ("out", "org/m", 1e-4, 64)
+    assert found["eval"]["args"] == {"path": "d", "split": "test", "prompt": "messages", "answer": "FILL_IN"}
+    assert (found["stop_accuracy"], config["trainer"]["parallel"]["context"]) == (None, 2)
+    for part in ("3 epochs (trainer.total_epochs) are 3 * rows", "lora_rank=8: tidemill sft trains all", "engine=fsdp"):
+        assert any(part in note for note in notes), notes
+    with_answers = text.replace("data.train_batch_size=64", "data.prompt_key=q data.response_key=a")
+    config, _ = converted(tmp_path / "run.sh", with_answers, "verl's SFT")
+    assert config["warm_start"]["dataset"]["args"] == {"path": "d", "split": "train", "prompt": "q", "answer": "a"}
+
+
+def test_files_of_several_kinds_are_each_judged_by_their_rule(tmp_path: Path) -> None:
+    """verl chooses the rule by a column of each row, which a file of one kind has the same in all."""
+    both = ("data.train_files=['a/gsm8k/train.parquet','a/math/train.parquet']", "trainer.test_freq=5")
+    config, notes = convert(tmp_path, *both, "data.val_files=['a/math/test.parquet','a/gsm8k/test.parquet']")
+    assert config["reward"]["terms"] == [
+        {"name": "gsm8k", "datasets": ["gsm8k-train-0", "gsm8k-test-1"]},
+        {"name": "math", "datasets": ["math-train-1", "math-test-0"]},
+    ]
+    assert any("reward.terms: verl chooses by data_source; gsm8k, math" in note for note in notes), notes
 
 
 def test_a_group_of_one_is_rewarded_as_it_is(tmp_path: Path) -> None:
