@@ -40,8 +40,6 @@ def convert(done: Conversion) -> None:
     longest = known.get("gconfig.max_tokens", 0)
     done.set("model.max_length", longest if longest > answer else done.value("train_dataset.max_length") + answer)
     done.set("sampling.max_tokens", answer)
-    if "actor.optimizer.warmup_steps" not in known:
-        done.warm_up(done.value("actor.optimizer.warmup_steps_proportion"))
     _backends(done)
     _data(done)
     if kind != "rl":

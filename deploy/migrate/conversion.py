@@ -71,7 +71,8 @@ class Conversion:
             value = self.known.get(rule.theirs, rule.default)
             if value is None or bool(rule.when) != late or (late and not self._applies(rule.when)):
                 continue
-            ours = rule.converted(value)
+            method = isinstance(rule.convert, str)
+            ours = getattr(self, str(rule.convert))(value) if method else rule.converted(value)
             if ours == FILL_IN and isinstance(rule.convert, Mapping):
                 names = ", ".join(str(name) for name in rule.convert if name != "other")
                 own = "" if "optimizer" in rule.ours else "; it can be one of your own"
@@ -142,19 +143,19 @@ class Conversion:
             batch = "prompts / trainer.batch_groups" if section == "trainer" else f"rows / {section}.batch_size"
             self.ask(f"{steps}: {count:g} epochs ({epochs}) are {count:g} * {batch} steps")
 
-    def warm_up(self, share: float) -> None:
-        """Set the steps of the warm-up to a share of all steps."""
+    def share_of_steps(self, share: float) -> int | None:
+        """Return the steps of a warm-up that takes a share of all, unless a number of them is set."""
         path, steps = "trainer.optimizer.warmup_steps", self.get("trainer.steps")
-        if share and steps is None:
+        if not share or self.get(path) is not None:
+            return None
+        if steps is None:
             self.ask(f"{path}: {share:g} of trainer.steps")
-        elif share:
-            self.set(path, round(share * steps))
+        return None if steps is None else round(share * steps)
 
-    def set_min_lr(self, rate: Any, section: str = "trainer.optimizer") -> None:
-        """Set the learning rate that the schedule ends at, as a share of the peak."""
+    def over_lr(self, rate: Any, section: str = "trainer.optimizer") -> float | None:
+        """Return the learning rate that the schedule ends at as a share of the peak."""
         peak = self.get(f"{section}.lr")
-        if rate and peak:
-            self.set(f"{section}.min_lr_ratio", min(1.0, float(rate) / float(peak)))
+        return min(1.0, float(rate) / float(peak)) if rate and peak else None
 
     def set_engine(self, engine: str | None) -> None:
         """Set the engine; that of SGLang is its server."""
@@ -228,7 +229,8 @@ class Conversion:
             rule = self.rule(key)
             if rule is None or key in self.left_out or isinstance(value, Unread | Reference) or value in rule.idle:
                 continue
-            is_gone = all(one.convert and one.converted(value) is None for one in self._by_key[rule.theirs])
+            early = [one for one in self._by_key[rule.theirs] if not one.when]
+            is_gone = bool(early) and all(one.convert and one.converted(value) is None for one in early)
             if is_gone or not any(differs({**self.found, key: other}) for other in others(value)):
                 self.leave(f"not carried over; see {rule.ours}" + (f" ({rule.note})" if rule.note else ""), key)
 

@@ -53,8 +53,6 @@ def _loss(done: Conversion) -> None:
 def _trainer(done: Conversion) -> None:
     known = done.known
     kind, warmup, last = (done.value(f"trainer.scheduler.{name}") for name in ("type", "warmup_steps", "decay_steps"))
-    if kind in ("linear", "cosine"):
-        done.set_min_lr(known.get("trainer.scheduler.min_lr"))
     if kind == "linear" and last == 0:
         done.set("trainer.optimizer.schedule", "constant")
     elif kind == "linear" and last != known.get("max_steps", 0) - warmup:

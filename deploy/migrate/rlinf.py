@@ -34,11 +34,6 @@ def convert(done: Conversion) -> None:
     done.set("sampling.max_tokens", min(answer, longest - 1))
     done.set_steps("runner.max_epochs")
     _placement(done)
-    if not done.get("trainer.optimizer.warmup_steps"):
-        shares = ("actor.optim.lr_warmup_steps_ratio", "actor.lr_sched.lr_warmup_fraction")
-        done.warm_up(next((known[share] for share in shares if share in known), 0))
-    if "actor.optim.min_lr_rate" not in known:
-        done.set_min_lr(known.get("actor.optim.min_lr") or known.get("actor.lr_sched.min_lr"))
     done.set_advantage(done.get("trainer.advantage.name"), done.value("algorithm.max_num_gen_batches") <= 1)
     if done.get("trainer.kl") and done.value("algorithm.kl_penalty_type") not in ("mse", "k2"):
         done.ask("trainer.kl.estimator: RLinf's takes policy and reference the other way around than this one")

@@ -25,7 +25,7 @@ class ConversionRule:
     ours: the setting it becomes, empty without a counterpart, several separated by commas.
     note: how the value changes, or why there is no counterpart and what to do; the migration page shows it.
     convert: makes our value of theirs, None where the value is dealt with together with others. A mapping is from their
-    values to ours, with the entry ``other`` for all that it doesn't have.
+    values to ours, with the entry ``other`` for all that it doesn't have. A text is a method of `Conversion`.
     default: their value of a file that does not set it, where it decides what is trained.
     idle: values that ask for nothing, such as False of an option that is off.
     when: a setting of either side that must be set, ``NAME``, or have one of some values, ``NAME: a b``; such a rule
@@ -35,7 +35,7 @@ class ConversionRule:
     theirs: str
     ours: str = ""
     note: str = ""
-    convert: Callable[[Any], Any] | Mapping[Any, Any] | None = None
+    convert: Callable[[Any], Any] | Mapping[Any, Any] | str | None = None
     default: Any = None
     idle: tuple[Any, ...] = ()
     when: str = ""
@@ -45,7 +45,9 @@ class ConversionRule:
         if isinstance(self.convert, Mapping):
             by_text = {str(theirs): ours for theirs, ours in self.convert.items()}
             return by_text.get(str(value), self.convert.get("other"))
-        return None if self.convert is None or value is None else self.convert(value)
+        if self.convert is None or value is None:
+            return None
+        return value if isinstance(self.convert, str) else self.convert(value)
 
 
 def same(value: Any) -> Any:
@@ -99,6 +101,11 @@ def top_k(value: Any) -> int:
     return int(value) or -1
 
 
+def one_more(value: Any) -> int:
+    """Return a number of calls, where that of their turns is told."""
+    return int(value) + 1
+
+
 def opposite(value: Any) -> bool:
     """Return whether it is off."""
     return not value
@@ -109,7 +116,21 @@ def run_name(text: Any) -> str | None:
     return re.sub(r"[^a-z0-9_-]+", "-", str(text or "").lower()).strip("-_")[:63] or None
 
 
-OWN = (same, positive, several, nonzero, listed, trackers, staleness, schedule, names, top_k, opposite, run_name)
+OWN = (
+    same,
+    positive,
+    several,
+    nonzero,
+    listed,
+    trackers,
+    staleness,
+    schedule,
+    names,
+    top_k,
+    one_more,
+    opposite,
+    run_name,
+)
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {one.__name__: one for one in (*OWN, bool, float, int, str, ceil)}
 """By the name that the column ``convert`` has."""
 
@@ -130,7 +151,7 @@ def read_rules(name: str) -> tuple[ConversionRule, ...]:
         for row in rows:
             keys, ours, note, convert, default, idle, when = [*map(str.strip, row), *[""] * (7 - len(row))]
             is_mapping = convert.startswith("{")
-            made = yaml.safe_load(convert) if is_mapping else CONVERSIONS[convert] if convert else None
+            made = yaml.safe_load(convert) if is_mapping else CONVERSIONS.get(convert, convert) if convert else None
             rest = (ours, note, made, yaml.safe_load(default), tuple(yaml.safe_load(f"[{idle}]")), when)
             rules += [ConversionRule(key, *rest) for key in keys.split(", ")]
     return tuple(rules)

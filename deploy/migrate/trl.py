@@ -66,13 +66,13 @@ def _steps(done: Conversion) -> None:
     if warmup >= 1:
         done.set("trainer.optimizer.warmup_steps", -(-int(warmup) // updates))
     else:
-        done.warm_up(warmup)
+        done.set("trainer.optimizer.warmup_steps", done.share_of_steps(warmup))
 
 
 def _end_of_schedule(done: Conversion, section: str) -> None:
     given = done.known.get("lr_scheduler_kwargs") or {}
     given = parse_value(given) if isinstance(given, str) else given
-    done.set_min_lr(given.get("min_lr"), section)
+    done.set(f"{section}.min_lr_ratio", done.over_lr(given.get("min_lr"), section))
     done.set(f"{section}.min_lr_ratio", given.get("min_lr_rate"))
     if rest := {name: value for name, value in given.items() if name not in ("min_lr", "min_lr_rate")}:
         done.ask(f"{section}.schedule: of lr_scheduler_kwargs, {rest} is not built in")
@@ -164,8 +164,6 @@ def _workflow(done: Conversion) -> None:
         done.set("generator.workflow.name", FILL_IN)
     elif known.get("tools"):
         done.set("generator.workflow", {"name": "tools", "args": {"tools": known["tools"]}})
-        if (most := known.get("max_tool_calling_iterations")) is not None:
-            done.set("generator.workflow.args.max_calls", most + 1)
         for tool in known["tools"]:
             file, _, name = tool.partition(":")
             if file.endswith("_tools.py"):

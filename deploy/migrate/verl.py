@@ -79,7 +79,6 @@ def convert(done: Conversion) -> None:
     if part < batch and batch % part:
         done.ask(f"trainer.minibatches: verl cuts {batch} prompts by {part}, with a rest; here parts are equal")
     _run(done)
-    _optimizer(done)
     if done.known.get("algorithm.norm_adv_by_std_in_grpo") is False and done.get("trainer.advantage.name") == "grpo":
         done.set("trainer.advantage.name", "centered")
     done.set_advantage(done.get("trainer.advantage.name"), not done.known.get("algorithm.filter_groups.enable", False))
@@ -126,15 +125,6 @@ def _engine(done: Conversion) -> None:
             done.ask(f"generator.engine: not sglang, because of {refuses}")
     done.set("generator.args", args or None)
     done.truncate(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
-
-
-def _optimizer(done: Conversion) -> None:
-    warmup, ratio = f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio"
-    if done.known.get(warmup, -1) > 0:
-        done.set("trainer.optimizer.warmup_steps", int(done.known[warmup]))
-    else:
-        done.warm_up(done.known.get(ratio, 0))
-    done.set_min_lr(done.known.get(f"{ACTOR}.optim.min_lr"))
 
 
 def _correction(done: Conversion) -> None:
@@ -251,8 +241,6 @@ def _tools(done: Conversion) -> None:
         done.set("generator.workflow", {"name": FILL_IN})
     elif tools in done.found:
         done.set("generator.workflow", {"name": "tools", "args": {"tools": _tool_entries(done, known.get(tools))}})
-    turns = known.get(f"{TURNS}.max_user_turns")
-    done.set("generator.agents.max_calls", None if turns is None else turns + 1)
 
 
 def _tool_entries(done: Conversion, path: str | None) -> list[Any]:
