@@ -22,14 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from consumers.offline.encoding import Encoded, pad
+from consumers.offline.encoding import DemonstrationIds, pad
 from consumers.offline.loop import MemoryLimits, MicroBatches, OfflineStep, answer_logprobs
 from consumers.offline.pairs import bradley_terry_loss, dpo_loss, preference_margin
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy
 
 KINDS = ("sft", "dpo", "reward-model")
-Loss = Callable[[Sequence[list[Encoded]]], Tensor]
+Loss = Callable[[Sequence[list[DemonstrationIds]]], Tensor]
 """Of items of one row, or of the two rows of a pair."""
 
 
@@ -69,12 +69,12 @@ def measure(kind: str, given: argparse.Namespace) -> dict[str, object]:
     ranks = Ranks()
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, given.vocabulary, (given.rows, given.tokens), generator=generator).tolist()
-    rows: list[Encoded] = [(row[:1], row[1:]) for row in ids]
+    rows = [DemonstrationIds(row[:1], row[1:], [], {}) for row in ids]
     size = 1 if kind == "sft" else 2
     items = [rows[start : start + size] for start in range(0, len(rows), size)]
     model, loss, packed = _reward_model(config) if kind == "reward-model" else _language_model(kind, config, given)
     limits = MemoryLimits(given.rows * given.tokens if given.whole else given.micro_batch_tokens)
-    micro_batches = MicroBatches[list[Encoded]](ranks, lambda item: given.tokens * len(item), limits, packed)
+    micro_batches = MicroBatches[list[DemonstrationIds]](ranks, lambda item: given.tokens * len(item), limits, packed)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     step = OfflineStep(model, optimizer, micro_batches, ranks, torch.float32, 1.0)
     process = psutil.Process()
@@ -102,13 +102,13 @@ def _language_model(kind: str, config: Qwen2Config, given: argparse.Namespace) -
     models = [Qwen2ForCausalLM(config) for _ in range(2 if kind == "dpo" else 1)]
     policies = [Policy(model) for model in models]
 
-    def logprobs(index: int, items: Sequence[list[Encoded]]) -> Tensor:
+    def logprobs(index: int, items: Sequence[list[DemonstrationIds]]) -> Tensor:
         """Of every row's answer, [items, rows of an item]."""
         rows = [row for item in items for row in item]
         found = _plain_logprobs(models[index], rows) if given.whole else answer_logprobs(policies[index], rows)
         return found.view(len(items), -1)
 
-    def loss(items: Sequence[list[Encoded]]) -> Tensor:
+    def loss(items: Sequence[list[DemonstrationIds]]) -> Tensor:
         own = logprobs(0, items)
         if kind == "sft":
             return -own.sum() / int(given.tokens)
@@ -119,9 +119,9 @@ def _language_model(kind: str, config: Qwen2Config, given: argparse.Namespace) -
     return policies[0], loss, policies[0].packed
 
 
-def _plain_logprobs(model: PreTrainedModel, rows: Sequence[Encoded]) -> Tensor:
+def _plain_logprobs(model: PreTrainedModel, rows: Sequence[DemonstrationIds]) -> Tensor:
     """``answer_logprobs`` with all logits at once."""
-    tokens, _ = pad([prompt + answer for prompt, answer in rows], 0)
+    tokens, _ = pad([row.prompt + row.answer for row in rows], 0, model.device)
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
     logprobs: Tensor = -F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").sum(-1)
     return logprobs
@@ -130,8 +130,8 @@ def _plain_logprobs(model: PreTrainedModel, rows: Sequence[Encoded]) -> Tensor:
 def _reward_model(config: Qwen2Config) -> tuple[nn.Module, Loss, bool]:
     scorer = Qwen2ForSequenceClassification(config)
 
-    def loss(items: Sequence[list[Encoded]]) -> Tensor:
-        tokens, _ = pad([prompt + answer for item in items for prompt, answer in item], 0)
+    def loss(items: Sequence[list[DemonstrationIds]]) -> Tensor:
+        tokens, _ = pad([row.prompt + row.answer for item in items for row in item], 0, scorer.device)
         scores = scorer(input_ids=tokens, use_cache=False).logits[:, 0].view(-1, 2)
         return bradley_terry_loss(scores[:, 0], scores[:, 1]).sum()
 

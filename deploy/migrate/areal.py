@@ -91,33 +91,19 @@ def _backends(done: Conversion) -> None:
 
 
 def _loss(done: Conversion) -> None:
-    known, level, low = done.known, done.value("actor.importance_sampling_level"), done.value("actor.eps_clip")
-    name, args = "ppo", dict[str, Any]()
-    if known.get("actor.use_sapo_loss"):
-        name = "sapo"
-    elif known.get("actor.use_cispo_loss"):
-        name = "cispo"
-        if low < 1:
-            done.ask(f"trainer.loss: AReaL's cispo also bounds the ratio from below, by {1 - low:g}")
-    elif "actor.m2_threshold" in known:
-        name = "m2po"
-    elif level not in ("token", "sequence"):
-        name = FILL_IN
-    elif known.get("actor.use_decoupled_loss"):
-        name, args = "decoupled_ppo", {"level": level} if level == "sequence" else {}
+    known, name, low = done.known, done.get("trainer.loss.name"), done.value("actor.eps_clip")
+    if name == "cispo" and low < 1:
+        done.ask(f"trainer.loss: AReaL's cispo also bounds the ratio from below, by {1 - low:g}")
+    if name == "decoupled_ppo":
         given = [done.value(f"{REJECTION}.{name}") for name in ("metric", "level", "action", "lower")]
         if not done.within(f"{REJECTION}."):
             done.ask(
                 "trainer.loss.args.weight_limit: without rejection_sampling AReaL has no weights, here they have this"
             )
         elif given[:2] == ["ratio", "token"] and given[3] is None:
-            args |= {"weight_limit": done.value(f"{REJECTION}.upper"), "weight_action": given[2]}
+            done.set("trainer.loss.args", {"weight_limit": done.value(f"{REJECTION}.upper"), "weight_action": given[2]})
         else:
             done.ask(f"trainer.loss: {given} is not built in: an upper bound of the ratio of tokens is")
-    elif level == "sequence":
-        name = "gspo"
-    done.set("trainer.loss.name", name)
-    done.set("trainer.loss.args", args or None)
     done.set("trainer.aggregation", "token_mean")
     if (other := known.get("ref.path")) not in (None, known.get("actor.path")) and done.value("actor.kl_ctl"):
         done.set("trainer.kl.model", other)
@@ -196,6 +182,7 @@ def _preference(done: Conversion, section: str) -> None:
     done.set(f"{section}.batch_size", done.known.get("train_dataset.batch_size"))
     done.set(f"{section}.optimizer", dict(done.config["trainer"]["optimizer"]))
     done.set(f"{section}.steps", done.known.get("total_train_steps"))
+    del done.config["trainer"]["loss"]
     done.set("sampling.max_tokens", 16)
     done.set("reward.terms", [{"name": "exact"}])
     done.set("trainer.advantage.name", "raw")

@@ -20,8 +20,7 @@ from schemas.errors import ConfigError
 SAMPLED = "algorithm.sampling_params"
 PLACED = "cluster.component_placement."
 WORDS = read_words("rlinf")
-MODEL = "actor.model.model"
-PLAYED = ("total_num_envs", "max_steps_per_rollout_epoch")
+KINDS = ("algorithm.adv_type", "algorithm.loss_type", "actor.model.model_type")
 
 
 def convert(done: Conversion) -> None:
@@ -110,8 +109,8 @@ def _engine(done: Conversion) -> None:
 def convert_control(done: Conversion) -> None:
     """Convert PPO, GRPO or SAC of a policy that acts in an environment: a small network, or tokens of a model."""
     known, kind = done.known, done.value("algorithm.adv_type")
-    parts = [done.value("env.train.rollout_epoch"), *(known.get(f"env.train.{name}", 1) for name in PLAYED)]
-    transitions = math.prod(parts)
+    played = ("rollout_epoch", "total_num_envs", "max_steps_per_rollout_epoch")
+    transitions = math.prod(known.get(f"env.train.{name}", 1) for name in played)
     done.set("reward.terms", [{"name": FILL_IN if known.get("reward.use_reward_model") else "episode"}])
     if kind == "embodied_sac":
         done.set("trainer.sac.updates_per_transition", known.get("algorithm.update_epoch", 1) / transitions)
@@ -165,7 +164,7 @@ def _looks_like_control(file: Path, text: str) -> bool:
 
 def _read_control(file: Path, text: str) -> dict[str, Any]:
     found = settings(compose(file, read_yaml(text, file)))
-    kind, loss, model = (str(found.get(key)) for key in ("algorithm.adv_type", "algorithm.loss_type", f"{MODEL}_type"))
+    kind, loss, model = (str(found.get(key)) for key in KINDS)
     small, *others = WORDS["models"]
     acts = model == small or (model in others and kind != "embodied_sac")
     if not acts or loss not in WORDS["losses"].get(kind, ()):

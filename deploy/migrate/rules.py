@@ -6,7 +6,7 @@ Columns are those of `ConversionRule`, with | between them. A row may name sever
 import csv
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -106,31 +106,12 @@ def one_more(value: Any) -> int:
     return int(value) + 1
 
 
-def opposite(value: Any) -> bool:
-    """Return whether it is off."""
-    return not value
-
-
 def run_name(text: Any) -> str | None:
     """Return a name that run.name allows: lower-case letters, digits, - and _; None if nothing is left."""
     return re.sub(r"[^a-z0-9_-]+", "-", str(text or "").lower()).strip("-_")[:63] or None
 
 
-OWN = (
-    same,
-    positive,
-    several,
-    nonzero,
-    listed,
-    trackers,
-    staleness,
-    schedule,
-    names,
-    top_k,
-    one_more,
-    opposite,
-    run_name,
-)
+OWN = (same, positive, several, nonzero, listed, trackers, staleness, schedule, names, top_k, one_more, run_name)
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {one.__name__: one for one in (*OWN, bool, float, int, str, ceil)}
 """By the name that the column ``convert`` has."""
 
@@ -142,8 +123,8 @@ def read_words(system: str) -> dict[str, Any]:
     return words
 
 
-def read_rules(name: str) -> tuple[ConversionRule, ...]:
-    """Return the rules in the table of this name."""
+def read_rules(name: str, base: str | None = None, words: tuple[str, str] = ("", "")) -> tuple[ConversionRule, ...]:
+    """Return the rules of a table, and those of ``base`` for other keys, in another section: ``words`` of both."""
     rules = []
     with Path(__file__).with_name("tables").joinpath(f"{name}.csv").open(encoding="utf-8", newline="") as file:
         rows = csv.reader(file, delimiter="|", quoting=csv.QUOTE_NONE)
@@ -154,4 +135,6 @@ def read_rules(name: str) -> tuple[ConversionRule, ...]:
             made = yaml.safe_load(convert) if is_mapping else CONVERSIONS.get(convert, convert) if convert else None
             rest = (ours, note, made, yaml.safe_load(default), tuple(yaml.safe_load(f"[{idle}]")), when)
             rules += [ConversionRule(key, *rest) for key in keys.split(", ")]
-    return tuple(rules)
+    own, (theirs, ours) = {rule.theirs for rule in rules}, words
+    more = (rule for rule in (read_rules(base) if base else ()) if rule.theirs not in own)
+    return (*rules, *(replace(rule, ours=re.sub(rf"^{theirs}\.", f"{ours}.", rule.ours)) for rule in more))

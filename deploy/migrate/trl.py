@@ -259,4 +259,6 @@ def _is_for(name: str) -> Callable[[Path, str], bool]:
 
 SYSTEM = ForeignSystem("TRL", read_rules("trl"), _looks_like, _read, convert)
 DPO = ForeignSystem("TRL's DPO", read_rules("trl_dpo"), _is_for("dpo"), _read, convert_dpo)
-SFT = ForeignSystem("TRL's SFT", read_rules("trl_sft"), _is_for("sft"), _read, convert_sft)
+SFT = ForeignSystem(
+    "TRL's SFT", read_rules("trl_sft", "trl_dpo", ("dpo", "warm_start")), _is_for("sft"), _read, convert_sft
+)

@@ -278,8 +278,8 @@ def convert_sft(done: Conversion) -> None:
     done.config["warm_start"] |= {"model": known.get("model.path", FILL_IN), "stop_accuracy": None}
     done.set_steps("trainer.total_epochs", "warm_start")
     files = str(known.get("data.train_files") or f"{FILL_IN}/train.parquet")
-    both = (parquet(file, **columns) for file in (files, str(known.get("data.val_files") or files)))
-    done.set_offline("warm_start", *both, "data.max_length")
+    train, held_out = (parquet(file, **columns) for file in (files, str(known.get("data.val_files") or files)))
+    done.set_offline("warm_start", train, held_out, "data.max_length")
 
 
 def _is_sft(file: Path, text: str) -> bool:
