@@ -102,7 +102,7 @@ def top_k(value: Any) -> int:
 
 
 def one_more(value: Any) -> int:
-    """Return a number of calls, where that of their turns is told."""
+    """Return how many calls there are, one more than turns of the user."""
     return int(value) + 1
 
 
