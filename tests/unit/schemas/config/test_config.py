@@ -77,6 +77,10 @@ def http(**server: Any) -> dict[str, Any]:
             "generator.engine transformers is not supported with model.kind vision",
         ),
         (
+            merged(model={"path": "m", "kind": "vision"}, generator={"engine": "http", "http": {"dialect": "sglang"}}),
+            "generator.engine http is not supported with model.kind vision",
+        ),
+        (
             merged(model={"path": "m", "output_tokens": "<a.>"}, trainer={"parallel": {"tensor": 2}}),
             "trainer.parallel.tensor 2 is not supported with model.output_tokens: remove it",
         ),
