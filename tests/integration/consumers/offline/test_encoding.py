@@ -128,8 +128,8 @@ def test_answers_to_messages_end_as_the_chat_template_closes_them(tmp_path: Path
     tokenizer = HfTokenizer(str(folder))
     (end,) = tokenizer.encode("<end>")
     chat, text = [ChatMessage("user", "12+34=")], "12+34="
-    (_, chosen, rejected), (_, written, _) = (
-        encode(tokenizer, Preference(prompt, "46", "7"), 64) for prompt in (chat, text)
+    (chosen, rejected), (written, _) = (
+        [row.answer for row in encode(tokenizer, Preference(prompt, "46", "7"), 64)] for prompt in (chat, text)
     )
     assert (chosen[-1], rejected[-1], written[-1]) == (end, end, tokenizer.eos_id)
     assert chosen[:-1] == written[:-1] == tokenizer.encode("46")

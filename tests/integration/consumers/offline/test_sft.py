@@ -281,7 +281,7 @@ def test_logprobs_of_answers_are_those_of_the_whole_distribution(path: Path) -> 
     policy, _ = build_step(path)
     policy.requires_grad_(False)
     sums = answer_logprobs(policy, ROWS[:3])
-    for (prompt, answer), found in zip(ROWS[:3], sums.tolist(), strict=True):
+    for (prompt, answer, *_), found in zip(ROWS[:3], sums.tolist(), strict=True):
         logits = policy.causal_lm(input_ids=torch.tensor([prompt + answer])).logits[0].float().log_softmax(-1)
         by_hand = sum(float(logits[len(prompt) - 1 + k, token]) for k, token in enumerate(answer))
         assert found == pytest.approx(by_hand, rel=1e-4)
