@@ -96,11 +96,25 @@ def _locked(file: int) -> bool:
     return True
 
 
+def has_memory(pid: int) -> bool:
+    """Return whether a process has memory on a GPU: the only files that it holds by flock()."""
+    locks = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    return any("FLOCK" in fields and str(pid) in fields for fields in locks)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process."""
+    return _state(str(pid)) == "T"
+
+
 def _lives(owner: str) -> bool:
     """Whether the process ``NAME PID`` lives, stopped or not; False for one that has not written its name yet."""
-    pid = owner.rpartition(" ")[2]
+    return _state(owner.rpartition(" ")[2]) not in ("Z", "X", "")
+
+
+def _state(pid: str) -> str:
+    """Return the kernel's letter for what a process does; "" for none."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] if pid else ""
     except OSError:
-        return False
-    return bool(pid) and state not in "ZX"
+        return ""

@@ -1,7 +1,12 @@
-"""A walk: the processes of one layout, a supervisor without patience, and faults at random moments."""
+"""A walk: the processes of one layout, a supervisor without patience, and faults.
+
+A generator and the trainer are first stopped in the states of STOPPED_FIRST, then whatever chance says is killed and
+stopped.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import random
@@ -14,9 +19,10 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from deploy.supervisor import silent_holders
-from schemas.system.device_lock import SharedGpus
+from schemas.system import device_lock
+from schemas.system.device_lock import SharedGpus, trainer_lock
 from tools.turns.generator import GeneratorOfWalk, run_generator
-from tools.turns.gpu import WalkFiles
+from tools.turns.gpu import WalkFiles, has_memory, is_stopped
 from tools.turns.planted import LOOK_S, PLANTED, SILENT_S
 from tools.turns.trainer import RankOfWalk, hold_seconds, run_rank
 
@@ -33,6 +39,8 @@ RANK_HANGS_S = 1.0
 """The trainer's own watchdog ends it if a rank hangs (distributed/watchdog.py); the walk plays it."""
 FAULT_EVERY_S = 0.5
 TICK_S = 0.01
+STOPPED_FIRST = (("generator", True), ("trainer", True), ("generator", False))
+"""Who is stopped first, one after the other, with memory on its GPUs or without."""
 
 PRELOAD = ("tools.turns.generator", "tools.turns.trainer")
 """Modules for the server that forks the processes, so that each starts at once."""
@@ -74,6 +82,10 @@ class Walk:
         self._shared = SharedGpus(str(self._files.devices), shared, len(self._generators) - len(shared))
         self._processes: dict[str, ForkServerProcess] = {}
         self._stopped: dict[str, tuple[float, float]] = {}
+        names = {"generator": f"generator-{shared[0]}", "trainer": "trainer-0"}
+        self.first_stops = [(names[who], memory) for who, memory in STOPPED_FIRST] if faults else []
+        self._before: int | None = None
+        """The trainer's turns when the first of these was stopped."""
         self._turned: dict[str, tuple[float, float]] = {}
         self._looked = time.monotonic()
         self._counts = {"kills": 0, "stops": 0, "silent": 0}
@@ -92,10 +104,14 @@ class Walk:
                 PLANTED[self._plant].apply()
             silent = silent_holders.SilentHolders(self._shared)
             fault_at = began + 1.0
-            while self._turns() < turns and time.monotonic() < began + deadline_s and not self._violations():
+            while (self._turns() < turns or self.first_stops) and not self._violations():
+                if time.monotonic() > began + deadline_s:
+                    break
                 self._start_missing()
                 self._tick(silent, time.monotonic())
-                if self._faults and time.monotonic() > fault_at:
+                if self.first_stops:
+                    self._stop_first(*self.first_stops[0])
+                elif self._faults and time.monotonic() > fault_at:
                     fault_at = time.monotonic() + self._random.expovariate(1 / FAULT_EVERY_S)
                     self._strike()
                 time.sleep(TICK_S)
@@ -164,6 +180,8 @@ class Walk:
             elif name.startswith("trainer-") and name != "trainer-0" and now > since + RANK_HANGS_S:
                 self._kill("trainer-0")
         self._look_for_progress(now)
+        if _only_asked(self._files.devices):
+            self._files.note("trainer.lock is held by a process that only asks who has it")
 
     def _look_for_progress(self, now: float) -> None:
         """Note a violation if the trainer or a generator that runs has had no turn for long."""
@@ -177,6 +195,31 @@ class Walk:
             elif now > since + STANDS_S:
                 self._files.note(f"{name} has had no turn for {STANDS_S:.0f} s")
         self._looked = now
+
+    def _stop_first(self, name: str, memory: bool) -> None:
+        """Stop a process in a state, until it is killed for its memory, or without it until the trainer had a turn."""
+        process, before = self._processes.get(name), self._before
+        if before is not None:
+            if name in self._stopped:
+                if memory or self._turns() == before:
+                    return
+                self._stopped[name] = (0.0, 0.0)
+            self.first_stops.pop(0)
+            self._before = None
+            return
+        if process is None or process.pid is None or has_memory(process.pid) is not memory:
+            return
+        if not (self._files.progress / name.replace("trainer-0", "trainer")).exists():
+            return
+        self._signal(name, signal.SIGSTOP)
+        while process.exitcode is None and not is_stopped(process.pid):
+            time.sleep(0.001)
+        if process.exitcode is None and has_memory(process.pid) is memory:
+            self._counts["stops"] += 1
+            self._before, now = self._turns(), time.monotonic()
+            self._stopped[name] = (now, now + 2 * STANDS_S)
+        else:
+            self._signal(name, signal.SIGCONT)
 
     def _strike(self) -> None:
         name = self._random.choice(sorted(self._processes))
@@ -196,3 +239,16 @@ class Walk:
         process = self._processes.get(name)
         if process is not None and process.pid is not None and process.exitcode is None:
             os.kill(process.pid, number)
+
+
+def _only_asked(devices: Path) -> bool:
+    """Whether a process holds the trainer's lock shared, as none does that wants the GPUs."""
+    try:
+        file = os.open(trainer_lock(devices).file, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, device_lock._whole_file(fcntl.F_WRLCK))
+    finally:
+        os.close(file)
+    return int(device_lock._FLOCK.unpack(found)[0]) == fcntl.F_RDLCK

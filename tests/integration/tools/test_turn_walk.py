@@ -23,6 +23,21 @@ def test_a_walk_sees_a_fault(tmp_path: Path) -> None:
     assert all("samples a token before its probe" in text for text in result.violations)
 
 
+STOPPED = {
+    "a stopped holder is not killed": "trainer has had no turn for",
+    "a stopped holder loses its lock and lives": "allocates on gpu-0 while generator-0",
+    "a question takes the lock": "is held by a process that only asks",
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_walk_begins_with_the_stops_that_a_fault_needs(tmp_path: Path, name: str) -> None:
+    walk = Walk(tmp_path / "walk", seed=1, layout=0, plant=name)
+    (violation,) = walk.go(turns=1_000_000, deadline_s=60).violations
+    assert STOPPED[name] in violation
+    assert walk.first_stops, "nothing was left to chance"
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_each_planted_fault_fits_the_code(name: str) -> None:
     """Whether a walk sees it is chance and takes up to minutes: ``python -m tools.turns --planted`` tells."""
