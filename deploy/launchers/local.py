@@ -2,9 +2,11 @@
 
 import os
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 
 import redis
 import structlog
@@ -22,20 +24,23 @@ from deploy.supervisor.silent_holders import SILENT_S, SilentHolders
 from schemas.config import TidemillConfig
 from schemas.control_api.status import RunStatus, ServiceStatus
 from schemas.errors import ConfigError, TidemillError
+from schemas.messages.telemetry import ASLEEP
 from schemas.run_folder import DEVICES
 from schemas.system.device_lock import VARIABLE, SharedGpus
 
 logger = structlog.get_logger()
 
-BALANCE_S = 600.0
-"""Least seconds between two changes of the number of generators, which both sides need to settle."""
+
+LOADS = 100_000
+"""The newest looks at how full generators are that a plan is made from."""
 
 
 class Balance:
     """The number of generators, on all machines, that follows the plan of what the run measures (``balance``)."""
 
-    def __init__(self, config: TidemillConfig, now: float) -> None:
-        self._config, self._due, self._since, self._running = config, now + BALANCE_S, 0, 0
+    def __init__(self, config: TidemillConfig, every_s: float, now: float) -> None:
+        self._config, self._every_s, self._due, self._since, self._running = config, every_s, now + every_s, 0, 0
+        self._loads: deque[float] = deque(maxlen=LOADS)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="balance")
         self._planning: Future[None] | None = None
 
@@ -44,16 +49,20 @@ class Balance:
         if running != self._running:
             # What was measured with another number says nothing about this one.
             self._since, self._running = step + 1 if self._running else 0, running
+            self._loads.clear()
+        awake = (one for one in services if one.role == "generator" and one.live and one.state != ASLEEP)
+        self._loads += [one.load for one in awake if one.load is not None]
         if self._planning is None and now >= self._due:
-            self._due = now + BALANCE_S
-            self._planning = self._threads.submit(self._plan, running, self._since, services)
+            self._due = now + self._every_s
+            load = fmean(self._loads) if self._loads else 1.0
+            self._planning = self._threads.submit(self._plan, running, self._since, services, load)
         elif self._planning is not None and self._planning.done():
             planning, self._planning = self._planning, None
             planning.result()
 
-    def _plan(self, running: int, since: int, services: Sequence[ServiceStatus]) -> None:
+    def _plan(self, running: int, since: int, services: Sequence[ServiceStatus], load: float) -> None:
         elsewhere = sum(room for name, room in machines("generator", services).items() if name != "generator")
-        wanted = wanted_generators(self._config, running, since, elsewhere)
+        wanted = wanted_generators(self._config, running, since, elsewhere, load)
         if wanted is None or wanted == running:
             return
         logger.info("generators follow the plan", before=running, now=wanted)
@@ -93,13 +102,13 @@ class Local(Processes):
         self._placed = plan.placed
         if plan.sharing:
             folder = (config.folder / DEVICES).resolve()
-            self._shared = SharedGpus(str(folder), list(plan.sharing), plan.replicas - len(plan.sharing))
+            self._shared = SharedGpus(str(folder), list(plan.sharing))
             self._silent = SilentHolders(self._shared)
         if plan.text:
             print(plan.text)
         config = plan.apply(config)
         if config.placement is not None and config.placement.balance:
-            self._balance = Balance(config, time.monotonic())
+            self._balance = Balance(config, config.placement.balance_s, time.monotonic())
         return run_up(config, self, fresh, check_cards(config, self._there, plan))
 
     def start(

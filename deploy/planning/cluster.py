@@ -123,14 +123,29 @@ class ClusterRates:
     give_s: float = 9.0
     prefilled_tokens_per_s: float = 25_000.0
 
-    def sampled_tokens_per_s(self) -> float:
-        """Return the tokens a second of a generator that is full."""
-        return self.most / (self.step_s + self.most * self.row_s)
+    def sampled_tokens_per_s(self, load: float = 1.0) -> float:
+        """Return the tokens a second of a generator with a share ``load`` of the samples that it can have in flight."""
+        samples = max(1.0, load * self.most)
+        return samples / (self.step_s + samples * self.row_s)
+
+
+@dataclass(frozen=True)
+class PoolPart:
+    """Generators of a pool, with rates of their own. generator_gpus: of each; 0 on machines that have only them."""
+
+    name: str
+    generators: int
+    rates: ClusterRates
+    generator_gpus: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.generators * self.generator_gpus
 
 
 @dataclass(frozen=True)
 class ClusterLayout:
-    """Who does what. generators: of ``generator_gpus`` GPUs each. trainers: GPUs of the trainer.
+    """Who does what. generators: of ``generator_gpus`` GPUs each, or those of ``pools``. trainers: GPUs of the trainer.
 
     batch: groups of a step, of ``samples`` each. staleness, window: as ``flow`` has them. shared: how many of the
     generators are on GPUs of the trainer, and generate in turns with it.
@@ -144,6 +159,7 @@ class ClusterLayout:
     window: int = 1
     generator_gpus: int = 1
     shared: int = 0
+    pools: tuple[PoolPart, ...] = ()
 
     def __post_init__(self) -> None:
         if self.window - 1 > self.staleness * self.batch:
@@ -154,7 +170,8 @@ class ClusterLayout:
 
     @property
     def gpus(self) -> int:
-        return (self.generators - self.shared) * self.generator_gpus + self.trainers
+        own = sum(pool.gpus for pool in self.pools) or (self.generators - self.shared) * self.generator_gpus
+        return own + self.trainers
 
     @property
     def slots(self) -> int:

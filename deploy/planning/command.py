@@ -1,6 +1,7 @@
 """``tidemill plan``: which split of GPUs, staleness and window to start a configuration from."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,10 +9,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.planning.cluster import engine_width
+from deploy.planning.cluster import PoolPart, engine_width
 from deploy.planning.run_rates import Known, figures
 from deploy.planning.search import NEARLY, STEPS, WORTH, Plan, best, best_in_turns, in_turns, in_words, simulate
-from schemas.config import TidemillConfig
+from schemas.config import TidemillConfig, of_pool
 from schemas.config.deploy import parse_ranges
 
 STALENESS = (0, 1, 2, 4, 8)
@@ -39,15 +40,19 @@ def plan(
     if as_json:
         return {
             "rates": vars(known.rates),
+            "pools": {name: vars(rates) for name, rates in known.pools.items()},
             "lengths": vars(known.mix),
             "sources": dict(known.source),
             "plans": [describe(one) for one in plans],
-            "start_from": settings(chosen),
+            "start_from": settings(chosen, config.pools),
             **{name: {**describe(one), "shared": one.layout.shared} for name, one in compared.items()},
         }
     rates, mix = known.rates, known.mix
     typer.echo(f"a GPU of the trainer: {rates.trained_tokens_per_s:,.0f} tokens a second ({known.source['trained']})")
-    typer.echo(f"a full generator: {rates.sampled_tokens_per_s():,.0f} tokens a second ({known.source['sampled']})")
+    for name, each in (known.pools or {"": rates}).items():
+        source = known.source[f"pool {name}" if name else "sampled"]
+        whose = f" of pool {name}" if name else ""
+        typer.echo(f"a full generator{whose}: {each.sampled_tokens_per_s():,.0f} tokens a second ({source})")
     typer.echo(
         f"answers: {mix.mean:,.0f} tokens, sigma {mix.sigma:.2f}, up to {mix.longest:,} ({known.source['lengths']})"
     )
@@ -59,7 +64,7 @@ def plan(
         row = describe(one)
         table.add_row(
             str(row["staleness"]),
-            str(row["generators"]),
+            ", ".join(f"{count} {name}" for name, count in row["pools"].items()) or str(row["generators"]),
             str(row["trainers"]),
             str(row["window"]),
             f"{row['step_s']:.1f} s",
@@ -68,12 +73,9 @@ def plan(
             style="bold" if one is chosen else None,
         )
     Console().print(table)
-    typer.echo("start from: " + " ".join(f"{name}={value}" for name, value in settings(chosen).items()))
+    typer.echo("start from: " + " ".join(f"{name}={value}" for name, value in settings(chosen, config.pools).items()))
     for text in advise(compared, chosen, known):
         typer.echo(text)
-    if config.pools:
-        typer.echo("pools: planned as generators of one kind, at their mean rate")
-    return {}
 
 
 def make(config: TidemillConfig, gpus: int, staleness: int, known: Known) -> Plan:
@@ -88,16 +90,31 @@ def make(config: TidemillConfig, gpus: int, staleness: int, known: Known) -> Pla
         steps=STEPS,
         generator_gpus=engine_width(config),
         trainer_unit=config.trainer.parallel.unit,
+        pools=_pools(config, gpus, known),
     )
+
+
+def _pools(config: TidemillConfig, gpus: int, known: Known) -> list[PoolPart]:
+    """Return the most generators that each pool can have: ``replicas`` if it is set, as on machines of its own."""
+    found = []
+    for name, rates in known.pools.items():
+        one, own = of_pool(config, name), bool(config.pools[name].nodes)
+        width = engine_width(one)
+        most = one.generator.replicas if own or "replicas" in one.generator.model_fields_set else gpus // width
+        found.append(PoolPart(name, most, rates, 0 if own else width))
+    return found
 
 
 def compare(config: TidemillConfig, known: Known, chosen: Plan) -> dict[str, Plan]:
     """Simulate ``turns``, the best of generators on the trainer's GPUs, and what ``placement`` names, if it is set.
 
     That is ``placement``, beside ``best_split`` of its GPUs at the configured staleness, and ``placement_in_turns``
-    with generators on all of its trainer's GPUs.
+    with generators on all of its trainer's GPUs. With pools, whose generators take no turns, it is ``strict_order``:
+    what ``flow.window: 1`` would give.
     """
     rates, mix, unit = known.rates, known.mix, config.trainer.parallel.unit
+    if config.pools:
+        return {"strict_order": simulate(replace(chosen.layout, window=1), rates, mix, STEPS)}
     found = {"turns": best_in_turns(chosen, rates, mix, unit, STEPS)}
     if (placement := config.placement) is None or placement.is_auto:
         return found
@@ -132,6 +149,11 @@ def advise(compared: Mapping[str, Plan], chosen: Plan, known: Known) -> Iterator
             gain = speed["placement_in_turns"] / speed["placement"]
             text += f"; with generators on all of the trainer's GPUs, too, {gain:.2f} times as fast"
         yield text
+    if (strict := compared.get("strict_order")) is not None and chosen.layout.window > strict.layout.window:
+        share = speed["strict_order"] / chosen.outcome.tokens_per_s
+        yield f"flow.window=1 gives {share:.2f} of that: a slow generator delays all who wait for its group"
+    if "turns" not in compared:
+        return
     turns, gain = compared["turns"], speed["turns"] / chosen.outcome.tokens_per_s
     worth = (
         f"{gain:.2f} times this split: {in_words(turns)}"
@@ -157,6 +179,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     return {
         "staleness": layout.staleness,
         "generators": layout.generators,
+        "pools": {pool.name: pool.generators for pool in layout.pools},
         "trainers": layout.trainers,
         "window": layout.window,
         "step_s": round(outcome.step_s, 2),
@@ -166,11 +189,13 @@ def describe(plan: Plan) -> dict[str, Any]:
     }
 
 
-def settings(plan: Plan) -> dict[str, int]:
-    """Return the settings of a plan."""
+def settings(plan: Plan, pools: Iterable[str] = ()) -> dict[str, int]:
+    """Return the settings of a plan. pools: of the run, those that the plan leaves out included."""
+    given = {pool.name: pool.generators for pool in plan.layout.pools}
+    replicas = {f"pools.{name}.generator.replicas": given.get(name, 0) for name in pools}
     return {
         "trainer.processes": plan.layout.trainers,
-        "generator.replicas": plan.layout.generators,
+        **(replicas or {"generator.replicas": plan.layout.generators}),
         "flow.staleness": plan.layout.staleness,
         "flow.window": plan.layout.window,
     }

@@ -3,13 +3,14 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any
 
 from deploy.planning.cluster import ClusterRates, LengthMix, engine_width
-from schemas.config import TidemillConfig, by_pool, load_config
+from schemas.config import TidemillConfig, by_pool, load_config, of_pool
 from schemas.errors import ConfigError
 from schemas.run_folder import CONFIG, METRICS, StoredLines
 
@@ -29,11 +30,12 @@ _READ = (
 
 @dataclass(frozen=True)
 class Known:
-    """Inputs of a plan. source: of each number, in words."""
+    """Inputs of a plan. source: of each number, in words. pools: rates of each pool's generators."""
 
     rates: ClusterRates
     mix: LengthMix
     source: Mapping[str, str]
+    pools: Mapping[str, ClusterRates] = field(default_factory=dict)
 
 
 def stated(max_tokens: int, max_samples: int) -> Known:
@@ -49,14 +51,25 @@ def stated(max_tokens: int, max_samples: int) -> Known:
     return Known(replace(ClusterRates(), most=max_samples), mix, source)
 
 
-def of_run(file: Path, before: Known, ranks: int, generators: int, since: int = 0, guests: int = 0) -> Known:
+def of_run(
+    file: Path,
+    before: Known,
+    ranks: int,
+    generators: int,
+    since: int = 0,
+    guests: int = 0,
+    pools: Mapping[str, int] = MappingProxyType({}),
+    load: float = 1.0,
+) -> Known:
     """Replace the numbers that a run's metrics.jsonl has; ranks, generators: those it ran with from step ``since``.
 
-    guests: the generators among them that share GPUs with the trainer, and sleep while it has them.
+    guests: the generators among them that share GPUs with the trainer, and sleep while it has them. pools: how many
+    generators each pool had. load: share of generator.max_samples that each had in flight, where that is known.
     """
+    names = (*_READ, *(f"pool/{name}/tokens" for name in pools))
     steps = (line for line in StoredLines(file) if "time/total_s" in line and "train/tokens" in line)
     steps = (line for line in steps if line.get("step", 0) >= since)
-    lines = list(deque(({name: line[name] for name in _READ if name in line} for line in steps), MOST))
+    lines = list(deque(({name: line[name] for name in names if name in line} for line in steps), MOST))
     lines = lines[len(lines) // 4 :]  # the first steps wait for a pipeline that fills
     if len(lines) < LEAST:
         return before
@@ -75,11 +88,20 @@ def of_run(file: Path, before: Known, ranks: int, generators: int, since: int = 
     generated = sorted(line["perf/generated_tokens_per_s"] for line in lines if line.get("perf/generated_tokens_per_s"))
     if generated and generators:
         # They rest while slots are taken: nine tenths of the way up is nearer to what they can than the mean.
+        full = generated[int(0.9 * (len(generated) - 1))] if load == 1.0 else fmean(generated)
         asleep = guests * fmean(line.get("perf/shared_gpu_share", 0.0) for line in lines)
-        rates = sampling_at(rates, generated[int(0.9 * (len(generated) - 1))] / max(generators - asleep, 0.1))
+        rates = sampling_at(rates, full / max(generators - asleep, 0.1), load)
         waited = fmean(line.get("time/wait_s", 0.0) / line["time/total_s"] for line in lines)
         source["sampled"] = words + ("" if waited > 0.3 else "; the trainer was waited for, they can do more")
-    return Known(rates, mix, source)
+        tokens = {name: sum(line.get(f"pool/{name}/tokens", 0.0) for line in lines) for name in pools}
+        of_pools = {
+            name: sampling_at(before.pools[name], full * tokens[name] / sum(tokens.values()) / count)
+            for name, count in pools.items()
+            if name in before.pools and count and tokens[name]
+        }
+        before = replace(before, pools={**before.pools, **of_pools})
+        source |= {f"pool {name}": source["sampled"] for name in of_pools}
+    return Known(rates, mix, source, before.pools)
 
 
 def figures(
@@ -89,41 +111,42 @@ def figures(
     mean: float | None = None,
     since: int = 0,
     generators: int | None = None,
-    computed: tuple[float, float | None] | None = None,
+    load: float = 1.0,
 ) -> Known:
     """Collect what the plan is made from: what is given, measured by the run, computed or stated.
 
     computed: tokens a second of a GPU of the trainer, and of a full generator, None if that is not known.
     since: the first step whose measurements count. generators: how many there were from that step on; by default, as
-    many as the run in the configuration's folder was started with.
+    many as the run in the configuration's folder was started with. load: see of_run.
     """
     known = stated(config.sampling.max_tokens, config.generator.max_samples)
+    of_pools = {name: replace(known.rates, most=of_pool(config, name).generator.max_samples) for name in config.pools}
+    known = replace(known, pools=of_pools, source=dict(known.source) | {f"pool {name}": "stated" for name in of_pools})
     try:
         ran = load_config(config.folder / CONFIG, environment={})
     except ConfigError:
         ran = config
-    generators = generators or max(1, sum(one.generator.replicas for one in by_pool(ran).values()))
+    ran_with = {name: one.generator.replicas for name, one in by_pool(ran).items()}
+    generators = generators or max(1, sum(ran_with.values()))
     placed = ran.placement if ran.placement is not None and not ran.placement.is_auto else None
     guests = sum(placed.guests(engine_width(ran))[:generators]) if placed is not None else 0
-    known = of_run(config.folder / METRICS, known, ran.trainer.processes, generators, since, guests)
-    rates, mix, source = known.rates, known.mix, dict(known.source)
-    trainer, generator = computed or (None, None)
-    if trainer is not None and source["trained"] == STATED:
-        rates, source["trained"] = replace(rates, trained_tokens_per_s=trainer), COMPUTED
-    if generator is not None and source["sampled"] == STATED:
-        rates, source["sampled"] = sampling_at(rates, generator), COMPUTED
+    pools = ran_with if ran.pools else {}
+    known = of_run(config.folder / METRICS, known, ran.trainer.processes, generators, since, guests, pools, load)
+    rates, mix, source, of_pools = known.rates, known.mix, dict(known.source), dict(known.pools)
     if trained is not None:
         rates, source["trained"] = replace(rates, trained_tokens_per_s=trained), "given"
     if sampled is not None:
         rates, source["sampled"] = sampling_at(rates, sampled), "given"
+        of_pools = {name: sampling_at(each, sampled) for name, each in of_pools.items()}
+        source |= {f"pool {name}": "given" for name in of_pools}
     if mean is not None:
         mix, source["lengths"] = replace(mix, mean=mean), "given"
-    return Known(rates, mix, source)
+    return Known(rates, mix, source, of_pools)
 
 
-def sampling_at(rates: ClusterRates, tokens_per_s: float) -> ClusterRates:
-    """Return rates of a generator that samples so many tokens per second when it is full."""
-    factor = rates.sampled_tokens_per_s() / tokens_per_s
+def sampling_at(rates: ClusterRates, tokens_per_s: float, load: float = 1.0) -> ClusterRates:
+    """Return rates of a generator that samples so many tokens per second with a share ``load`` of its samples."""
+    factor = rates.sampled_tokens_per_s(load) / tokens_per_s
     return replace(rates, step_s=rates.step_s * factor, row_s=rates.row_s * factor)
 
 

@@ -1,17 +1,17 @@
 """The best layouts of so many GPUs: how many of them train, and how far the window looks ahead."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix, engine_width
+from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix, PoolPart, engine_width
 from deploy.planning.run_rates import figures
 from deploy.planning.simulation import Simulation, SimulationResult
 from schemas.config import PlacementConfig, TidemillConfig
 from schemas.config.deploy import count_gpus, parse_ranges
 from schemas.errors import ConfigError
 
-STEPS = 6
-"""Steps that are simulated."""
+STEPS, FIRST = 6, 3
+"""Steps that are simulated, and those before that fill the pipeline."""
 WORTH = 1.05
 """Least gain over a split for which turns are named."""
 NEARLY = 0.95
@@ -50,25 +50,30 @@ def best(
     steps: int = 8,
     generator_gpus: int = 1,
     trainer_unit: int = 1,
+    pools: Sequence[PoolPart] = (),
 ) -> Plan:
     """Find the layout that trains the most tokens a second.
 
-    generator_gpus: GPUs of an engine. trainer_unit: what the trainer's GPUs have to be a multiple of. ConfigError if
-    they are too few.
+    generator_gpus: GPUs of an engine. trainer_unit: what the trainer's GPUs have to be a multiple of. pools: with the
+    most generators of each; those of slow pools may be left out. ConfigError if the GPUs are too few.
     """
     found: dict[int, Plan] = {}
+    generator_gpus = min((pool.generator_gpus for pool in pools), default=generator_gpus)
 
     def at(trainers: int) -> float:
         if trainers not in found:
-            generators = (gpus - trainers) // generator_gpus
+            generators = (gpus - trainers) // generator_gpus if generator_gpus else 0
             layout = ClusterLayout(generators, trainers, batch, samples, staleness, generator_gpus=generator_gpus)
             plans = [
-                simulate(replace(layout, window=window), rates, mix, steps) for window in windows(batch, staleness)
+                simulate(replace(each, window=window), rates, mix, steps)
+                for each in ([layout] if not pools else _with_pools(layout, pools, gpus - trainers))
+                for window in windows(batch, staleness)
             ]
-            found[trainers] = max(plans, key=lambda plan: plan.outcome.tokens_per_s)
-        return found[trainers].outcome.tokens_per_s
+            found[trainers] = max(plans, key=_speed)
+        return _speed(found[trainers])
 
-    allowed = [n for n in range(trainer_unit, gpus, trainer_unit) if gpus - n >= generator_gpus]
+    last = gpus - generator_gpus
+    allowed = [n for n in range(trainer_unit, last + 1, trainer_unit)]
     if not allowed:
         raise ConfigError(
             f"{count_gpus(gpus)} {'is' if gpus == 1 else 'are'} too few: a generator needs {generator_gpus} and the"
@@ -85,6 +90,30 @@ def best(
     return found[max(allowed[max(0, low - 1) : low + 2], key=at)]
 
 
+def _with_pools(layout: ClusterLayout, pools: Sequence[PoolPart], gpus: int) -> set[ClusterLayout]:
+    """Return the layout with generators of the best pool, of the best two, and so on.
+
+    Pools are ordered by tokens a second of a GPU, and by those of one sample: where the bound on staleness is tight,
+    the longest samples decide.
+    """
+    found = set()
+    speeds = (
+        lambda pool: pool.rates.sampled_tokens_per_s() / (pool.generator_gpus or 1),
+        lambda pool: pool.rates.sampled_tokens_per_s() / pool.rates.most,
+    )
+    for speed in speeds:
+        parts: tuple[PoolPart, ...] = ()
+        left = gpus
+        for pool in sorted(pools, key=speed, reverse=True):
+            if pool.generator_gpus:
+                pool = replace(pool, generators=min(pool.generators, left // pool.generator_gpus))
+            left -= pool.gpus
+            if pool.generators:
+                parts += (pool,)
+                found.add(replace(layout, generators=sum(part.generators for part in parts), pools=parts))
+    return found
+
+
 def best_in_turns(split: Plan, rates: ClusterRates, mix: LengthMix, trainer_unit: int = 1, steps: int = 8) -> Plan:
     """Find how many GPUs the trainer and generators use best in turns, on the GPUs and with the window of a split.
 
@@ -92,9 +121,7 @@ def best_in_turns(split: Plan, rates: ClusterRates, mix: LengthMix, trainer_unit
     """
     gpus, unit = split.layout.gpus, trainer_unit
     tried = sorted({max(unit, round(gpus * quarters / 4) // unit * unit) for quarters in range(1, 5)})
-    return max(
-        (in_turns(split, count, rates, mix, steps) for count in tried), key=lambda plan: plan.outcome.tokens_per_s
-    )
+    return max((in_turns(split, count, rates, mix, steps) for count in tried), key=_speed)
 
 
 def in_turns(plan: Plan, trainers: int, rates: ClusterRates, mix: LengthMix, steps: int = 8) -> Plan:
@@ -107,8 +134,9 @@ def in_turns(plan: Plan, trainers: int, rates: ClusterRates, mix: LengthMix, ste
 
 
 def simulate(layout: ClusterLayout, rates: ClusterRates, mix: LengthMix, steps: int = 8) -> Plan:
-    """Return a layout with what comes of it."""
-    return Plan(layout, Simulation(layout, rates, mix).run(steps))
+    """Return a layout with what comes of it in so many steps, or more where samples for more batches may be ready."""
+    ready = layout.staleness + 1
+    return Plan(layout, Simulation(layout, rates, mix).run(max(steps, 2 * ready), max(FIRST, ready)))
 
 
 def windows(batch: int, staleness: int) -> Iterator[int]:
@@ -140,7 +168,8 @@ def in_words(plan: Plan) -> str:
     layout = plan.layout
     shared = f", {layout.shared} of them on its GPUs" if layout.shared else ""
     plural = "" if layout.generators == 1 else "s"
-    return f"{count_gpus(layout.trainers)} for the trainer, {layout.generators} generator{plural}{shared}"
+    pools = f" ({', '.join(f'{pool.generators} {pool.name}' for pool in layout.pools)})" if layout.pools else ""
+    return f"{count_gpus(layout.trainers)} for the trainer, {layout.generators} generator{plural}{pools}{shared}"
 
 
 def place(config: TidemillConfig, gpus: int) -> tuple[PlacementConfig, str]:
@@ -180,14 +209,17 @@ def place(config: TidemillConfig, gpus: int) -> tuple[PlacementConfig, str]:
     return placement, f"placement auto, rates {known.source['trained']}: {in_words(plan)}; "
 
 
-def wanted_generators(config: TidemillConfig, running: int, since: int, elsewhere: int = 0) -> int | None:
+def wanted_generators(
+    config: TidemillConfig, running: int, since: int, elsewhere: int = 0, load: float = 1.0
+) -> int | None:
     """Return the fewest generators of a placement that give nearly its best throughput at what the run measures.
 
     None while it has measured too little. running: generators now; since: the first step with so many. elsewhere: how
-    many more other machines have room for, which are given up first.
+    many more other machines have room for, which are given up first. load: share of its samples that each has had in
+    flight.
     """
     placement, width = config.placement, engine_width(config)
-    known = figures(config, since=since, generators=running)
+    known = figures(config, since=since, generators=running, load=load)
     if placement is None or not known.source["sampled"].startswith("measured"):
         return None
     trainers, shared = len(parse_ranges(placement.trainer)), placement.guests(width)

@@ -54,6 +54,7 @@ class _Generator:
     ends: at which clock samples end, with their tasks and lengths.
     """
 
+    rates: ClusterRates
     clock: float = 0.0
     at: float = 0.0
     turn: int = 0
@@ -71,7 +72,8 @@ class Simulation:
         """any_order: groups are trained as they finish, which no bound allows, to see what the order costs."""
         self._layout, self._rates, self._mix = layout, rates, mix
         self._complete: deque[int] | None = deque() if any_order else None
-        self._generators = [_Generator() for _ in range(layout.generators)]
+        kinds = [pool.rates for pool in layout.pools for _ in range(pool.generators)] or [rates] * layout.generators
+        self._generators = [_Generator(rates) for rates in kinds]
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = 0
         self._now = 0.0
@@ -107,7 +109,7 @@ class Simulation:
         for generator in self._generators:
             self._advance(generator)
         seconds, measured = self._now - began, self._trained[first:]
-        places = self._rates.most * len(self._generators)
+        places = sum(generator.rates.most for generator in self._generators)
         return SimulationResult(
             seconds,
             steps,
@@ -135,15 +137,15 @@ class Simulation:
         self._deal()
 
     def _deal(self) -> None:
-        """Give samples that were handed back, then waiting tasks, to the generators with the most room."""
+        """Give samples that were handed back, then waiting tasks, to the generators with the largest share of room."""
         while self._awake and (self._returned or self._waiting):
-            generator = min(self._awake, key=lambda one: len(one.ends))
-            if len(generator.ends) >= self._rates.most:
+            generator = min(self._awake, key=lambda one: len(one.ends) / one.rates.most)
+            if len(generator.ends) >= generator.rates.most:
                 return
             self._advance(generator)
             if self._returned:
                 task, left, length = heapq.heappop(self._returned)
-                generator.at += (length - left) / self._rates.prefilled_tokens_per_s
+                generator.at += (length - left) / generator.rates.prefilled_tokens_per_s
                 heapq.heappush(generator.ends, (generator.clock + left, task, length))
             else:
                 task = self._waiting.popleft()
@@ -154,7 +156,7 @@ class Simulation:
             self._expect(generator)
 
     def _token_s(self, generator: _Generator) -> float:
-        return self._rates.step_s + len(generator.ends) * self._rates.row_s
+        return generator.rates.step_s + len(generator.ends) * generator.rates.row_s
 
     def _advance(self, generator: _Generator) -> None:
         """Bring an engine to the present, or leave it in the future until which it reads samples again."""
@@ -162,7 +164,7 @@ class Simulation:
         generator.at += passed
         if generator.ends:
             generator.clock += passed / self._token_s(generator)
-            generator.place_s += passed * min(len(generator.ends), self._rates.most)
+            generator.place_s += passed * min(len(generator.ends), generator.rates.most)
 
     def _expect(self, generator: _Generator) -> None:
         """Note when the engine's next sample ends, if nothing joins before."""

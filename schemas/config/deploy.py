@@ -66,9 +66,11 @@ class PlacementConfig(Section):
     )
     balance: bool = Field(
         False,
-        description="Whether the number of generators follows the plan of the rates that this run measures, with at"
-        " most one change in ten minutes. There are never more than placement.generator has GPUs for, and those that"
-        " `tidemill node` started.",
+        description="Whether the number of generators follows the plan of the rates that this run measures. There are"
+        " never more than placement.generator has GPUs for, and those that `tidemill node` started.",
+    )
+    balance_s: Seconds = Field(
+        600.0, description="Seconds between two plans of balance, so that both sides settle after a change."
     )
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.cli.app import app
+from deploy.planning.cluster import ClusterRates
 from deploy.planning.run_rates import of_run, sampling_at, stated
 
 CONFIG = """
@@ -113,6 +114,33 @@ def test_a_placement_is_compared_with_the_best_split_and_turns_are_named_when_wo
     assert float(share) < 0.8
     assert f"{share} of the best split" in last
     assert found["placement_in_turns"]["shared"] == 6
+
+
+def test_each_pool_has_its_own_rate_and_its_own_number_of_generators(tmp_path: Path) -> None:
+    config = tmp_path / "my.yaml"
+    pools = """
+pools:
+  quick: {generator: {replicas: 2}}
+  slow: {generator: {replicas: 2, max_samples: 4}}
+  far: {nodes: ["x*"], generator: {replicas: 3, max_samples: 4}}
+"""
+    config.write_text(CONFIG.format(folder=tmp_path / "run") + "flow: {staleness: 8}\n" + pools)
+    file = write_run(tmp_path / "run")
+    (file.parent / "config.yaml").write_text(config.read_text())
+    tokens = '"pool/quick/tokens": 3000, "pool/slow/tokens": 200, "pool/far/tokens": 2800, "time/publish_s"'
+    file.write_text(file.read_text().replace('"time/publish_s"', tokens))
+    done = CliRunner().invoke(app, ["plan", str(config), "--gpus", "6", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    sampled = {name: ClusterRates(**rates).sampled_tokens_per_s() for name, rates in found["pools"].items()}
+    assert sampled == pytest.approx({"quick": 150.0, "slow": 10.0, "far": 280 / 3})
+    start = found["start_from"]
+    assert start["pools.far.generator.replicas"] == 3, "they have machines of their own"
+    assert start["pools.quick.generator.replicas"] + start["trainer.processes"] <= 6
+    assert start["pools.slow.generator.replicas"] == 0, "their answers would be waited for"
+    assert "turns" not in found
+    text = CliRunner().invoke(app, ["plan", str(config), "--gpus", "6"]).stdout
+    assert "a full generator of pool slow: 10 tokens a second (measured, 9 steps of run" in " ".join(text.split())
 
 
 def test_the_seconds_of_a_hand_over_are_those_of_the_run(tmp_path: Path) -> None:

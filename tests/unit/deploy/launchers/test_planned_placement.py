@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -11,14 +12,16 @@ import pytest
 
 from deploy.launchers import local
 from deploy.launchers.gpus import Gpu, plan_gpus
-from deploy.launchers.local import BALANCE_S, Balance
-from deploy.planning.cluster import ClusterRates, LengthMix
-from deploy.planning.run_rates import figures
-from deploy.planning.search import best, simulate, wanted_generators
+from deploy.launchers.local import Balance
+from deploy.planning.cluster import ClusterRates, LengthMix, PoolPart
+from deploy.planning.run_rates import figures, sampling_at
+from deploy.planning.search import best, best_in_turns, in_turns, simulate, wanted_generators
 from schemas.config import TidemillConfig, parse_config, save_config
 from schemas.control_api.status import ServiceStatus
 from schemas.errors import ConfigError, InfraError
 from schemas.run_folder import CONFIG, METRICS
+
+EVERY_S = 600.0
 
 
 def make(folder: Path, placement: Any = "auto", **trainer: Any) -> TidemillConfig:
@@ -29,7 +32,7 @@ def make(folder: Path, placement: Any = "auto", **trainer: Any) -> TidemillConfi
             "train": {"name": "arithmetic"},
             "sampling": {"n": 4, "max_tokens": 1000},
             "reward": {"terms": [{"name": "exact"}]},
-            "generator": {"engine": "vllm"},
+            "generator": {"engine": "vllm", "max_samples": 8},
             "trainer": {"batch_groups": 8, **trainer},
             "placement": placement,
         }
@@ -141,6 +144,32 @@ def test_a_planned_split_is_within_5_percent_of_the_best_of_all(trained: float) 
     assert found.outcome.tokens_per_s >= 0.95 * fastest
 
 
+@pytest.mark.parametrize("trained", [500.0, 4000.0, 20_000.0])
+@pytest.mark.parametrize("slow", [0.1, 0.5, 1.5])
+def test_a_split_planned_with_pools_is_within_5_percent_of_the_best_of_all(trained: float, slow: float) -> None:
+    """One pool has three generators at most, the other's are spread over two GPUs and slower by a factor, each."""
+    rates, mix = replace(ClusterRates(), trained_tokens_per_s=trained), LengthMix(2000, 0.8, 8000)
+    quick, other = PoolPart("quick", 3, rates), PoolPart("other", 4, sampling_at(rates, 5000 * slow), 2)
+    found = best(8, 16, 4, 2, rates, mix, steps=6, pools=[quick, other])
+    layouts = [
+        replace(found.layout, generators=few + many, trainers=trainers, window=window, pools=pools)
+        for few, many, trainers, window in product(range(4), range(4), range(1, 8), (1, 8, 16))
+        if few + many and few + 2 * many + trainers <= 8
+        for pools in [(replace(quick, generators=few), replace(other, generators=many))]
+    ]
+    fastest = max(simulate(layout, rates, mix, 6).outcome.tokens_per_s for layout in layouts)
+    assert len(layouts) > 100
+    assert found.outcome.tokens_per_s >= 0.95 * fastest
+
+
+@pytest.mark.parametrize("trained", [500.0, 4000.0, 20_000.0])
+def test_planned_turns_are_within_5_percent_of_the_best_of_all(trained: float) -> None:
+    rates, mix = replace(ClusterRates(), trained_tokens_per_s=trained), LengthMix(2000, 0.8, 8000)
+    split = best(8, 16, 4, 2, rates, mix, steps=6)
+    fastest = max(in_turns(split, count, rates, mix, 6).outcome.tokens_per_s for count in range(1, 9))
+    assert best_in_turns(split, rates, mix, steps=6).outcome.tokens_per_s >= 0.95 * fastest
+
+
 def test_generators_follow_the_measured_rates_once_in_ten_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +179,7 @@ def test_generators_follow_the_measured_rates_once_in_ten_minutes(
     config = make(tmp_path, {"trainer": "0", "generator": "1-7", "balance": True})
     assert wanted_generators(config, 7, 0) is None, "nothing is measured"
     measure(tmp_path, training_s=9.0, sampled=14_000.0)
-    balance = Balance(config, now=0.0)
+    balance = Balance(config, EVERY_S, now=0.0)
 
     def tick_until_planned(now: float) -> None:
         balance.tick(now, asked[-1], 19, [])
@@ -160,19 +189,27 @@ def test_generators_follow_the_measured_rates_once_in_ten_minutes(
             balance.tick(now, asked[-1], 19, [])
             time.sleep(0.01)
 
-    balance.tick(BALANCE_S - 1, 7, 19, [])
+    balance.tick(EVERY_S - 1, 7, 19, [])
     assert balance._planning is None, "too soon"
-    tick_until_planned(BALANCE_S)
+    tick_until_planned(EVERY_S)
     assert len(asked) == 2
     assert asked[-1] < 3, "one generator samples as fast as the trainer trains"
-    tick_until_planned(2 * BALANCE_S)
+    tick_until_planned(2 * EVERY_S)
     assert len(asked) == 2, "nothing is measured since the change"
     measure(tmp_path, training_s=0.5, sampled=2000.0, first=20)
-    tick_until_planned(2 * BALANCE_S + 1)
+    tick_until_planned(2 * EVERY_S + 1)
     assert len(asked) == 2, "too soon after the last plan"
-    tick_until_planned(3 * BALANCE_S)
+    tick_until_planned(3 * EVERY_S)
     assert len(asked) == 3
     assert asked[-1] > 4, "the trainer trains much faster now"
+
+
+def test_generators_that_wait_for_the_trainer_are_given_up(tmp_path: Path) -> None:
+    """Together they sample as much as is trained, and each has little in flight."""
+    config = make(tmp_path, {"trainer": "0", "generator": "1-7", "balance": True})
+    measure(tmp_path, training_s=9.0, sampled=1100.0)
+    assert (wanted_generators(config, 7, 0) or 0) > 3, "each is taken for a slow one"
+    assert wanted_generators(config, 7, 0, load=0.1) in (1, 2)
 
 
 def test_generators_of_other_machines_are_planned_too_and_a_lost_broker_ends_nothing(
@@ -185,6 +222,7 @@ def test_generators_of_other_machines_are_planned_too_and_a_lost_broker_ends_not
     planner, connect = MagicMock(return_value=3), MagicMock(side_effect=InfraError("no answer"))
     monkeypatch.setattr(local, "wanted_generators", planner)
     monkeypatch.setattr("deploy.launchers.local.Broker.connect", connect)
-    Balance(config, 0.0)._plan(7, 0, [supervisor("up", "supervisor", 1), supervisor("node-b", "node", 6)])
-    planner.assert_called_once_with(config, 7, 0, 6)
+    services = [supervisor("up", "supervisor", 1), supervisor("node-b", "node", 6)]
+    Balance(config, EVERY_S, 0.0)._plan(7, 0, services, 1.0)
+    planner.assert_called_once_with(config, 7, 0, 6, 1.0)
     connect.assert_called_once()
