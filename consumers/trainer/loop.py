@@ -12,6 +12,7 @@ from dataclasses import replace
 import structlog
 
 from broker.client import Broker
+from broker.heartbeat import FRESH_S
 from consumers.trainer.batch_source import QUIET_S, BatchSource, NothingToLearn
 from consumers.trainer.checkpointing import Checkpointing
 from consumers.trainer.context import TrainerContext
@@ -49,6 +50,8 @@ class Trainer:
     ) -> None:
         self.config, self.broker, self.state, self.finished = config, broker, "starting", False
         self._turns = turns
+        if turns is not None:
+            turns.generators = lambda: broker.heartbeats.list_heard(FRESH_S, ("generator",))
         self.context = context = TrainerContext.create(config, name, broker, step, turns)
         self.session, self.rank_group = context.session, context.rank_group
         self.progress, self.timer = context.progress, context.timer

@@ -27,11 +27,10 @@ VARIABLE = "TIDEMILL_SHARED_GPUS"
 
 
 class SharedGpus(msgspec.Struct, frozen=True):
-    """Who shares the trainer's GPUs. folder: of the locks. generators: their numbers. others: generators elsewhere."""
+    """Who shares the trainer's GPUs. folder: of the locks. generators: their numbers."""
 
     folder: str
     generators: list[int]
-    others: int = 0
 
     @classmethod
     def from_environment(cls) -> SharedGpus | None:

@@ -27,13 +27,17 @@ POLL_S = 0.01
 
 @dataclass(frozen=True)
 class RankOfWalk:
-    """What a rank is started with. peers: the ends of its pipes, by rank. plant: name of a planted fault."""
+    """What a rank is started with.
+
+    peers: the ends of its pipes, by rank. generators: the names of all. plant: name of a planted fault.
+    """
 
     folder: Path
     rank: int
     world: int
     peers: dict[int, Connection]
     shared: SharedGpus
+    generators: tuple[str, ...]
     seed: int
     plant: str | None
 
@@ -73,6 +77,7 @@ def run_rank(given: RankOfWalk) -> None:
     files = WalkFiles(given.folder)
     gpus = ImitatedGpus(files, f"trainer-{given.rank}", [given.rank])
     turns = DeviceTurns(given.shared, main=given.rank == 0, deadline_s=600)
+    turns.generators = lambda: given.generators
     try:
         turns.hold()
         gpus.take()

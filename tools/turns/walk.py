@@ -79,7 +79,7 @@ class Walk:
         self._world, self._generators = LAYOUTS[layout]
         ranks = set(range(self._world))
         shared = [number for number, gpus in self._generators.items() if ranks & set(gpus)]
-        self._shared = SharedGpus(str(self._files.devices), shared, len(self._generators) - len(shared))
+        self._shared = SharedGpus(str(self._files.devices), shared)
         self._processes: dict[str, ForkServerProcess] = {}
         self._stopped: dict[str, tuple[float, float]] = {}
         names = {"generator": f"generator-{shared[0]}", "trainer": "trainer-0"}
@@ -150,7 +150,8 @@ class Walk:
         for rank in range(self._world):
             peers = {0: ends[rank][1]} if rank else {other: pair[0] for other, pair in ends.items()}
             seed = self._random.randrange(1 << 30)
-            given = RankOfWalk(self._files.folder, rank, self._world, peers, self._shared, seed, self._plant)
+            everyone = tuple(f"generator-{number}" for number in self._generators)
+            given = RankOfWalk(self._files.folder, rank, self._world, peers, self._shared, everyone, seed, self._plant)
             self._start(f"trainer-{rank}", context.Process(target=run_rank, args=(given,)))
         for pair in ends.values():
             for end in pair:

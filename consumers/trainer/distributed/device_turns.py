@@ -6,6 +6,7 @@ process that dies, so that a crash in any state leaves the GPUs to the others.
 """
 
 import time
+from collections.abc import Callable, Iterable
 
 import structlog
 
@@ -28,11 +29,11 @@ class GiveRule:
     So it loses at most twice what it would lose if it knew how long the wait will be (ski rental: Karlin et al.,
     Competitive snoopy caching, 1988). A hand-over may have been slow by exception, as one to a generator that loads its
     engine: each wait that ends before it is due lowers the cost, or no wait might ever be long enough to measure it
-    again. at_once: without waiting, since no other generator works meanwhile.
+    again. alone: whether no other generator works meanwhile, so that waiting is in vain; asked when a wait begins.
     """
 
-    def __init__(self, at_once: bool) -> None:
-        self._at_once = at_once
+    def __init__(self, alone: Callable[[], bool]) -> None:
+        self._alone, self._at_once = alone, False
         self._waits_since: float | None = None
         self._give_s = self._hold_s = 0.0
         self._given = False
@@ -45,7 +46,7 @@ class GiveRule:
     def due(self, now: float) -> bool:
         """Whether to give the GPUs at the time ``now``, in seconds; the first call since ``compute`` begins a wait."""
         if self._waits_since is None:
-            self._waits_since = now
+            self._waits_since, self._at_once = now, self._alone()
         return self._at_once or now - self._waits_since >= self.cost_s
 
     def compute(self) -> None:
@@ -67,14 +68,17 @@ class GiveRule:
 class DeviceTurns:
     """This rank's locks on the GPUs that it shares. rule: of rank 0, when to give them. holding: whether it has them.
 
-    clock: of its turns. main: whether this is rank 0. deadline_s: seconds to wait for each generator.
+    clock: of its turns. main: whether this is rank 0. deadline_s: seconds to wait for each generator. generators:
+    returns the names of all that run now, whose number users and the plan may change.
     """
 
     def __init__(self, shared: SharedGpus, main: bool, deadline_s: float = DEADLINE_S) -> None:
-        self.rule = GiveRule(at_once=not shared.others)
+        self.rule = GiveRule(lambda: own.issuperset(self.generators()))
+        self.generators: Callable[[], Iterable[str]] = tuple
         self.holding = False
         self.clock = TurnClock()
         self._deadline_s = deadline_s
+        own = {f"generator-{number}" for number in shared.generators}
         self._wanted = [trainer_lock(shared.folder)] if main else []
         self._generators = [generator_lock(shared.folder, number) for number in shared.generators]
         self._held: list[DeviceLock] = []

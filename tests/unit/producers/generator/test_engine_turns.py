@@ -196,7 +196,7 @@ def test_an_engine_that_cannot_sleep_is_refused_in_a_line(tmp_path: Path) -> Non
 
 
 def test_only_generators_that_share_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, SharedGpus("/run/devices", [0, 2], 1).to_environment())
+    monkeypatch.setenv(VARIABLE, SharedGpus("/run/devices", [0, 2]).to_environment())
     assert [shares_gpus(f"generator-{number}") for number in range(3)] == [
         ("/run/devices", 0),
         None,

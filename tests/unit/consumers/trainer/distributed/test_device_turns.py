@@ -24,7 +24,7 @@ TIMES = st.floats(0, 1e4, allow_nan=False)
 @given(wait=TIMES, give=TIMES, hold=TIMES, looks=st.integers(1, 50))
 def test_a_wait_costs_at_most_twice_what_it_must(wait: float, give: float, hold: float, looks: int) -> None:
     """It must cost the shorter of the wait, in which the GPUs idle, and a hand-over; looking takes its interval."""
-    rule = GiveRule(at_once=False)
+    rule = GiveRule(lambda: False)
     rule.gave(give)
     rule.held(hold)
     interval = wait / looks
@@ -34,11 +34,11 @@ def test_a_wait_costs_at_most_twice_what_it_must(wait: float, give: float, hold:
 
 
 def test_the_first_wait_gives_at_once_since_no_cost_is_known() -> None:
-    assert GiveRule(at_once=False).due(5.0)
+    assert GiveRule(lambda: False).due(5.0)
 
 
 def test_each_wait_is_counted_by_itself() -> None:
-    rule = GiveRule(at_once=False)
+    rule = GiveRule(lambda: False)
     rule.gave(2.0)
     rule.held(3.0)
     assert [rule.due(now) for now in (10.0, 14.9, 15.0)] == [False, False, True]
@@ -47,7 +47,7 @@ def test_each_wait_is_counted_by_itself() -> None:
 
 
 def test_a_hand_over_that_was_slow_by_exception_keeps_no_trainer_from_giving_for_ever() -> None:
-    rule, now, waits = GiveRule(at_once=False), 0.0, 0
+    rule, now, waits = GiveRule(lambda: False), 0.0, 0
     rule.gave(1.0)
     rule.held(300.0)
     rule.compute()
@@ -64,7 +64,7 @@ def test_a_hand_over_that_was_slow_by_exception_keeps_no_trainer_from_giving_for
 
 @given(st.floats(0, 1e4), st.floats(0, 1e4))
 def test_if_nobody_else_generates_the_trainer_gives_at_once(cost: float, now: float) -> None:
-    rule = GiveRule(at_once=True)
+    rule = GiveRule(lambda: True)
     rule.gave(cost)
     assert rule.due(now)
 
@@ -78,6 +78,20 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def turns_of(folder: Path, generators: int = 1, main: bool = True, deadline_s: float = DEADLINE_S) -> DeviceTurns:
     return DeviceTurns(SharedGpus(str(folder), list(range(generators))), main, deadline_s)
+
+
+def test_generators_that_come_and_go_count_from_the_next_wait_on(tmp_path: Path) -> None:
+    turns, running = turns_of(tmp_path), ["generator-0"]
+    turns.generators = lambda: running
+    turns.rule.gave(5.0)
+    assert turns.rule.due(0.0), "only those that share the GPUs run"
+    turns.rule.compute()
+    running.append("generator-1")
+    assert not turns.rule.due(1.0), "another one works meanwhile"
+    running.pop()
+    assert not turns.rule.due(2.0)
+    turns.rule.compute()
+    assert turns.rule.due(3.0)
 
 
 def lock_of(folder: Path, name: str) -> DeviceLock:
