@@ -21,13 +21,14 @@ from benchmarks.harness.processes import BenchRole, RoleProcesses, describe, ser
 from benchmarks.harness.report import ResultRow, Table
 from benchmarks.harness.workload import ENDLESS, PipelineShape, TrajectoryPools, open_broker
 from benchmarks.pipelines.tidemill import CLAIM, reference
+from benchmarks.services.layout_costs import colocated_step_s, losses
 from benchmarks.services.scale import DEADLINE_S, NoOpRewarder, TimedFeeder, answer_of, open_pending
 from broker.flow.pipeline import ScoredSample
 from broker.flow.progress import TakeoverRequest
 from broker.queues.consumer_group import Delivery
 from consumers.trainer.group_buffer import GroupBuffer
-from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix, colocated_step_s
-from deploy.planning.search import Plan, best, losses
+from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix
+from deploy.planning.search import Plan, best
 from schemas.errors import InfraError
 from schemas.messages import BatchRecord, Task, Trajectory
 

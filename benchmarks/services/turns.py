@@ -1,7 +1,7 @@
 """What trainer and generators gain on shared GPUs, in turns: simulated, beside splits of the same GPUs.
 
 Rates are those of ``tidemill plan``. Each row is a layout, each column a bound on staleness. The first row is in tokens
-a second, with the split as generators:trainer; all others are relative to it::
+a second, with the split as generators:trainer, the best of all splits and windows; all others are relative to it::
 
     python -m benchmarks.services.turns --gpus 8
 """
@@ -12,7 +12,7 @@ import argparse
 from dataclasses import replace
 
 from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix
-from deploy.planning.search import Plan, in_turns, simulate
+from deploy.planning.search import STEPS, Plan, best, in_turns, simulate, windows
 
 SAMPLES = 8
 STALENESS = (1, 2, 4, 8)
@@ -39,17 +39,26 @@ def main() -> None:
 def column(gpus: int, staleness: int, rates: ClusterRates, mix: LengthMix, steps: int) -> dict[str, str]:
     """Return the cells of a column by the names of their rows."""
     layout = ClusterLayout(1, gpus - 1, SAMPLES * gpus, SAMPLES, staleness)
-    splits = {n: simulate(replace(layout, generators=gpus - n, trainers=n), rates, mix, steps) for n in range(1, gpus)}
+    batch, found = layout.batch, best(gpus, layout.batch, SAMPLES, staleness, rates, mix, STEPS).layout
+
+    def split(trainers: int) -> Plan:
+        own = replace(layout, generators=gpus - trainers, trainers=trainers)
+        plans = [simulate(replace(own, window=window), rates, mix, steps) for window in windows(batch, staleness)]
+        return max(plans, key=speed)
+
+    splits = {n: split(n) for n in range(1, gpus)}
     shared = {n: in_turns(splits[gpus // 2], n, rates, mix, steps) for n in range(1, gpus + 1)}
-    best = max(splits, key=lambda count: speed(splits[count]))
+    fastest = max(splits, key=lambda count: speed(splits[count]))
+    planned = simulate(found, rates, mix, steps)
     turns = max(range(1, gpus), key=lambda count: speed(shared[count]))
     wrong = gpus * 3 // 4
 
     def relative(plan: Plan) -> str:
-        return f"{speed(plan) / speed(splits[best]):.2f}"
+        return f"{speed(plan) / speed(splits[fastest]):.2f}"
 
     return {
-        "best split": f"{speed(splits[best]):,.0f} ({gpus - best}:{best})",
+        "best split": f"{speed(splits[fastest]):,.0f} ({gpus - fastest}:{fastest})",
+        "the split that the plan names": f"{relative(planned)} ({found.generators}:{found.trainers})",
         "trainer on some, generators on all": f"{relative(shared[turns])} (trainer on {turns})",
         "both on all": relative(shared[gpus]),
         f"wrong split, {gpus - wrong}:{wrong}": relative(splits[wrong]),

@@ -177,33 +177,3 @@ class ClusterLayout:
     def slots(self) -> int:
         """Groups that may be in the pipeline."""
         return (self.staleness + 1) * self.batch - (self.window - 1)
-
-
-def colocated_step_s(layout: ClusterLayout, rates: ClusterRates, mix: LengthMix, steps: int) -> float:
-    """Return the mean seconds of a step in which all GPUs generate until the longest answer is there, and then train.
-
-    It is the synchronous way, with nothing lost to the change from one to the other: prompts are dealt out evenly.
-    """
-    engines = layout.gpus // layout.generator_gpus
-    total = 0.0
-    for step in range(steps):
-        groups = [mix.of_group(step * layout.batch + group, layout.samples) for group in range(layout.batch)]
-        lengths = np.concatenate(groups)
-        slowest = max(_alone_s(lengths[engine::engines], rates) for engine in range(engines))
-        total += slowest + float(lengths.sum()) / (rates.trained_tokens_per_s * layout.gpus)
-    return total / steps
-
-
-def _alone_s(lengths: npt.NDArray[np.int64], rates: ClusterRates) -> float:
-    """Return the seconds in which an engine samples these lengths, ``most`` at a time."""
-    clock = seconds = 0.0
-    running: list[float] = []
-    waiting = [float(length) for length in lengths[::-1]]
-    while running or waiting:
-        while waiting and len(running) < rates.most:
-            running.append(clock + waiting.pop())
-        first = min(running)
-        seconds += (first - clock) * (rates.step_s + len(running) * rates.row_s)
-        clock = first
-        running = [end for end in running if end > clock]
-    return seconds

@@ -26,20 +26,6 @@ class Plan:
     outcome: SimulationResult
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Seconds of a step that each cause alone costs; they overlap, and are no sum.
-
-    lengths: against answers of equal length. order: against training groups as they finish, which no bound allows.
-    publishing: against weights that are there at once. idle: against generators or a trainer that never wait.
-    """
-
-    lengths: float
-    order: float
-    publishing: float
-    idle: float
-
-
 def best(
     gpus: int,
     batch: int,
@@ -142,25 +128,6 @@ def simulate(layout: ClusterLayout, rates: ClusterRates, mix: LengthMix, steps: 
 def windows(batch: int, staleness: int) -> Iterator[int]:
     """Return the windows to try: strict order, half a batch and a batch, as far as slots allow."""
     return iter(sorted({1, max(1, batch // 2), batch} if staleness else {1}))
-
-
-def losses(plan: Plan, rates: ClusterRates, mix: LengthMix, steps: int = 8) -> Losses:
-    """Find where a plan's time is lost, by simulations without one cause each."""
-    layout, now = plan.layout, plan.outcome.step_s
-
-    def without(rates: ClusterRates = rates, mix: LengthMix = mix, any_order: bool = False) -> float:
-        return round(max(0.0, now - Simulation(layout, rates, mix, any_order).run(steps).step_s), 1)
-
-    mean = sum(mix.of_group(task, layout.samples).mean() for task in range(500)) / 500
-    tokens = plan.outcome.tokens / plan.outcome.steps
-    generating = tokens / (rates.sampled_tokens_per_s() * layout.generators)
-    training = tokens / (rates.trained_tokens_per_s * layout.trainers)
-    return Losses(
-        lengths=without(mix=LengthMix(mean, 0.0, mix.longest)),
-        order=without(any_order=True),
-        publishing=without(rates=replace(rates, publish_s=0.0)),
-        idle=round(max(0.0, now - max(generating, training)), 1),
-    )
 
 
 def in_words(plan: Plan) -> str:
