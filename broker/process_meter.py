@@ -5,21 +5,18 @@ A thread measures them from time to time, so that a heartbeat never waits for it
 
 import contextlib
 import os
-import shutil
-import subprocess
 import threading
 import time
 from typing import NamedTuple
 
 import psutil
 
+from schemas.system.gpu_memory import memory_by_process
+
 EVERY_S = 5.0
 SHARE = 100
 """A measurement that took t seconds of processor time is followed by a rest of at least SHARE times t."""
 GPU_EVERY_S = 30.0
-GPU_TOOL = "nvidia-smi"
-GPU_S = 10.0
-"""Seconds after which the tool is stopped."""
 RANKED = "TORCHELASTIC_RUN_ID"
 """Set in processes that torchrun started."""
 
@@ -46,26 +43,6 @@ def read_processes(pid: int, alone: bool = False) -> dict[psutil.Process, Proces
     return measured
 
 
-def gpu_memory(output: str) -> dict[int, int]:
-    """Parse nvidia-smi's ``pid, MiB`` lines into bytes of GPU memory by process."""
-    used: dict[int, int] = {}
-    for line in output.splitlines():
-        pid, _, mib = (part.strip() for part in line.partition(","))
-        if pid.isdigit() and mib.isdigit():
-            used[int(pid)] = used.get(int(pid), 0) + (int(mib) << 20)
-    return used
-
-
-def read_gpu_memory(tool: str) -> dict[int, int]:
-    """Return bytes of GPU memory by process; {} if the tool fails or does not answer."""
-    query = [tool, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        result = subprocess.run(query, capture_output=True, text=True, timeout=GPU_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return gpu_memory(result.stdout)
-
-
 class ProcessMeter:
     """Metrics of this process and its children: ``cpu`` (processors in use), ``memory_bytes``, ``gpu_memory_bytes``.
 
@@ -78,7 +55,6 @@ class ProcessMeter:
         self._alone = alone
         self._gpu: dict[int, int] = {}
         self._gpu_due = 0.0
-        self._tool = shutil.which(GPU_TOOL)
         self._before: dict[psutil.Process, ProcessUse] = {}
         self._at = 0.0
         self.figures: dict[str, float] = {}
@@ -104,8 +80,8 @@ class ProcessMeter:
             nothing = ProcessUse(0.0, 0)
             used = sum(use.cpu_s - self._before.get(process, nothing).cpu_s for process, use in measured.items())
             figures["cpu"] = max(0.0, used / (now - self._at))
-        if self._tool is not None and now >= self._gpu_due:
-            self._gpu, self._gpu_due = read_gpu_memory(self._tool), now + GPU_EVERY_S
+        if now >= self._gpu_due:
+            self._gpu, self._gpu_due = memory_by_process(), now + GPU_EVERY_S
         if self._gpu:
             figures["gpu_memory_bytes"] = float(sum(self._gpu.get(process.pid, 0) for process in measured))
         self._before, self._at, self.figures = measured, now, figures

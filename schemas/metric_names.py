@@ -149,6 +149,7 @@ METRICS: dict[str, str] = {
     "perf/memory_bytes": "Main memory of the trainer's rank 0.",
     "perf/memory_peak_bytes": "The most that it has had.",
     "perf/shared_gpu_share": "Share of its time in which the trainer has had the GPUs that it shares with generators.",
+    "perf/hand_over_{}_s": "Seconds of the last hand-over's part: offload, then wait for the generators, and onload.",
     "perf/gpu_memory_peak_bytes": "The most memory of rank 0's GPU in this step.",
     "time/total_s": "Seconds since the line before; the other times add up to it.",
     "time/wait_s": "Waiting for a batch: most of the step means that generation is the bottleneck.",

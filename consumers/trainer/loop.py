@@ -182,6 +182,7 @@ class Trainer:
         figures = {**batch.figures, **self.mismatch_watch.observe(batch, result)}
         if self._turns is not None:
             figures["perf/shared_gpu_share"] = self._turns.clock.figures()[SHARE]
+            figures |= {f"perf/hand_over_{part}_s": seconds for part, seconds in self._turns.clock.parts.items()}
         self.step_log.finished(replace(batch, figures=figures), result)
         self.session.complete_step(batch.record, batch.solve_rates)
 

@@ -254,16 +254,23 @@ class RankGroup:
         self._wait_copied()
         if self._writing is not None and not self._asynchronous:
             wait([self._writing], SAVE_DEADLINE_S)
-        self.state.offload()
-        if self._turns is not None:
-            self._turns.give()
+        if self._turns is None:
+            self.state.offload()
+            return
+        with self._turns.clock.measure("offload"):
+            self.state.offload()
+        self._turns.give()
 
     def onload(self) -> None:
         """Take shared GPUs from generators, and move the state back, on all ranks."""
-        self._send_to_all(Act("onload"))
-        if self._turns is not None:
+        self._send_to_all(Onload())
+        if self._turns is None:
+            self.state.onload()
+            return
+        with self._turns.clock.measure("wait"):
             self._turns.hold()
-        self.state.onload()
+        with self._turns.clock.measure("onload"):
+            self.state.onload()
 
     def dismiss(self, finished: bool = True) -> None:
         """End the work of the other ranks. finished: whether the run is."""

@@ -6,8 +6,6 @@ both have it, and vLLM takes what the trainer leaves. None: everything runs on t
 
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -19,14 +17,10 @@ from producers.engines.factory import engine_name
 from schemas.config import PlacementConfig, TidemillConfig
 from schemas.config.deploy import count_gpus, parse_ranges
 from schemas.errors import ConfigError
+from schemas.system.gpu_memory import VISIBLE, ask_driver
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-ROW = re.compile(r"\s*(\d+)\s*,\s*([^,\s]+)\s*,\s*(.*?)\s*")
-"""A line of nvidia-smi's table: index, UUID, memory in MiB."""
 DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
 """A name that CUDA_VISIBLE_DEVICES may have for a device."""
-ASK_S = 20.0
-"""How long nvidia-smi or Slurm may take to answer."""
 
 Auto = Literal["auto"]
 
@@ -82,11 +76,7 @@ def find_gpus() -> list[Gpu]:
     """Return the GPUs that this process may use, as the driver's own program and CUDA_VISIBLE_DEVICES tell them."""
     listed: dict[str, float | None] = {}
     numbers: list[str] = []
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
-    for line in ask(query).splitlines():
-        if (found := ROW.fullmatch(line)) is None:
-            continue
-        index, uuid, memory = found.groups()
+    for index, uuid, memory in ask_driver("gpu=index,uuid,memory.total"):
         numbers.append(index)
         # Where GPU and CPU have one memory, the program says [N/A].
         listed[index] = listed[uuid] = float(memory) / 1024 if memory.isdigit() else None
@@ -94,17 +84,6 @@ def find_gpus() -> list[Gpu]:
     names = numbers if given is None else [name.strip() for name in given.split(",")]
     # CUDA sees nothing from the first wrong name on; Slurm gives one to a job without GPUs.
     return [Gpu(name, listed.get(name)) for name in takewhile(DEVICE.fullmatch, names)]
-
-
-def ask(command: Sequence[str]) -> str:
-    """Return the output of a program of the machine; "" where it is missing, fails or does not answer."""
-    if shutil.which(command[0]) is None:
-        return ""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def there_are(count: int) -> str:

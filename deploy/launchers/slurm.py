@@ -18,13 +18,14 @@ from string import Template
 from deploy.checks.preflight import check
 from deploy.launcher_options import SlurmOptions
 from deploy.launchers.factory import check_places
-from deploy.launchers.gpus import Auto, ask, check_counts
+from deploy.launchers.gpus import Auto, check_count
 from deploy.planning.cluster import DeviceQuota, engine_width
 from deploy.run.folder import settle_configuration
 from schemas.config import TidemillConfig, by_pool
 from schemas.errors import OK_EXIT, ConfigError
 from schemas.run_folder import CONFIG
 from schemas.run_record import check_record
+from schemas.system.processes import ask
 
 SCRIPTS = ("job.sh", "services.sbatch", "trainer.sbatch", "submit.sh")
 GENERATORS = "generators.sbatch"

@@ -14,11 +14,14 @@ import structlog
 from producers.engines.base import Engine, SleepingEngine
 from producers.generator.orders import OrderFollower
 from producers.generator.weight_updates import WeightUpdater
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, InfraError
 from schemas.system.device_lock import LockToucher, SharedGpus, TurnClock, generator_lock, trainer_lock
+from schemas.system.gpu_memory import free_memory, memory_by_process
 from schemas.system.lifecycle import StopFlag
 
 POLL_S = 0.02
+FREE_S, MEMORY_POLL_S, SLACK = 10.0, 0.1, 0.02
+"""How long a woken engine's memory may take to be free, how often that is looked at, and the share that may lack."""
 
 log = structlog.get_logger()
 
@@ -45,7 +48,7 @@ class EngineTurns:
         self._lock = generator_lock(folder, number)
         self._wanted = trainer_lock(folder)
         self._clock = TurnClock()
-        self._gave_s = self._took_s = 0.0
+        self._needed: dict[str, int] | None = None
         LockToucher([self._lock]).start()
 
     @classmethod
@@ -55,8 +58,8 @@ class EngineTurns:
         return cls(*found, engine, orders, updates) if found is not None else None
 
     def metrics(self) -> dict[str, float]:
-        """Return figures for the heartbeat: those of TurnClock, and the seconds of the last hand-overs."""
-        return self._clock.figures() | {"sleep_s": self._gave_s, "wake_s": self._took_s}
+        """Return figures for the heartbeat."""
+        return self._clock.figures()
 
     async def take(self, stop: StopFlag) -> bool:
         """Wait until the trainer does not want the GPU, and take it; return False if stop comes first."""
@@ -65,20 +68,58 @@ class EngineTurns:
     async def run(self, stop: StopFlag) -> None:
         """Give the GPU to the trainer whenever it wants it, until stop. The engine is started and has the GPU."""
         while await _until(stop, lambda: not self._wanted.is_free(shared=True)):
-            started = time.monotonic()
-            await self._orders.lend_device(True)
-            await self._engine.sleep()
+            with self._clock.measure("sleep"):
+                await self._orders.lend_device(True)
+                await self._sleep()
             self.close()
-            self._gave_s = time.monotonic() - started
-            log.info("gave the GPU to the trainer", seconds=round(self._gave_s, 3))
+            log.info("gave the GPU to the trainer", **self._rounded("sleep"))
             if not await _until(stop, lambda: not self._is_paused() and self._try_take()):
                 return
-            started = time.monotonic()
-            await self._engine.wake()
-            await self._updates.check_woken(stop)
+            with self._clock.measure("wake"):
+                await self._wait_for_memory()
+                await self._engine.wake()
+            with self._clock.measure("load"):
+                await self._updates.check_woken(stop)
+            parts = self._clock.parts
+            parts["probe"] = min(self._updates.last_probe_s, parts["load"])
+            parts["load"] -= parts["probe"]
             await self._orders.lend_device(False)
-            self._took_s = time.monotonic() - started
-            log.info("took the GPU back", seconds=round(self._took_s, 3), version=self._updates.version)
+            log.info("took the GPU back", version=self._updates.version, **self._rounded("wake", "load", "probe"))
+
+    async def _sleep(self) -> None:
+        """Let the engine sleep; the first time, measure what it frees on each GPU, which it needs again to wake."""
+        if self._needed is not None:
+            await self._engine.sleep()
+            return
+        before = await asyncio.to_thread(free_memory)
+        await self._engine.sleep()
+        after = await asyncio.to_thread(free_memory) if before else {}
+        self._needed = {gpu: after[gpu] - free for gpu, free in before.items() if after.get(gpu, 0) > free}
+
+    async def _wait_for_memory(self) -> None:
+        """Wait until the GPUs have what the engine needs: an engine that finds less fails with an error of its own.
+
+        A driver may report memory as free only a moment after it was given back. InfraError after FREE_S, which says
+        who has it.
+        """
+        end = time.monotonic() + FREE_S
+        while self._needed:
+            free = await asyncio.to_thread(free_memory)
+            lacks = [gpu for gpu, needed in self._needed.items() if free.get(gpu, needed) < (1 - SLACK) * needed]
+            if not lacks:
+                return
+            if time.monotonic() > end:
+                used = await asyncio.to_thread(memory_by_process)
+                having = ", ".join(f"process {pid} {size / 1e9:.1f} GB" for pid, size in used.items())
+                gpu = lacks[0]
+                raise InfraError(
+                    f"GPU {gpu} has {free[gpu] / 1e9:.1f} GB free {FREE_S:.0f} s after the trainer gave it, and the"
+                    f" engine needs {self._needed[gpu] / 1e9:.1f} GB to wake; in use: {having or 'by no known process'}"
+                )
+            await asyncio.sleep(MEMORY_POLL_S)
+
+    def _rounded(self, *parts: str) -> dict[str, float]:
+        return {f"{part}_s": round(self._clock.parts[part], 3) for part in parts}
 
     def close(self) -> None:
         """Free the GPU's lock; the engine has no memory there."""

@@ -87,8 +87,8 @@ log = structlog.get_logger()
 class WeightUpdater:
     """The follower of published weights for one engine; tasks wait here for weights that they may use.
 
-    weights: which versions may be used and trusted. last_load_s: seconds that the last load took. is_loading: the
-    engine replaces its weights.
+    weights: which versions may be used and trusted. last_load_s, last_probe_s: seconds that the last ones took.
+    is_loading: the engine replaces its weights.
     evaluating: evaluation tasks in progress, which delay new weights.
     """
 
@@ -125,7 +125,7 @@ class WeightUpdater:
         self._waiting_since: float | None = None
         self.weights = TrustedWeights()
         self.evaluating = 0
-        self.last_load_s = 0.0
+        self.last_load_s = self.last_probe_s = 0.0
         self.is_loading = False
 
     @property
@@ -404,10 +404,10 @@ class WeightUpdater:
             self._judge.calibrate(np.abs(await self._score(manifest.probe) - manifest.probe.logprobs.numpy()))
 
     async def _score(self, probe: Probe) -> npt.NDArray[np.float32]:
-        tokens = probe.tokens.numpy().tolist()
-        if probe.image is None:
-            return await self._engine.logprobs(tokens)
-        return await self._engine.logprobs(tokens, [self._probe_image(*probe.image)])
+        began, images = time.monotonic(), [] if probe.image is None else [self._probe_image(*probe.image)]
+        found = await self._engine.logprobs(probe.tokens.numpy().tolist(), *([images] if images else []))
+        self.last_probe_s = time.monotonic() - began
+        return found
 
     def _probe_image(self, start: int, end: int) -> PromptImage:
         if self._images is None:

@@ -13,13 +13,16 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 TOUCH_S = 1.0
 HELD, LENT, SHARE = "device_held_s", "device_lent_s", "device_share"
+PART = "hand_over:"
+"""Before the name of a part of the last hand-over, in figures: wait, offload and onload of a trainer, sleep, wake, load
+and probe of a generator."""
 _FLOCK = struct.Struct("hhqqi4x")
 """Linux's ``struct flock``, for locks of an open file; unlike those of flock(), they can be asked about."""
 VARIABLE = "TIDEMILL_SHARED_GPUS"
@@ -44,22 +47,34 @@ class SharedGpus(msgspec.Struct, frozen=True):
 
 
 class TurnClock:
-    """How long a process has the GPU that it shares, or has it not, and its share of the time since it began."""
+    """How long a process has the GPU that it shares, or has it not, and its share of the time since it began.
+
+    parts: seconds of each part of its last hand-over.
+    """
 
     def __init__(self) -> None:
         self._began = self._since = time.monotonic()
         self._holds, self._held_s = False, 0.0
+        self.parts: dict[str, float] = {}
 
     def turn(self, holds: bool) -> None:
         """Note that the process has the GPU from now on, or has it no more."""
         self._held_s = self._total()
         self._holds, self._since = holds, time.monotonic()
 
+    @contextlib.contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Measure a part of a hand-over in a block."""
+        began = time.monotonic()
+        yield
+        self.parts[part] = time.monotonic() - began
+
     def figures(self) -> dict[str, float]:
-        """Return figures for the heartbeat: seconds of this turn, and the share of all turns."""
+        """Return figures for the heartbeat: seconds of this turn, the share of all turns, and the last hand-over."""
         now = time.monotonic()
         share = self._total() / (now - self._began or 1.0)
-        return {HELD if self._holds else LENT: now - self._since, SHARE: share}
+        parts = {f"{PART}{name}": seconds for name, seconds in self.parts.items()}
+        return {HELD if self._holds else LENT: now - self._since, SHARE: share, **parts}
 
     def _total(self) -> float:
         return self._held_s + self._holds * (time.monotonic() - self._since)

@@ -1,8 +1,14 @@
-"""How a process is distinguished from others, also from a later one with the same number."""
+"""How a process is distinguished from others, also from a later one with the same number; and what programs answer."""
 
 import os
+import shutil
 import socket
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+
+ASK_S = 20.0
+"""How long a program of the machine may take to answer."""
 
 
 def find_place() -> str:
@@ -25,3 +31,14 @@ def find_start(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
+
+
+def ask(command: Sequence[str]) -> str:
+    """Return the output of a program of the machine; "" where it is missing, fails or does not answer."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout

@@ -60,15 +60,15 @@ PLANTED = {
     "a generator wakes without its lock": Planted(f"{TURNS}._try_take", "or not self._lock.try_hold()", ""),
     "a generator frees its lock before its memory": Planted(
         f"{TURNS}.run",
-        "await self._engine.sleep()\n        self.close()",
-        "self.close()\n        await self._engine.sleep()",
+        "await self._sleep()\n        self.close()",
+        "self.close()\n            await self._sleep()",
     ),
     "a generator sleeps without a pause": Planted(f"{TURNS}.run", "await self._orders.lend_device(True)", "pass"),
     "no probe after a wake": Planted(f"{TURNS}.run", "await self._updates.check_woken(stop)", "pass"),
     "tokens before the probe": Planted(
         f"{TURNS}.run",
-        "await self._updates.check_woken(stop)\n        await self._orders.lend_device(False)",
-        "await self._orders.lend_device(False)\n        await self._updates.check_woken(stop)",
+        "await self._updates.check_woken(stop)",
+        "await self._orders.lend_device(False)\n            await self._updates.check_woken(stop)",
     ),
     "new weights are not loaded after a wake": Planted(
         f"{UPDATES}.check_woken", "chosen = await self._choose(newest)", "pass"
@@ -81,13 +81,13 @@ PLANTED = {
     ),
     "the trainer frees its locks before its memory": Planted(
         f"{RANKS}.offload",
-        "    self.state.offload()\n    if self._turns is not None:\n        self._turns.give()",
-        "    if self._turns is not None:\n        self._turns.give()\n    self.state.offload()",
+        "self.state.offload()\n    self._turns.give()",
+        "self._turns.give()\n        self.state.offload()",
     ),
     "the trainer takes memory before its locks": Planted(
         f"{RANKS}.onload",
-        "    if self._turns is not None:\n        self._turns.hold()\n    self.state.onload()",
-        "    self.state.onload()\n    if self._turns is not None:\n        self._turns.hold()",
+        'self._turns.hold()\n    with self._turns.clock.measure("onload"):\n        self.state.onload()',
+        "self.state.onload()\n        self._turns.hold()",
     ),
     "only rank 0 holds the GPUs": Planted(
         f"{TRAINER}.__init__", "for number in shared.generators]", "for number in shared.generators if main]"

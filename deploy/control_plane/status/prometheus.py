@@ -22,7 +22,7 @@ from broker.connection.keys import GENERATORS, REWARD
 from schemas.control_api.base import RunState
 from schemas.control_api.status import RunStatus
 from schemas.messages.telemetry import DRAINED
-from schemas.system.device_lock import SHARE
+from schemas.system.device_lock import PART, SHARE
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = get_args(RunState)
@@ -157,8 +157,14 @@ class StatusMetrics(Collector):
         if any(shares.values()):
             means = ((role, fmean(found)) for role, found in sorted(shares.items()) if found)
             yield _labelled("shared_gpu_time_share", "Share of time with the GPUs that are shared", "role", means)
-        for name, text, figure in POOL_FIGURES if self.status.pools else ():
-            values = ((pool.name, getattr(pool, figure)) for pool in self.status.pools)
+        parts: dict[str, list[float]] = {}
+        for name, seconds in (each for one in live for each in one.figures.items() if each[0].startswith(PART)):
+            parts.setdefault(name.removeprefix(PART), []).append(seconds)
+        if parts:
+            means = ((part, fmean(found)) for part, found in sorted(parts.items()))
+            yield _labelled("hand_over_seconds", "Seconds of a part of the last hand-overs, the mean", "part", means)
+        for name, text, figure in POOL_FIGURES if self._status.pools else ():
+            values = ((pool.name, getattr(pool, figure)) for pool in self._status.pools)
             yield _labelled(name, text, "pool", ((pool, value) for pool, value in values if value is not None))
         yield InfoMetricFamily("tidemill_build", "This release", {"version": version("tidemill")})
 

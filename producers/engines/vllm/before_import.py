@@ -2,17 +2,15 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from schemas.errors import ConfigError
+from schemas.system.gpu_memory import ask_driver
 
 INVARIANT_FROM = "8.0"
 """Lowest compute capability of GPUs on which vLLM 0.32 has its batch-invariant mode."""
-ASK_S = 20.0
-"""How long nvidia-smi may take to answer."""
 
 
 def vllm_variables(on_cpu: bool) -> dict[str, str]:
@@ -65,14 +63,8 @@ def check_batch_invariance() -> str:
     """Return the lowest compute capability here; ConfigError if vLLM has no batch-invariant mode for it."""
     lowest = ""
     if not is_cpu_build():
-        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        try:
-            done = subprocess.run(query, capture_output=True, text=True, timeout=ASK_S, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            pass
-        else:
-            found = [line.strip() for line in done.stdout.splitlines() if line.strip()[:1].isdigit()]
-            lowest = min(found, key=_number, default="")
+        found = [version for (version,) in ask_driver("gpu=compute_cap") if version[:1].isdigit()]
+        lowest = min(found, key=_number, default="")
     if not lowest or _number(lowest) < _number(INVARIANT_FROM):
         raise ConfigError(
             f"generator.exact: vLLM's batch-invariant mode needs NVIDIA GPUs of compute capability {INVARIANT_FROM} or"

@@ -13,11 +13,10 @@ import fakeredis
 import msgspec
 import pytest
 
-from broker import process_meter
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from broker.evaluations.store import Evals
-from broker.process_meter import ProcessMeter, gpu_memory, read_processes
+from broker.process_meter import ProcessMeter, read_processes
 from broker.queues.dead_letters import DeadLetterStore
 from broker.telemetry import trajectories
 from broker.telemetry.events import Events
@@ -27,6 +26,7 @@ from broker.telemetry.trajectories import PAGE, TrajectoryStore
 from schemas.codec import encode
 from schemas.errors import RefusedError
 from schemas.messages import DeadLetter, Event, Heartbeat, Score
+from schemas.system import gpu_memory, processes
 from tests.support.trainer.trajectories import make_trajectory
 
 BUSY = "import sys, time; data = bytearray(64 << 20); print('begun', flush=True)\nwhile True: pass"
@@ -199,7 +199,7 @@ def test_memory_of_gpus_is_that_of_the_process_and_its_children(
     tool.write_text(f'#!/bin/sh\n[ "$*" = "{query}" ] || exit 2\nOWN={os.getpid()} CHILD={child.pid}\n{answer}\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(process_meter, "GPU_S", patience_s)
+    monkeypatch.setattr(processes, "ASK_S", patience_s)
     try:
         meter = ProcessMeter()
         meter.measure(time.monotonic())
@@ -212,5 +212,13 @@ def test_memory_of_gpus_is_that_of_the_process_and_its_children(
         child.communicate()
 
 
-def test_gpu_memory_is_summed_by_process() -> None:
-    assert gpu_memory("12, 100\n12, 20\n7, [N/A]\nno processes\n") == {12: 120 << 20}
+def test_gpu_memory_is_summed_by_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "ask", lambda command: "12, 100\n12, 20\n7, [N/A]\nno processes\n")
+    assert gpu_memory.memory_by_process() == {12: 120 << 20}
+
+
+def test_free_memory_is_that_of_the_gpus_that_a_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "ask", lambda command: "0, GPU-a, 10\n1, GPU-b, 20\n2, GPU-c, [N/A]\n")
+    for visible, known in (("", {"0": 10, "1": 20}), ("1", {"1": 20}), ("GPU-a,2", {"0": 10})):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gpu_memory.free_memory() == {name: mib << 20 for name, mib in known.items()}

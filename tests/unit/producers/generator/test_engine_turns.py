@@ -1,6 +1,7 @@
 """A generator's turns on a GPU of the trainer: who has it when, and in which order it is given and taken back."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,10 +14,11 @@ from broker.client import Broker
 from broker.flow.run_control import ControlState
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.scripted import ScriptedEngine
+from producers.generator import device_turns
 from producers.generator.device_turns import EngineTurns, shares_gpus
 from producers.generator.orders import OrderFollower
 from producers.generator.weight_updates import WeightUpdater
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, InfraError
 from schemas.messages import Sampling
 from schemas.system.device_lock import VARIABLE, DeviceLock, SharedGpus, generator_lock, trainer_lock
 from schemas.system.lifecycle import StopFlag
@@ -30,6 +32,7 @@ class SharedGpu:
 
     def __init__(self, folder: Path) -> None:
         self.calls: list[str] = []
+        self.last_probe_s = 0.0
         self.version = 7
         self.trainer, self.own = trainer_lock(folder), generator_lock(folder, 0)
         self.engine = ScriptedEngine(
@@ -186,7 +189,78 @@ async def test_a_hand_over_takes_no_time_of_its_own(gpu: SharedGpu) -> None:
         gpu.trainer.release()
         await gpu.until_open()
         assert time.monotonic() - started < 1.0
-    assert 0 < gpu.turns.metrics()["sleep_s"] < 1.0
+    parts = {name: gpu.turns.metrics()[f"hand_over:{name}"] for name in ("sleep", "wake", "load", "probe")}
+    assert parts["probe"] == gpu.last_probe_s
+    assert parts["sleep"] > 0
+
+
+DRIVER = """#!/bin/sh
+cd "{folder}"
+case "$*" in
+  *--query-gpu=index,uuid,memory.free*) echo "0, GPU-0, $((1000 - ($(cat * | paste -sd+ -))))" ;;
+  *--query-compute-apps=pid,used_memory*) for pid in *; do echo "$pid, $(cat $pid)"; done ;;
+esac
+"""
+
+
+@pytest.fixture
+def memory(gpu: SharedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The memory of a GPU of 1,000 MiB: a file for each process. The engine has 600 MiB while it is awake."""
+    folder, program = tmp_path / "memory", tmp_path / "bin" / "nvidia-smi"
+    for each in (folder, program.parent):
+        each.mkdir()
+    program.write_text(DRIVER.format(folder=folder))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    sleep, wake, own = gpu.engine.sleep, gpu.engine.wake, folder / "7"
+    own.write_text("600\n")
+
+    async def sleep_and_free() -> None:
+        await sleep()
+        own.write_text("0\n")
+
+    async def allocate_and_wake() -> None:
+        own.write_text("600\n")
+        assert sum(int(file.read_text()) for file in folder.iterdir()) <= 1000, "out of memory"
+        await wake()
+
+    gpu.engine.sleep = sleep_and_free  # type: ignore[method-assign]
+    gpu.engine.wake = allocate_and_wake  # type: ignore[method-assign]
+    return folder
+
+
+async def test_an_engine_wakes_when_the_driver_says_that_its_memory_is_free(gpu: SharedGpu, memory: Path) -> None:
+    async with gpu.running():
+        assert gpu.trainer.try_hold()
+        await gpu.until_free(gpu.own)
+        (memory / "8").write_text("900\n")
+        gpu.trainer.release()
+        await gpu.until_free(gpu.own, free=False)
+        for size in ("900", "500", "400"):
+            assert "wake" not in gpu.calls[gpu.calls.index("sleep") :]
+            (memory / "8").write_text(f"{size}\n")
+            await asyncio.sleep(0.3)
+        await gpu.until_open()
+
+
+async def test_who_has_the_memory_that_an_engine_needs_is_said_in_one_line(
+    gpu: SharedGpu, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_turns, "FREE_S", 0.3)
+    stop = StopFlag()
+    assert await gpu.turns.take(stop)
+    await gpu.orders.engine_started()
+    await gpu.orders.follow(None)
+    running = asyncio.create_task(gpu.turns.run(stop))
+    assert gpu.trainer.try_hold()
+    await gpu.until_free(gpu.own)
+    (memory / "8").write_text("900\n")
+    gpu.trainer.release()
+    with pytest.raises(InfraError, match=r"GPU 0 has 0\.1 GB free .*needs 0\.6 GB.* process 8 0\.9 GB"):
+        await running
+    assert "wake" not in gpu.calls
+    gpu.turns.close()
 
 
 def test_an_engine_that_cannot_sleep_is_refused_in_a_line(tmp_path: Path) -> None:

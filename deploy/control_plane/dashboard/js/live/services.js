@@ -50,6 +50,8 @@ function note(service) {
   if (held !== undefined) said.push(`has its GPU for ${duration(held)}`);
   if (lent !== undefined) said.push(`without its GPU for ${duration(lent)}`);
   if (share !== undefined) said.push(`had it ${percent(share)} of the time`);
+  const parts = Object.entries(service.figures).filter(([name]) => name.startsWith("hand_over:"));
+  if (parts.length) said.push(`last hand-over: ${parts.map(([name, value]) => `${name.slice(10)} ${duration(value)}`).join(", ")}`);
   if (service.load !== null && service.state !== "loading") said.push(`${percent(service.load)} full`);
   const { mismatch_gap: gap, mismatch_kl: kl } = service.figures;
   if (gap !== undefined) said.push(`log-probability gap ${small(gap)}`);

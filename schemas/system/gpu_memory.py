@@ -1,0 +1,36 @@
+"""What the driver's program nvidia-smi says of this machine's GPUs: their memory, and which processes have it.
+
+Where it is missing, fails or does not answer, nothing is known.
+"""
+
+import os
+
+from schemas.system.processes import ask
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def ask_driver(query: str) -> list[list[str]]:
+    """Return the lines of an answer that have a value for each field of a query such as ``gpu=index,memory.free``."""
+    text = ask(["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"])
+    lines = [[field.strip() for field in line.split(",")] for line in text.splitlines()]
+    return [line for line in lines if len(line) == query.count(",") + 1 and line[0]]
+
+
+def free_memory() -> dict[str, int]:
+    """Return the free bytes of each GPU that this process may use, by its index; {} if they are unknown."""
+    visible = {name.strip() for name in os.environ.get(VISIBLE, "").split(",")} - {""}
+    return {
+        index: int(free) << 20
+        for index, uuid, free in ask_driver("gpu=index,uuid,memory.free")
+        if free.isdigit() and (not visible or visible & {index, uuid})
+    }
+
+
+def memory_by_process() -> dict[int, int]:
+    """Return the bytes of GPU memory that each process has, by its number."""
+    used: dict[int, int] = {}
+    for pid, mib in ask_driver("compute-apps=pid,used_memory"):
+        if pid.isdigit() and mib.isdigit():
+            used[int(pid)] = used.get(int(pid), 0) + (int(mib) << 20)
+    return used
