@@ -93,7 +93,7 @@ def train(folder: Path, devices: Path, rounds: int) -> tuple[dict[str, object], 
             "trainer": {"steps": rounds, "threads": 1},
         }
     )
-    turns = DeviceTurns(SharedGpus(str(devices), [0]), main=True, deadline_s=DEADLINE_S)
+    turns = DeviceTurns(SharedGpus(str(devices), ["generator-0"]), main=True, deadline_s=DEADLINE_S)
     turns.hold()
     rank_group = RankGroup(config, build_train_step(config, Ranks.of(config.trainer)), turns)
     groups = random_groups(8, 8, 16.0, 0.5, 64, 32_000)

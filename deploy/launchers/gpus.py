@@ -48,7 +48,7 @@ class GpuPlan:
     utilization: float | None = None
     text: str = ""
     placed: Mapping[str, Sequence[int]] | None = None
-    sharing: Sequence[int] = ()
+    sharing: Sequence[str] = ()
     placement: PlacementConfig | None = None
 
     def apply(self, config: TidemillConfig) -> TidemillConfig:
@@ -148,14 +148,15 @@ def _place(config: TidemillConfig, placement: PlacementConfig, gpus: Sequence[Gp
         raise ConfigError(
             f"placement names GPU {last}, but {there_are(len(gpus))} (nvidia-smi, {VISIBLE}), counted from 0"
         )
-    parts = describe_placed(gpus, placed)
-    width = len(engines[0])
-    sharing = [index for index, guest in enumerate(placement.guests(width)) if guest]
-    if sharing:
-        parts.append(f"in turns with the trainer: {', '.join(f'generator-{index}' for index in sharing)}")
-    text = f"{planned}GPUs: {'; '.join(parts)}"
+    sharing, shown = describe_turns(gpus, placed)
     return GpuPlan(
-        len(placed["trainer"]), width, len(engines), text=text, placed=placed, sharing=sharing, placement=placement
+        len(placed["trainer"]),
+        len(engines[0]),
+        len(engines),
+        text=f"{planned}{shown}",
+        placed=placed,
+        sharing=sharing,
+        placement=placement,
     )
 
 
@@ -196,6 +197,14 @@ def _dealt(gpus: Sequence[Gpu], ranks: int, width: int, replicas: int, wanted: i
         hint = f", generator.replicas could be {replicas + more}" if more else ""
         parts += [f"{part}{hint}" for part in describe_placed(gpus, {"unused": free})]
     return f"GPUs: {'; '.join(parts)}"
+
+
+def describe_turns(gpus: Sequence[Gpu], placed: Mapping[str, Sequence[int]]) -> tuple[list[str], str]:
+    """Return the generators that have GPUs of the trainer, and who has which in a line."""
+    own = set(placed["trainer"])
+    sharing = [name for name, places in placed.items() if name.startswith("generator") and not own.isdisjoint(places)]
+    parts = describe_placed(gpus, placed) + ([f"in turns with the trainer: {', '.join(sharing)}"] if sharing else [])
+    return sharing, f"GPUs: {'; '.join(parts)}"
 
 
 def describe_placed(gpus: Sequence[Gpu], placed: Mapping[str, Sequence[int]]) -> list[str]:

@@ -2,7 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
-from deploy.launchers.gpus import Auto, Gpu, GpuPlan, check_counts, describe_placed, shared_utilization, there_are
+from deploy.launchers.gpus import (
+    Auto,
+    Gpu,
+    GpuPlan,
+    check_count,
+    describe_placed,
+    describe_turns,
+    shared_utilization,
+    there_are,
+)
 from deploy.planning.cluster import engine_width
 from schemas.config import TidemillConfig, of_node
 from schemas.config.deploy import count_gpus, parse_ranges
@@ -34,7 +43,8 @@ def plan_pools(
         width = engine_width(one) if generator == "auto" else generator
         for index in range(one.generator.replicas):
             placed[f"generator-{name}-{index}"], free = _deal(f"generator-{name}-{index}", free, width, len(gpus))
-    return GpuPlan(len(places), 0, own, text=_dealt(gpus, placed, free), placed=placed)
+    sharing, text = describe_turns(gpus, {**placed, "unused": free})
+    return GpuPlan(len(places), 0, own, text=text, placed=placed, sharing=sharing)
 
 
 def plan_node(kinds: Mapping[str, TidemillConfig], gpus: Sequence[Gpu]) -> GpuPlan:

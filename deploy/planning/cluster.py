@@ -5,7 +5,8 @@ Nothing here does I/O; seconds are those of the real system.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -131,16 +132,21 @@ class ClusterRates:
 
 @dataclass(frozen=True)
 class PoolPart:
-    """Generators of a pool, with rates of their own. generator_gpus: of each; 0 on machines that have only them."""
+    """Generators of a pool, with rates of their own. generator_gpus: of each; 0 on machines that have only them.
+
+    shared: whether these are on GPUs of the trainer.
+    """
 
     name: str
     generators: int
     rates: ClusterRates
     generator_gpus: int = 1
+    shared: bool = False
 
     @property
     def gpus(self) -> int:
-        return self.generators * self.generator_gpus
+        """GPUs beside those of the trainer."""
+        return 0 if self.shared else self.generators * self.generator_gpus
 
 
 @dataclass(frozen=True)
@@ -167,6 +173,20 @@ class ClusterLayout:
                 f"flow.window {self.window} leaves fewer slots than a batch needs: at staleness {self.staleness} and"
                 f" batch_groups {self.batch} it may be {self.staleness * self.batch + 1} at most"
             )
+
+    def with_pools(self, parts: Iterable[PoolPart]) -> ClusterLayout:
+        """Return the same with these generators, those on the trainer's GPUs first."""
+        parts = tuple(sorted((part for part in parts if part.generators), key=lambda part: not part.shared))
+        shared = sum(part.generators for part in parts if part.shared)
+        return replace(self, generators=sum(part.generators for part in parts), shared=shared, pools=parts)
+
+    @property
+    def by_pool(self) -> dict[str, int]:
+        """Return the number of generators of each pool."""
+        found = Counter[str]()
+        for part in self.pools:
+            found[part.name] += part.generators
+        return dict(found)
 
     @property
     def gpus(self) -> int:

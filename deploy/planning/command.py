@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.planning.cluster import PoolPart, engine_width
-from deploy.planning.run_rates import Known, figures
+from deploy.planning.run_rates import Known, count_sharing, figures
 from deploy.planning.search import NEARLY, STEPS, WORTH, Plan, best, best_in_turns, in_turns, in_words, simulate
 from schemas.config import TidemillConfig, of_pool
 from schemas.config.deploy import parse_ranges
@@ -94,13 +94,16 @@ def make(config: TidemillConfig, gpus: int, staleness: int, known: Known) -> Pla
     )
 
 
-def _pools(config: TidemillConfig, gpus: int, known: Known) -> list[PoolPart]:
-    """Return the most generators that each pool can have: ``replicas`` if it is set, as on machines of its own."""
+def _pools(config: TidemillConfig, gpus: int | None, known: Known) -> list[PoolPart]:
+    """Return the most generators that each pool can have: ``replicas`` if it is set, as on machines of its own.
+
+    gpus: None for the configured number of each.
+    """
     found = []
     for name, rates in known.pools.items():
         one, own = of_pool(config, name), bool(config.pools[name].nodes)
-        width = engine_width(one)
-        most = one.generator.replicas if own or "replicas" in one.generator.model_fields_set else gpus // width
+        width, given = engine_width(one), own or gpus is None or "replicas" in one.generator.model_fields_set
+        most = one.generator.replicas if given or gpus is None else gpus // width
         found.append(PoolPart(name, most, rates, 0 if own else width))
     return found
 
@@ -109,29 +112,36 @@ def compare(config: TidemillConfig, known: Known, chosen: Plan) -> dict[str, Pla
     """Simulate ``turns``, the best of generators on the trainer's GPUs, and what ``placement`` names, if it is set.
 
     That is ``placement``, beside ``best_split`` of its GPUs at the configured staleness, and ``placement_in_turns``
-    with generators on all of its trainer's GPUs. With pools, whose generators take no turns, it is ``strict_order``:
-    what ``flow.window: 1`` would give.
+    with generators on all of its trainer's GPUs. With pools there is also ``strict_order``: what ``flow.window: 1``
+    would give.
     """
     rates, mix, unit = known.rates, known.mix, config.trainer.parallel.unit
+    pools = _pools(config, None, known)
+    found = {"turns": best_in_turns(chosen, rates, mix, unit, STEPS, pools)}
     if config.pools:
-        return {"strict_order": simulate(replace(chosen.layout, window=1), rates, mix, STEPS)}
-    found = {"turns": best_in_turns(chosen, rates, mix, unit, STEPS)}
+        found["strict_order"] = simulate(replace(chosen.layout, window=1), rates, mix, STEPS)
     if (placement := config.placement) is None or placement.is_auto:
         return found
-    guests = placement.guests(engine_width(config))
+    sharing = count_sharing(config)
     layout = replace(
         chosen.layout,
-        generators=len(guests),
+        generators=0 if config.pools else len(placement.engines(engine_width(config))),
         trainers=len(parse_ranges(placement.trainer)),
         staleness=config.flow.staleness,
         window=config.flow.window,
-        shared=sum(guests),
+        shared=sum(sharing.values()),
     )
+    if config.pools:
+        layout = layout.with_pools(
+            replace(one, generators=count, shared=shared)
+            for one in pools
+            for shared, count in ((True, sharing[one.name]), (False, one.generators - sharing[one.name]))
+        )
     found["placement"] = simulate(layout, rates, mix, STEPS)
     if layout.gpus > 1:
         found["best_split"] = make(config, layout.gpus, layout.staleness, known)
     if not layout.shared:
-        found["placement_in_turns"] = in_turns(found["placement"], layout.trainers, rates, mix, STEPS)
+        found["placement_in_turns"] = in_turns(found["placement"], layout.trainers, rates, mix, STEPS, pools)
     return found
 
 
@@ -152,8 +162,6 @@ def advise(compared: Mapping[str, Plan], chosen: Plan, known: Known) -> Iterator
     if (strict := compared.get("strict_order")) is not None and chosen.layout.window > strict.layout.window:
         share = speed["strict_order"] / chosen.outcome.tokens_per_s
         yield f"flow.window=1 gives {share:.2f} of that: a slow generator delays all who wait for its group"
-    if "turns" not in compared:
-        return
     turns, gain = compared["turns"], speed["turns"] / chosen.outcome.tokens_per_s
     worth = (
         f"{gain:.2f} times this split: {in_words(turns)}"
@@ -179,7 +187,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     return {
         "staleness": layout.staleness,
         "generators": layout.generators,
-        "pools": {pool.name: pool.generators for pool in layout.pools},
+        "pools": layout.by_pool,
         "trainers": layout.trainers,
         "window": layout.window,
         "step_s": round(outcome.step_s, 2),
@@ -191,7 +199,7 @@ def describe(plan: Plan) -> dict[str, Any]:
 
 def settings(plan: Plan, pools: Iterable[str] = ()) -> dict[str, int]:
     """Return the settings of a plan. pools: of the run, those that the plan leaves out included."""
-    given = {pool.name: pool.generators for pool in plan.layout.pools}
+    given = plan.layout.by_pool
     replicas = {f"pools.{name}.generator.replicas": given.get(name, 0) for name in pools}
     return {
         "trainer.processes": plan.layout.trainers,

@@ -1,7 +1,7 @@
 """The rates of a run, from the lines of its metrics: what its own hardware, model and answers gave."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from deploy.planning.cluster import ClusterRates, LengthMix, engine_width
-from schemas.config import TidemillConfig, by_pool, load_config, of_pool
+from schemas.config import TidemillConfig, by_pool, load_config, of_node, of_pool
+from schemas.config.deploy import parse_ranges
 from schemas.errors import ConfigError
 from schemas.run_folder import CONFIG, METRICS, StoredLines
 
@@ -57,14 +58,14 @@ def of_run(
     ranks: int,
     generators: int,
     since: int = 0,
-    guests: int = 0,
+    sharing: Mapping[str, int] = MappingProxyType({}),
     pools: Mapping[str, int] = MappingProxyType({}),
     load: float = 1.0,
 ) -> Known:
     """Replace the numbers that a run's metrics.jsonl has; ranks, generators: those it ran with from step ``since``.
 
-    guests: the generators among them that share GPUs with the trainer, and sleep while it has them. pools: how many
-    generators each pool had. load: share of generator.max_samples that each had in flight, where that is known.
+    sharing: the generators among them that share GPUs with the trainer, and sleep while it has them, by pool. pools:
+    how many generators each pool had. load: share of generator.max_samples that each had in flight, if that is known.
     """
     names = (*_READ, *(f"pool/{name}/tokens" for name in pools))
     steps = (line for line in StoredLines(file) if "time/total_s" in line and "train/tokens" in line)
@@ -89,13 +90,17 @@ def of_run(
     if generated and generators:
         # They rest while slots are taken: nine tenths of the way up is nearer to what they can than the mean.
         full = generated[int(0.9 * (len(generated) - 1))] if load == 1.0 else fmean(generated)
-        asleep = guests * fmean(line.get("perf/shared_gpu_share", 0.0) for line in lines)
+        share = fmean(line.get("perf/shared_gpu_share", 0.0) for line in lines)
+        asleep = share * sum(sharing.values())
         rates = sampling_at(rates, full / max(generators - asleep, 0.1), load)
         waited = fmean(line.get("time/wait_s", 0.0) / line["time/total_s"] for line in lines)
         source["sampled"] = words + ("" if waited > 0.3 else "; the trainer was waited for, they can do more")
         tokens = {name: sum(line.get(f"pool/{name}/tokens", 0.0) for line in lines) for name in pools}
         of_pools = {
-            name: sampling_at(before.pools[name], full * tokens[name] / sum(tokens.values()) / count)
+            name: sampling_at(
+                before.pools[name],
+                full * tokens[name] / sum(tokens.values()) / max(count - share * sharing.get(name, 0), 0.1),
+            )
             for name, count in pools.items()
             if name in before.pools and count and tokens[name]
         }
@@ -128,10 +133,8 @@ def figures(
         ran = config
     ran_with = {name: one.generator.replicas for name, one in by_pool(ran).items()}
     generators = generators or max(1, sum(ran_with.values()))
-    placed = ran.placement if ran.placement is not None and not ran.placement.is_auto else None
-    guests = sum(placed.guests(engine_width(ran))[:generators]) if placed is not None else 0
-    pools = ran_with if ran.pools else {}
-    known = of_run(config.folder / METRICS, known, ran.trainer.processes, generators, since, guests, pools, load)
+    pools, sharing = ran_with if ran.pools else {}, count_sharing(ran, generators)
+    known = of_run(config.folder / METRICS, known, ran.trainer.processes, generators, since, sharing, pools, load)
     rates, mix, source, of_pools = known.rates, known.mix, dict(known.source), dict(known.pools)
     if trained is not None:
         rates, source["trained"] = replace(rates, trained_tokens_per_s=trained), "given"
@@ -142,6 +145,20 @@ def figures(
     if mean is not None:
         mix, source["lengths"] = replace(mix, mean=mean), "given"
     return Known(rates, mix, source, of_pools)
+
+
+def count_sharing(config: TidemillConfig, most: int | None = None) -> Counter[str]:
+    """Return how many generators of each pool have GPUs of the trainer, by ``placement``; among the first ``most``."""
+    placement, found = config.placement, Counter[str]()
+    if placement is None or placement.is_auto:
+        return found
+    own, free = set(parse_ranges(placement.trainer)), parse_ranges(placement.generator)
+    for name, one in of_node(config, "").items():
+        width = engine_width(one)
+        for _ in range(one.generator.replicas if name else len(free[: most and most * width]) // width):
+            taken, free = free[:width], free[width:]
+            found[name] += not own.isdisjoint(taken)
+    return found
 
 
 def sampling_at(rates: ClusterRates, tokens_per_s: float, load: float = 1.0) -> ClusterRates:

@@ -1,10 +1,10 @@
 """The best layouts of so many GPUs: how many of them train, and how far the window looks ahead."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix, PoolPart, engine_width
-from deploy.planning.run_rates import figures
+from deploy.planning.run_rates import count_sharing, figures
 from deploy.planning.simulation import Simulation, SimulationResult
 from schemas.config import PlacementConfig, TidemillConfig
 from schemas.config.deploy import count_gpus, parse_ranges
@@ -88,31 +88,54 @@ def _with_pools(layout: ClusterLayout, pools: Sequence[PoolPart], gpus: int) -> 
         lambda pool: pool.rates.sampled_tokens_per_s() / pool.rates.most,
     )
     for speed in speeds:
-        parts: tuple[PoolPart, ...] = ()
-        left = gpus
-        for pool in sorted(pools, key=speed, reverse=True):
-            if pool.generator_gpus:
-                pool = replace(pool, generators=min(pool.generators, left // pool.generator_gpus))
-            left -= pool.gpus
-            if pool.generators:
-                parts += (pool,)
-                found.add(replace(layout, generators=sum(part.generators for part in parts), pools=parts))
+        parts = _deal(sorted(pools, key=speed, reverse=True), gpus)
+        found |= {layout.with_pools(parts[: count + 1]) for count, part in enumerate(parts) if part.generators}
     return found
 
 
-def best_in_turns(split: Plan, rates: ClusterRates, mix: LengthMix, trainer_unit: int = 1, steps: int = 8) -> Plan:
+def _deal(pools: Iterable[PoolPart], gpus: int) -> list[PoolPart]:
+    """Return the pools, each with as many generators as the GPUs have room for that the ones before leave."""
+    parts = []
+    for pool in pools:
+        if pool.generator_gpus:
+            pool = replace(pool, generators=min(pool.generators, gpus // pool.generator_gpus))
+        gpus -= pool.gpus
+        parts.append(pool)
+    return parts
+
+
+def best_in_turns(
+    split: Plan,
+    rates: ClusterRates,
+    mix: LengthMix,
+    trainer_unit: int = 1,
+    steps: int = 8,
+    pools: Sequence[PoolPart] = (),
+) -> Plan:
     """Find how many GPUs the trainer and generators use best in turns, on the GPUs and with the window of a split.
 
     A quarter of the GPUs up to all of them are tried: between these the throughput hardly changes.
     """
-    gpus, unit = split.layout.gpus, trainer_unit
+    gpus, unit, width = split.layout.gpus, trainer_unit, split.layout.generator_gpus
     tried = sorted({max(unit, round(gpus * quarters / 4) // unit * unit) for quarters in range(1, 5)})
-    return max((in_turns(split, count, rates, mix, steps) for count in tried), key=_speed)
+    fitting = (count for count in tried if max(count, gpus - count) >= width)
+    return max((in_turns(split, count, rates, mix, steps, pools) for count in fitting), key=_speed)
 
 
-def in_turns(plan: Plan, trainers: int, rates: ClusterRates, mix: LengthMix, steps: int = 8) -> Plan:
-    """Return what comes of generators on the trainer's GPUs, too, on all the GPUs of a plan."""
+def in_turns(
+    plan: Plan, trainers: int, rates: ClusterRates, mix: LengthMix, steps: int = 8, pools: Sequence[PoolPart] = ()
+) -> Plan:
+    """Return what comes of generators on the trainer's GPUs, too, on all the GPUs of a plan: of the best of its pools.
+
+    pools: of the run, the first of which is taken if the plan has none on these machines.
+    """
     layout, width = plan.layout, plan.layout.generator_gpus
+    if layout.pools:
+        own = _deal((pool for pool in layout.pools if not pool.shared), layout.gpus - trainers)
+        local = next((pool for pool in (*own, *pools) if pool.generator_gpus), None)
+        if local is not None:
+            own.append(replace(local, generators=trainers // local.generator_gpus, shared=True))
+        return simulate(replace(layout, trainers=trainers).with_pools(own), rates, mix, steps)
     shared = trainers // width
     generators = shared + (layout.gpus - trainers) // width
     layout = replace(layout, trainers=trainers, generators=generators, shared=shared)
@@ -135,7 +158,7 @@ def in_words(plan: Plan) -> str:
     layout = plan.layout
     shared = f", {layout.shared} of them on its GPUs" if layout.shared else ""
     plural = "" if layout.generators == 1 else "s"
-    pools = f" ({', '.join(f'{pool.generators} {pool.name}' for pool in layout.pools)})" if layout.pools else ""
+    pools = f" ({', '.join(f'{count} {name}' for name, count in layout.by_pool.items())})" if layout.pools else ""
     return f"{count_gpus(layout.trainers)} for the trainer, {layout.generators} generator{plural}{pools}{shared}"
 
 
@@ -189,8 +212,8 @@ def wanted_generators(
     known = figures(config, since=since, generators=running, load=load)
     if placement is None or not known.source["sampled"].startswith("measured"):
         return None
-    trainers, shared = len(parse_ranges(placement.trainer)), placement.guests(width)
-    layouts = [_layout(config, n, trainers, sum(shared[:n])) for n in range(1, len(shared) + elsewhere + 1)]
+    trainers, most = len(parse_ranges(placement.trainer)), len(placement.engines(width)) + elsewhere
+    layouts = [_layout(config, n, trainers, count_sharing(config, n)[""]) for n in range(1, most + 1)]
     speeds = [_speed(simulate(layout, known.rates, known.mix, STEPS)) for layout in layouts]
     return next(n for n, speed in enumerate(speeds, 1) if speed >= NEARLY * max(speeds))
 

@@ -15,7 +15,7 @@ class SilentHolders:
 
     def __init__(self, shared: SharedGpus) -> None:
         self._locks = {"trainer": trainer_lock(shared.folder)}
-        self._locks |= {f"generator-{number}": generator_lock(shared.folder, number) for number in shared.generators}
+        self._locks |= {name: generator_lock(shared.folder, name) for name in shared.generators}
         self._suspects: set[str] = set()
         self._looked = 0.0
 

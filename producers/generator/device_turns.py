@@ -26,26 +26,24 @@ FREE_S, MEMORY_POLL_S, SLACK = 10.0, 0.1, 0.02
 log = structlog.get_logger()
 
 
-def shares_gpus(name: str) -> tuple[str, int] | None:
-    """Return the folder of the locks and the number of the generator ``name``; None if it shares no GPU."""
-    shared, number = SharedGpus.from_environment(), name.removeprefix("generator-")
-    if shared is None or not number.isdigit() or int(number) not in shared.generators:
-        return None
-    return shared.folder, int(number)
+def shares_gpus(name: str) -> str | None:
+    """Return the folder of the locks if the generator ``name`` shares its GPUs."""
+    shared = SharedGpus.from_environment()
+    return shared.folder if shared is not None and name in shared.generators else None
 
 
 class EngineTurns:
     """Takes the GPU for an engine before it starts, gives it whenever the trainer wants it, and takes it back."""
 
-    def __init__(self, folder: str, number: int, engine: Engine, orders: OrderFollower, updates: WeightUpdater) -> None:
+    def __init__(self, folder: str, name: str, engine: Engine, orders: OrderFollower, updates: WeightUpdater) -> None:
         """folder: of the locks. ConfigError if the engine can't sleep."""
         if not isinstance(engine, SleepingEngine):
             raise ConfigError(
-                f"placement: generator-{number} has GPUs of the trainer, and its engine lacks sleep and wake: name"
+                f"placement: {name} has GPUs of the trainer, and its engine lacks sleep and wake: name"
                 " other GPUs, or set generator.engine to vllm or transformers"
             )
         self._engine, self._orders, self._updates = engine, orders, updates
-        self._lock = generator_lock(folder, number)
+        self._lock = generator_lock(folder, name)
         self._wanted = trainer_lock(folder)
         self._clock = TurnClock()
         self._needed: dict[str, int] | None = None
@@ -54,8 +52,8 @@ class EngineTurns:
     @classmethod
     def of(cls, name: str, engine: Engine, orders: OrderFollower, updates: WeightUpdater) -> Self | None:
         """Return the turns of the generator ``name``; None if it shares no GPU."""
-        found = shares_gpus(name)
-        return cls(*found, engine, orders, updates) if found is not None else None
+        folder = shares_gpus(name)
+        return cls(folder, name, engine, orders, updates) if folder is not None else None
 
     def metrics(self) -> dict[str, float]:
         """Return figures for the heartbeat."""

@@ -99,11 +99,6 @@ class PlacementConfig(Section):
             )
         return [numbers[at : at + width] for at in range(0, len(numbers), width)]
 
-    def guests(self, width: int) -> list[bool]:
-        """Return of each generator whether it has GPUs of the trainer, and sleeps while the trainer works."""
-        own = set(parse_ranges(self.trainer))
-        return [not own.isdisjoint(numbers) for numbers in self.engines(width)]
-
 
 def _from_word(given: Any) -> Any:
     return {"trainer": AUTO, "generator": AUTO} if given == AUTO else given

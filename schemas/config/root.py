@@ -271,10 +271,6 @@ def _check_pools(config: Sections) -> None:
             )
         if problem := pool.units_problem:
             raise ValueError(f"pools.{name}.units {problem}")
-    if config.pools and config.placement is not None and (shared := config.placement.shared):
-        raise ValueError(
-            f"pools can't use GPU {shared[0]} in turns with the trainer: name others in placement.generator"
-        )
 
 
 def _check_placement(config: Sections, placement: PlacementConfig) -> None:

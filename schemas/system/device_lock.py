@@ -1,7 +1,7 @@
 """Locks on GPUs that a trainer and generators share in turns, by the kernel: a process that dies frees its own.
 
-In the folder ``devices/`` of a run, ``generator-K.lock`` is held exclusively by generator K while its engine is awake,
-and shared by all ranks of the trainer while their tensors are on the GPU. ``trainer.lock`` is held exclusively by the
+In the folder ``devices/`` of a run, ``NAME.lock`` is held exclusively by that generator while its engine is awake, and
+shared by all ranks of the trainer while their tensors are on the GPU. ``trainer.lock`` is held exclusively by the
 trainer's rank 0 from when it wants the GPUs until it gives them back.
 """
 
@@ -30,10 +30,10 @@ VARIABLE = "TIDEMILL_SHARED_GPUS"
 
 
 class SharedGpus(msgspec.Struct, frozen=True):
-    """Who shares the trainer's GPUs. folder: of the locks. generators: their numbers."""
+    """Who shares the trainer's GPUs. folder: of the locks. generators: their names."""
 
     folder: str
-    generators: list[int]
+    generators: list[str]
 
     @classmethod
     def from_environment(cls) -> SharedGpus | None:
@@ -85,9 +85,9 @@ def trainer_lock(folder: str | Path) -> DeviceLock:
     return DeviceLock(Path(folder) / "trainer.lock")
 
 
-def generator_lock(folder: str | Path, number: int) -> DeviceLock:
-    """Return the lock of the GPUs of generator ``number``."""
-    return DeviceLock(Path(folder) / f"generator-{number}.lock")
+def generator_lock(folder: str | Path, name: str) -> DeviceLock:
+    """Return the lock of the GPUs of a generator."""
+    return DeviceLock(Path(folder) / f"{name}.lock")
 
 
 class DeviceLock:

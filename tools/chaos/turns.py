@@ -28,7 +28,7 @@ class SharedGpu:
     def __init__(self, folder: Path) -> None:
         self.files = files_of(folder)
         self.files.make()
-        self.shared = SharedGpus(str(self.files.devices), [0])
+        self.shared = SharedGpus(str(self.files.devices), ["generator-0"])
         silent_holders.SILENT_S, silent_holders.LOOK_S = SILENT_S, LOOK_S
         self._silent = SilentHolders(self.shared)
 

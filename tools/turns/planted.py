@@ -90,7 +90,7 @@ PLANTED = {
         "self.state.onload()\n        self._turns.hold()",
     ),
     "only rank 0 holds the GPUs": Planted(
-        f"{TRAINER}.__init__", "for number in shared.generators]", "for number in shared.generators if main]"
+        f"{TRAINER}.__init__", "for name in shared.generators]", "for name in shared.generators if main]"
     ),
     "the trainer doesn't say that it wants the GPUs": Planted(
         f"{TRAINER}.__init__", "if main else []", "if False else []"

@@ -79,7 +79,7 @@ class Walk:
         self._world, self._generators = LAYOUTS[layout]
         ranks = set(range(self._world))
         shared = [number for number, gpus in self._generators.items() if ranks & set(gpus)]
-        self._shared = SharedGpus(str(self._files.devices), shared)
+        self._shared = SharedGpus(str(self._files.devices), [f"generator-{number}" for number in shared])
         self._processes: dict[str, ForkServerProcess] = {}
         self._stopped: dict[str, tuple[float, float]] = {}
         names = {"generator": f"generator-{shared[0]}", "trainer": "trainer-0"}
@@ -160,7 +160,7 @@ class Walk:
     def _start(self, name: str, process: ForkServerProcess) -> None:
         process.start()
         self._processes[name] = process
-        if name in ("trainer-0", *(f"generator-{number}" for number in self._shared.generators)):
+        if name in ("trainer-0", *self._shared.generators):
             self._turned.setdefault("trainer" if name == "trainer-0" else name, (0.0, time.monotonic()))
 
     def _kill(self, name: str) -> None:

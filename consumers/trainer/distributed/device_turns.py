@@ -78,9 +78,9 @@ class DeviceTurns:
         self.holding = False
         self.clock = TurnClock()
         self._deadline_s = deadline_s
-        own = {f"generator-{number}" for number in shared.generators}
+        own = set(shared.generators)
         self._wanted = [trainer_lock(shared.folder)] if main else []
-        self._generators = [generator_lock(shared.folder, number) for number in shared.generators]
+        self._generators = [generator_lock(shared.folder, name) for name in shared.generators]
         self._held: list[DeviceLock] = []
         self._toucher: LockToucher | None = None
 

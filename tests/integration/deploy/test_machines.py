@@ -97,7 +97,7 @@ def test_gpus_are_shared_in_turns_by_the_command_that_starts_both_sides_alone(
         "tidemill: placement.trainer 0-1 and placement.generator 1-2 share GPU 1, which only `tidemill up` can do, on"
         " one machine: name other GPUs, or remove placement\n",
     )
-    monkeypatch.setenv(VARIABLE, SharedGpus("devices", [0]).to_environment())
+    monkeypatch.setenv(VARIABLE, SharedGpus("devices", ["generator-0"]).to_environment())
     done = run_tidemill("trainer", "examples/arithmetic/config.yaml", *shared, *where)
     assert done.returncode == OK_EXIT, done.stderr
 

@@ -22,7 +22,7 @@ HOLDER = """
 import sys, time
 from schemas.system import device_lock
 device_lock.TOUCH_S = 0.05
-lock = device_lock.generator_lock(sys.argv[1], 0)
+lock = device_lock.generator_lock(sys.argv[1], "generator-0")
 while not lock.try_hold():
     time.sleep(0.01)
 device_lock.LockToucher([lock]).start()
@@ -35,9 +35,9 @@ def test_a_stopped_generator_is_killed_and_another_has_the_gpu(tmp_path: Path, m
     monkeypatch.setattr(silent_holders, "SILENT_S", 1.0)
     monkeypatch.setattr(silent_holders, "LOOK_S", 0.2)
     devices, launcher = tmp_path / "devices", Local()
-    launcher._shared = SharedGpus(str(devices), [0])
+    launcher._shared = SharedGpus(str(devices), ["generator-0"])
     launcher._silent = SilentHolders(launcher._shared)
-    lock, logs = generator_lock(devices, 0), tmp_path / "logs"
+    lock, logs = generator_lock(devices, "generator-0"), tmp_path / "logs"
     with Supervisor(SupervisorConfig(backoff_s=0.01), logs, starter=launcher) as supervisor:
         argv = [sys.executable, "-c", HOLDER, str(devices)]
         supervisor.add(ServiceSpec("generator-0", argv, role="generator", essential=False))
@@ -69,7 +69,7 @@ import sys, time
 from consumers.trainer.distributed.device_turns import DeviceTurns
 from schemas.system import device_lock
 device_lock.TOUCH_S = 0.05
-turns = DeviceTurns(device_lock.SharedGpus(sys.argv[1], [0, 1]), main=True)
+turns = DeviceTurns(device_lock.SharedGpus(sys.argv[1], ["generator-0", "generator-1"]), main=True)
 turns.hold()
 if sys.argv[2] != "holds":
     turns.give()
@@ -88,7 +88,7 @@ def test_a_trainer_that_is_stopped_in_any_state_is_found_if_others_wait_for_it_a
     """awake: generators that have their GPUs while the trainer wants all; it may have got those of others."""
     monkeypatch.setattr(silent_holders, "SILENT_S", 0.5)
     monkeypatch.setattr(silent_holders, "LOOK_S", 0.1)
-    wanted, locks = trainer_lock(tmp_path), [generator_lock(tmp_path, number) for number in range(2)]
+    wanted, locks = trainer_lock(tmp_path), [generator_lock(tmp_path, f"generator-{number}") for number in range(2)]
     process = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(tmp_path), state], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -110,7 +110,7 @@ def test_a_trainer_that_is_stopped_in_any_state_is_found_if_others_wait_for_it_a
             wait_for("the trainer wants the GPUs", lambda: not wanted.is_free())
             wait_for("and has those of no other", lambda: awake == (0, 1) or not locks[0].is_free())
         process.send_signal(signal.SIGSTOP)
-        silent = SilentHolders(SharedGpus(str(tmp_path), [0, 1]))
+        silent = SilentHolders(SharedGpus(str(tmp_path), ["generator-0", "generator-1"]))
         toucher = LockToucher(locks)
         found: list[set[str]] = []
 

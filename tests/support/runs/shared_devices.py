@@ -5,6 +5,7 @@ The clock of the notes is one for all processes of a machine.
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -58,8 +59,8 @@ class NotingEngine(ScriptedEngine):
         args = dict(settings.args)
         folder = Path(args.pop("notes"))
         super().__init__(replace(settings, args=args))
-        name = f"generator-{settings.seed}"
-        self._lock = generator_lock(*shared) if (shared := shares_gpus(name)) else None
+        name = sys.argv[sys.argv.index("--name") + 1]
+        self._lock = generator_lock(devices, name) if (devices := shares_gpus(name)) else None
         self._notes = Notes(folder, name)
 
     def _note(self, what: str, **more: Any) -> None:
@@ -104,7 +105,7 @@ def noting(rewards: Floats, groups: Groups, notes: str = "") -> Floats:
     assert shared is not None
     if not _notes:
         _notes.append(Notes(Path(notes), "trainer"))
-    locks: list[DeviceLock] = [generator_lock(shared.folder, number) for number in shared.generators]
+    locks: list[DeviceLock] = [generator_lock(shared.folder, name) for name in shared.generators]
     held = all(not lock.is_free() and lock.is_free(shared=True) for lock in locks)
     _notes[0].add("compute", held=held)
     return np.asarray(rewards, dtype=np.float64).copy()

@@ -128,7 +128,7 @@ def _replay(data: dict[str, Any], first: int) -> None:
 
 def _train(data: dict[str, Any], point: str | None, victim: int, devices: Path | None) -> None:
     if devices is not None:
-        os.environ[VARIABLE] = msgspec.json.encode(SharedGpus(str(devices), [0])).decode()
+        os.environ[VARIABLE] = msgspec.json.encode(SharedGpus(str(devices), ["generator-0"])).decode()
     if point is not None and int(os.environ.get("RANK", 0)) == victim:
         _arm(*(POINTS | TURNS)[point])
         if point in HELD:

@@ -46,7 +46,7 @@ def run_steps(
         devices = folder.with_suffix(".devices")
         turns = None
         if away:
-            turns = DeviceTurns(SharedGpus(str(devices), [0]), ranks.is_main, deadline_s=100.0)
+            turns = DeviceTurns(SharedGpus(str(devices), ["generator-0"]), ranks.is_main, deadline_s=100.0)
             turns.hold()
         rank_group = RankGroup(config, step, turns)
         if turns is not None:

@@ -51,7 +51,9 @@ def test_eight_gpus_are_split_between_trainer_and_generators() -> None:
 def test_a_run_in_turns_is_one_that_can_be(count: int) -> None:
     gpus = [Gpu(str(i), 80.0) for i in range(count)]
     (case,) = [case for case in list_cases(Path("out"), gpus, Path("data"), 12) if case.name.endswith("in turns")]
-    assert plan_gpus(load_config(recipe.CONFIG, case.command[6:]), gpus).sharing == list(range(count))
+    assert plan_gpus(load_config(recipe.CONFIG, case.command[6:]), gpus).sharing == [
+        f"generator-{index}" for index in range(count)
+    ]
 
 
 def test_all_cases_of_a_machine_are_rehearsed_with_the_tiny_model(
@@ -78,7 +80,7 @@ def test_all_cases_of_a_machine_are_rehearsed_with_the_tiny_model(
         "recipe tiny 2 GPUs in turns",
     ]
     turns = load_config(recipe.CONFIG, seen[-1].command[6:])
-    assert plan_gpus(turns, find_gpus()).sharing == [0, 1]
+    assert plan_gpus(turns, find_gpus()).sharing == ["generator-0", "generator-1"]
     assert (turns.generator.engine, turns.model.dtype) == ("transformers", "float32")
     monkeypatch.setattr(sys, "argv", [*given[:-1], "h300x2"])
     with pytest.raises(SystemExit):

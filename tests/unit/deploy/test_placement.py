@@ -99,7 +99,7 @@ def test_each_service_sees_the_gpus_that_placement_names(tmp_path: Path, monkeyp
 def test_generators_on_gpus_of_the_trainer_share_them(trainer: set[int], generators: set[int]) -> None:
     given_config = config(",".join(map(str, trainer)), ",".join(map(str, sorted(generators))), len(trainer))
     plan = planned(given_config, 8)
-    assert plan.sharing == [index for index, gpu in enumerate(sorted(generators)) if gpu in trainer]
+    assert plan.sharing == [f"generator-{index}" for index, gpu in enumerate(sorted(generators)) if gpu in trainer]
     assert ("in turns" in plan.text) is bool(plan.sharing)
 
 
@@ -115,7 +115,7 @@ def test_the_trainer_and_its_generators_learn_that_they_share(tmp_path: Path, mo
     monkeypatch.setattr(Processes, "start", start)
     for name in ("trainer", "generator-0", "reward-0"):
         launcher.start([], name, name.partition("-")[0], None, {}, "")
-    shared = {"TIDEMILL_SHARED_GPUS": f'{{"folder":"{tmp_path}/devices","generators":[0],"others":1}}'}
+    shared = {"TIDEMILL_SHARED_GPUS": f'{{"folder":"{tmp_path}/devices","generators":["generator-0"]}}'}
     assert told == {
         "trainer": {"CUDA_VISIBLE_DEVICES": "0,1", **shared},
         "generator-0": {"CUDA_VISIBLE_DEVICES": "1", **shared},

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix
+from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix, PoolPart
 from deploy.planning.search import best, best_in_turns, in_turns
 from deploy.planning.simulation import Simulation
 from schemas.errors import ConfigError
@@ -71,6 +71,17 @@ def test_in_turns_on_one_gpu_all_parts_of_a_step_follow_one_another() -> None:
     # As on two GPUs, and both ways of the hand-over; the weights are there before the engine is awake.
     assert outcome.step_s == pytest.approx(1.0 + 0.8 + 3.0 + 2.0)
     assert (layout.gpus, outcome.turns) == (1, 8)
+
+
+def test_of_pools_the_best_on_this_machine_is_also_on_the_trainers_gpus() -> None:
+    thin, far = PoolPart("thin", 9, replace(RATES, step_s=0.1)), PoolPart("far", 3, RATES, 0)
+    pools = [PoolPart("wide", 9, RATES, 2), thin, far]
+    split = best(6, 2, 4, 2, RATES, TAILED, pools=pools)
+    turns = in_turns(split, 4, RATES, TAILED, pools=pools)
+    assert turns.outcome.turns > 0
+    (first, *others) = turns.layout.pools
+    assert (first.name, first.generators, first.shared) == ("wide", 2, True)
+    assert not any(part.shared for part in others)
 
 
 def test_samples_that_are_handed_back_are_read_again_and_end() -> None:

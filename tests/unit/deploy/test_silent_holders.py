@@ -20,7 +20,7 @@ def hold(lock: DeviceLock, silent: bool = True, shared: bool = False) -> DeviceL
 
 @pytest.fixture
 def silent(tmp_path: Path) -> SilentHolders:
-    return SilentHolders(SharedGpus(str(tmp_path), [0, 1]))
+    return SilentHolders(SharedGpus(str(tmp_path), ["generator-0", "generator-1"]))
 
 
 def looks(silent: SilentHolders, times: int = 2) -> list[set[str]]:
@@ -28,7 +28,7 @@ def looks(silent: SilentHolders, times: int = 2) -> list[set[str]]:
 
 
 def test_a_holder_is_killed_at_the_second_look(silent: SilentHolders, tmp_path: Path) -> None:
-    lock = hold(generator_lock(tmp_path, 1))
+    lock = hold(generator_lock(tmp_path, "generator-1"))
     assert looks(silent, 3) == [set(), {"generator-1"}, {"generator-1"}]
     lock.release()
     assert silent.look(time.time() + 4 * LOOK_S) == set()
@@ -44,12 +44,12 @@ def test_who_touches_its_file_again_is_spared(silent: SilentHolders, tmp_path: P
 
 def test_a_trainer_that_wants_gpus_and_one_that_has_them_are_both_found(silent: SilentHolders, tmp_path: Path) -> None:
     hold(trainer_lock(tmp_path))
-    hold(generator_lock(tmp_path, 0), shared=True)
+    hold(generator_lock(tmp_path, "generator-0"), shared=True)
     assert looks(silent)[1] == {"trainer"}
 
 
 def test_old_files_that_nobody_holds_and_no_files_are_nothing(silent: SilentHolders, tmp_path: Path) -> None:
     assert looks(silent)[1] == set()
-    hold(generator_lock(tmp_path, 0)).release()
-    hold(generator_lock(tmp_path, 1), silent=False)
+    hold(generator_lock(tmp_path, "generator-0")).release()
+    hold(generator_lock(tmp_path, "generator-1"), silent=False)
     assert looks(silent)[1] == set()

@@ -32,8 +32,8 @@ def test_one_holds_alone_or_several_together(tmp_path: Path) -> None:
 def test_services_learn_from_a_variable_with_whom_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert SharedGpus.from_environment() is None
-    monkeypatch.setenv(VARIABLE, '{"folder": "/run/devices", "generators": [0, 2]}')
-    assert SharedGpus.from_environment() == SharedGpus("/run/devices", [0, 2])
+    monkeypatch.setenv(VARIABLE, '{"folder": "/run/devices", "generators": ["generator-0", "generator-2"]}')
+    assert SharedGpus.from_environment() == SharedGpus("/run/devices", ["generator-0", "generator-2"])
 
 
 def test_who_is_stopped_while_it_asks_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

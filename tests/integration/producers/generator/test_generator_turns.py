@@ -31,7 +31,7 @@ class SharedTrainer:
     """The trainer's locks on one GPU, in the same process."""
 
     def __init__(self, folder: Path) -> None:
-        self.wanted, self.gpu = trainer_lock(folder), generator_lock(folder, 0)
+        self.wanted, self.gpu = trainer_lock(folder), generator_lock(folder, "generator-0")
 
     async def hold(self) -> None:
         assert await until(self.wanted)
@@ -52,7 +52,7 @@ async def until(lock: DeviceLock, shared: bool = False) -> bool:
 @pytest.fixture
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedTrainer:
     folder = tmp_path / "run" / "devices"
-    monkeypatch.setenv(VARIABLE, SharedGpus(str(folder), [0]).to_environment())
+    monkeypatch.setenv(VARIABLE, SharedGpus(str(folder), ["generator-0"]).to_environment())
     return SharedTrainer(folder)
 
 

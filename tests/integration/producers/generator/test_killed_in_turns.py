@@ -74,8 +74,8 @@ async def test_a_generator_that_is_killed_leaves_the_gpu_and_its_samples_to_othe
     config = make_config(model, tmp_path, lease_s=1, engine="slow.py:Slow", args=args)
     config.run.name = f"turns-{state}"
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
-    shared, reached = SharedGpus(str(tmp_path / "devices"), [0]), tmp_path / "reached"
-    wanted, gpu = trainer_lock(shared.folder), generator_lock(shared.folder, 0)
+    shared, reached = SharedGpus(str(tmp_path / "devices"), ["generator-0"]), tmp_path / "reached"
+    wanted, gpu = trainer_lock(shared.folder), generator_lock(shared.folder, "generator-0")
     variables = {VARIABLE: shared.to_environment(), "STATE": state, "REACHED": str(reached)}
     process = start_service("generator", tmp_path / "config.yaml", "generator-0", server.url, **variables)
     try:

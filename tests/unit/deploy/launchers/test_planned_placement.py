@@ -82,7 +82,7 @@ def supervisor(name: str, role: str, room: int) -> ServiceStatus:
 
 def test_one_gpu_is_shared_and_on_several_the_best_layout_is_taken(tmp_path: Path) -> None:
     alone = plan_gpus(make(tmp_path), gpus(1))
-    assert (alone.placed, list(alone.sharing)) == ({"trainer": [0], "generator-0": [0]}, [0])
+    assert (alone.placed, list(alone.sharing)) == ({"trainer": [0], "generator-0": [0]}, ["generator-0"])
     plan = plan_gpus(make(tmp_path), gpus(8))
     assert plan.text.startswith("placement auto, rates stated")
     assert plan.placed is not None

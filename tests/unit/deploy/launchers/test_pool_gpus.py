@@ -48,6 +48,12 @@ def test_each_pool_has_the_gpus_of_its_engines_after_the_trainer() -> None:
     assert (placed["trainer"], placed["generator-wide-0"], placed["generator-thin-1"]) == ([4], [0, 1], [3])
 
 
+def test_pools_on_gpus_of_the_trainer_take_turns_with_it() -> None:
+    plan = planned(config(placement={"trainer": "0-1", "generator": "0-4"}, trainer={"processes": 2}), 5)
+    assert plan.sharing == ["generator-wide-0"]
+    assert plan.text.endswith("4 unused; in turns with the trainer: generator-wide-0")
+
+
 def test_one_gpu_is_shared_by_all_and_without_any_all_run_on_the_cpu() -> None:
     plan = planned(config(generator={"engine": "vllm"}, pools={"a": {}, "b": {"generator": {"replicas": 3}}}), 1)
     assert (plan.placed, plan.utilization, plan.replicas) == (None, 0.1, 1)

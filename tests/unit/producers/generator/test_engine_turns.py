@@ -34,14 +34,14 @@ class SharedGpu:
         self.calls: list[str] = []
         self.last_probe_s = 0.0
         self.version = 7
-        self.trainer, self.own = trainer_lock(folder), generator_lock(folder, 0)
+        self.trainer, self.own = trainer_lock(folder), generator_lock(folder, "generator-0")
         self.engine = ScriptedEngine(
             EngineSettings("m", "float32", 64, 8, args={"max_length": 64, "min_length": 64, "token_s": 0.01})
         )
         for name in ("pause", "resume", "sleep", "wake"):
             self._note(name)
         self.orders = OrderFollower(cast(Broker, None), self.engine)
-        self.turns = EngineTurns(str(folder), 0, self.engine, self.orders, cast(WeightUpdater, self))
+        self.turns = EngineTurns(str(folder), "generator-0", self.engine, self.orders, cast(WeightUpdater, self))
 
     def _note(self, name: str) -> None:
         real = getattr(self.engine, name)
@@ -266,16 +266,13 @@ async def test_who_has_the_memory_that_an_engine_needs_is_said_in_one_line(
 def test_an_engine_that_cannot_sleep_is_refused_in_a_line(tmp_path: Path) -> None:
     engine = cast(Engine, object())
     with pytest.raises(ConfigError, match="generator-3 has GPUs of the trainer, and its engine lacks sleep and wake"):
-        EngineTurns(str(tmp_path), 3, engine, cast(OrderFollower, None), cast(WeightUpdater, None))
+        EngineTurns(str(tmp_path), "generator-3", engine, cast(OrderFollower, None), cast(WeightUpdater, None))
 
 
 def test_only_generators_that_share_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, SharedGpus("/run/devices", [0, 2]).to_environment())
-    assert [shares_gpus(f"generator-{number}") for number in range(3)] == [
-        ("/run/devices", 0),
-        None,
-        ("/run/devices", 2),
-    ]
+    monkeypatch.setenv(VARIABLE, SharedGpus("/run/devices", ["generator-0", "generator-far-0"]).to_environment())
+    names = ("generator-0", "generator-1", "generator-far-0")
+    assert [shares_gpus(name) for name in names] == ["/run/devices", None, "/run/devices"]
     assert shares_gpus("mine") is None
     monkeypatch.delenv(VARIABLE)
     assert shares_gpus("generator-0") is None

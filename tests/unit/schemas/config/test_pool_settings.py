@@ -113,11 +113,6 @@ def test_two_pools_of_one_name_are_refused_and_one_setting_is_changed_by_its_pat
         load_config(file)
 
 
-def test_pools_take_no_turns_with_the_trainer() -> None:
-    with pytest.raises(ConfigError, match="GPU 0"):
-        parse_config({**BASE, "pools": {"a": {}}, "placement": {"trainer": "0", "generator": "0-1"}})
-
-
 @pytest.mark.parametrize(
     ("generator", "message"),
     [
@@ -129,6 +124,9 @@ def test_pools_take_no_turns_with_the_trainer() -> None:
 def test_who_cannot_give_its_gpus_takes_no_turns(generator: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config({**BASE, "generator": generator, "placement": {"trainer": "0", "generator": "0"}})
+    pools = {"a": {"generator": {"replicas": 1, **generator}}}
+    with pytest.raises(ConfigError, match=f"pools.a: .*{message}"):
+        parse_config({**BASE, "pools": pools, "placement": {"trainer": "0", "generator": "0"}})
 
 
 @pytest.mark.parametrize("placement", ["auto", {"trainer": "0", "generator": "1", "balance": True}])

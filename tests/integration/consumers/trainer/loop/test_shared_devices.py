@@ -26,7 +26,7 @@ from tests.support.trainer.trainer_loop import (
 
 def turns_on(folder: Path) -> DeviceTurns:
     """The trainer's turns on a device that one generator shares; it has the device."""
-    turns = DeviceTurns(SharedGpus(str(folder), [0]), main=True, deadline_s=60.0)
+    turns = DeviceTurns(SharedGpus(str(folder), ["generator-0"]), main=True, deadline_s=60.0)
     turns.hold()
     return turns
 

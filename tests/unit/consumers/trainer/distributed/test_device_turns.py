@@ -77,7 +77,9 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def turns_of(folder: Path, generators: int = 1, main: bool = True, deadline_s: float = DEADLINE_S) -> DeviceTurns:
-    return DeviceTurns(SharedGpus(str(folder), list(range(generators))), main, deadline_s)
+    return DeviceTurns(
+        SharedGpus(str(folder), [f"generator-{number}" for number in range(generators)]), main, deadline_s
+    )
 
 
 def test_generators_that_come_and_go_count_from_the_next_wait_on(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_all_ranks_hold_a_generators_lock_together_and_each_for_itself(tmp_path:
 def test_a_generator_that_never_sleeps_is_named_at_the_deadline(tmp_path: Path) -> None:
     awake = lock_of(tmp_path, "generator-3")
     assert awake.try_hold()
-    turns = DeviceTurns(SharedGpus(str(tmp_path), [3]), main=True, deadline_s=0.05)
+    turns = DeviceTurns(SharedGpus(str(tmp_path), ["generator-3"]), main=True, deadline_s=0.05)
     with pytest.raises(InfraError, match=r"waited 0 s for its GPUs.*generator-3\.lock"):
         turns.hold()
     assert not turns.holding
@@ -166,7 +168,7 @@ import sys, time
 from pathlib import Path
 from consumers.trainer.distributed.device_turns import DeviceTurns
 from schemas.system.device_lock import SharedGpus
-turns = DeviceTurns(SharedGpus(sys.argv[1], [0]), main=True)
+turns = DeviceTurns(SharedGpus(sys.argv[1], ["generator-0"]), main=True)
 turns.hold()
 print("holds", flush=True)
 time.sleep(600)
