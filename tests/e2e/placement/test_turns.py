@@ -3,10 +3,11 @@
 import importlib.util
 import json
 import os
-import re
 import shutil
 import signal
 from collections import Counter
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -179,16 +180,14 @@ def test_generators_that_the_plan_can_do_without_end_during_the_run(
     config["trainer"]["advantage"] = {"name": "raw"}
     config["control"] = {"port": 0}
     run = start(tmp_path, monkeypatch, config, 4)
-    log, orders = run.folder / "logs" / "up.log", re.compile(r"generators follow the plan.*before=(\d) now=(\d)")
 
-    def changes() -> list[tuple[int, int]]:
-        text = log.read_text() if log.exists() else ""
-        return [(int(before), int(now)) for before, now in orders.findall(text)]
+    def changes() -> list[dict[str, Any]]:
+        return [line for line in run.lines("logs/up.log") if line.get("event") == "generators follow the plan"]
 
     run.wait_until(lambda: bool(changes()), "a change of the number of generators")
     (first, *_) = changes()
-    assert first[0] == 3 > first[1]
-    run.wait_until(lambda: run.service(f"generator-{first[1]}") is None, "the end of the last generator")
+    assert first["before"] == 3 > first["now"]
+    run.wait_until(lambda: run.service(f"generator-{first['now']}") is None, "the end of the last generator")
     assert run.service("generator-0") is not None
     before = run.steps()
     run.wait_until(lambda: run.steps() > before + 20, "steps with fewer generators")
@@ -196,6 +195,8 @@ def test_generators_that_the_plan_can_do_without_end_during_the_run(
     run.finish_whole()
     samples = trained_samples(run)
     assert len(samples) == len(set(samples))
+    times = [datetime.fromisoformat(line["timestamp"]) for line in changes()]
+    assert all((later - sooner).total_seconds() > 0.9 * every_s for sooner, later in pairwise(times))
 
 
 @pytest.mark.matrix("two whole runs; what auto chooses is a unit test")
