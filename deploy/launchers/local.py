@@ -14,7 +14,7 @@ import structlog
 from broker.client import Broker
 from deploy.control_plane.status.scaling import machines, order_replicas
 from deploy.launchers.card_memory import check_cards
-from deploy.launchers.gpus import VISIBLE, Auto, Gpu, GpuPlan, check_counts, find_gpus, plan_gpus
+from deploy.launchers.gpus import Auto, Gpu, GpuPlan, check_count, find_gpus, plan_gpus
 from deploy.launchers.pool_gpus import plan_pools
 from deploy.planning.search import wanted_generators
 from deploy.run.up import run_up
@@ -27,6 +27,7 @@ from schemas.errors import ConfigError, TidemillError
 from schemas.messages.telemetry import ASLEEP
 from schemas.run_folder import DEVICES
 from schemas.system.device_lock import VARIABLE, SharedGpus
+from schemas.system.gpu_memory import VISIBLE
 
 logger = structlog.get_logger()
 

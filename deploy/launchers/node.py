@@ -16,7 +16,7 @@ from broker.client import Broker
 from broker.connection.connection import check_server_now, find_url
 from broker.heartbeat import HeartbeatThread
 from deploy.checks.names import check_names
-from deploy.launchers.gpus import VISIBLE, Gpu, find_gpus
+from deploy.launchers.gpus import Gpu, find_gpus
 from deploy.launchers.pool_gpus import plan_node
 from deploy.logs import configure_logging, lossy
 from deploy.services.finished_run import FinishedRunWatch
@@ -31,6 +31,7 @@ from schemas.config import ProbesConfig, TidemillConfig, of_node, save_config
 from schemas.control_api.orders import scaled_role
 from schemas.errors import ERROR_EXIT, HOPELESS, OK_EXIT, ConfigError
 from schemas.run_folder import LOGS, NODES
+from schemas.system.gpu_memory import VISIBLE
 
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 

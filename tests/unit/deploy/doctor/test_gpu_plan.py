@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deploy.launchers.gpus import SHARED, UTILIZATION, VISIBLE, Auto, Gpu, GpuPlan, find_gpus, plan_gpus
+from deploy.launchers.gpus import SHARED, UTILIZATION, Auto, Gpu, GpuPlan, find_gpus, plan_gpus
 from deploy.launchers.local import Local
 from deploy.launchers.ray import Ray
 from deploy.launchers.slurm import Slurm
