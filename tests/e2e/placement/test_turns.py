@@ -89,6 +89,21 @@ def test_two_generators_and_the_trainer_share_their_gpus_and_one_generator_has_i
     assert any(line.get("time/hand_over_s", 0) > 0 for line in run.lines("metrics.jsonl"))
 
 
+@pytest.mark.matrix("one more layout; make test has one GPU for both, with kills")
+@pytest.mark.timeout(300)
+def test_a_pool_on_the_trainers_gpu_takes_turns_and_another_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(tmp_path, "0", "0-1")
+    config["pools"] = {"shared": {}, "single": {"generator": {"max_samples": 8}}}
+    run = start(tmp_path, monkeypatch, config, 2)
+    summary = run.finish()
+    assert_all_trained_once(run, summary)
+    notes = read_notes(tmp_path / "notes")
+    assert check_notes(notes, ["generator-shared-0"]) >= 2
+    assert {note["who"] for note in notes} == {"trainer", "generator-shared-0", "generator-single-0"}
+
+
 @pytest.mark.matrix("a thousand steps; make test has twenty")
 @pytest.mark.timeout(1200)
 def test_a_thousand_steps_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +132,7 @@ def test_no_step_waits_for_ever_for_samples_of_generators_that_sleep(
     config["trainer"] |= {"processes": 2, "checkpoint": {"every": 50}}
     config["flow"] = {"staleness": 1, "window": 1}
     config["sampling"]["max_tokens"] = 24
-    config["generator"]["args"] |= {"min_length": 2, "max_length": 24, "token_s": 0.002}
+    config["generator"]["args"] |= {"min_length": 2, "max_length": 24, "token_s": 0.02}
     run = start(tmp_path, monkeypatch, config, 3)
     summary = run.finish(1500)
     assert_all_trained_once(run, summary, steps, staleness=1)

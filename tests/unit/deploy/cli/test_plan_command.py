@@ -111,7 +111,7 @@ def test_a_placement_is_compared_with_the_best_split_and_turns_are_named_when_wo
     assert (placement["generators"], placement["trainers"]) == (2, 6)
     assert split["generators"] + split["trainers"] == 8
     share = f"{placement['tokens_per_s'] / split['tokens_per_s']:.2f}"
-    assert float(share) < 0.8
+    assert float(share) < 0.85
     assert f"{share} of the best split" in last
     assert found["placement_in_turns"]["shared"] == 6
 

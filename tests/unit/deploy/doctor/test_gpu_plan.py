@@ -11,6 +11,7 @@ from deploy.launchers.ray import Ray
 from deploy.launchers.slurm import Slurm
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
+from schemas.system.gpu_memory import VISIBLE
 from tests.support.configurations import minimal_config
 
 
