@@ -10,7 +10,7 @@ from schemas.config import PlacementConfig, TidemillConfig
 from schemas.config.deploy import count_gpus, parse_ranges
 from schemas.errors import ConfigError
 
-STEPS, FIRST = 12, 3
+STEPS, FIRST = 24, 3
 """Steps that are simulated, and those before that fill the pipeline."""
 WORTH = 1.05
 """Least gain over a split for which turns are named."""

@@ -129,7 +129,7 @@ def test_no_step_waits_for_ever_for_samples_of_generators_that_sleep(
     """
     steps = 1000
     config = configuration(tmp_path, "0-1", "0-2", steps)
-    config["trainer"] |= {"processes": 2, "checkpoint": {"every": 50}}
+    config["trainer"] |= {"processes": 2, "checkpoint": {"every": 50}, "mismatch": {"action": "report"}}
     config["flow"] = {"staleness": 1, "window": 1}
     config["sampling"]["max_tokens"] = 24
     config["generator"]["args"] |= {"min_length": 2, "max_length": 24, "token_s": 0.02}

@@ -99,7 +99,7 @@ def test_a_placement_is_compared_with_the_best_split_and_turns_are_named_when_wo
     config = tmp_path / "my.yaml"
     placed = "placement: {trainer: 0-5, generator: 6-7}\n"
     config.write_text(CONFIG.format(folder=tmp_path / "run").replace("steps: 10", "steps: 10, processes: 6") + placed)
-    rates = ["--trained-tokens-per-s", "5000", "--sampled-tokens-per-s", "500"]
+    rates = ["trainer.batch_groups=16", "--trained-tokens-per-s", "5000", "--sampled-tokens-per-s", "500"]
     done = CliRunner().invoke(app, ["plan", str(config), *rates])
     assert done.exit_code == 0, done.output
     last = " ".join(done.stdout.split("start from:")[1].split())
@@ -111,7 +111,7 @@ def test_a_placement_is_compared_with_the_best_split_and_turns_are_named_when_wo
     assert (placement["generators"], placement["trainers"]) == (2, 6)
     assert split["generators"] + split["trainers"] == 8
     share = f"{placement['tokens_per_s'] / split['tokens_per_s']:.2f}"
-    assert float(share) < 0.85
+    assert float(share) < 0.8
     assert f"{share} of the best split" in last
     assert found["placement_in_turns"]["shared"] == 6
 
