@@ -121,7 +121,7 @@ def _language_model(kind: str, config: Qwen2Config, given: argparse.Namespace) -
 
 def _plain_logprobs(model: PreTrainedModel, rows: Sequence[DemonstrationIds]) -> Tensor:
     """``answer_logprobs`` with all logits at once."""
-    tokens, _ = pad([row.prompt + row.answer for row in rows], 0, model.device)
+    tokens, _ = pad([row.prompt + row.answer for row in rows], 0)
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
     logprobs: Tensor = -F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").sum(-1)
     return logprobs
@@ -131,7 +131,7 @@ def _reward_model(config: Qwen2Config) -> tuple[nn.Module, Loss, bool]:
     scorer = Qwen2ForSequenceClassification(config)
 
     def loss(items: Sequence[list[DemonstrationIds]]) -> Tensor:
-        tokens, _ = pad([row.prompt + row.answer for item in items for row in item], 0, scorer.device)
+        tokens, _ = pad([row.prompt + row.answer for item in items for row in item], 0)
         scores = scorer(input_ids=tokens, use_cache=False).logits[:, 0].view(-1, 2)
         return bradley_terry_loss(scores[:, 0], scores[:, 1]).sum()
 

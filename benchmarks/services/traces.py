@@ -31,7 +31,7 @@ from consumers.reward.scorer import Scorer
 from consumers.trainer.records.traces import TraceLog
 from producers.workflows.base import RolloutContext
 from schemas.codec import decode, encode
-from schemas.config import RewardTerm, TraceConfig
+from schemas.config import RewardConfig, TraceConfig
 from schemas.messages import Score, Task, Trajectory
 from schemas.messages.moments import Moment, now_us, pack
 
@@ -99,12 +99,12 @@ async def costs(pool: TrajectoryPool, per_step: int, calls: int, steps: int, url
     url: of a receiver of spans.
     ``again`` is off too: what it takes more or less is the machine's. Quartiles stand for the range.
     """
-    term = RewardTerm.model_validate({"name": "exact"})
+    reward = RewardConfig.model_validate({"terms": [{"name": "exact"}], "workers": 1, "timeout_s": 10})
     done: list[dict[str, float]] = []
     async with AsyncExitStack() as stack:
         ways: dict[str, Way] = {}
         for name in ("off", "on", "again"):
-            scorer = Scorer([term], Path(), workers=1, timeout_s=10.0, traced=name == "on")
+            scorer = Scorer(reward, Path(), traced=name == "on")
             log = TraceLog(TraceConfig(url=url) if name == "on" else None, "bench", "policy")
             stack.callback(log.close)
             ways[name] = Way(pool, await stack.enter_async_context(scorer), log, calls, name == "on")

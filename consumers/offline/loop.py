@@ -150,9 +150,10 @@ class OfflineLoop(Generic[Item]):
 
 def answer_logprobs(policy: Policy, rows: Sequence[DemonstrationIds]) -> Tensor:
     """Return the log-probabilities of the answers, summed over their tokens: float32 [R]."""
-    tokens, mask, lengths = answer_tokens(rows, policy.device)
-    images = image_batch(policy, rows)
-    sums: Tensor = policy(tokens, tokens[:, 1:].contiguous(), mask, lengths - 1, images=images).logprobs.sum(-1)
+    tokens, mask, lengths = answer_tokens(rows)
+    layout, device = policy.lay_out(tokens, mask, lengths - 1).to(policy.device), policy.device
+    tokens, mask, images = tokens.to(device), mask.to(device), image_batch(policy, rows)
+    sums: Tensor = policy(tokens, tokens[:, 1:].contiguous(), mask, images=images, layout=layout).logprobs.sum(-1)
     return sums[: len(rows)]
 
 
@@ -166,9 +167,9 @@ def image_batch(policy: Policy, rows: Sequence[DemonstrationIds]) -> ImageBatch 
     return None if found is None else found.to(policy.device)
 
 
-def answer_tokens(rows: Sequence[DemonstrationIds], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def answer_tokens(rows: Sequence[DemonstrationIds]) -> tuple[Tensor, Tensor, Tensor]:
     """Return padded token ids, int64 [R, T]; which of them but the first are answers, bool [R, T-1]; lengths, [R]."""
-    tokens, lengths = pad([row.prompt + row.answer for row in rows], 0, device)
-    starts = torch.tensor([len(row.prompt) for row in rows] or [2], device=device)
-    positions = torch.arange(1, tokens.shape[1], device=device)
+    tokens, lengths = pad([row.prompt + row.answer for row in rows], 0)
+    starts = torch.tensor([len(row.prompt) for row in rows] or [2])
+    positions = torch.arange(1, tokens.shape[1])
     return tokens, (positions >= starts[:, None]) & (positions < lengths[:, None]), lengths

@@ -72,68 +72,13 @@ def train_on_pairs(
 ) -> PairwiseProgress:
     """Train ``model.path`` on pairs and write what comes out to ``settings.out``; returns the last evaluation.
 
-    load_tokenizer: loads the generators' tokenizer. places: of images, if the model reads them. ranks: all of them call
-    this; rank 0 writes, and reports to ``progress``.
+    By DPO, with the model itself as the reference, or with one score on its body, as a Hugging Face sequence classifier
+    with one label, whose logit is the score of prompt and answer. load_tokenizer: loads the generators' tokenizer.
+    ranks: all of them call this; rank 0 writes, and reports to ``progress``. places: of images, by DPO of a model that
+    reads them.
     """
     ranks = ranks or Ranks()
-    check_model(model.path, ranks.layout, model.trust_remote_code, model.max_length)
-    with whole_folder(settings.out, "dpo.out", main=ranks.is_main) as aside:
-        tokenizer = load_tokenizer(model.path)
-        empty = not ranks.is_main
-
-        def load(dtype: str) -> Policy:
-            loaded = load_model(model.path, dtype, model.trust_remote_code, places is not None, empty, model.max_length)
-            tower = None if places is None else VisionTower(loaded, places.settings, model.freeze_vision)
-            if tower is not None:
-                tower.always = ranks.world > 1
-            made = Policy(loaded, vision=tower, max_length=model.max_length)
-            made.share_prefixes = limits.share_prefixes
-            return made
-
-        policy = load("float32")
-        limits.apply(policy.causal_lm)
-        policy = ranks.prepare(policy, DTYPES[model.dtype])
-        reference = ranks.prepare(load(model.dtype).requires_grad_(False), DTYPES[model.dtype])
-
-        def margins(batch: Sequence[PairIds]) -> Tensor:
-            with torch.no_grad():
-                known = _pair_logprobs(reference, batch)
-            if isinstance(reference, FSDPModule):
-                # A pass without a gradient leaves the gathered embeddings and head behind.
-                reference.reshard()
-            return preference_margin(*_pair_logprobs(policy, batch), *known)
-
-        def loss(margin: Tensor) -> Tensor:
-            return (dpo_loss if settings.loss == "sigmoid" else ipo_loss)(margin, settings.beta)
-
-        own, other = ([encode(tokenizer, pair, model.max_length, places) for pair in part] for part in (pairs, heldout))
-        packed = policy.packed and reference.packed
-        cut = MicroBatches(ranks, _packed_tokens if packed else _padded_tokens, limits, packed)
-        training = _PairwiseTraining(other, settings, cut, ranks, margins, loss, progress)
-        result = training.run(policy, own, DTYPES[model.dtype], seed)
-        _save(policy.causal_lm, policy, model.dtype, tokenizer, aside, result, ranks)
-    return result
-
-
-def train_reward_model(
-    model: ModelConfig,
-    pairs: Sequence[Preference],
-    heldout: Sequence[Preference],
-    settings: RewardModelConfig,
-    *,
-    load_tokenizer: LoadTokenizer,
-    limits: MemoryLimits = DEFAULT_LIMITS,
-    seed: int = 0,
-    progress: Progress | None = None,
-    ranks: Ranks | None = None,
-) -> PairwiseProgress:
-    """Train a model with one score on the body of ``model.path`` and write it to ``settings.out``.
-
-    The result is a Hugging Face sequence classifier with one label, whose logit is the score of prompt and answer.
-    ranks: as in train_dpo.
-    """
-    ranks = ranks or Ranks()
-    if ranks.layout.context > 1:
+    if isinstance(settings, RewardModelConfig) and ranks.layout.context > 1:
         raise ConfigError(
             f"trainer.parallel.context {ranks.layout.context}: a reward model reads whole sequences; set it to 1"
         )
@@ -143,19 +88,15 @@ def train_reward_model(
         tokenizer = load_tokenizer(model.path)
         # The head of a reward model is new.
         torch.manual_seed(seed)
-        scorer = _scorer(model, tokenizer, empty=not ranks.is_main)
-        limits.apply(scorer)
-        scorer = ranks.prepare(scorer, DTYPES[model.dtype])
-
-        def margins(batch: Sequence[PairIds]) -> Tensor:
-            rows = [row.prompt + row.answer for pair in batch for row in pair]
-            chosen, rejected = _scores(scorer, rows).view(-1, 2).unbind(-1)
-            return chosen - rejected
-
-        def loss(margin: Tensor) -> Tensor:
-            return bradley_terry_loss(margin, torch.zeros_like(margin))
-
-        own, other = ([encode(tokenizer, pair, model.max_length) for pair in part] for part in (pairs, heldout))
+        trained: Policy | PreTrainedModel
+        losses: Callable[[Tensor], Tensor]
+        if isinstance(settings, DpoConfig):
+            trained, margins, packed = _prepare_dpo(model, limits, ranks, places)
+            losses = partial(dpo_loss if settings.loss == "sigmoid" else ipo_loss, beta=settings.beta)
+        else:
+            trained, margins, packed = _prepare_scorer(model, limits, ranks, tokenizer)
+            losses = _rank_loss
+        own, other = ([encode(tokenizer, pair, model.max_length, places) for pair in part] for part in (pairs, heldout))
         cut = MicroBatches(ranks, _packed_tokens if packed else _padded_tokens, limits, packed)
         training = _PairwiseTraining(other, settings, cut, ranks, margins, losses, progress)
         result = training.run(trained, own, DTYPES[model.dtype], seed)
@@ -171,13 +112,18 @@ Margins = Callable[[Sequence[PairIds]], Tensor]
 """From pairs to float32 [P], positive where the chosen answer is ahead."""
 
 
-def _prepare_dpo(model: ModelConfig, limits: MemoryLimits, ranks: Ranks) -> tuple[Policy, Margins, bool]:
+def _prepare_dpo(
+    model: ModelConfig, limits: MemoryLimits, ranks: Ranks, places: Placeholders | None
+) -> tuple[Policy, Margins, bool]:
     """Return the policy, its margins relative to the reference, and whether both are packed."""
 
     def load(dtype: str) -> Policy:
         empty, longest = not ranks.is_main, model.max_length
-        loaded = load_model(model.path, dtype, model.trust_remote_code, empty=empty, max_length=longest)
-        found = Policy(loaded, max_length=longest)
+        loaded = load_model(model.path, dtype, model.trust_remote_code, places is not None, empty, longest)
+        tower = None if places is None else VisionTower(loaded, places.settings, model.freeze_vision)
+        if tower is not None:
+            tower.always = ranks.world > 1
+        found = Policy(loaded, vision=tower, max_length=longest)
         found.share_prefixes = limits.share_prefixes
         return found
 
@@ -206,7 +152,7 @@ def _prepare_scorer(
     scorer = ranks.prepare(scorer, DTYPES[model.dtype])
 
     def margins(batch: Sequence[PairIds]) -> Tensor:
-        rows = [prompt + answer for prompt, *answers in batch for answer in answers]
+        rows = [row.prompt + row.answer for pair in batch for row in pair]
         chosen, rejected = _scores(scorer, rows).view(-1, 2).unbind(-1)
         return chosen - rejected
 

@@ -38,6 +38,7 @@ from consumers.offline.loop import (
 from consumers.offline.pairs import batches
 from consumers.offline.provenance import settings_digest
 from consumers.trainer.checkpoint.files import whole_folder
+from consumers.trainer.data.packed import lay_out
 from consumers.trainer.data.patches import ImageBatch
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
@@ -233,7 +234,7 @@ class _Training:
     @torch.no_grad()
     def _choose(self, rows: Sequence[DemonstrationIds]) -> list[bool]:
         """Return whether each answer is the one that the model would give at temperature 0."""
-        tokens, mask, _ = answer_tokens(rows, self.model.device)
+        tokens, mask, _ = (each.to(self.model.device) for each in answer_tokens(rows))
         found: list[bool] = self.model.choices(tokens, tokens[:, 1:], mask, image_batch(self.model, rows)).tolist()
         return found
 

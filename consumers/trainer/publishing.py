@@ -234,10 +234,7 @@ class MismatchWatch:
         trained = [sample for group in batch.groups for sample, _ in group.samples]
         samples = [
             SampleMismatch(
-                sample.generator,
-                batch.record.version - sample.oldest_version,
-                *result.samples[index],
-                process=sample.process,
+                sample.generator, batch.record.version - sample.oldest_version, sample.process, *result.samples[index]
             )
             for index, sample in enumerate(trained)
             if index in result.samples

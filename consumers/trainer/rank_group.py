@@ -263,7 +263,7 @@ class RankGroup:
 
     def onload(self) -> None:
         """Take shared GPUs from generators, and move the state back, on all ranks."""
-        self._send_to_all(Onload())
+        self._send_to_all(Act("onload"))
         if self._turns is None:
             self.state.onload()
             return

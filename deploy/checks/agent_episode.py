@@ -159,10 +159,7 @@ async def play_on_server(config: TidemillConfig, base_url: str, api_key: str, po
     args = settings.args
     program = AgentProgram(args.get("run"), args.get("command"), args.get("args") or {}, config.base, agents)
     workers = AgentWorkers(program)
-    example = build_dataset(config.train[0].at_levels()[0], config.base)[position]
-    limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
-    images = prepare_images(example.images, limits)
-    task = task_for_agent(make_task(position, "train", example, config.sampling, images=images), limits.images)
+    task = task_for_agent(*_first_task(config, position))
     await workers.start()
     try:
         return await workers.run(AgentJob(f"{position}-0", task, base_url, api_key, agents.deadline_s))

@@ -14,7 +14,7 @@ import structlog
 from broker.client import Broker
 from deploy.control_plane.status.scaling import machines, order_replicas
 from deploy.launchers.card_memory import check_cards
-from deploy.launchers.gpus import Auto, Gpu, GpuPlan, check_count, find_gpus, plan_gpus
+from deploy.launchers.gpus import Auto, Gpu, GpuPlan, check_counts, find_gpus, plan_gpus
 from deploy.launchers.pool_gpus import plan_pools
 from deploy.planning.search import wanted_generators
 from deploy.run.up import run_up

@@ -6,7 +6,7 @@ from deploy.launchers.gpus import (
     Auto,
     Gpu,
     GpuPlan,
-    check_count,
+    check_counts,
     describe_placed,
     describe_turns,
     shared_utilization,

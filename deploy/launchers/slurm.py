@@ -18,7 +18,7 @@ from string import Template
 from deploy.checks.preflight import check
 from deploy.launcher_options import SlurmOptions
 from deploy.launchers.factory import check_places
-from deploy.launchers.gpus import Auto, check_count
+from deploy.launchers.gpus import Auto, check_counts
 from deploy.planning.cluster import DeviceQuota, engine_width
 from deploy.run.folder import settle_configuration
 from schemas.config import TidemillConfig, by_pool

@@ -33,9 +33,6 @@ def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardMo
     command = "dpo" if dpo else "reward-model"
     configure_logging(config, command, command)
     pairs, heldout = (preferences(dataset, config.base) for dataset in (settings.dataset, settings.eval))
-    train: Callable[..., PairwiseProgress] = train_reward_model
-    if dpo:
-        train = partial(train_dpo, places=ImagePlaceholders.of(config))
     ranks = Ranks.of(config.trainer)
     with ranks.watchdog():
         result = train_on_pairs(
@@ -48,6 +45,7 @@ def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardMo
             seed=config.run.seed,
             progress=_show,
             ranks=ranks,
+            places=ImagePlaceholders.of(config) if dpo else None,
         )
     if not ranks.is_main:
         return None

@@ -1,6 +1,5 @@
 """``tidemill plan``: which split of GPUs, staleness and window to start a configuration from."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -76,6 +75,7 @@ def plan(
     typer.echo("start from: " + " ".join(f"{name}={value}" for name, value in settings(chosen, config.pools).items()))
     for text in advise(compared, chosen, known):
         typer.echo(text)
+    return {}
 
 
 def make(config: TidemillConfig, gpus: int, staleness: int, known: Known) -> Plan:

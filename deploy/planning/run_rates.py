@@ -116,6 +116,7 @@ def figures(
     mean: float | None = None,
     since: int = 0,
     generators: int | None = None,
+    computed: tuple[float, float | None] | None = None,
     load: float = 1.0,
 ) -> Known:
     """Collect what the plan is made from: what is given, measured by the run, computed or stated.
@@ -136,6 +137,13 @@ def figures(
     pools, sharing = ran_with if ran.pools else {}, count_sharing(ran, generators)
     known = of_run(config.folder / METRICS, known, ran.trainer.processes, generators, since, sharing, pools, load)
     rates, mix, source, of_pools = known.rates, known.mix, dict(known.source), dict(known.pools)
+    trainer, generator = computed or (None, None)
+    if trainer is not None and source["trained"] == STATED:
+        rates, source["trained"] = replace(rates, trained_tokens_per_s=trainer), COMPUTED
+    if generator is not None and source["sampled"] == STATED:
+        rates, source["sampled"] = sampling_at(rates, generator), COMPUTED
+        of_pools = {name: sampling_at(each, generator) for name, each in of_pools.items()}
+        source |= {f"pool {name}": COMPUTED for name in of_pools}
     if trained is not None:
         rates, source["trained"] = replace(rates, trained_tokens_per_s=trained), "given"
     if sampled is not None:

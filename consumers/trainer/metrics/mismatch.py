@@ -33,11 +33,11 @@ class SampleMismatch:
 
     generator: str
     age: int
+    process: str
     tokens: float
     gap: float
     kl: float
     current: float
-    process: str = ""
 
 
 @dataclass

@@ -163,8 +163,8 @@ class StatusMetrics(Collector):
         if parts:
             means = ((part, fmean(found)) for part, found in sorted(parts.items()))
             yield _labelled("hand_over_seconds", "Seconds of a part of the last hand-overs, the mean", "part", means)
-        for name, text, figure in POOL_FIGURES if self._status.pools else ():
-            values = ((pool.name, getattr(pool, figure)) for pool in self._status.pools)
+        for name, text, figure in POOL_FIGURES if self.status.pools else ():
+            values = ((pool.name, getattr(pool, figure)) for pool in self.status.pools)
             yield _labelled(name, text, "pool", ((pool, value) for pool, value in values if value is not None))
         yield InfoMetricFamily("tidemill_build", "This release", {"version": version("tidemill")})
 

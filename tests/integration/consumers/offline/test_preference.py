@@ -87,10 +87,12 @@ def test_dpo_of_a_model_that_reads_images_prefers_by_what_they_show(model: Model
         for red in (True, False)
     ]
     settings = DpoConfig.model_validate(section(tmp_path / "out", steps=60))
-    result = train_dpo(looks, shown, shown, settings, load_tokenizer=HfTokenizer, places=places)
+    result = train_on_pairs(looks, shown, shown, settings, load_tokenizer=HfTokenizer, places=places)
     assert result.accuracy == 1.0
     with pytest.raises(DataError, match=r"has images: set model\.kind to vision"):
-        train_dpo(model, shown, shown, settings.model_copy(update={"out": tmp_path / "b"}), load_tokenizer=HfTokenizer)
+        train_on_pairs(
+            model, shown, shown, settings.model_copy(update={"out": tmp_path / "b"}), load_tokenizer=HfTokenizer
+        )
 
 
 def test_ipo_stops_at_its_margin(model: ModelConfig, tmp_path: Path) -> None:

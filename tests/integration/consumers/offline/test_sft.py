@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.learning.greedy import greedy
 from consumers.offline import sft
 from consumers.offline.encoding import DemonstrationIds
-from consumers.offline.greedy import greedy
 from consumers.offline.loop import MOST_SKIPPED, MemoryLimits, MicroBatches, OfflineStep, answer_logprobs
 from consumers.offline.provenance import settings_digest
 from consumers.offline.sft import SftProgress, train_sft

@@ -157,6 +157,7 @@ async def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, br
 
     async with running_generator(config, broker, make_engine(config, min_length=5, max_length=5), name="h"):
         for item in await read_published(broker, 4):
+            assert item.process == "", "not all of its tokens are of the generator that it names"
             start = item.loss_mask.data.index(1)
             whole, before = item.tokens.numpy()[start:], parts[item.sample].tokens.numpy()
             np.testing.assert_array_equal(whole[: len(before)], before)

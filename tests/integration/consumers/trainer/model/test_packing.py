@@ -22,7 +22,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from consumers.offline.greedy import greedy
 from consumers.trainer.data.packed import lay_out, pack
 from consumers.trainer.model import head
 from consumers.trainer.model.packing import ATTENTION

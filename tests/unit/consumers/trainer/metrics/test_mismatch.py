@@ -23,7 +23,7 @@ def steps(rng: random.Random, generators: Mapping[str, Gap], count: int, size: i
         for _ in range(size):
             name, age, tokens = rng.choice(sorted(generators)), rng.randrange(2), float(rng.randint(3, 400))
             gap = generators[name](rng) + age * rng.lognormvariate(-4.0, 1.0)
-            found.append(SampleMismatch(name, age, tokens, gap * tokens, gap**2 / 2 * tokens, tokens * (age == 0)))
+            found.append(SampleMismatch(name, age, "", tokens, gap * tokens, gap**2 / 2 * tokens, tokens * (age == 0)))
         yield found
 
 
@@ -59,10 +59,10 @@ def test_a_generator_far_from_others_is_found_within_200_samples(wrong: float, d
 
 def test_a_new_process_begins_without_the_faults_of_the_one_before() -> None:
     judge = MismatchJudge("float32", ratio=4.0, kl=None)
-    usual = [SampleMismatch("a", 0, 100.0, 1e-4, 1e-8, 100.0)] * 40
-    wrong = [SampleMismatch("c", 0, 30.0, 30.0, 1.0, 30.0, process="old")] * 31
+    usual = [SampleMismatch("a", 0, "", 100.0, 1e-4, 1e-8, 100.0)] * 40
+    wrong = [SampleMismatch("c", 0, "old", 30.0, 30.0, 1.0, 30.0)] * 31
     assert judge.add([*usual, *wrong]) == {}, "too few samples"
-    assert judge.add([*usual, SampleMismatch("c", 0, 400.0, 4e-4, 1e-8, 400.0, process="new")]) == {}
+    assert judge.add([*usual, SampleMismatch("c", 0, "new", 400.0, 4e-4, 1e-8, 400.0)]) == {}
     assert "c" in judge.add([*usual, *wrong, *wrong]), "a new fault is found"
 
 
@@ -74,7 +74,7 @@ def test_generators_whose_tokens_are_never_of_the_same_version_are_compared_too(
         ages = {"right": 1 + step % 2, "wrong": 2 - step % 2}
         sums = {"right": 0.01 * ages["right"], "wrong": 0.5}
         samples = [
-            SampleMismatch(name, ages[name], 20.0, 20 * sums[name], 0.0, 0.0) for name in ages for _ in range(32)
+            SampleMismatch(name, ages[name], "", 20.0, 20 * sums[name], 0.0, 0.0) for name in ages for _ in range(32)
         ]
         found |= judge.add(samples)
     assert {*found} == {"wrong"}
@@ -99,9 +99,9 @@ def test_a_pool_that_rounds_otherwise_is_correct_and_its_own_wrong_generator_is_
 
 def test_a_single_generator_is_held_to_the_bound_over_tokens_of_the_weights_in_training() -> None:
     judge = MismatchJudge("bfloat16", ratio=4.0, kl=0.015)
-    older = SampleMismatch("g", 1, 100.0, 100.0, 50.0, 0.0)
+    older = SampleMismatch("g", 1, "", 100.0, 100.0, 50.0, 0.0)
     assert all(judge.add([older] * 40) == {} for _ in range(10))
-    current = SampleMismatch("g", 0, 100.0, 30.0, 2.0, 100.0)
+    current = SampleMismatch("g", 0, "", 100.0, 30.0, 2.0, 100.0)
     assert judge.add([current] * 31) == {}
     (text,) = judge.add([current]).values()
     assert text == "mismatch KL 0.02 at the same weights over 3200 tokens, at most 0.015 is allowed"
@@ -109,16 +109,16 @@ def test_a_single_generator_is_held_to_the_bound_over_tokens_of_the_weights_in_t
 
 def test_one_strange_sample_is_no_fault() -> None:
     judge = MismatchJudge("float32", ratio=4.0, kl=1e-5)
-    usual = [SampleMismatch(name, 0, 100.0, 1e-3, 1e-8, 100.0) for name in "ab"] * 40
-    assert judge.add([*usual, SampleMismatch("a", 0, 100.0, 500.0, 300.0, 100.0)]) == {}
+    usual = [SampleMismatch(name, 0, "", 100.0, 1e-3, 1e-8, 100.0) for name in "ab"] * 40
+    assert judge.add([*usual, SampleMismatch("a", 0, "", 100.0, 500.0, 300.0, 100.0)]) == {}
 
 
 def test_metrics_are_means_over_tokens_by_generator_and_age() -> None:
     found = mismatch_metrics(
         [
-            SampleMismatch("g", 0, 10.0, 1.0, 0.1, 10.0),
-            SampleMismatch("g", 2, 30.0, 7.0, 0.3, 0.0),
-            SampleMismatch("h", 0, 10.0, 0.5, 0.1, 10.0),
+            SampleMismatch("g", 0, "", 10.0, 1.0, 0.1, 10.0),
+            SampleMismatch("g", 2, "", 30.0, 7.0, 0.3, 0.0),
+            SampleMismatch("h", 0, "", 10.0, 0.5, 0.1, 10.0),
         ]
     )
     assert found["mismatch/g/gap"] == pytest.approx(0.2)
@@ -129,14 +129,14 @@ def test_metrics_are_means_over_tokens_by_generator_and_age() -> None:
 
 
 def test_a_large_fleet_has_metrics_of_those_with_the_largest_difference() -> None:
-    found = mismatch_metrics([SampleMismatch(f"g{index}", 0, 1.0, float(index), 0.0, 1.0) for index in range(40)])
+    found = mismatch_metrics([SampleMismatch(f"g{index}", 0, "", 1.0, float(index), 0.0, 1.0) for index in range(40)])
     assert "mismatch/g39/gap" in found
     assert "mismatch/g8/gap" in found
     assert "mismatch/g7/gap" not in found
 
 
 def test_pools_have_the_metrics_of_all_their_generators_whose_own_may_be_left_out() -> None:
-    samples = [SampleMismatch(f"g{index}", index % 2, 10.0, float(index), 0.0, 1.0) for index in range(40)]
+    samples = [SampleMismatch(f"g{index}", index % 2, "", 10.0, float(index), 0.0, 1.0) for index in range(40)]
     found = mismatch_metrics(samples, {f"g{index}": "low" if index < 20 else "high" for index in range(39)})
     assert found["pool/low/gap"] == pytest.approx(sum(range(20)) / 200)
     assert found["pool/low/age_1/tokens"] == 100
