@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import itertools
 import re
 import types
 import typing
@@ -55,7 +56,7 @@ REGISTRIES: dict[str, Registry] = {
     "trainer.kl.estimator": KL_ESTIMATORS,
 }
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-OWN = frozenset({"self", "base", "settings"})
+OWN = frozenset({"self", "base", "settings", "_"})
 OF_SAMPLES = frozenset({"answer", "reasoning_gym", *FIELDS})
 """Parameters of built-in choices that no configuration gives: those of Tidemill, and those that a sample has."""
 KEY_NOTES = {
@@ -344,8 +345,13 @@ def definition(path: str) -> Definition:
             bases = [ast.unparse(base) for base in getattr(node, "bases", [])]
             imports = [one for one in tree.body if isinstance(one, ast.ImportFrom)]
             # The options of a launcher are a dataclass of their own.
-            options = [f"{one.module}:{base.name}" for one in imports for base in one.names if base.name in bases]
-            return definition(options[0]) if options and options[0].endswith("Options") else node
+            found = [f"{one.module}:{base.name}" for one in imports for base in one.names if base.name in bases]
+            if found and found[0].endswith("Options"):
+                return definition(found[0])
+            if isinstance(node, ast.ClassDef) and node.decorator_list:
+                # A dataclass has the fields of its bases, too.
+                node.body += itertools.chain.from_iterable(definition(base).body for base in found)
+            return node
     raise LookupError(f"{module} has no {name}")
 
 
@@ -354,7 +360,7 @@ def arguments(found: Definition) -> list[str]:
     made = next((part for part in found.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"), None)
     if isinstance(found, ast.ClassDef) and made is None:
         # The fields of a dataclass.
-        fields = [part for part in found.body if isinstance(part, ast.AnnAssign) and part.value is not None]
+        fields = [part for part in found.body if isinstance(part, ast.AnnAssign)]
         pairs = [(ast.unparse(part.target), part.value) for part in fields if "ClassVar" not in ast.unparse(part)]
     else:
         given = (made or found).args

@@ -1,4 +1,4 @@
-"""Credit for rewards: one advantage for a whole sample, or finer ones for rows of a name, model calls or tokens.
+"""Finer credit than one advantage for a whole sample: for the rows of a name, for model calls, for tokens.
 
 With ``by_name`` an advantage compares the samples that have rows of a name. An advantage of calls gives each loss token
 that of its call. For one of tokens, the ranks compute advantages from rewards at tokens, and these are placed here:
@@ -36,16 +36,13 @@ class Credit:
     samples: Floats
 
 
-def give_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credit:
-    """Give credit to samples, names, calls or tokens; DataError if the advantage is not one finite number for each."""
+def give_finer_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credit:
+    """Give credit to names, calls or tokens; DataError if the advantage is not one finite number for each."""
     if getattr(advantage, "per_token", False):
         return _of_tokens(getattr(advantage, "gamma", 1.0), samples)
     if getattr(advantage, "per_turn", False):
         return _of_calls(advantage, samples, by_name)
-    if by_name:
-        return _of_names(advantage, samples)
-    found = one_each("advantages", advantage(samples.rewards, samples.groups), len(samples.rewards))
-    return Credit([float(found[row.sample]) for row in samples.rows], found)
+    return _of_names(advantage, samples)
 
 
 def _of_names(advantage: Advantage, samples: Samples) -> Credit:

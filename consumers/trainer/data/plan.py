@@ -15,7 +15,7 @@ import numpy.typing as npt
 from consumers.trainer.algorithms.advantages import one_each
 from consumers.trainer.algorithms.aggregation import Aggregation, Totals
 from consumers.trainer.data.collate import MicroBatch, collate
-from consumers.trainer.data.credit import AnyAdvantage, Credit, give_credit
+from consumers.trainer.data.credit import AnyAdvantage, Credit, give_finer_credit
 from consumers.trainer.data.groups import Group
 from consumers.trainer.data.load_balancing import (
     Cost,
@@ -45,6 +45,14 @@ def credit_of(samples: Samples, advantages: Sequence[AnyAdvantage | None], by_na
         for place, value in zip(places, found.rows, strict=True):
             given.rows[place] = value
     return given
+
+
+def give_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credit:
+    """Give credit to samples, or finer; DataError if the advantage is not one finite number for each."""
+    if by_name or getattr(advantage, "per_token", False) or getattr(advantage, "per_turn", False):
+        return give_finer_credit(advantage, samples, by_name)
+    found = one_each("advantages", advantage(samples.rewards, samples.groups), len(samples.rewards))
+    return Credit([float(found[row.sample]) for row in samples.rows], found)
 
 
 def number_tenants(samples: Samples) -> Ints:

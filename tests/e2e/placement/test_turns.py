@@ -70,7 +70,8 @@ def assert_all_trained_once(run: UpRun, summary: dict[str, Any], steps: int = ST
     assert summary["max_staleness"] <= staleness
     for uses in summary["device_s_by_use"].values():
         assert uses["asleep"] > 0
-        assert sum(uses.values()) - uses["held"] == pytest.approx(uses["held"], rel=0.01)
+        # Each is rounded to a tenth of a second.
+        assert sum(uses.values()) - uses["held"] == pytest.approx(uses["held"], rel=0.01, abs=0.05 * len(uses))
 
 
 @pytest.mark.matrix("one more layout; make test has one GPU for both, with kills")

@@ -6,13 +6,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from broker.client import Broker
 from broker.flow.owner import Owner
 from broker.queues.tasks import eval_task_id
 from broker.telemetry.heartbeats import FORGOTTEN_S
-from schemas.codec import Array
+from schemas.codec import Array, encode
 from schemas.messages import Event, Heartbeat, Partial, Piece, Question, QuestionAnswer, Sampling, Score, Span
 from tests.support.broker.prompt_groups import make_batch_record, make_task, make_trajectory, train_record
 from tests.support.broker.trainer_sessions import take_over
@@ -114,10 +115,11 @@ class LongRun:
         broker.ledger.change_settings({"lr": 1.0 / (1 + number)})
 
     def _report(self, number: int, generator: str) -> None:
-        now = self._broker.heartbeats.read_clock()
-        for name, time in ((f"g{number - 1}", now - 2 * FORGOTTEN_S), (generator, now)):
-            beat = Heartbeat(service=name, role="generator", host="h", pid=1, state="running", time=time)
-            self._broker.heartbeats.send_all([beat])
+        heartbeats, keys = self._broker.heartbeats, self._broker.connection.keys
+        beat = Heartbeat(service=f"g{number - 1}", role="generator", host="h", pid=1, state="running")
+        beat.time = heartbeats.read_clock() - 2 * FORGOTTEN_S
+        self._broker.connection.client.hset(keys.services, beat.service, encode(beat))
+        heartbeats.send(msgspec.structs.replace(beat, service=generator))
         for _ in range(5):
             self._broker.events.emit(Event(name="test", service=generator, text="x" * 1_000))
             self._broker.metrics.append({"step": number, "text": "x" * 1_000})

@@ -224,7 +224,7 @@ def test_a_command_on_a_run_loads_no_broker_and_no_web_server_before_it_knows_wh
     heavy |= {"schemas.config", "structlog", "rich.progress"}
     environment = {"PYTHONPATH": str(Path(__file__).parents[4]), "PATH": "/usr/bin:/bin"}
     code = (
-        "import sys; from deploy.cli.app import main; import schemas.control_api as api\n"
+        "import sys; from deploy.cli.app import main; import schemas.control_api.status as api\n"
         "sys.argv[1:] = ['status', 'none']\n"
         "try: main()\nexcept SystemExit as end: print(end.code)\n"
         f"print(sorted({heavy} & set(sys.modules)), api.RunStatus.__pydantic_complete__)"

@@ -24,7 +24,7 @@ from transformers import (
 
 from consumers.trainer.data.packed import lay_out, pack
 from consumers.trainer.model import head
-from consumers.trainer.model.packing import ATTENTION
+from consumers.trainer.model.packing import ATTENTION, MASKED, use_packing
 from consumers.trainer.model.policy import Policy, TokenScores, load_model
 from tests.support.models.tiny_model import make_tiny_model
 
@@ -97,13 +97,17 @@ def test_a_sequence_sees_nothing_of_its_neighbours(policy: Policy) -> None:
 
 
 def test_a_model_that_packs_still_generates(policy: Policy, tmp_path: Path) -> None:
-    """With padding on the left and a cache, which training never has."""
+    """With padding on the left and a cache, which training never has and its attention must know of."""
     plain = load_model(make_tiny_model(tmp_path), "float32")
     prompts = [[5, 6, 7, 8, 9, 10], [11, 12], [13], [200, 3, 77]]
     assert policy.causal_lm.config._attn_implementation == ATTENTION != plain.config._attn_implementation
     expected = generated(plain, prompts)
-    assert generated(policy.causal_lm, prompts) == expected
-    assert [generated(policy.causal_lm, [prompt])[0] for prompt in prompts] == expected
+    use_packing(policy.causal_lm, MASKED)
+    try:
+        assert generated(policy.causal_lm, prompts) == expected
+        assert [generated(policy.causal_lm, [prompt])[0] for prompt in prompts] == expected
+    finally:
+        use_packing(policy.causal_lm)
 
 
 def generated(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
