@@ -250,11 +250,11 @@ class MismatchWatch:
         return mismatch_metrics(samples, self._pools)
 
     def _report(self, name: str, problem: str, alive: Mapping[str, str]) -> None:
-        context, process = self._context, alive[name]
+        context, process = self._context, alive.get(name)
         drained = find_drained(context.broker.run_control.read() or ControlState(), context.broker.heartbeats)
         drains = self._drains and bool(alive.keys() - drained - {name})
         # What was drained may still send what it began. What was only reported is drained as soon as it can be.
-        if name in drained or (self._told.get(name) == process and not drains):
+        if process is None or name in drained or (self._told.get(name) == process and not drains):
             return
         self._told[name] = process
         if drains:

@@ -245,6 +245,8 @@ def test_a_generator_at_fault_is_drained_once_another_is_alive_and_again_if_the_
     assert find("a", "c") == ["c"]
     ends = [text.rpartition("; ")[2] for text in mismatch_events(broker)]
     assert ends == ["no other generator is alive", *["it gets no more tasks, and its samples end as mismatch"] * 2]
+    watch._report("b", "it ended before it was judged", {"a": PROCESS})
+    assert len(mismatch_events(broker)) == len(ends)
 
 
 async def test_a_drained_generator_takes_no_task_but_another_does(broker: Broker, model: Path, tmp_path: Path) -> None:
