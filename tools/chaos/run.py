@@ -90,7 +90,8 @@ class Chaos:
         judge_url = self.judge.__enter__().url if plan.judge else None
         self._teacher = Teacher(plan.folder) if plan.teacher else None
         teacher_url = self._teacher.url if self._teacher is not None else None
-        config = settings.prepare(plan.folder, plan.seed, plan.workload, judge_url, teacher_url, plan.pictures)
+        wanted = settings.configuration(plan.folder, plan.seed, plan.workload, judge_url, teacher_url, plan.pictures)
+        config = settings.prepare(plan.folder, wanted)
         self.server = Server(plan.folder / "broker")
         self.proxy = Proxy(self.server.socket)
         self.keys = Keys("tidemill", settings.RUN)

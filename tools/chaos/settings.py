@@ -165,19 +165,12 @@ def configuration(
     }
 
 
-def prepare(
-    folder: Path,
-    seed: int,
-    workload: str,
-    judge_url: str | None = None,
-    teacher_url: str | None = None,
-    pictures: bool = False,
-) -> Path:
+def prepare(folder: Path, config: dict[str, Any]) -> Path:
     """Write the model (in a process of its own, so that this one never loads PyTorch) and the configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model" / "model.safetensors").is_file():
-        make = VISION_MODEL if pictures else TEXT_MODEL
+        make = VISION_MODEL if config["model"].get("kind") == "vision" else TEXT_MODEL
         subprocess.run([sys.executable, "-c", make, str(folder / "model")], check=True, timeout=120)
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(configuration(folder, seed, workload, judge_url, teacher_url, pictures)))
+    file.write_text(yaml.safe_dump(config))
     return file
