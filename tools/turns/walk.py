@@ -33,6 +33,7 @@ LAYOUTS: Sequence[tuple[int, Mapping[int, Sequence[int]]]] = (
     (1, {0: [0, 1], 1: [2]}),
 )
 """Ranks of the trainer, each with the GPU of its number, and the GPUs of each generator."""
+STOP_DEADLINE_S = 10.0
 STANDS_S = 10.0
 """No turn for so long is a violation: a stopped holder is killed within SILENT_S and two looks."""
 RANK_HANGS_S = 1.0
@@ -213,7 +214,10 @@ class Walk:
         if not (self._files.progress / name.replace("trainer-0", "trainer")).exists():
             return
         self._signal(name, signal.SIGSTOP)
+        end = time.monotonic() + STOP_DEADLINE_S
         while process.exitcode is None and not is_stopped(process.pid):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{name} was not stopped within {STOP_DEADLINE_S:.0f} s of SIGSTOP")
             time.sleep(0.001)
         if process.exitcode is None and has_memory(process.pid) is memory:
             self._counts["stops"] += 1
