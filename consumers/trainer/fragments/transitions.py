@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,7 @@ def estimate_advantages(
     last_values: Floats,
     gamma: float,
     lam: float,
-    scale: Callable[[Tensor], Tensor] = lambda rewards: rewards,
+    scale: Callable[[Floats], Floats] = lambda rewards: rewards,
 ) -> tuple[Floats, Floats]:
     """Return generalized advantages and returns, float32 [T, N] both (arXiv:1506.02438).
 
@@ -60,7 +61,7 @@ def estimate_advantages(
     is that of the episode's own last observation. scale: makes of rewards, float32 [T, N], those that count.
     """
     found = fragment.numpy()
-    rewards, ends = scale(torch.from_numpy(found["rewards"].copy())).numpy(), found["ends"]
+    rewards, ends = scale(found["rewards"]), found["ends"]
     following = values[1:].copy()
     following[ends == TERMINATED] = 0.0
     following[ends == TRUNCATED] = last_values
@@ -96,16 +97,23 @@ class Transitions:
         """Return the transitions of these indices, int64."""
         return Transitions(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
+    def to(self, device: torch.device) -> Transitions:
+        """Return the transitions on a device."""
+        return Transitions(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
     @classmethod
     def of(cls, samples: Sequence[Trajectory], critic: ValueNetwork, gamma: float, lam: float) -> Transitions:
         """Join the fragments of samples; DataError for a sample that has none."""
+        device = next(critic.parameters()).device
+
+        @torch.no_grad()
+        def compute(function: Callable[[Tensor], Tensor], column: npt.NDArray[Any]) -> Floats:
+            return cast(Floats, function(torch.from_numpy(column.copy()).to(device)).cpu().numpy())
 
         def estimate(fragment: Fragment) -> tuple[Floats, Floats, Floats]:
-            found = fragment.numpy()
-            with torch.no_grad():
-                values = critic(torch.from_numpy(found["observations"].copy())).numpy()
-                last_values = critic(torch.from_numpy(found["last"].copy())).numpy()
-            return (*estimate_advantages(fragment, values, last_values, gamma, lam, critic.returns.scale), values[:-1])
+            found, scale = fragment.numpy(), partial(compute, critic.returns.scale)
+            values, last_values = compute(critic, found["observations"]), compute(critic, found["last"])
+            return (*estimate_advantages(fragment, values, last_values, gamma, lam, scale), values[:-1])
 
         return cls._join([_transitions(sample, estimate) for sample in samples])
 

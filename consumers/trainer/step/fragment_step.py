@@ -78,7 +78,7 @@ class PpoStep(Learner):
         timer = StepTimer()
         actor, critic, done = self.policy, self.critic, self.schedule.done
         with timer.phase("prepare"), torch.no_grad():
-            data = self._transitions(batch)
+            data = self._transitions(batch).to(actor.device)
             if self.normalise:
                 everything = [torch.ones_like(data.advantages, dtype=torch.bool)]
                 data = replace(data, advantages=whiten([data.advantages], everything, self.ranks.all_reduce_sum)[0])
@@ -160,7 +160,7 @@ def build_fragment_step(config: TidemillConfig, ranks: Ranks) -> Learner:
     shape, grouped = PolicyShape.read(config.model.path, sac=False), config.compares_episodes
     if trainer.critic is None and not grouped:
         raise ConfigError("model.kind mlp needs a trainer.critic or a trainer.sac section with the advantage gae")
-    actor = Actor(shape)
+    actor = Actor(shape).to(ranks.accelerator.device)
     critic = None
     if trainer.critic is not None:
         critic = FragmentCritic(ValueNetwork(shape, trainer.scale_rewards), trainer.critic, trainer.steps, ranks)

@@ -108,6 +108,7 @@ class SacStep(Learner):
         improve: whether temperature and policy are updated, too.
         """
         actor, (critic, critic_update) = cast(Actor, self.policy), self.critic
+        data = {name: value.to(actor.device) for name, value in data.items()}
         module, temperature_update = self.temperature
         seen, gamma = data["observations"], self.settings.gamma
         alpha = module.log_alpha.detach().exp()
@@ -148,7 +149,7 @@ class SacStep(Learner):
 
 
 def _normal(like: Tensor, noise: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=noise)
+    return torch.randn(like.shape, generator=noise).to(like.device)
 
 
 def _once(update: GradientUpdate, loss: Callable[[], Tensor | tuple[Tensor, Tensor]]) -> Callable[[], Sums]:
@@ -186,8 +187,9 @@ def build_sac_step(config: TidemillConfig, ranks: Ranks, settings: SacConfig) ->
         optimizer = build_optimizer(module, trainer.optimizer)
         return GradientUpdate(module, optimizer, ranks, trainer.optimizer.max_grad_norm, torch.float32)
 
-    actor, temperature = Actor(shape), Temperature()
-    critic = TwinCritic(shape, settings.critics, settings.norm, trainer.scale_rewards)
+    device = ranks.accelerator.device
+    actor, temperature = Actor(shape).to(device), Temperature().to(device)
+    critic = TwinCritic(shape, settings.critics, settings.norm, trainer.scale_rewards).to(device)
     return SacStep(
         cast(Policy, actor),
         cast(StepPlanner, FragmentPlan()),
