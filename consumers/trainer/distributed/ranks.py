@@ -198,7 +198,11 @@ class Ranks:
         if self.world == 1 and dtype == torch.float32:
             return model.to(self.accelerator.device)
         if not dist.is_initialized():
-            backend = "nccl" if self.accelerator.device.type == "cuda" else "gloo"
+            on_gpu = self.accelerator.device.type == "cuda"
+            if on_gpu:
+                # Else PyTorch chooses one for the mesh, and warns.
+                torch.accelerator.set_device_index(self.accelerator.device.index or 0)
+            backend = "nccl" if on_gpu else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         # PyTorch's own call and not accelerate's: that takes the optimizer too, and on the CPU it picks
         # plain data parallelism with any plugin.
