@@ -227,7 +227,7 @@ class TaskLoop:
         async def published(sample: Trajectory) -> None:
             nonlocal unpublished
             unpublished -= 1
-            self.tokens += sample.loss_mask.data.count(1)
+            self.tokens += sample.sampled_tokens
             self._sample_size.add(cache_need(sample.loss_mask.data, task.n))
             await self._free(1)
 

@@ -299,8 +299,9 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
 
     @property
     def sampled_tokens(self) -> int:
-        """Return the number of tokens that the policy sampled."""
-        return int(np.count_nonzero(self.loss_mask.numpy()))
+        """Return the number of tokens that the policy sampled; of a fragment the steps of all its environments."""
+        envs = 1 if self.fragment is None else self.fragment.envs
+        return envs * int(np.count_nonzero(self.loss_mask.numpy()))
 
     def rows(self) -> list[Row]:
         """Return the rows to train, one for each segment."""

@@ -48,6 +48,7 @@ def test_a_fragment_crosses_the_wire_in_a_trajectory() -> None:
     read = decode(encode(sent), Trajectory)
     assert read == sent
     assert read.oldest_version == 4
+    assert read.sampled_tokens == 6
     found = read.fragment.numpy() if read.fragment else {}
     assert {name: array.shape for name, array in found.items()} == {
         "observations": (4, 2, 4),
