@@ -103,7 +103,7 @@ class VisionTower:
         length = 12
         tokens, (start, end) = self.probe_tokens(model)
         ids = torch.tensor([[*tokens, *range(1, 1 + length - len(tokens) % length)]], device=model.device)
-        ids = torch.where((ids == self.token) & (torch.arange(ids.shape[1]) >= end), 0, ids)
+        ids = torch.where((ids == self.token) & (torch.arange(ids.shape[1], device=ids.device) >= end), 0, ids)
         images = probe_batch(self.settings, ids.shape[1], start).to(model.device)
         types = torch.zeros_like(ids).masked_fill(images.marks, 1)
         try:

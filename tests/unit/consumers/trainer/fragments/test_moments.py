@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from producers.embodied.mlp_engine import Acted, Perceptron
 from schemas.config import parse_config
 from schemas.errors import DataError
 from schemas.policy_shape import PolicyShape
+from tests.support.models.pretended_gpu import pretend_gpu
 
 SPEC = EnvironmentSpec("Pendulum-v1")
 DISCOUNT = 0.9
@@ -56,7 +58,9 @@ def make_step(folder: Path, lr: float = 0.01) -> PpoStep:
 
 def play(collector: FragmentCollector, step: PpoStep, folder: Path) -> Collected:
     """A fragment by the weights that would be published now."""
-    policy = Perceptron.of({n: value.numpy() for n, value in named_weights(step.policy)}, PolicyShape.read(folder))
+    policy = Perceptron.of(
+        {n: value.cpu().numpy() for n, value in named_weights(step.policy)}, PolicyShape.read(folder)
+    )
 
     def act(seen: Any, rng: np.random.Generator) -> Acted:
         outputs = policy.outputs(seen)
@@ -140,7 +144,7 @@ def test_a_version_has_the_moments_that_its_fragments_were_normalised_by(tmp_pat
     assert train(step, 1, fresh)["kl"] < 1e-10
     # A stale fragment has raw observations: its ratio is that of the two policies, each with its own moments.
     columns = stale.fragment.numpy()
-    policy = Perceptron.of({n: value.numpy() for n, value in named_weights(actor)}, PolicyShape.read(tmp_path))
+    policy = Perceptron.of({n: value.cpu().numpy() for n, value in named_weights(actor)}, PolicyShape.read(tmp_path))
     outputs = policy.outputs(columns["observations"][:-1].reshape(-1, 3))
     now = policy.logprobs(outputs, columns["actions"].reshape(-1, 1)).astype(np.float64)
     ratio = now - columns["logprobs"].reshape(-1)
@@ -168,8 +172,16 @@ def test_weights_without_moments_are_refused(tmp_path: Path) -> None:
         Perceptron.of(tensors, PolicyShape.read(tmp_path))
 
 
-def test_a_trainer_that_is_built_again_continues_with_the_same_bits(tmp_path: Path) -> None:
-    """Fragments are stale from the second on: all are of version 0."""
+@pytest.mark.parametrize("pretended", [False, True])
+def test_a_trainer_that_is_built_again_continues_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: bool
+) -> None:
+    """Fragments are stale from the second on: all are of version 0. pretended: on a pretended GPU."""
+    with pretend_gpu(monkeypatch) if pretended else nullcontext():
+        continue_from_a_checkpoint(tmp_path)
+
+
+def continue_from_a_checkpoint(tmp_path: Path) -> None:
     step = make_step(tmp_path)
     collector = FragmentCollector(SPEC, 2, 0, discount=DISCOUNT)
     fragments = [play(collector, step, tmp_path) for _ in range(4)]

@@ -20,6 +20,7 @@ from schemas.codec import Array
 from schemas.config import CriticConfig, TidemillConfig, parse_config
 from schemas.errors import ConfigError, DiskError, InfraError
 from schemas.messages import Fragment, Span, Trajectory
+from tests.support.models.pretended_gpu import pretend_gpu
 
 ORACLE = Path(__file__).with_name("sac_update.json")
 OPTIMIZER = {"lr": 1e-3, "betas": [0.9, 0.999], "max_grad_norm": 1e9}
@@ -131,7 +132,27 @@ def test_an_update_is_that_of_stable_baselines3(tmp_path: Path, monkeypatch: pyt
         assert name.startswith("target") or not torch.equal(value.flatten(), before[name]), f"{name} did not move"
 
 
-@pytest.mark.parametrize("option", [{}, {"norm": "batch", "policy_every": 3, "critics": 3}, {"normalise": True}])
+OPTIONS: list[dict[str, Any]] = [{}, {"norm": "batch", "policy_every": 3, "critics": 3}, {"normalise": True}]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_gpu_trains_and_continues_from_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, Any]
+) -> None:
+    with pretend_gpu(monkeypatch) as gpu:
+        step, again = (make_step(tmp_path, start=1, **option) for _ in range(2))
+        for number in range(4):
+            train(step, number)
+        store = CheckpointStore(tmp_path / "run" / "checkpoints")
+        store.save(step, step=4, version=4, leader_term=1, extra={})
+        assert store.load(store.at(), again).step == 4
+        found = compare(again, store.at())
+        assert found.equal, found.differs
+        train(again, 4)
+        assert again.policy.device == gpu
+
+
+@pytest.mark.parametrize("option", OPTIONS)
 def test_a_trainer_rebuilt_at_any_step_ends_with_the_same_bits(tmp_path: Path, option: dict[str, Any]) -> None:
     """Checkpoints every third step; after each step the trainer is replaced, and what no checkpoint covers is replayed.
 
