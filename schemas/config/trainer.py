@@ -188,7 +188,7 @@ class ParallelConfig(Section):
 
 
 AGGREGATION_NAMES = ("constant", "prompt_mean", "sequence_mean", "token_mean")
-"""Built-in aggregations, as consumers/trainer/algorithms/aggregation.py registers them."""
+"""Built-in aggregations, as consumers/trainer/algorithms registers them."""
 
 
 class MismatchConfig(Section):

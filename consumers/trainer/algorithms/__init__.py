@@ -29,6 +29,6 @@ ADVANTAGES = Registry(
 )
 AGGREGATIONS = Registry(
     "trainer.aggregation",
-    {name: f"{_HERE}.aggregation:{name}" for name in ("token_mean", "sequence_mean", "prompt_mean", "constant")},
+    {name: f"{_HERE}.advantages:{name}" for name in ("token_mean", "sequence_mean", "prompt_mean", "constant")},
 )
 KL_ESTIMATORS = Registry("trainer.kl.estimator", {name: f"{_HERE}.kl:{name}" for name in ("k1", "k2", "k3")})

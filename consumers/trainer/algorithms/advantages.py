@@ -1,6 +1,6 @@
-"""Advantages from rewards: pure functions over a batch, grouped by index, never by stride.
+"""Advantages and aggregations: what each sample's loss tokens are multiplied by. Groups go by index, never by stride.
 
-Most functions give one advantage to each sample: ``(rewards, groups) -> advantages``, float64 [S], int64 [S]
+Most advantages are one number for each sample: ``(rewards, groups) -> advantages``, float64 [S], int64 [S]
 with the group of each sample, float64 [S]. Groups may differ in size, a group of one gets zero
 (``raw`` excepted: it compares nothing).
 
@@ -8,11 +8,15 @@ Advantages that differ from one model call to the next are a class with ``per_tu
 Advantages that differ from token to token (discounted returns, with KL in the reward or with a critic) are a class with
 ``per_token = True``, see TokenAdvantage. Time runs over loss tokens only: what a tool or a user said between two turns
 is no step of its own.
+
+An aggregation of token losses to one number gives a weight to each sample, so micro-batching can't change it. The
+step's loss is the sum over loss tokens of ``weight of the sample * token loss``. The denominators count the whole
+optimizer step, all micro-batches and ranks, before any rejection mask: a token that a loss masks or clips still counts.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias
+from typing import ClassVar, Protocol, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +28,8 @@ from consumers.trainer.algorithms.sequences import Sequences
 from schemas.errors import ConfigError, DataError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
-Groups: TypeAlias = npt.NDArray[np.int64]
-Advantage: TypeAlias = Callable[[Floats, Groups], Floats]
+Ints: TypeAlias = npt.NDArray[np.int64]
+Advantage: TypeAlias = Callable[[Floats, Ints], Floats]
 
 
 def has_signal(rewards: Sequence[float], least_std: float = 0.0) -> bool:
@@ -49,18 +53,18 @@ def one_each(what: str, values: npt.ArrayLike, count: int) -> Floats:
     return found
 
 
-def raw(rewards: Floats, groups: Groups) -> Floats:
+def raw(rewards: Floats, groups: Ints) -> Floats:
     """A = R, as in REINFORCE without a baseline."""
     return np.asarray(rewards, dtype=np.float64).copy()
 
 
-def centered(rewards: Floats, groups: Groups) -> Floats:
+def centered(rewards: Floats, groups: Ints) -> Floats:
     """A = R - mean of the group (Dr. GRPO, arXiv:2503.20783)."""
     mean, _ = _group_mean(rewards, groups)
     return np.asarray(rewards - mean)
 
 
-def grpo(rewards: Floats, groups: Groups, eps: float = 1e-6, ddof: int = 1) -> Floats:
+def grpo(rewards: Floats, groups: Ints, eps: float = 1e-6, ddof: int = 1) -> Floats:
     """A = (R - mean) / (std + eps) within the group, std over n - ddof samples (arXiv:2402.03300)."""
     mean, size = _group_mean(rewards, groups)
     deviation = rewards - mean
@@ -69,13 +73,13 @@ def grpo(rewards: Floats, groups: Groups, eps: float = 1e-6, ddof: int = 1) -> F
     return np.asarray(deviation / (std + eps))
 
 
-def rloo(rewards: Floats, groups: Groups) -> Floats:
+def rloo(rewards: Floats, groups: Ints) -> Floats:
     """A = R - mean of the others in the group (arXiv:2402.14740)."""
     mean, size = _group_mean(rewards, groups)
     return np.asarray((rewards - mean) * size / np.maximum(size - 1, 1))
 
 
-def lite_ppo(rewards: Floats, groups: Groups, eps: float = 1e-6) -> Floats:
+def lite_ppo(rewards: Floats, groups: Ints, eps: float = 1e-6) -> Floats:
     """A = (R - group mean) / (std of the whole batch + eps) (arXiv:2508.08221).
 
     The std is that of the rewards over every sample of the batch, with n-1.
@@ -85,7 +89,7 @@ def lite_ppo(rewards: Floats, groups: Groups, eps: float = 1e-6) -> Floats:
     return (rewards - mean) / (std + eps)
 
 
-def max_rl(rewards: Floats, groups: Groups) -> Floats:
+def max_rl(rewards: Floats, groups: Ints) -> Floats:
     """A = (R - mean) / mean within the group; zero where the mean is not positive. For rewards of 0 or more."""
     mean, size = _group_mean(rewards, groups)
     usable = (mean > 0) & (size > 1)
@@ -98,7 +102,7 @@ class TurnAdvantage(Protocol):
     per_turn: ClassVar[bool] = True
     """True for advantages of calls, to tell them from functions over samples."""
 
-    def __call__(self, rewards: Floats, samples: Groups, peers: Groups, /) -> Floats:
+    def __call__(self, rewards: Floats, samples: Ints, peers: Ints, /) -> Floats:
         """Advantages of all C calls of the step, float64 [C], those of a sample together and in the order of time.
 
         rewards: float64 [C], which a sample's calls earned. samples: int64 [C], index of the sample. peers: int64 [C],
@@ -124,7 +128,7 @@ class Turns:
         if not 0 <= self.turn_gamma <= 1:
             raise ConfigError(f"trainer.advantage turns: turn_gamma {self.turn_gamma} must be from 0 to 1")
 
-    def __call__(self, rewards: Floats, samples: Groups, peers: Groups) -> Floats:
+    def __call__(self, rewards: Floats, samples: Ints, peers: Ints) -> Floats:
         """Advantages of all calls, [C]."""
         returns = rewards.copy()
         for call in range(len(returns) - 2, -1, -1):
@@ -134,13 +138,13 @@ class Turns:
         return np.asarray(returns - mean)
 
 
-def _group_sum(values: Floats, groups: Groups) -> Floats:
+def _group_sum(values: Floats, groups: Ints) -> Floats:
     """Sum over each sample's group, given back at every sample [S]."""
     _, index = np.unique(groups, return_inverse=True)
     return np.bincount(index, weights=values)[index].astype(np.float64) if values.size else np.zeros(0)
 
 
-def _group_mean(rewards: Floats, groups: Groups) -> tuple[Floats, Floats]:
+def _group_mean(rewards: Floats, groups: Ints) -> tuple[Floats, Floats]:
     """Mean and size of each sample's group, both [S]. A group of one has its own reward as mean."""
     size = _group_sum(np.ones_like(rewards), groups)
     return _group_sum(rewards, groups) / np.maximum(size, 1), size
@@ -249,3 +253,51 @@ def _sums(parts: Sequence[Tensor], count: int) -> list[float]:
     """Add up tensors [count]; the device is waited for once."""
     found: list[float] = torch.stack(list(parts)).sum(0).tolist() if parts else [0.0] * count
     return found
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over the whole step, all micro-batches and ranks: loss tokens, sequences, prompt groups.
+
+    Sequences without a loss token, and groups of such ones, are not counted: a mean is over what there is, and a
+    sample of which nothing was generated must not shrink the others' part. max_tokens: longest completion that
+    sampling allows, the constant of ``constant``.
+    """
+
+    tokens: int
+    sequences: int
+    groups: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, lengths: Ints, groups: Ints, max_tokens: int) -> Self:
+        """Count a step. lengths: loss tokens of each sequence; groups: index of its group; int64 [S]."""
+        there = lengths > 0
+        return cls(int(lengths.sum()), int(there.sum()), len(np.unique(groups[there])), max_tokens)
+
+
+Aggregation: TypeAlias = Callable[[Ints, Ints, Totals], Floats]
+
+
+def token_mean(lengths: Ints, groups: Ints, totals: Totals) -> Floats:
+    """1/N at every loss token, N the loss tokens of the step (DAPO). lengths, groups: int64 [S]."""
+    return np.full(len(lengths), 1.0 / max(totals.tokens, 1))
+
+
+def sequence_mean(lengths: Ints, groups: Ints, totals: Totals) -> Floats:
+    """Mean over sequences of the mean over a sequence's tokens (GRPO): short answers weigh more by token."""
+    return 1.0 / (np.maximum(lengths, 1) * max(totals.sequences, 1))
+
+
+def prompt_mean(lengths: Ints, groups: Ints, totals: Totals) -> Floats:
+    """Mean over prompt groups of the mean over a group's tokens."""
+    if not len(lengths):
+        return np.zeros(0)
+    _, index = np.unique(groups, return_inverse=True)
+    tokens = np.bincount(index, weights=lengths)[index]
+    return 1.0 / (np.maximum(tokens, 1) * max(totals.groups, 1))
+
+
+def constant(lengths: Ints, groups: Ints, totals: Totals) -> Floats:
+    """Sum over tokens, divided by sequences times ``max_tokens``: no length in it (Dr. GRPO, arXiv:2503.20783)."""
+    return np.full(len(lengths), 1.0 / (max(totals.sequences, 1) * max(totals.max_tokens, 1)))

@@ -1,6 +1,6 @@
 """Policy losses of single tokens: pure functions of one dataclass, from log-probabilities to a loss for every token.
 
-A loss says nothing about averaging (see aggregation.py) and returns values at masked positions too:
+A loss says nothing about averaging (see advantages.py) and returns values at masked positions too:
 the step weighs them by zero. ``log_ratio`` is clamped before exp, so one extreme token gives a large but
 finite loss. Formulas: r = policy / rollout policy, A the advantage, sg stops the gradient.
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from consumers.trainer.algorithms.advantages import one_each
-from consumers.trainer.algorithms.aggregation import Aggregation, Totals
+from consumers.trainer.algorithms.advantages import Aggregation, Totals, one_each
 from consumers.trainer.data.collate import MicroBatch, collate
 from consumers.trainer.data.credit import AnyAdvantage, Credit, give_finer_credit
 from consumers.trainer.data.groups import Group

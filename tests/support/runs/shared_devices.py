@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from consumers.trainer.algorithms.advantages import Floats, Groups
+from consumers.trainer.algorithms.advantages import Floats, Ints
 from producers.engines.base import EngineSettings, PromptImage
 from producers.engines.scripted import ScriptedEngine
 from producers.generator.device_turns import shares_gpus
@@ -99,7 +99,7 @@ class NotingEngine(ScriptedEngine):
 _notes: list[Notes] = []
 
 
-def noting(rewards: Floats, groups: Groups, notes: str = "") -> Floats:
+def noting(rewards: Floats, groups: Ints, notes: str = "") -> Floats:
     """The rewards themselves; notes that the trainer computes, and whether it has all its devices."""
     shared = SharedGpus.from_environment()
     assert shared is not None

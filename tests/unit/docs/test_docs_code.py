@@ -79,7 +79,7 @@ def test_the_advantage_compares_groups(snippets: Path) -> None:
 
 def test_the_aggregation_weighs_by_the_root_of_the_length(snippets: Path) -> None:
     pytest.importorskip("torch")
-    from consumers.trainer.algorithms.aggregation import Totals
+    from consumers.trainer.algorithms.advantages import Totals
 
     root_mean = load("aggregations.py:root_mean", "aggregation", snippets)
     weights = root_mean(np.array([4, 9]), np.array([0, 0]), Totals(tokens=13, sequences=2, groups=1, max_tokens=9))

@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from consumers.trainer.algorithms import AGGREGATIONS
-from consumers.trainer.algorithms.advantages import centered, grpo, raw
-from consumers.trainer.algorithms.aggregation import Totals
+from consumers.trainer.algorithms.advantages import Totals, centered, grpo, raw
 from consumers.trainer.data.collate import MicroBatch, collate
 from consumers.trainer.data.groups import Group
 from consumers.trainer.data.load_balancing import Cost
