@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from consumers.trainer.model.packing import MASKED, is_packed, use_packing
+from consumers.trainer.model.packing import is_packed, use_packing
 
 
 @torch.no_grad()
@@ -28,7 +28,8 @@ def greedy(
     was_training, packed = model.training, is_packed(model)
     model.eval()
     if packed:
-        use_packing(model, MASKED)
+        # Packed attention knows neither padding on the left nor a cache.
+        model.set_attn_implementation("sdpa")
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         found = _decode(model, [prompts[r] for r in rows], max_tokens, ends)

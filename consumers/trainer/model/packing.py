@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface, PreTrainedModel
 
 from consumers.trainer.data.packed import Bounds, Packed, lay_out
 from consumers.trainer.distributed.context_parallel import exchange_to_heads, exchange_to_tokens
@@ -40,8 +39,8 @@ LARGEST_HEAD = 256
 """Largest size of a head that both flash kernels take."""
 TRIED = (9, 257, 246)
 """Tokens of the sequences with which a kernel is tried: more than one block of them."""
-ATTENTION, MASKED = "tidemill_packed", "tidemill_masked"
-"""Names of the attention: without a mask, for which transformers would read the positions, and with one."""
+ATTENTION = "tidemill_packed"
+"""Name of the attention. transformers makes no mask for it, for which it would read the positions."""
 
 log = structlog.get_logger()
 
@@ -81,12 +80,9 @@ def switch_to_packing(model: PreTrainedModel, max_length: int | None = None) -> 
     return False
 
 
-def use_packing(model: PreTrainedModel, name: str = ATTENTION) -> None:
-    """Give a model packed attention; a vision tower's is not causal, and stays as it is.
-
-    name: MASKED for passes with padding on the left or a cache, as generation has them.
-    """
-    model.set_attn_implementation({"text_config": name} if hasattr(model.config, "vision_config") else name)
+def use_packing(model: PreTrainedModel) -> None:
+    """Give a model packed attention; a vision tower's is not causal, and stays as it is."""
+    model.set_attn_implementation({"text_config": ATTENTION} if hasattr(model.config, "vision_config") else ATTENTION)
 
 
 def is_packed(model: PreTrainedModel) -> bool:
@@ -116,13 +112,10 @@ def attend(
     longest = key.shape[-2] if packed is None else packed.bounds.longest
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
         raise ValueError("packed attention has no soft cap, no sinks and no sliding window that leaves tokens out")
-    if packed is None:
-        # One query after a cache sees all of it.
-        causal = attention_mask is None and query.shape[2] > 1
-        out = _attend_plainly(query, key, value, scaling, causal, attention_mask)
-        return out.transpose(1, 2), None
     if attention_mask is not None:
         raise ValueError("packed attention has no mask of the model's own")
+    if packed is None:
+        return _attend_plainly(query, key, value, scaling).transpose(1, 2), None
     kernel = KERNELS[choose_kernel(query.device, query.dtype)]
     if packed.exact is not None:
         kernel = _exactly(kernel, packed.exact)
@@ -148,14 +141,6 @@ def _exactly(kernel: Kernel, places: Places) -> Kernel:
         return attend_sequences(query, key, value, places, scale, plain)
 
     return call
-
-
-def make_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
-    """Make the mask for padding or a cache."""
-    if attention_mask is None and q_length == kv_length:
-        return None
-    mask: Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **others)
-    return mask
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype) -> KernelName:
@@ -237,16 +222,14 @@ def _each(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: floa
     return torch.cat(found)[None]
 
 
-def _attend_plainly(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool = True, mask: Tensor | None = None
-) -> Tensor:
-    """Call PyTorch's attention, for [B, H, N, D]."""
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Call PyTorch's causal attention, for [B, H, N, D]."""
     grouped = _grouped(query, key)
     if grouped and query.device.type != "cpu":
-        # In float32 no kernel of a GPU takes grouped heads without scores of N x N, nor in 16 bits with a mask.
+        # In float32 no kernel of a GPU takes grouped heads without scores of N x N.
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
         grouped = False
-    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
 
 
 def _flat(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,6 +281,4 @@ def _close(found: Tensor, wanted: Tensor) -> bool:
 
 
 KERNELS: dict[KernelName, Kernel] = {"flash_attn": _flash_attn, "varlen": _varlen, "each": _each}
-for _name in (ATTENTION, MASKED):
-    AttentionInterface.register(_name, attend)
-AttentionMaskInterface.register(MASKED, make_mask)
+AttentionInterface.register(ATTENTION, attend)

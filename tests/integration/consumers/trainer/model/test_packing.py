@@ -1,7 +1,6 @@
 """Packed sequences and the chunked head compute what rows side by side and full logits compute."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from transformers import (
 
 from consumers.trainer.data.packed import lay_out, pack
 from consumers.trainer.model import head
-from consumers.trainer.model.packing import ATTENTION, MASKED, use_packing
+from consumers.trainer.model.packing import ATTENTION
 from consumers.trainer.model.policy import Policy, TokenScores, load_model
 from tests.support.models.tiny_model import make_tiny_model
 
@@ -94,29 +93,6 @@ def test_a_sequence_sees_nothing_of_its_neighbours(policy: Policy) -> None:
     before = policy(tokens, tokens[:, 1:], mask, lengths).logprobs[1]
     tokens[0], tokens[2] = tokens[0].flip(0), tokens[2].flip(0)
     assert torch.equal(policy(tokens, tokens[:, 1:], mask, lengths).logprobs[1], before)
-
-
-def test_a_model_that_packs_still_generates(policy: Policy, tmp_path: Path) -> None:
-    """With padding on the left and a cache, which training never has and its attention must know of."""
-    plain = load_model(make_tiny_model(tmp_path), "float32")
-    prompts = [[5, 6, 7, 8, 9, 10], [11, 12], [13], [200, 3, 77]]
-    assert policy.causal_lm.config._attn_implementation == ATTENTION != plain.config._attn_implementation
-    expected = generated(plain, prompts)
-    use_packing(policy.causal_lm, MASKED)
-    try:
-        assert generated(policy.causal_lm, prompts) == expected
-        assert [generated(policy.causal_lm, [prompt])[0] for prompt in prompts] == expected
-    finally:
-        use_packing(policy.causal_lm)
-
-
-def generated(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the twelve most likely tokens after each prompt."""
-    width = max(map(len, prompts))
-    tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    settings = {"do_sample": False, "min_new_tokens": 12, "max_new_tokens": 12, "pad_token_id": 0}
-    return model.generate(tokens, attention_mask=mask, **settings)[:, width:].tolist()
 
 
 def test_packing_leaves_no_padding() -> None:
