@@ -1,5 +1,8 @@
 """Finer credit than one advantage for a whole sample: for the rows of a name, for model calls, for tokens.
 
+A sample's reward is the sum of what its calls earned. If a turn says what it earned, that is its call's; the rest is
+the last call's, so that without such turns the last call has it all.
+
 With ``by_name`` an advantage compares the samples that have rows of a name. An advantage of calls gives each loss token
 that of its call. For one of tokens, the ranks compute advantages from rewards at tokens, and these are placed here:
 
@@ -10,6 +13,7 @@ row's own time does not count the other's tokens, like what a tool says: with ga
 a reward of the other row less discounted than in the sample's time. A KL penalty counts in its own row alone.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,9 +21,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from consumers.trainer.algorithms.advantages import Advantage, one_each
-from consumers.trainer.data.model_calls import Calls, find_calls
 from consumers.trainer.data.rows import CutRow, Floats, Ints, Samples
 from schemas.codec import Array
+from schemas.messages import Trajectory
 
 AnyAdvantage: TypeAlias = Callable[..., Any]
 """An advantage of samples, a TurnAdvantage or a TokenAdvantage."""
@@ -34,6 +38,19 @@ class Credit:
 
     rows: list[float | Array]
     samples: Floats
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The K calls of a sample in the order of time, at least one.
+
+    rewards: float64 [K]. names: of the agent that made each call. of_token: int64 [T], the number of the call that each
+    token of the sample's arrays belongs to.
+    """
+
+    rewards: Floats
+    names: list[str]
+    of_token: Ints
 
 
 def give_finer_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credit:
@@ -74,11 +91,9 @@ def _of_calls(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credi
         # The calls of each name one after the other, as if each were a sample.
         names = [name for each in calls for name in each.names]
         owners = _numbered(list(zip(owners.tolist(), names, strict=True)))
-        order = np.argsort(owners, kind="stable")
-        found = np.empty(len(keys))
-        found[order] = one_each("advantages", advantage(rewards[order], owners[order], peers[order]), len(keys))
-    else:
-        found = one_each("advantages", advantage(rewards, owners, peers), len(keys))
+    order = np.argsort(owners, kind="stable")
+    found = np.empty(len(keys))
+    found[order] = one_each("advantages", advantage(rewards[order], owners[order], peers[order]), len(keys))
     first = np.cumsum([0, *counts])
     credit: list[float | Array] = [
         Array.of(found[first[row.sample] + row.of_sample(calls[row.sample].of_token)], "f4") for row in samples.rows
@@ -143,3 +158,42 @@ def _numbered(keys: Sequence[tuple[object, ...]]) -> Ints:
     """Number keys, equal ones alike."""
     numbers: dict[tuple[object, ...], int] = {}
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+
+
+def find_calls(trajectory: Trajectory, reward: float) -> Calls:
+    """Find the calls of a sample that is worth ``reward``.
+
+    A call is a turn that the policy sampled or that has a number, turns of one number are one call. Their order is that
+    of the numbers, and of their places where one has none. Tokens between two turns belong to the call before them, and
+    so does what a turn earned that is no call, such as an environment's answer. A sample without turns is one call.
+    """
+    length, mask = len(trajectory.tokens), trajectory.loss_mask.data
+    turns = sorted(trajectory.turns, key=lambda turn: turn.start)
+    own = [turn for turn in turns if turn.call >= 0 or mask.find(1, max(turn.start, 0), max(turn.end, 0)) >= 0]
+    if not own:
+        return Calls(np.array([reward]), [_names(trajectory, [0])[0]], np.zeros(length, dtype=np.int64))
+    if all(turn.call >= 0 for turn in own):
+        numbers = {call: number for number, call in enumerate(sorted({turn.call for turn in own}))}
+        number_of = [numbers[turn.call] for turn in own]
+    else:
+        number_of = list(range(len(own)))
+    starts = [turn.start for turn in own]
+    rewards = np.zeros(max(number_of) + 1)
+    given = 0.0
+    for turn in turns:
+        if turn.reward is not None:
+            rewards[number_of[max(0, bisect_right(starts, turn.start) - 1)]] += turn.reward
+            given += turn.reward
+    rewards[-1] += reward - given
+    names = dict(zip(number_of, _names(trajectory, starts), strict=True))
+    edges = np.clip([0, *starts[1:], length], 0, length)
+    return Calls(rewards, [names[k] for k in range(len(rewards))], np.repeat(number_of, np.diff(edges)))
+
+
+def _names(trajectory: Trajectory, places: list[int]) -> list[str]:
+    """Return the names of the segments in which places of the arrays lie."""
+    if not trajectory.segments:
+        return ["main"] * len(places)
+    ends = [segment.end for segment in trajectory.segments]
+    last = len(ends) - 1
+    return [trajectory.segments[min(bisect_right(ends, place), last)].name for place in places]

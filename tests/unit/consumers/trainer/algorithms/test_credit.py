@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from consumers.trainer.algorithms import AGGREGATIONS
 from consumers.trainer.algorithms.advantages import Gae, ReinforcePp, Turns, centered
 from consumers.trainer.algorithms.sequences import Sequences
-from consumers.trainer.data.credit import AnyAdvantage
+from consumers.trainer.data.credit import AnyAdvantage, find_calls
 from consumers.trainer.data.groups import Group
-from consumers.trainer.data.model_calls import find_calls
 from consumers.trainer.data.plan import StepPlanner
 from schemas.codec import Array
 from schemas.errors import ConfigError, DataError
