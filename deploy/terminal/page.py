@@ -126,12 +126,12 @@ def plain_line(status: RunStatus, history: History) -> str:
     return "  ".join(parts)
 
 
-def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
-    """Return a curve of at most ``width`` bars; of more values, each bar is a mean."""
+def sparkline(values: Sequence[float]) -> str:
+    """Return a curve of at most SPARK_WIDTH bars; of more values, each bar is a mean."""
     if not values:
         return ""
-    if len(values) > width:
-        edges = [round(i * len(values) / width) for i in range(width + 1)]
+    if len(values) > SPARK_WIDTH:
+        edges = [round(i * len(values) / SPARK_WIDTH) for i in range(SPARK_WIDTH + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(values), max(values)
     span = (high - low) or 1.0

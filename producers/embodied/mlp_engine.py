@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -224,9 +224,6 @@ class MlpEngine:
         images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """Raise DataError: this engine samples actions."""
-        self._refuse_text()
-
-    def _refuse_text(self) -> NoReturn:
         raise DataError("the engine mlp samples actions, no tokens: set generator.workflow.name to fragments")
 
     async def load(self, source: WeightSource, version: int) -> None:

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def remove_tree(folder: Path, deadline_s: float = 60.0) -> str:
-    """Remove a folder that a stranger has filled: of any depth, without following links, for ``deadline_s`` at most.
+def remove_tree(folder: Path) -> str:
+    """Remove a folder that a stranger has filled: of any depth, without following links, in 60 s at most.
 
     What can't be removed stays; returns the reason, "" if nothing is left.
     """
     try:
-        subprocess.run(["rm", "-rf", "--", str(folder)], timeout=deadline_s, capture_output=True, check=True)
+        subprocess.run(["rm", "-rf", "--", str(folder)], timeout=60, capture_output=True, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
     return ""

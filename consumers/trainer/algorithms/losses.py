@@ -182,8 +182,7 @@ def dapo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) 
     Its dynamic sampling is what ``trainer.advantage.keep_zero_variance: false`` does, its overlong
     penalty the reward ``length``.
     """
-    loss, marks = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, None)
-    return LossOutput(loss, marks)
+    return ppo(inputs, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
 
 
 def dr_grpo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossOutput:
@@ -191,8 +190,7 @@ def dr_grpo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2
 
     Neither the length of a sequence nor the spread of its group's rewards is in the denominator.
     """
-    loss, marks = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, None)
-    return LossOutput(loss, marks)
+    return ppo(inputs, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
 
 
 def cispo(inputs: LossInputs, *, clip_high: float = 0.28) -> LossOutput:

@@ -69,7 +69,7 @@ class RunWatch:
             if time.monotonic() >= self._due:
                 self._due = time.monotonic() + EVERY_S
                 self._append(RESOURCES, resource_line(status, now))
-                self._thin(RESOURCES)
+                self._thin()
 
     def ended(self, how: Occasion, cause: str, status: RunStatus | None = None) -> None:
         """Notify users how the run ended."""
@@ -104,9 +104,9 @@ class RunWatch:
             )
         )
 
-    def _thin(self, name: str) -> None:
-        """Of a file beyond its bound, keep every second line of the older half."""
-        file = self._folder / name
+    def _thin(self) -> None:
+        """Of the resources, if their file is beyond its bound, keep every second line of the older half."""
+        file = self._folder / RESOURCES
         with contextlib.suppress(OSError):
             if file.stat().st_size > MOST_BYTES:
                 lines = file.read_bytes().splitlines(keepends=True)

@@ -12,7 +12,7 @@ from deploy.run.observer import QUIET_S, latest, with_processes
 from deploy.supervisor.restart_policy import State
 from deploy.supervisor.supervisor import ServiceView
 from deploy.terminal.live import View
-from deploy.terminal.page import History, clock, page, plain_line, sparkline
+from deploy.terminal.page import SPARK_WIDTH, History, clock, page, plain_line, sparkline
 from schemas.config import parse_config
 from schemas.control_api.history import TimelineEvent
 from schemas.control_api.status import EvaluationStatus, RunStatus, ServiceStatus
@@ -212,7 +212,7 @@ def test_a_sparkline_spans_its_values() -> None:
     assert sparkline([]) == ""
     assert sparkline([1.0, 1.0]) == "▁▁"
     assert sparkline([0.0, 1.0]) == "▁█"
-    assert len(sparkline([float(i) for i in range(1000)], width=30)) == 30
+    assert len(sparkline([float(i) for i in range(1000)])) == SPARK_WIDTH
 
 
 def test_clock() -> None:
