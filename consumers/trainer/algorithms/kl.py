@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from consumers.trainer.algorithms.losses import LOG_RATIO_LIMIT
+from consumers.trainer.algorithms.losses import bounded_difference
 
 Estimator: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -31,11 +31,6 @@ def k3(difference: Tensor) -> Tensor:
     return torch.expm1(-difference) + difference
 
 
-def difference(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log policy - log reference, [R, T], clamped to +-20 and zero at masked positions."""
-    return torch.where(mask, logprobs - reference_logprobs, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
 def kl_loss(
     estimator: Estimator,
     logprobs: Tensor,
@@ -53,14 +48,13 @@ def kl_loss(
     ``bias_correction`` it is the estimate with this derivative, as in TRL and verl.
     """
     if not bias_correction:
-        return estimator(difference(logprobs, reference_logprobs, mask))
-    gap = difference(logprobs.detach(), reference_logprobs, mask)
-    log_r = torch.where(mask, logprobs.detach() - rollout_logprobs, 0.0)
-    weight = log_r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=weight_limit)
+        return estimator(bounded_difference(logprobs, reference_logprobs, mask))
+    gap = bounded_difference(logprobs.detach(), reference_logprobs, mask)
+    weight = bounded_difference(logprobs.detach(), rollout_logprobs, mask).exp().clamp(max=weight_limit)
     carrier = torch.where(mask, logprobs - logprobs.detach(), 0.0)  # zero, with the gradient of log policy
     return weight * (estimator(gap) + gap * carrier)
 
 
 def kl_reward(estimator: Estimator, logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
     """The estimate at each token, [R, T], without gradient, zero at masked positions: what a reward is reduced by."""
-    return estimator(difference(logprobs, reference_logprobs, mask)).detach()
+    return estimator(bounded_difference(logprobs, reference_logprobs, mask)).detach()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from consumers.trainer.algorithms import ADVANTAGES, KL_ESTIMATORS
-from consumers.trainer.algorithms.kl import Estimator, difference, kl_loss
+from consumers.trainer.algorithms.kl import Estimator, kl_loss
 from consumers.trainer.algorithms.losses import (
     BoundLoss,
     LossFunction,
@@ -163,7 +163,7 @@ class Objective:
             metrics["taught"] = mask
             reference = torch.zeros_like(loss) if reference is None else reference
         if reference is not None:
-            metrics["reference_kl"] = self.estimator(difference(inputs.logprobs.detach(), reference, mask))
+            metrics["reference_kl"] = self.estimator(bounded_difference(inputs.logprobs.detach(), reference, mask))
         if self.kl_coef and reference is not None:
             given = (inputs.logprobs, reference, inputs.rollout_logprobs, mask)
             penalty = self.kl_coef * kl_loss(self.estimator, *given, bias_correction=self.kl_corrected)
