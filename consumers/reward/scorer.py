@@ -25,7 +25,7 @@ from schemas.codec import Array
 from schemas.config import RewardConfig, RewardTerm
 from schemas.errors import ConfigError
 from schemas.messages import REWARD_RANGE, Score, ScoreStatus, Segment, Trajectory, is_reward
-from schemas.messages.moments import Moment, now_us, pack, unpack
+from schemas.messages.moments import ending, pack, unpack
 
 Floats: TypeAlias = npt.NDArray[Any]
 
@@ -90,15 +90,15 @@ class Scorer:
             if term.trains_only and trajectory.kind == "eval":
                 continue
             if term.inline:
-                results[i] = await term.call_async(sample())
+                result = await term.call_async(sample())
             else:
-                results[i] = await self._pools[i].call(i, sample, begun)
+                result = await self._pools[i].call(i, sample, begun)
                 begun = True
+            results[i] = result
+            failed = result.status != "ok"
             if self._traced:
-                failed = results[i].status != "ok"
-                now, took = now_us(), int(results[i].seconds * 1e6)
-                trace += pack(Moment("term", term.label, now - took, now, 0, failed))
-            if results[i].status != "ok":
+                trace += ending("term", term.label, result.seconds, failed)
+            if failed:
                 break
         score = self._sum(results, trajectory)
         if trace and score.status != "ok":

@@ -21,7 +21,7 @@ from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.errors import DataError, describe_error, printable
 from schemas.messages import Call, Partial, Span, Task, Trajectory
-from schemas.messages.moments import Moment, now_us, pack
+from schemas.messages.moments import Noted, pack_noted
 from schemas.system.lifecycle import StopFlag
 
 P = TypeVar("P", Partial, Call)
@@ -58,8 +58,8 @@ class Rollout:
         self._sampling: asyncio.Task[str] | None = None
         self._stopped = False
         self._interrupted = asyncio.Event()
-        self._claimed = now_us()
-        self._moments: dict[int, list[Moment]] | None = {} if context.config.trace is not None else None
+        self._claimed = time.time_ns()
+        self._moments: dict[int, list[Noted]] | None = {} if context.config.trace is not None else None
 
     def interrupt(self) -> None:
         """Ask the workflow to yield its unfinished samples, because the generator ends soon."""
@@ -259,21 +259,23 @@ class Rollout:
         before = earlier.trace if earlier is not None else b""
         if not own and not before and tokens is None:
             return self._uncalled
-        end, name = self._claimed if tokens is None and not own else now_us(), self._context.name
-        attempt = Moment("attempt", name, self._claimed, end, 0 if own else tokens or 0)
-        return (before or self._admitted) + pack(attempt, *own)
+        end = self._claimed if tokens is None and not own else time.time_ns()
+        seconds = (end - self._claimed) / 1e9
+        attempt = Noted("attempt", self._context.name, end, seconds, 0 if own else tokens or 0)
+        return before + pack_noted([*([] if before else self._admitted), attempt, *own])
 
     @functools.cached_property
     def _uncalled(self) -> bytes:
         """The trace of a finished sample that has no calls of its own: the same for all of them."""
-        return self._admitted + pack(Moment("attempt", self._context.name, self._claimed, self._claimed))
+        return pack_noted([*self._admitted, Noted("attempt", self._context.name, self._claimed, 0.0)])
 
-    @functools.cached_property
-    def _admitted(self) -> bytes:
-        """The trace from admission to this rollout, of a sample that none before it has left."""
-        moment = Moment("admitted", "", at := 1000 * int(self._delivery.entry_id.partition(b"-")[0]), at)
-        lost = [Moment("attempt", "", at, self._claimed, failed=True)] if self._delivery.redelivered else []
-        return pack(moment, *lost)
+    @property
+    def _admitted(self) -> list[Noted]:
+        """The moments from admission to this rollout, of a sample that none before it has left."""
+        admitted = Noted("admitted", "", at := 10**6 * int(self._delivery.entry_id.partition(b"-")[0]), 0.0)
+        if not self._delivery.redelivered:
+            return [admitted]
+        return [admitted, Noted("attempt", "", self._claimed, (self._claimed - at) / 1e9, failed=True)]
 
     async def _save_when_checked(self, partial: Partial) -> bool:
         """Save a partial sample once the versions of all its tokens are decided."""

@@ -22,7 +22,7 @@ from producers.workflows.trajectory_builder import SampledCompletion, Trajectory
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, describe_error
 from schemas.messages import LiveEpisode, Partial, PlacedImage, Sampling, Task
-from schemas.messages.moments import Moment, MomentKind
+from schemas.messages.moments import MomentKind, Noted
 from schemas.plugins import check_method, fit_arguments
 from schemas.system.lifecycle import leaving_aside
 
@@ -77,13 +77,13 @@ class RolloutContext:
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)
     placeholders: ImagePlaceholders | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
-    moments: dict[int, list[Moment]] | None = None
+    moments: dict[int, list[Noted]] | None = None
 
     def note(self, sample: int, kind: MomentKind, name: str, began: float, tokens: int = 0) -> None:
         """Note a part of a sample that ends now, for its trace. began: on the clock ``time.monotonic``."""
         if self.moments is not None:
-            moment = Moment.ending(kind, name, time.monotonic() - began, tokens)
-            self.moments.setdefault(sample, []).append(moment)
+            seconds = time.monotonic() - began
+            self.moments.setdefault(sample, []).append(Noted(kind, name, time.time_ns(), seconds, tokens))
 
     @property
     def sampling(self) -> Sampling:

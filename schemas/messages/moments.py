@@ -1,19 +1,20 @@
 """Moments: the parts of an episode's time, of which its trace is made. Messages carry them where traces are on.
 
 A trace travels as bytes, a line of JSON for each moment, so that services which only pass it on neither parse nor build
-anything, and add to it by appending.
+anything, and add to it by appending. A line has a moment as it was noted, and readers compute the rest: few are read.
 """
 
 import hashlib
 import time
-from typing import Any, Literal, Self
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import msgspec
 
 MomentKind = Literal["admitted", "attempt", "chat", "tool", "term", "step"]
 
 
-class Moment(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Moment(msgspec.Struct, frozen=True, gc=False):
     """A part of an episode, from ``start`` to ``end``, Unix microseconds by the clock of the machine where it was.
 
     kind: ``admitted``, an instant; ``attempt`` of a generator; ``chat`` and ``tool``, calls in an attempt; ``term`` of
@@ -29,15 +30,21 @@ class Moment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: int = 0
     failed: bool = False
 
-    @classmethod
-    def ending(cls, kind: MomentKind, name: str, seconds: float, tokens: int = 0, failed: bool = False) -> Self:
-        """Return a moment of ``seconds`` that ends now."""
-        now = now_us()
-        return cls(kind, name, now - int(seconds * 1e6), now, tokens, failed)
+
+class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A moment as its line has it. end: Unix nanoseconds. seconds: that it took. The rest: as in Moment."""
+
+    kind: MomentKind
+    name: str
+    end: int
+    seconds: float
+    tokens: int = 0
+    failed: bool = False
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Moment)
+_encode = _encoder.encode
+_decoder = msgspec.json.Decoder(Noted)
 
 
 def now_us() -> int:
@@ -47,7 +54,21 @@ def now_us() -> int:
 
 def pack(*moments: Moment) -> bytes:
     """Return moments as a trace, or as its continuation."""
+    return pack_noted(
+        Noted(one.kind, one.name, one.end * 1000, (one.end - one.start) / 1e6, one.tokens, one.failed)
+        for one in moments
+    )
+
+
+def pack_noted(moments: Iterable[Noted]) -> bytes:
+    """Return moments that were noted as a trace, or as its continuation."""
     return _encoder.encode_lines(moments)
+
+
+def ending(kind: MomentKind, name: str, seconds: float, failed: bool = False) -> bytes:
+    """Return the trace of a moment of ``seconds`` that ends now."""
+    noted = (kind, name, time.time_ns(), seconds, 0, True) if failed else (kind, name, time.time_ns(), seconds)
+    return _encode(noted) + b"\n"
 
 
 def unpack(trace: bytes, seconds: float = 0.0, tokens: int = 0) -> list[Moment]:
@@ -57,12 +78,14 @@ def unpack(trace: bytes, seconds: float = 0.0, tokens: int = 0) -> list[Moment]:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return []
     took = int(seconds * 1e6)
-    return [
-        Moment("attempt", one.name, one.start, one.end + took, tokens)
-        if one.kind == "attempt" and one.start == one.end
-        else one
-        for one in found
-    ]
+    moments: list[Moment] = []
+    for one in found:
+        start, end = (one.end - round(one.seconds * 1e9)) // 1000, one.end // 1000
+        if one.kind == "attempt" and not one.seconds:
+            moments.append(Moment("attempt", one.name, end, end + took, tokens))
+        else:
+            moments.append(Moment(one.kind, one.name, start, end, one.tokens, one.failed))
+    return moments
 
 
 def trace_id(run: str, task_id: int, sample: int) -> bytes:

@@ -1,14 +1,16 @@
 """Traces of episodes, sent as OpenTelemetry's spans (OTLP over HTTP, in JSON): a share of all, and all that failed.
 
 The names are those of OpenTelemetry's semantic conventions for generative AI. A thread sends them; what can't be sent
-is lost, and training continues. The ids follow from run, task and sample: a step that is trained again after a crash
-has the same spans again.
+is lost, and training continues. The ids follow from run, task and sample, and the share from the step: a step that is
+trained again after a crash has the same spans again.
 """
 
+import functools
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 from urllib.request import Request, urlopen
 
@@ -18,20 +20,38 @@ import structlog
 from consumers.trainer.records.tracker_thread import LONG_DEADLINE_S, TrackerThread
 from schemas.config import TraceConfig
 from schemas.messages import Score, Trajectory
-from schemas.messages.moments import Moment, nest, now_us, pack, trace_id
+from schemas.messages.moments import MomentKind, ending, nest, now_us, trace_id
 
 MANY, OFTEN_S = 1000, 5.0
-"""Spans that are sent at once; fewer wait so long, because a request costs as much as the traces of many samples."""
+"""Moments whose spans are made and sent at once; fewer wait so long, because a request costs as much as many spans."""
 SEND_S = 10.0
 """Seconds for one request."""
 HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
 """The environment variable with headers of the requests, name=value,…: a token of the receiver, for example."""
 ERROR = 2
 """The status code of spans that failed."""
+KINDS = {str: "stringValue", int: "intValue", float: "doubleValue"}
+"""The names of OTLP's types of attributes."""
 RETRY_S = 60.0
 """Seconds in which nothing is sent after a request that failed."""
 
 log = structlog.get_logger()
+
+
+class _Episode(NamedTuple):
+    """A sample whose spans are made when they are sent: those of many at once cost a third of those of one.
+
+    reward: None and a ``problem`` if it failed. ended: when it did, Unix microseconds, should its trace not say.
+    """
+
+    task_id: int
+    sample: int
+    trace: bytes
+    seconds: float = 0.0
+    tokens: int = 0
+    reward: float | None = None
+    problem: str = ""
+    ended: int = 0
 
 
 class TraceLog:
@@ -41,7 +61,9 @@ class TraceLog:
         self._config = config
         self._run = run
         self._model = model
-        self._spans: list[dict[str, Any]] = []
+        self._waiting: list[_Episode] = []
+        self._moments = 0
+        """Moments of the episodes that wait."""
         self._retry_at = self._sent_at = 0.0
         self._thread = TrackerThread("traces") if config is not None and config.url else None
 
@@ -49,22 +71,22 @@ class TraceLog:
         """Note in samples that a step of ``seconds``, which ends now, trained them; send a share of them."""
         if self._config is None:
             return
-        moment = pack(Moment.ending("step", str(step), seconds))
-        share = self._config.share * 2**32 if self._thread is not None else -1.0
-        for body, reward in samples:
+        moment = ending("step", str(step), seconds)
+        for body, _ in samples:
             body.trace += moment
-            # Multiples of the golden ratio are spread evenly: cheaper than a digest of each sample.
-            if (body.task_id * 0x9E3779B1 + body.sample * 0x85EBCA77) & 0xFFFFFFFF < share:
-                id = trace_id(self._run, body.task_id, body.sample)
-                nested = nest(body.trace, body.seconds, body.sampled_tokens)
-                self._add(id, (body.task_id, body.sample), nested, {"tidemill.reward": reward})
+        if self._thread is None:
+            return
+        for place in choose(step, len(samples), self._config.share):
+            body, reward = samples[place]
+            own = body.task_id, body.sample, body.trace, body.seconds, body.sampled_tokens, reward
+            self._add(_Episode(*own))
         self._send_often()
 
     def failed(self, task_id: int, sample: int, score: Score) -> None:
         """Send the trace of a sample without a reward, whose score has its moments."""
-        if self._config is not None:
-            id = trace_id(self._run, task_id, sample)
-            self._add(id, (task_id, sample), nest(score.trace), {}, score.reason or "it failed")
+        if self._thread is not None:
+            problem = score.reason or "it failed"
+            self._add(_Episode(task_id, sample, score.trace, problem=problem, ended=now_us()))
             self._send_often()
 
     def close(self) -> None:
@@ -74,53 +96,24 @@ class TraceLog:
             self._thread.wait(LONG_DEADLINE_S)
             self._thread.end()
 
-    def _add(
-        self,
-        id: bytes,
-        sample: tuple[int, int],
-        nested: Sequence[tuple[Moment, int]],
-        figures: Mapping[str, float],
-        problem: str = "",
-    ) -> None:
-        """Add the spans of an episode: span number n + 1 is of moment n, and the first is the episode's own."""
-        if self._thread is None:
-            return
-        begin = min((one.start for one, _ in nested), default=now_us())
-        end = max((one.end for one, _ in nested), default=begin)
-        own: dict[str, str | float] = {
-            "gen_ai.operation.name": "invoke_agent",
-            "gen_ai.conversation.id": "{}-{}".format(*sample),
-            "tidemill.task_id": sample[0],
-            "tidemill.sample": sample[1],
-            **figures,
-        }
-        first = int.from_bytes(id[8:]) >> 32 << 32 | 1
-
-        def add(at: int, parent: int | None, name: str, times: tuple[int, int], of: Any, why: str) -> None:
-            span = {"traceId": id.hex(), "spanId": f"{first + at:016x}", "name": name, "kind": 1}
-            span |= {"startTimeUnixNano": f"{times[0]}000", "endTimeUnixNano": f"{times[1]}000"}
-            span |= {} if parent is None else {"parentSpanId": f"{first + parent:016x}"}
-            span |= {"status": {"code": ERROR, "message": why}} if why else {}
-            self._spans.append(span | {"attributes": _attributes(of)})
-
-        add(0, None, "invoke_agent episode", (begin, end), own, problem)
-        for index, (one, parent) in enumerate(nested):
-            name, attributes = _describe(one, self._model)
-            add(index + 1, parent + 1, name, (one.start, one.end), attributes, f"{name} failed" if one.failed else "")
+    def _add(self, episode: _Episode) -> None:
+        self._waiting.append(episode)
+        self._moments += episode.trace.count(b"\n") + 1
 
     def _send_often(self) -> None:
-        if len(self._spans) > MANY or time.monotonic() > self._sent_at + OFTEN_S:
+        if self._moments > MANY or time.monotonic() > self._sent_at + OFTEN_S:
             self._send()
 
     def _send(self) -> None:
         self._sent_at = time.monotonic()
-        spans, self._spans = self._spans, []
-        if self._thread is not None and spans:
-            self._thread.put(lambda: self._post(spans))
+        episodes, self._waiting, self._moments = self._waiting, [], 0
+        if self._thread is not None and episodes:
+            self._thread.put(lambda: self._post(episodes))
 
-    def _post(self, spans: Sequence[Mapping[str, Any]]) -> None:
+    def _post(self, episodes: Sequence[_Episode]) -> None:
         if self._config is None or time.monotonic() < self._retry_at:
             return
+        spans = [span for one in episodes for span in spans_of(one, self._run, self._model)]
         resource = _attributes({"service.name": "tidemill", "tidemill.run": self._run})
         scope = {"scope": {"name": "tidemill"}, "spans": spans}
         body = {"resourceSpans": [{"resource": {"attributes": resource}, "scopeSpans": [scope]}]}
@@ -134,23 +127,80 @@ class TraceLog:
             self._retry_at = time.monotonic() + RETRY_S
 
 
-def _describe(one: Moment, model: str) -> tuple[str, dict[str, str | int]]:
-    """Return the name and the attributes of a moment's span."""
-    if one.kind == "chat":
-        usage = {"gen_ai.usage.output_tokens": one.tokens}
-        return f"chat {model}", {"gen_ai.operation.name": "chat", "gen_ai.request.model": model, **usage}
-    if one.kind == "tool":
-        return f"execute_tool {one.name}", {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": one.name}
-    if one.kind == "term":
-        return f"evaluate {one.name}", {"gen_ai.evaluation.name": one.name}
-    if one.kind == "step":
-        return f"train step {one.name}", {"tidemill.step": int(one.name)}
-    return one.kind, {"tidemill.generator": one.name} if one.name else {}
+def spans_of(episode: _Episode, run: str, model: str) -> list[dict[str, Any]]:
+    """Return the spans of an episode in OTLP's JSON: number n + 1 is of moment n, and the first is its own."""
+    nested = nest(episode.trace, episode.seconds, episode.tokens)
+    begin = min((one.start for one, _ in nested), default=episode.ended)
+    end = max((one.end for one, _ in nested), default=begin)
+    own: dict[str, str | float] = {
+        "gen_ai.operation.name": "invoke_agent",
+        "gen_ai.conversation.id": f"{episode.task_id}-{episode.sample}",
+        "tidemill.task_id": episode.task_id,
+        "tidemill.sample": episode.sample,
+    }
+    if episode.reward is not None:
+        own["tidemill.reward"] = episode.reward
+    id = trace_id(run, episode.task_id, episode.sample)
+    trace, first = id.hex(), int.from_bytes(id[8:]) >> 32 << 32 | 1
+    spans: list[dict[str, Any]] = []
+
+    def add(name: str, start: int, end: int, of: Sequence[Mapping[str, Any]], why: str) -> dict[str, Any]:
+        span = {
+            "traceId": trace,
+            "spanId": f"{first + len(spans):016x}",
+            "name": name,
+            "kind": 1,
+            "startTimeUnixNano": f"{start}000",
+            "endTimeUnixNano": f"{end}000",
+            "attributes": of,
+        }
+        if why:
+            span["status"] = {"code": ERROR, "message": why}
+        spans.append(span)
+        return span
+
+    add("invoke_agent episode", begin, end, _attributes(own), episode.problem)
+    for one, parent in nested:
+        name, of = _describe(one.kind, one.name, one.tokens, model)
+        span = add(name, one.start, one.end, of, f"{name} failed" if one.failed else "")
+        span["parentSpanId"] = f"{first + parent + 1:016x}"
+    return spans
+
+
+def choose(step: int, samples: int, share: float) -> list[int]:
+    """Return the places of a share of a step's samples, at equal distances from a first one that the step decides.
+
+    Nothing is computed for the others.
+    """
+    # Multiples of the golden ratio are spread evenly: over many steps each place is as likely.
+    phase = step * 0.6180339887498949 % 1
+    return [min(samples - 1, int((k + phase) / share)) for k in range(math.ceil(samples * share - phase))]
+
+
+@functools.lru_cache(4096)
+def _describe(kind: MomentKind, name: str, tokens: int, model: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the name and the attributes of a moment's span; those of most samples are the same."""
+    of: dict[str, str | float] = {}
+    if kind == "chat":
+        of = {"gen_ai.operation.name": "chat", "gen_ai.request.model": model, "gen_ai.usage.output_tokens": tokens}
+        name = f"chat {model}"
+    elif kind == "tool":
+        of = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name}
+        name = f"execute_tool {name}"
+    elif kind == "term":
+        of = {"gen_ai.evaluation.name": name}
+        name = f"evaluate {name}"
+    elif kind == "step":
+        of = {"tidemill.step": int(name)}
+        name = f"train step {name}"
+    else:
+        of = {"tidemill.generator": name} if name else {}
+        name = kind
+    return name, _attributes(of)
 
 
 def _attributes(values: Mapping[str, str | float]) -> list[dict[str, Any]]:
-    kinds = {str: "stringValue", int: "intValue", float: "doubleValue"}
     return [
-        {"key": name, "value": {kinds[type(value)]: str(value) if isinstance(value, int) else value}}
+        {"key": name, "value": {KINDS[type(value)]: str(value) if isinstance(value, int) else value}}
         for name, value in values.items()
     ]

@@ -16,7 +16,7 @@ from producers.workflows.base import FailedSample, RolloutContext, SaveDone, Wor
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import TidemillConfig, parse_config
 from schemas.messages import ChatMessage, Partial, Sampling, Span, Task
-from schemas.messages.moments import Moment
+from schemas.messages.moments import Noted
 from tests.support.models.chat_templates import SOURCES, STOPS, write_tokenizer
 
 Says = Callable[[str], str]
@@ -97,7 +97,7 @@ async def play(
     interrupted: asyncio.Event | None = None,
     placeholders: ImagePlaceholders | None = None,
     files: dict[str, bytes] | None = None,
-    moments: dict[int, list[Moment]] | None = None,
+    moments: dict[int, list[Noted]] | None = None,
 ) -> list[SampledCompletion | FailedSample]:
     """The samples of a task, as the configured workflow plays them, in the order of their indices."""
     chosen = config.generator.workflow

@@ -14,7 +14,7 @@ from producers.workflows.base import FailedSample, find_workflow
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Partial
-from schemas.messages.moments import Moment
+from schemas.messages.moments import Noted, pack_noted, unpack
 from schemas.plugins import load
 from tests.support.producers.played_episodes import (
     END,
@@ -146,9 +146,9 @@ async def test_functions_are_run_until_the_policy_calls_none(base: Path, tokeniz
 
 async def test_calls_and_tools_are_noted_one_after_the_other(base: Path, tokenizer: HfTokenizer):
     engine = SpeakingEngine(tokenizer, says(call("add", a=2), "It is 3."))
-    moments: dict[int, list[Moment]] = {}
+    moments: dict[int, list[Noted]] = {}
     await play(config(base, "add"), engine, tokenizer, chat_task("What is it?"), moments=moments)
-    noted = moments[0]
+    noted = unpack(pack_noted(moments[0]))
     assert [(one.kind, one.name) for one in noted] == [("chat", ""), ("tool", "add"), ("chat", "")]
     times = [at for one in noted for at in (one.start, one.end)]
     assert times == sorted(times)

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers.trainer.records import traces
-from consumers.trainer.records.traces import HEADERS, TraceLog
+from consumers.trainer.records.traces import HEADERS, TraceLog, choose
 from schemas.config import TraceConfig
 from schemas.messages import Score, Trajectory
-from schemas.messages.moments import Moment, nest, pack, unpack
+from schemas.messages.moments import Moment, ending, nest, now_us, pack, unpack
 from tests.support.servers.scripted_server import ScriptedServer, serving
 from tests.support.trainer.trajectories import make_trajectory
 
@@ -96,6 +96,19 @@ def test_a_share_is_sent_and_every_failure() -> None:
     log.close()  # the receiver is gone: nothing is raised
 
 
+@given(st.integers(0, 10**7), st.integers(0, 3000), st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1)))
+def test_a_share_is_as_large_as_it_can_be_and_the_step_decides_it(step: int, samples: int, share: float) -> None:
+    places = choose(step, samples, share)
+    assert places == choose(step, samples, share), "a step that is trained again sends the same"
+    assert places == sorted({place for place in places if 0 <= place < samples})
+    assert abs(len(places) - samples * share) <= 1
+
+
+def test_every_place_is_as_likely_over_many_steps() -> None:
+    sent = [place for step in range(10_000) for place in choose(step, 16, 0.01)]
+    assert all(95 <= sent.count(place) <= 105 for place in range(16))
+
+
 @pytest.mark.parametrize(("often_s", "requests"), [(1e9, [4]), (-1.0, [1, 1, 1, 1])])
 def test_steps_that_follow_closely_share_a_request(
     monkeypatch: pytest.MonkeyPatch, often_s: float, requests: list[int]
@@ -115,6 +128,15 @@ def test_an_attempt_with_tokens_is_a_single_call() -> None:
     assert (attempt.kind, above, call, parent) == ("attempt", -1, Moment("chat", "", 1, 5, 7), 0)
     assert nest(pack(Moment("attempt", "g", 1, 1)), 4e-6, 7) == [(attempt, -1), (call, 0)], "its message has them"
     assert nest(b"no trace") == []
+
+
+def test_a_moment_that_ends_now_is_read_as_it_was_noted() -> None:
+    before = now_us()
+    (one,) = unpack(ending("term", 'exact "half"', 0.25, True))
+    assert before <= one.end <= now_us()
+    assert one == Moment("term", 'exact "half"', one.start, one.end, 0, True)
+    assert one.end - one.start in (250_000, 250_001), "both are rounded down"
+    assert unpack(pack(*EPISODE)) == EPISODE
 
 
 def test_without_traces_nothing_is_noted() -> None:
