@@ -4,7 +4,8 @@
 
 A trajectory goes, in this process, through the parts of its way at which its trace costs anything: the generator notes
 its moments and writes the message, the reward service reads it, scores it by a term of this process and writes the
-score, the trainer reads both, joins them, notes the step and sends a share of 1 % to a receiver in another process.
+score, the trainer reads both, joins them and notes the step. A share of 1 % is sent to a receiver in another process:
+what that takes for many steps at once is measured apart, as ``sending``, and added.
 Transport is the pipeline of ``tidemill bench transport`` in the same run: three processes and a server, without traces.
 """
 
@@ -13,11 +14,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing.connection import Connection
@@ -28,13 +30,16 @@ from benchmarks.harness.rounds import Spread, compare, summarize
 from benchmarks.harness.workload import PipelineShape, TrajectoryPool
 from benchmarks.services.transport import PipelineBench
 from consumers.reward.scorer import Scorer
+from consumers.trainer.records import traces
 from consumers.trainer.records.traces import TraceLog
 from producers.workflows.base import RolloutContext
 from schemas.codec import decode, encode
 from schemas.config import RewardConfig, TraceConfig
 from schemas.messages import Score, Task, Trajectory
-from schemas.messages.moments import Moment, now_us, pack
+from schemas.messages.moments import Noted, pack_noted
 
+EPISODES = 120
+"""Episodes of one call whose spans are sent at once: some more, and the trainer would not wait for more."""
 SAMPLES = 8
 """Samples of a prompt: those without calls of their own share the trace that their generator writes."""
 
@@ -47,6 +52,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="Of transport.")
     parser.add_argument("--calls", type=int, nargs="*", default=(0, 8), help="Model calls, and as many tools.")
     given = parser.parse_args()
+    traces.OFTEN_S = math.inf  # on a busy machine nothing is sent before it is measured
     flow = PipelineShape()
     with serving(None, "everysec") as url, PipelineBench(url, given.tokens, flow) as bench:
         transport = summarize(compare({"ours": partial(bench.round, "ours", 5120)}, given.rounds))["ours"]
@@ -56,7 +62,7 @@ def main() -> None:
     for calls in given.calls:
         with receiving() as url:
             found = asyncio.run(costs(TrajectoryPool(given.tokens), flow.per_step, calls, given.steps, url))
-        share = found["on"].median / (client.median + server.median)
+        share = (found["on"].median + found["sending"].median) / (client.median + server.median)
         figures = {f"{name}_us": f"{spread:.2f}" for name, spread in found.items()}
         print(json.dumps({"calls": calls, **figures, "share_of_transport": f"{share:.2%}"}), flush=True)
 
@@ -94,7 +100,7 @@ class Receiver(BaseHTTPRequestHandler):
 
 
 async def costs(pool: TrajectoryPool, per_step: int, calls: int, steps: int, url: str) -> dict[str, Spread]:
-    """Return microseconds of processor time of a trajectory: ``off``, and what ``on`` and ``again`` take more.
+    """Return microseconds of processor time of a trajectory: ``off``, what ``on`` and ``again`` take more, ``sending``.
 
     url: of a receiver of spans.
     ``again`` is off too: what it takes more or less is the machine's. Quartiles stand for the range.
@@ -112,8 +118,21 @@ async def costs(pool: TrajectoryPool, per_step: int, calls: int, steps: int, url
             # Each is first as often as last.
             order = sorted(ways, key=lambda name: (step + [*ways].index(name)) % 3)
             done.append({name: await ways[name].step(step, per_step) for name in order})
+        logs = [TraceLog(TraceConfig(url=url), "bench", "policy") for _ in range(5)]
+        sent = [await sending(replace(ways["on"], log=log), per_step) for log in logs]
     found = {name: sorted(each[name] - each["off"] * (name != "off") for each in done) for name in ways}
-    return {name: Spread.of(values[steps // 4 : steps - steps // 4]) for name, values in found.items()}
+    spreads = {name: Spread.of(values[steps // 4 : steps - steps // 4]) for name, values in found.items()}
+    return spreads | {"sending": Spread.of(sent)}
+
+
+async def sending(way: Way, per_step: int) -> float:
+    """Return microseconds of processor time of a trajectory for the spans of several steps, which are sent at once."""
+    steps = EPISODES * 100 // per_step // (1 + way.calls // 2)
+    for step in range(steps):
+        await way.step(step, per_step)
+    began = time.process_time()
+    way.log.close()
+    return (time.process_time() - began) / per_step / steps * 1e6
 
 
 @dataclass(frozen=True)
@@ -142,21 +161,20 @@ class Way:
     def generate(self, task: Task) -> Iterator[bytes]:
         """Return the messages of a task's samples, with what their generator notes of them."""
         context = RolloutContext(None, None, task, range(SAMPLES), moments={} if self.traced else None)  # type: ignore[arg-type]
-        start = pack(Moment("admitted", "", at := now_us(), at)) if self.traced else b""
-        uncalled = start + pack(_attempt()) if self.traced else b""
+        admitted = Noted("admitted", "", time.time_ns(), 0.0)
+        uncalled = pack_noted([admitted, _attempt()]) if self.traced else b""
         for sample in range(SAMPLES):
             body = self.pool.trajectory(task, sample, 0)
             for _ in range(self.calls):
                 context.note(sample, "chat", "", time.monotonic(), 32)
                 context.note(sample, "tool", "search", time.monotonic())
             own = context.moments.get(sample) if context.moments else None
-            body.trace = start + pack(_attempt(), *own) if own else uncalled
+            body.trace = pack_noted([admitted, _attempt(), *own]) if own else uncalled
             yield encode(body)
 
 
-def _attempt() -> Moment:
-    at = now_us()
-    return Moment("attempt", "generator-0", at, at)
+def _attempt() -> Noted:
+    return Noted("attempt", "generator-0", time.time_ns(), 0.0)
 
 
 if __name__ == "__main__":
