@@ -182,5 +182,5 @@ async def test_tokens_that_come_side_by_side_are_all_counted() -> None:
 @pytest.mark.parametrize("calls", [0, 2])
 def test_trajectories_with_traces_and_without_take_the_same_way(calls: int) -> None:
     found = asyncio.run(costs(TrajectoryPool(16), 16, calls, 4, "http://127.0.0.1:9"))
-    assert [*found] == ["off", "on", "again"]
+    assert [*found] == ["off", "on", "again", "sending"]
     assert found["off"].low > 0
