@@ -1,6 +1,7 @@
 """Packed sequences and the chunked head compute what rows side by side and full logits compute."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from benchmarks.learning.greedy import greedy
 from consumers.trainer.data.packed import lay_out, pack
 from consumers.trainer.model import head
 from consumers.trainer.model.packing import ATTENTION
@@ -93,6 +95,17 @@ def test_a_sequence_sees_nothing_of_its_neighbours(policy: Policy) -> None:
     before = policy(tokens, tokens[:, 1:], mask, lengths).logprobs[1]
     tokens[0], tokens[2] = tokens[0].flip(0), tokens[2].flip(0)
     assert torch.equal(policy(tokens, tokens[:, 1:], mask, lengths).logprobs[1], before)
+
+
+def test_a_model_that_packs_still_generates(policy: Policy, tmp_path: Path) -> None:
+    """With padding on the left and a cache, which training never has; afterwards it packs again."""
+    plain = load_model(make_tiny_model(tmp_path), "float32")
+    prompts = [[5, 6, 7, 8, 9, 10], [11, 12], [13], [200, 3, 77]]
+    expected = greedy(plain, prompts, 12, [250])
+    assert all(len(ids) == 12 for ids in expected)
+    assert greedy(policy.causal_lm, prompts, 12, [250]) == expected
+    assert [greedy(policy.causal_lm, [prompt], 12, [250])[0] for prompt in prompts] == expected
+    assert policy.causal_lm.config._attn_implementation == ATTENTION
 
 
 def test_packing_leaves_no_padding() -> None:
