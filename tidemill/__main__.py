@@ -17,7 +17,7 @@ def main() -> None:
                 f"tidemill: its package {name} is hidden by another of that name, {found or 'without a file'}:"
                 " install Tidemill into an environment of its own"
             )
-    from deploy.cli.app import main as run_command
+    from deploy.cli.__main__ import main as run_command
 
     run_command()
 

@@ -1,4 +1,4 @@
-"""``python -m deploy.cli``, the same as ``tidemill``: services are started like this."""
+"""``python -m deploy.cli``: services are started like this. ``tidemill`` calls the same function."""
 
 from deploy.services.process_end import EndAtOnce
 
@@ -13,4 +13,5 @@ def main() -> None:
         run_command()
 
 
-main()
+if __name__ == "__main__":
+    main()

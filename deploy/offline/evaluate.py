@@ -22,7 +22,7 @@ from consumers.reward.scorer import Scorer, check_reward
 from deploy.logs import configure_logging
 from producers.datasets.loading import build_dataset
 from producers.engines.base import Engine, EngineSettings
-from producers.engines.factory import engine_name, make_engine
+from producers.engines.factory import engine_name, make_engine, prepare_engine
 from producers.images.placeholders import ImagePlaceholders
 from producers.images.settings import image_settings
 from producers.prompt_meter import PromptMeter
@@ -101,7 +101,9 @@ def evaluate_model(
     against: another model, with which it is compared prompt by prompt.
     """
     configure_logging(config, "eval", "eval")
+    prepare_engine(config.generator.engine, config.model.kind == "vision")
     path = config.model.path if model is None else str(model)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     began = time.monotonic()
     held_out = open_datasets(config, evaluation)
     for one in held_out:
