@@ -156,6 +156,8 @@ def _read_messages(value: Any, where: str, images: list[Any]) -> list[ChatMessag
     messages = []
     for item in value:
         role, content = (item.get("role"), item.get("content")) if isinstance(item, Mapping) else (None, None)
+        if isinstance(item, Mapping) and item.get("tool_calls"):
+            raise DataError(f"{where}: a prompt's message cannot have tool_calls: write them into its content")
         if isinstance(role, str) and isinstance(content, list):
             messages.append(ChatMessage(role, [_part(part, where, images) for part in content]))
             continue

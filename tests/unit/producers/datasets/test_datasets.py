@@ -105,6 +105,10 @@ def test_a_name_with_dots_is_a_field_of_a_field(tmp_path: Path):
         ),
         ('{"prompt": 3, "answer": "1"}', "must be text or a list of role and content, is int"),
         ('{"prompt": [{"role": "user"}], "answer": "1"}', "needs a role and a content"),
+        (
+            '{"prompt": [{"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}], "answer": "1"}',
+            "a prompt's message cannot have tool_calls: write them into its content",
+        ),
         ('{"prompt": "x", "answer": 123456789012345678901234567890}', "cannot be sent"),
     ],
 )
