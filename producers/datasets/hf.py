@@ -11,12 +11,14 @@ from producers.datasets.base import Example
 from producers.datasets.rows import RowReader
 from schemas.errors import ConfigError
 
+FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
+
 
 @dataclass(eq=False)
 class HuggingFace(RowReader):
     """One split of a dataset.
 
-    path: a folder (from ``save_to_disk``, or of data files), relative to ``base``, or a hub id.
+    path: a folder (from ``save_to_disk``, or of data files) or a file, relative to ``base``, or a hub id.
     name: the configuration, where a dataset has several. revision: of the hub's repository.
     The other arguments are those of RowReader.
     """
@@ -58,7 +60,7 @@ def load_table(base: Path, path: str, split: str, name: str | None = None, revis
         raise ConfigError(f"this dataset needs the datasets package: pip install 'tidemill[data]' ({error})") from error
     folder = base / Path(path).expanduser()
     if not folder.exists() and path.startswith((".", "/", "~")):
-        raise ConfigError(f"no dataset folder {folder}")
+        raise ConfigError(f"no dataset folder or file {folder}")
     try:
         if (folder / "dataset_dict.json").is_file():
             splits = datasets.load_from_disk(str(folder))
@@ -67,6 +69,11 @@ def load_table(base: Path, path: str, split: str, name: str | None = None, revis
             return splits[split]
         if (folder / "state.json").is_file():
             return datasets.load_from_disk(str(folder))
+        if folder.is_file():
+            kind = FORMATS.get(folder.suffix)
+            if kind is None:
+                raise ConfigError(f"dataset {path!r}: a file must end with one of {', '.join(FORMATS)}")
+            return datasets.load_dataset(kind, data_files={split: str(folder)}, split=split)
         source = str(folder) if folder.is_dir() else path
         return datasets.load_dataset(source, name, split=split, revision=revision)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

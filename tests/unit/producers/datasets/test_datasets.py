@@ -205,6 +205,19 @@ def test_hf_reads_saved_datasets_and_data_files(tmp_path: Path):
         build("hf", tmp_path, path="./none")
 
 
+def test_hf_reads_one_file_of_any_split(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list([{"prompt": "1+1", "answer": "2"}])
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.to_csv(tmp_path / "rows.csv")
+    table.to_json(tmp_path / "rows.json")
+    for name, split in (("rows.parquet", "train"), ("rows.csv", "test"), ("rows.json", "train")):
+        assert build("hf", tmp_path, path=name, split=split)[0].text == "1+1"
+    (tmp_path / "rows.txt").touch()
+    with pytest.raises(ConfigError, match=r"dataset 'rows.txt': a file must end with one of .parquet, "):
+        build("hf", tmp_path, path="rows.txt")
+
+
 def test_gsm8k_reads_a_saved_hugging_face_dataset(tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_list([{"question": "?", "answer": "#### 5"}])
