@@ -67,15 +67,17 @@ class StartedRun:
         save_config(config, self._file)
         # What the variables set is in the configuration already.
         environment = {name: value for name, value in os.environ.items() if not is_setting(name)}
-        with self._file.with_name(OUTPUT).open("wb") as output:
-            self._process = subprocess.Popen(
-                command("up", str(self._file), *(["--fresh"] if fresh else [])),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=environment,
-            )
+        # A file of this start's own: an earlier one of the folder may still run, and write to the one that it has.
+        (self.folder / PYTHON / OUTPUT).unlink(missing_ok=True)
+        self._output = (self.folder / PYTHON / OUTPUT).open("x+b")
+        self._process = subprocess.Popen(
+            command("up", str(self._file), *(["--fresh"] if fresh else [])),
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
         self._thread = threading.Thread(target=self._follow, args=(lines, seen), name=f"run {self.name}", daemon=True)
         self._thread.start()
 
@@ -147,7 +149,8 @@ class StartedRun:
         if self._error is not None:
             raise self._error
         if code == CONFIG_EXIT:
-            said = self._file.with_name(OUTPUT).read_text(encoding="utf-8", errors="replace").strip()
+            self._output.seek(0)
+            said = self._output.read().decode(errors="replace").strip()
             raise ConfigError(said.rpartition("\n")[2].removeprefix("tidemill: "))
         return self.status()
 
