@@ -76,7 +76,7 @@ def run(
     config: TidemillConfig | Mapping[str, Any] | Path | str,
     overrides: Sequence[str] = (),
     *,
-    rewards: Sequence[Any] | None = None,
+    rewards: Any = None,
     train: Any = None,
     eval: Any = None,
     fresh: bool = False,
@@ -105,7 +105,7 @@ def start(
     config: TidemillConfig | Mapping[str, Any] | Path | str,
     overrides: Sequence[str] = (),
     *,
-    rewards: Sequence[Any] | None = None,
+    rewards: Any = None,
     train: Any = None,
     eval: Any = None,
     fresh: bool = False,
@@ -114,7 +114,7 @@ def start(
     """Start or resume a run as a process of its own and return at once; from a notebook, a thread, an event loop.
 
     config: a configuration, a mapping, or a YAML file, for which alone overrides such as ``trainer.steps=50`` count.
-    rewards: the terms of the reward: functions, names, or sections such as ``{"name": f, "weight": 0.5}``.
+    rewards: a term of the reward, or several: functions, names, or sections such as ``{"name": f, "weight": 2}``.
     train, eval: prompts to train on and held-out ones: rows, a ``datasets.Dataset``, a name, or a section.
     fresh: delete what an earlier run left. ConfigError for a wrong configuration, and for what can't be carried.
     """
@@ -126,7 +126,7 @@ def start(
 def _settled(
     config: TidemillConfig | Mapping[str, Any] | Path | str,
     overrides: Sequence[str],
-    rewards: Sequence[Any] | None,
+    rewards: Any,
     train: Any,
     held_out: Any,
 ) -> TidemillConfig:

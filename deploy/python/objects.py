@@ -28,14 +28,15 @@ READING = tuple(inspect.signature(RowReader).parameters)
 def settle_objects(
     config: TidemillConfig | Mapping[str, Any] | Path | str,
     overrides: Sequence[str] = (),
-    rewards: Sequence[Any] | None = None,
+    rewards: Any = None,
     train: Any = None,
     held_out: Any = None,
 ) -> TidemillConfig:
     """Return the configuration with the objects' names in their places; ConfigError is one line.
 
-    rewards: terms of the reward: functions, names, or sections. train, held_out: data, a name or a section. They
-    replace what ``config`` has. Wherever a section has a ``name``, it may be a function, and a dataset's may be rows.
+    rewards: a term of the reward, or several: functions, names, or sections. train, held_out: data, a name or a
+    section. They replace what ``config`` has. Wherever a section has a ``name``, it may be a function, and a dataset's
+    may be rows.
     """
     if isinstance(config, Path | str):
         tree, base = read_tree(config, overrides), Path(config).resolve().parent
@@ -43,7 +44,8 @@ def settle_objects(
         tree = dump_config(config) if isinstance(config, TidemillConfig) else dict(config)
         base = Path.cwd()
     if rewards is not None:
-        terms = [term if isinstance(term, Mapping) else {"name": term} for term in rewards]
+        several = [rewards] if callable(rewards) or isinstance(rewards, str | Mapping) else rewards
+        terms = [term if isinstance(term, Mapping) else {"name": term} for term in several]
         tree["reward"] = {**(tree.get("reward") or {}), "terms": terms}
     if train is not None:
         tree["train"] = _in_place_of(tree.get("train"), train)

@@ -38,6 +38,13 @@ def test_functions_and_rows_take_their_places(tmp_path: Path) -> None:
     assert Path(config.train[0].args["path"]).parent == tmp_path / "run/python"
 
 
+def test_the_only_term_needs_no_list(tmp_path: Path) -> None:
+    plain = tree(tmp_path, train={"name": "arithmetic"})
+    partial = functools.partial(brevity, length=9)
+    for one in (partial, "exact", {"name": "exact"}):
+        assert settle_objects(plain, rewards=one).reward == settle_objects(plain, rewards=[one]).reward
+
+
 def test_a_dataset_keeps_how_the_configuration_reads_rows(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     old = {"name": "jsonl", "limit": 3, "args": {"path": "gone.jsonl", "prompt": "question", "chat": True}}
