@@ -32,7 +32,8 @@ class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
     """A message handed to a worker, with its entry in the stream.
 
     version: the lowest weight version to work with (tasks). redelivered: another worker may have done a part of it.
-    fruitless: how often generators that stayed alive returned it without a new token (tasks).
+    deaths: how many workers died with it, or were silent for a lease (tasks). fruitless: how often generators that
+    stayed alive returned it without a new token (tasks).
     """
 
     entry_id: bytes
@@ -40,6 +41,7 @@ class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
     message: M
     version: int = 0
     redelivered: bool = False
+    deaths: int = 0
     fruitless: int = 0
 
 

@@ -235,7 +235,7 @@ class TaskQueue(ConsumerGroup):
                 continue
             again = times != 1 or b"r" in fields
             fruitless = max(0, number(fields.get(b"r")))
-            deliveries.append(Delivery(entry_id, stream, task, version, again, fruitless))
+            deliveries.append(Delivery(entry_id, stream, task, version, again, abs(times) - 1, fruitless))
         return deliveries
 
     def _fail_task(

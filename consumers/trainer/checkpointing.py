@@ -168,7 +168,8 @@ class Checkpointing:
             self.step = pending
 
     def _begin(self) -> None:
-        """Begin a checkpoint of the current state."""
+        """Begin a checkpoint of the current state, after the traces of its steps, which are not trained again."""
+        self._context.traces.flush()
         progress = self._progress
         pipeline = self._session.read_pipeline()
         progress.update(pipeline)

@@ -62,10 +62,14 @@ class GroupIntake:
             outcomes = self._session.claim_scores(CLAIM)
             if outcomes:
                 self.last_outcome_at = time.monotonic()
+            failed = [outcome for outcome in outcomes if not outcome.trajectory_id]
+            for outcome in failed:
+                self._traces.failed(outcome.task_id, outcome.sample, outcome.score)
+            if failed:
+                # Their group may end at once, and is never claimed again.
+                self._traces.flush()
             for outcome in outcomes:
                 self._claimed[outcome.scored_id] = outcome
-                if not outcome.trajectory_id:
-                    self._traces.failed(outcome.task_id, outcome.sample, outcome.score)
                 if self._buffer.add(outcome):
                     self._drop_if_useless(outcome.task_id)
             if len(outcomes) < CLAIM:

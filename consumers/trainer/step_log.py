@@ -184,7 +184,8 @@ class StepLog:
             self._trackers.log_completions(self._progress.step, rows, self._terms)
 
     def flush(self) -> None:
-        """Give trackers a moment to send what was logged; for a trainer that ends with an error."""
+        """Give trackers and traces a moment to send what was logged; for a trainer that ends with an error."""
+        self._traces.flush()
         self._trackers.flush()
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.errors import DataError, describe_error, printable
 from schemas.messages import Call, Partial, Span, Task, Trajectory
-from schemas.messages.moments import Noted, pack_noted
+from schemas.messages.moments import Noted, pack_noted, unpack
 from schemas.system.lifecycle import StopFlag
 
 P = TypeVar("P", Partial, Call)
@@ -256,26 +256,35 @@ class Rollout:
         if self._moments is None:
             return b""
         earlier, own = self._earlier(sample), self._moments.get(sample, ())
-        before = earlier.trace if earlier is not None else b""
-        if not own and not before and tokens is None:
+        if not own and not (earlier is not None and earlier.trace) and tokens is None:
             return self._uncalled
         end = self._claimed if tokens is None and not own else time.time_ns()
         seconds = (end - self._claimed) / 1e9
         attempt = Noted("attempt", self._context.name, end, seconds, 0 if own else tokens or 0)
-        return before + pack_noted([*([] if before else self._admitted), attempt, *own])
+        return self._trace_before(sample) + pack_noted([attempt, *own])
 
     @functools.cached_property
     def _uncalled(self) -> bytes:
         """The trace of a finished sample that has no calls of its own: the same for all of them."""
-        return pack_noted([*self._admitted, Noted("attempt", self._context.name, self._claimed, 0.0)])
+        return self._trace_before(-1) + pack_noted([Noted("attempt", self._context.name, self._claimed, 0.0)])
 
-    @property
-    def _admitted(self) -> list[Noted]:
-        """The moments from admission to this rollout, of a sample that none before it has left."""
-        admitted = Noted("admitted", "", at := 10**6 * int(self._delivery.entry_id.partition(b"-")[0]), 0.0)
-        if not self._delivery.redelivered:
-            return [admitted]
-        return [admitted, Noted("attempt", "", self._claimed, (self._claimed - at) / 1e9, failed=True)]
+    def _trace_before(self, sample: int) -> bytes:
+        """Return a sample's trace up to this rollout, -1 for one that none before it has left.
+
+        An attempt whose generator died and had saved nothing of the sample stands without a name.
+        """
+        earlier, delivery = self._earlier(sample), self._delivery
+        since, lost = 10**6 * int(delivery.entry_id.partition(b"-")[0]), delivery.deaths
+        before = earlier.trace if earlier is not None else b""
+        if not before:
+            before = pack_noted([Noted("admitted", "", since, 0.0)])
+        elif lost:
+            carried = next((saved.trace for saved in delivery.message.partials if saved.sample == sample), b"")
+            attempts = [one for one in unpack(before) if one.kind == "attempt"]
+            lost -= len(attempts) - sum(one.kind == "attempt" for one in unpack(carried))
+            since = max([since, *(1000 * one.end for one in attempts)])
+        nameless = Noted("attempt", "", self._claimed, max(self._claimed - since, 1000) / 1e9, failed=True)
+        return before + pack_noted([nameless] * lost)
 
     async def _save_when_checked(self, partial: Partial) -> bool:
         """Save a partial sample once the versions of all its tokens are decided."""

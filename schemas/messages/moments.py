@@ -96,12 +96,14 @@ def trace_id(run: str, task_id: int, sample: int) -> bytes:
 def nest(trace: bytes, seconds: float = 0.0, tokens: int = 0) -> list[tuple[Moment, int]]:
     """Return the moments of a trace in order of time, each with the index of its parent, -1 for the whole episode.
 
+    The step is last, by whichever clock: it is trained again after a crash, and nothing may change its place.
     A call belongs to the last attempt that began before it, which is taken to last as long as its calls. seconds,
     tokens: as in ``unpack``.
     """
     nested: list[tuple[Moment, int]] = []
     attempt = -1
-    for one in sorted(unpack(trace, seconds, tokens), key=lambda one: (one.start, one.kind != "attempt")):
+    found = unpack(trace, seconds, tokens)
+    for one in sorted(found, key=lambda one: (one.kind == "step", one.start, one.kind != "attempt")):
         if one.kind == "attempt":
             attempt = len(nested)
         inside = attempt if one.kind in ("chat", "tool") else -1

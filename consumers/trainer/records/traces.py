@@ -2,7 +2,8 @@
 
 The names are those of OpenTelemetry's semantic conventions for generative AI. A thread sends them; what can't be sent
 is lost, and training continues. The ids follow from run, task and sample, and the share from the step: a step that is
-trained again after a crash has the same spans again.
+trained again after a crash has the same spans again. ``flush`` comes before the broker may forget the samples, so that
+a crash loses no spans either.
 """
 
 import functools
@@ -32,6 +33,8 @@ ERROR = 2
 """The status code of spans that failed."""
 KINDS = {str: "stringValue", int: "intValue", float: "doubleValue"}
 """The names of OTLP's types of attributes."""
+FLUSH_S = 1.0
+"""Seconds that training waits for spans to be sent, before samples may be forgotten."""
 RETRY_S = 60.0
 """Seconds in which nothing is sent after a request that failed."""
 
@@ -65,6 +68,8 @@ class TraceLog:
         self._moments = 0
         """Moments of the episodes that wait."""
         self._retry_at = self._sent_at = 0.0
+        self._answers = True
+        """Whether the receiver had all spans in time when it was last waited for."""
         self._thread = TrackerThread("traces") if config is not None and config.url else None
 
     def trained(self, step: int, seconds: float, samples: Sequence[tuple[Trajectory, float]]) -> None:
@@ -88,6 +93,12 @@ class TraceLog:
             problem = score.reason or "it failed"
             self._add(_Episode(task_id, sample, score.trace, problem=problem, ended=now_us()))
             self._send_often()
+
+    def flush(self) -> None:
+        """Send what waits, and wait until it is sent; not again while a receiver is late."""
+        self._send()
+        if self._thread is not None:
+            self._answers = self._thread.is_idle(FLUSH_S if self._answers else 0.0)
 
     def close(self) -> None:
         """Wait until what was given is sent, within a deadline."""

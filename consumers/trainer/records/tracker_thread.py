@@ -61,9 +61,13 @@ class TrackerThread:
 
     def wait(self, deadline_s: float) -> None:
         """Wait until all calls are done or the tracker is dropped; it is dropped after the deadline."""
+        if not self.is_idle(deadline_s):
+            self._late = self._late or f"it did not answer within {deadline_s:.3g} s"
+
+    def is_idle(self, within_s: float) -> bool:
+        """Return whether all calls are done, or the tracker is dropped, within this time."""
         with self._done:
-            if not self._done.wait_for(lambda: not self._left or self.error is not None, deadline_s):
-                self._late = self._late or f"it did not answer within {deadline_s:.3g} s"
+            return self._done.wait_for(lambda: not self._left or self.error is not None, within_s)
 
     def end(self) -> None:
         """Let the thread end after its current call."""

@@ -123,6 +123,14 @@ def test_steps_that_follow_closely_share_a_request(
     assert [len({span["traceId"] for span in each}) for each in spans] == requests
 
 
+@pytest.mark.parametrize("started", [1000, 109_800, 110_200, 10**9])
+def test_no_clock_gives_the_step_another_place(started: int) -> None:
+    """A step is trained again later, and the ids of spans are their places."""
+    step = Moment("step", "12", started, started + 100)
+    places = [(one.kind, parent) for one, parent in nest(pack(*EPISODE, step))]
+    assert places == [*((one.kind, parent) for one, parent in nest(pack(*EPISODE))), ("step", -1)]
+
+
 def test_an_attempt_with_tokens_is_a_single_call() -> None:
     (attempt, above), (call, parent) = nest(pack(Moment("attempt", "g", 1, 5, 7)))
     assert (attempt.kind, above, call, parent) == ("attempt", -1, Moment("chat", "", 1, 5, 7), 0)
