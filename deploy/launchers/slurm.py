@@ -22,6 +22,7 @@ from deploy.launchers.gpus import Auto, check_counts
 from deploy.planning.cluster import DeviceQuota, engine_width
 from deploy.run.folder import settle_configuration
 from schemas.config import TidemillConfig, by_pool
+from schemas.config.deploy import PlacementConfig, parse_ranges
 from schemas.errors import OK_EXIT, ConfigError
 from schemas.run_folder import CONFIG
 from schemas.run_record import check_record
@@ -31,6 +32,8 @@ SCRIPTS = ("job.sh", "services.sbatch", "trainer.sbatch", "submit.sh")
 GENERATORS = "generators.sbatch"
 """The script of generators; of those of a pool, generators-POOL.sbatch."""
 PREPARE = "prepare.sbatch"
+UP = "up.sbatch"
+"""The script of a run with ``placement``: one job that is `tidemill up`."""
 GRACE_S = 160
 """Seconds for a checkpoint after Slurm's warning, which comes 180 s before a job's end."""
 NO_GPUS = "no GPUs: Slurm knows of none here; --trainer-gpus and --generator-gpus ask for some"
@@ -54,6 +57,8 @@ class Slurm(SlurmOptions):
             raise ConfigError(
                 f"--fresh does not work with Slurm: for a new run, `tidemill purge` and rm -r {config.folder}"
             )
+        if config.placement is not None and not config.placement.is_auto:
+            return self._write_one_job(config, config.placement)
         check_places(config, "Slurm", self.generators)
         check_record(config)
         self._check(config)
@@ -65,6 +70,20 @@ class Slurm(SlurmOptions):
             text = f"GPUs: {', '.join([f'{dealt.trainer_gpus} for each trainer node', *each])}"
             print(text if dealt.trainer_gpus or any(gpus.values()) else NO_GPUS, file=sys.stderr)
         return dealt.write(config, gpus)
+
+    def _write_one_job(self, config: TidemillConfig, placement: PlacementConfig) -> list[Path]:
+        """Write the script of one job on one node with the whole run, in which GPUs are used in turns."""
+        for name in ("generators", "generator_gpus", "trainer_nodes", "trainer_gpus", "container"):
+            if getattr(self, name) != getattr(SlurmOptions, name):
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise ConfigError(f"{option} excludes placement, with which one job on one node has the whole run")
+        check_record(config)
+        self._check(config)
+        DeviceQuota.check(config)
+        folder = self._make_folder(config)
+        gpus = 1 + max(parse_ranges(placement.trainer) + parse_ranges(placement.generator))
+        values = self._values(config, folder) | {"gpus": _gpus(gpus), "grace_s": str(GRACE_S)}
+        return [_write(folder / name, name, values) for name in (SCRIPTS[0], UP)]
 
     def _check(self, config: TidemillConfig) -> None:
         """The check of ``tidemill up``, without what only a job's node can tell; ConfigError for what cannot work."""
@@ -107,10 +126,7 @@ class Slurm(SlurmOptions):
                 f"Slurm needs 1 or more generators and trainer nodes, not {generators} and {self.trainer_nodes}"
             )
         check_record(config)
-        folder = Path(self.folder or config.folder / "slurm").resolve()
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        config.folder.mkdir(parents=True, exist_ok=True)
-        settle_configuration(config)
+        folder = self._make_folder(config)
         values = self._values(config, folder)
         queued = [_script(pool) for pool, size in arrays.items() if size]
         values["queue_generators"] = "\n".join(f"sbatch $after {shlex.quote(str(folder / name))}" for name in queued)
@@ -122,6 +138,14 @@ class Slurm(SlurmOptions):
         for name in ([PREPARE] if config.warm_start else []) + [*SCRIPTS]:
             written.append(_write(folder / name, name, values))
         return written
+
+    def _make_folder(self, config: TidemillConfig) -> Path:
+        """Make the folder of the scripts, and write the configuration in effect into that of the run."""
+        folder = Path(self.folder or config.folder / "slurm").resolve()
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        config.folder.mkdir(parents=True, exist_ok=True)
+        settle_configuration(config)
+        return folder
 
     def _array(self, config: TidemillConfig, pool: str, size: int, gpus: int | Auto | None) -> dict[str, str]:
         """Return what the script of a pool's generators says of them; pool: empty without pools."""

@@ -14,10 +14,12 @@ import yaml
 
 from schemas.run_folder import ADDRESS, read_lines, surviving_lines
 from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.shared_devices import check_notes, imitate_gpus, in_turns, read_notes
 from tests.support.runs.slurm_cluster import list_jobs, run_slurm_cluster
 
 pytestmark = pytest.mark.matrix("a launcher; make test runs the local one")
-STEPS = 16
+STEPS, TURNS = 16, 40
+"""Steps of a run in jobs, and of one in a single job."""
 
 
 @pytest.fixture
@@ -33,6 +35,15 @@ def wait_until(condition: Callable[[], bool], what: str, folder: Path, deadline_
             logs = "\n".join(f"== {log.name}\n{log.read_text()[-1500:]}" for log in (folder / "logs").glob("*.log"))
             raise AssertionError(f"no {what} within {deadline_s:.0f} s; jobs: {list_jobs()}\n{logs}")
         time.sleep(0.2)
+
+
+def make_program(folder: Path) -> Path:
+    """The command as this very Python has it, whatever is installed."""
+    folder.mkdir(exist_ok=True)
+    program = folder / "tidemill"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m deploy.cli "$@"\n')
+    program.chmod(0o755)
+    return program
 
 
 def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue(slurm: None, tmp_path: Path) -> None:
@@ -60,11 +71,7 @@ def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     scripts = run / "slurm"
-    # The command as this very Python has it, whatever is installed.
-    program = tmp_path / "bin" / "tidemill"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m deploy.cli "$@"\n')
-    program.chmod(0o755)
+    program = make_program(tmp_path / "bin")
     setup = f"PATH={program.parent}:$PATH"
     command = [sys.executable, "-m", "deploy.cli", "slurm", str(file), "--setup", setup, "--time", "10:00"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -104,3 +111,41 @@ def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue
     for log in (scripts / "logs").glob("*.log"):
         assert "waiting for the broker" not in log.read_text(), log.name
     assert (scripts / "redis_url").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_job_whose_trainer_and_generators_share_gpus_is_requeued_and_goes_on(slurm: None, tmp_path: Path) -> None:
+    run, scripts = tmp_path / "run", tmp_path / "run" / "slurm"
+    file = tmp_path / "config.yaml"
+    settings = in_turns(tmp_path, "0", "0-1", TURNS)
+    file.write_text(yaml.safe_dump({**settings, "run": {"name": "turns", "folder": str(run)}}))
+    program = make_program(tmp_path / "bin")
+    imitate_gpus(program.parent, 2)
+    setup = f"PATH={program.parent}:$PATH; unset CUDA_VISIBLE_DEVICES"
+    command = [str(program), "slurm", str(file), "--setup", setup, "--time", "10:00"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.splitlines()[-1:] == [str(scripts / "up.sbatch")], done.stderr
+    subprocess.run(["sbatch", done.stdout.splitlines()[-1]], check=True, timeout=60)
+
+    def steps() -> int:
+        return len({line["step"] for line in read_lines(run / "trained.jsonl") if "step" in line})
+
+    wait_until(lambda: steps() >= 6, "steps", scripts)
+    asked = ["squeue", "--noheader", "--format=%i %b", "--name=tidemill-turns"]
+    number, gpus = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    assert gpus.endswith("gpu:2")
+    # Slurm asks every process of the job to end at once, the broker among them.
+    subprocess.run(["scontrol", "requeue", number], check=True, timeout=30)
+    before = steps()
+    assert before < TURNS
+    wait_until(lambda: list_jobs().get("tidemill-turns") == "PENDING", "requeued job", scripts)
+    # Slurm lets a requeued job wait for two minutes.
+    subprocess.run(["scontrol", "update", f"jobid={number}", "starttime=now"], check=True, timeout=30)
+    wait_until(lambda: not list_jobs(), "empty queue", scripts)
+    kept = list(surviving_lines(read_lines(run / "trained.jsonl")))
+    uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
+    assert [line["step"] for line in kept] == list(range(TURNS))
+    assert max(uses.values()) == 1
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
+    assert check_notes(read_notes(tmp_path / "notes"), ["generator-0"]) >= 3

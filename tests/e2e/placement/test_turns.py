@@ -15,43 +15,10 @@ import pytest
 import yaml
 
 from tests.support.models.tiny_model import make_tiny_model
-from tests.support.runs import shared_devices
-from tests.support.runs.shared_devices import check_notes, imitate_gpus, read_notes
+from tests.support.runs.shared_devices import GROUPS, check_notes, imitate_gpus, in_turns, read_notes
 from tests.support.runs.up_runs import UpRun, trained_samples
 
-STEPS, GROUPS = 20, 4
-PARITY = '''
-def parity(prompt, completion, prompt_ids, completion_ids, **data):
-    """Some reward that follows from the sample alone."""
-    return float(sum(completion_ids) % 2)
-'''
-
-
-def configuration(folder: Path, trainer: str, generators: str, steps: int = STEPS) -> dict[str, Any]:
-    (folder / "rewards.py").write_text(PARITY)
-    code, notes = shared_devices.__file__, str(folder / "notes")
-    return {
-        "model": {"path": str(make_tiny_model(folder / "model", hidden=32)), "dtype": "float32", "max_length": 64},
-        "train": {"name": "arithmetic"},
-        "sampling": {"n": 2, "max_tokens": 8},
-        "reward": {"terms": [{"name": "rewards.py:parity"}], "workers": 1},
-        "placement": {"trainer": trainer, "generator": generators},
-        "generator": {
-            "engine": f"{code}:NotingEngine",
-            "args": {"tokens": 200, "token_s": 0.01, "notes": notes},
-            "probe_tolerance": 1e3,
-            "max_samples": 16,
-            "lease_s": 5,
-        },
-        "trainer": {
-            "threads": 1,
-            "steps": steps,
-            "batch_groups": GROUPS,
-            "advantage": {"name": f"{code}:noting", "args": {"notes": notes}},
-            "checkpoint": {"every": 4},
-        },
-        "supervisor": {"max_restarts": 20, "backoff_s": 0.2},
-    }
+STEPS = 20
 
 
 def start(folder: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], gpus: int) -> UpRun:
@@ -79,7 +46,7 @@ def assert_all_trained_once(run: UpRun, summary: dict[str, Any], steps: int = ST
 def test_two_generators_and_the_trainer_share_their_gpus_and_one_generator_has_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = configuration(tmp_path, "0-1", "0-2")
+    config = in_turns(tmp_path, "0-1", "0-2", STEPS)
     config["trainer"]["processes"] = 2
     run = start(tmp_path, monkeypatch, config, 3)
     summary = run.finish()
@@ -95,7 +62,7 @@ def test_two_generators_and_the_trainer_share_their_gpus_and_one_generator_has_i
 def test_a_pool_on_the_trainers_gpu_takes_turns_and_another_has_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = configuration(tmp_path, "0", "0-1")
+    config = in_turns(tmp_path, "0", "0-1", STEPS)
     config["pools"] = {"shared": {}, "single": {"generator": {"max_samples": 8}}}
     run = start(tmp_path, monkeypatch, config, 2)
     summary = run.finish()
@@ -109,7 +76,7 @@ def test_a_pool_on_the_trainers_gpu_takes_turns_and_another_has_its_own(
 @pytest.mark.timeout(1200)
 def test_a_thousand_steps_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = 1000
-    config = configuration(tmp_path, "0", "0", steps)
+    config = in_turns(tmp_path, "0", "0", steps)
     config["trainer"]["checkpoint"]["every"] = 50
     run = start(tmp_path, monkeypatch, config, 1)
     summary = run.finish(1000)
@@ -129,7 +96,7 @@ def test_no_step_waits_for_ever_for_samples_of_generators_that_sleep(
     These are often with a generator that has to sleep.
     """
     steps = 300
-    config = configuration(tmp_path, "0-1", "0-2", steps)
+    config = in_turns(tmp_path, "0-1", "0-2", steps)
     config["trainer"] |= {"processes": 2, "checkpoint": {"every": 50}, "mismatch": {"action": "report"}}
     config["flow"] = {"staleness": 1, "window": 1}
     config["sampling"]["max_tokens"] = 24
@@ -152,7 +119,7 @@ def test_no_step_waits_for_ever_for_samples_of_generators_that_sleep(
 def test_three_hundred_steps_in_turns_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where vLLM's sleep frees nothing but has all of its states."""
     steps = 300
-    config = configuration(tmp_path, "0", "0", steps)
+    config = in_turns(tmp_path, "0", "0", steps)
     model = make_tiny_model(tmp_path / "for-vllm", hidden=64)
     config["model"] = {"path": str(model), "dtype": "float32", "max_length": 64}
     config["generator"] |= {"engine": "vllm", "args": {"num_gpu_blocks_override": 72}}
@@ -172,7 +139,7 @@ def test_three_hundred_steps_in_turns_with_vllm(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.timeout(300)
 def test_with_one_gpu_for_both_each_may_be_killed_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = start(tmp_path, monkeypatch, configuration(tmp_path, "0", "0"), 1)
+    run = start(tmp_path, monkeypatch, in_turns(tmp_path, "0", "0", STEPS), 1)
     for at, victim in ((3, "generator-0"), (6, "trainer"), (9, "generator-0"), (12, "trainer")):
         run.wait_until(lambda at=at: run.steps() >= at, f"step {at}")
         run.wait_until(lambda victim=victim: run.service(victim) is not None, f"process of {victim}")
@@ -190,7 +157,7 @@ def test_generators_that_the_plan_can_do_without_end_during_the_run(
 ) -> None:
     """Three scripted generators, one of which samples more than the trainer trains."""
     every_s = 4.0
-    config = configuration(tmp_path, "0", "1-3", 100_000)
+    config = in_turns(tmp_path, "0", "1-3", 100_000)
     config["placement"] |= {"balance": True, "balance_s": every_s}
     config["generator"] |= {"engine": "scripted", "args": {"token_s": 0.002, "max_length": 8}}
     config["trainer"]["advantage"] = {"name": "raw"}
@@ -220,7 +187,7 @@ def test_generators_that_the_plan_can_do_without_end_during_the_run(
 def test_auto_may_resume_a_run_on_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoint is of one rank, and what it measured is changed so that two are planned."""
     steps = 8
-    config = configuration(tmp_path, "0", "0", steps)
+    config = in_turns(tmp_path, "0", "0", steps)
     config["placement"] = "auto"
     config["trainer"]["advantage"] = {"name": "raw"}
     run = start(tmp_path, monkeypatch, config, 3)

@@ -22,7 +22,45 @@ from schemas.messages import WeightSource
 from schemas.system.device_lock import DeviceLock, SharedGpus, generator_lock
 
 GPUS = "#!/bin/sh\nfor i in {}; do echo $i, GPU-$i, [N/A]; done\n"
+GROUPS = 4
+"""Groups of a batch."""
+PARITY = '''
+def parity(prompt, completion, prompt_ids, completion_ids, **data):
+    """Some reward that follows from the sample alone."""
+    return float(sum(completion_ids) % 2)
+'''
 Note = dict[str, Any]
+
+
+def in_turns(folder: Path, trainer: str, generators: str, steps: int) -> dict[str, Any]:
+    """Settings of a run that notes in ``folder`` when it uses its devices, of which each side has these."""
+    # Services load this file by its path, and know no tests.
+    from tests.support.models.tiny_model import make_tiny_model
+
+    (folder / "rewards.py").write_text(PARITY)
+    code, notes = __file__, str(folder / "notes")
+    return {
+        "model": {"path": str(make_tiny_model(folder / "model", hidden=32)), "dtype": "float32", "max_length": 64},
+        "train": {"name": "arithmetic"},
+        "sampling": {"n": 2, "max_tokens": 8},
+        "reward": {"terms": [{"name": "rewards.py:parity"}], "workers": 1},
+        "placement": {"trainer": trainer, "generator": generators},
+        "generator": {
+            "engine": f"{code}:NotingEngine",
+            "args": {"tokens": 200, "token_s": 0.01, "notes": notes},
+            "probe_tolerance": 1e3,
+            "max_samples": 16,
+            "lease_s": 5,
+        },
+        "trainer": {
+            "threads": 1,
+            "steps": steps,
+            "batch_groups": GROUPS,
+            "advantage": {"name": f"{code}:noting", "args": {"notes": notes}},
+            "checkpoint": {"every": 4},
+        },
+        "supervisor": {"max_restarts": 20, "backoff_s": 0.2},
+    }
 
 
 def imitate_gpus(folder: Path, count: int) -> None:

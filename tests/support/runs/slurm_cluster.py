@@ -1,4 +1,4 @@
-"""A real Slurm of one node in a temporary folder: controller, daemon, and no authentication."""
+"""A real Slurm of one node with two imitated GPUs in a temporary folder: controller, daemon, no authentication."""
 
 import os
 import socket
@@ -34,7 +34,8 @@ SlurmdSpoolDir={folder}/spool
 StateSaveLocation={folder}/state
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.log
-NodeName={host} NodeAddr=127.0.0.1 CPUs=8 RealMemory=1000 State=UNKNOWN
+GresTypes=gpu
+NodeName={host} NodeAddr=127.0.0.1 CPUs=8 RealMemory=1000 Gres=gpu:2 State=UNKNOWN
 PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -53,6 +54,8 @@ def run_slurm_cluster(folder: Path) -> Iterator[None]:
     controller_port, daemon_port = _free_ports(2)
     text = CONFIG.format(host=host, folder=folder, controller_port=controller_port, daemon_port=daemon_port)
     file.write_text(text)
+    # Slurm wants a device for each GPU; without a control group it keeps nobody from these.
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
     before = os.environ.get("SLURM_CONF")
     os.environ["SLURM_CONF"] = str(file)
     with (folder / "output.txt").open("w") as output:

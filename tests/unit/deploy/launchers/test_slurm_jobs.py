@@ -1,4 +1,4 @@
-"""What the script of a trainer's Slurm job does with signals and exit codes; Slurm's programs and ours are fakes."""
+"""What a trainer's Slurm job, or that of a whole run, does with signals and exit codes; all programs are fakes."""
 
 import os
 import re
@@ -6,11 +6,12 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deploy.launchers.slurm import GRACE_S, Slurm
-from schemas.errors import HOPELESS, UNFINISHED_EXIT
+from schemas.errors import HOPELESS, UNFINISHED_EXIT, ConfigError
 from tests.support.configurations import minimal_config
 
 DEADLINE_S = 30.0
@@ -24,10 +25,13 @@ FAKES = {
 }
 
 
-class Job:
-    """The script of a trainer's job, with the shell that stands for `tidemill`."""
+TURNS = {"trainer": "0", "generator": "0-2"}
 
-    def __init__(self, folder: Path, tidemill: str, **options: int) -> None:
+
+class Job:
+    """The script of a trainer's job, or of a run in turns; tidemill: shell that stands for `tidemill`."""
+
+    def __init__(self, folder: Path, tidemill: str, turns: bool = False, **options: int) -> None:
         self.log, bin = folder / "log", folder / "bin"
         bin.mkdir()
         for name, text in (FAKES | {"tidemill": f'echo "tidemill $1" >>$LOG; {tidemill}'}).items():
@@ -36,9 +40,12 @@ class Job:
         self.log.touch()
         run = {"name": "big", "folder": str(folder / "run")}
         slurm = Slurm(folder=folder / "slurm", setup=f"export PATH={bin}:$PATH LOG={self.log}", **options)  # type: ignore[arg-type]
-        slurm.write(minimal_config(run=run))
-        (folder / "slurm" / "redis_url").write_text("redis://nowhere")
-        self.command = ["bash", str(folder / "slurm" / "trainer.sbatch")]
+        if turns:
+            slurm.prepare(minimal_config(run=run, placement=TURNS, generator={"engine": "transformers"}))
+        else:
+            slurm.write(minimal_config(run=run))
+            (folder / "slurm" / "redis_url").write_text("redis://nowhere")
+        self.command = ["bash", str(folder / "slurm" / ("up.sbatch" if turns else "trainer.sbatch"))]
 
     def start(self, number: int = 7) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "SLURM_JOB_ID": str(number), "SLURM_JOB_NODELIST": "node-[a-b]"}
@@ -55,14 +62,16 @@ class Job:
             process.kill()
 
 
+@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize(
     ("number", "after"), [(signal.SIGUSR1, ["saved", "scontrol requeue 7"]), (signal.SIGTERM, ["saved"])]
 )
 def test_a_trainer_that_is_asked_to_end_saves_and_its_job_is_queued_again(
-    number: signal.Signals, after: list[str], tmp_path: Path
+    number: signal.Signals, after: list[str], turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGUSR1 comes before the time limit. After SIGTERM Slurm itself queues a preempted job. Other jobs continue."""
-    job = Job(tmp_path, UNTIL_ASKED)
+    monkeypatch.setattr(Slurm, "_check", lambda *_: None)
+    job = Job(tmp_path, UNTIL_ASKED, turns)
     process = job.start()
     try:
         deadline = time.monotonic() + DEADLINE_S
@@ -73,7 +82,7 @@ def test_a_trainer_that_is_asked_to_end_saves_and_its_job_is_queued_again(
         assert process.wait(DEADLINE_S) == 0
     finally:
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
-    assert job.lines() == ["tidemill trainer", "ready", *after]
+    assert job.lines() == [f"tidemill {'up' if turns else 'trainer'}", "ready", *after]
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -112,3 +121,35 @@ def test_a_checkpoint_has_most_of_the_time_of_the_warning(tmp_path: Path) -> Non
     (warning,) = re.findall(r"--signal=B:USR1@(\d+)", script)
     assert 60 < GRACE_S < int(warning)
     assert f"supervisor.grace_s={GRACE_S} " in script
+
+
+def test_a_run_whose_gpus_are_used_in_turns_is_one_job_with_a_broker_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slurm, "_check", lambda *_: None)
+    monkeypatch.setenv("REDIS_URL", "redis://of-another-run")
+    ended, lines = Job(tmp_path, "echo url=$REDIS_URL$REDIS_URL_FILE >>$LOG; exit 0", turns=True).run()
+    assert (ended, lines) == (0, ["tidemill up", "url="])
+    folder = tmp_path / "slurm"
+    assert sorted(path.name for path in folder.iterdir()) == ["job.sh", "logs", "up.sbatch"]
+    script = (folder / "up.sbatch").read_text()
+    assert "#SBATCH --gpus-per-node=3\n" in script, "as many as the last one that placement names"
+    assert f" supervisor.grace_s={GRACE_S}\n" in script
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"generators": 4}, "--generators 4"),
+        ({"generator_gpus": 1}, "--generator-gpus 1"),
+        ({"trainer_nodes": 2}, "--trainer-nodes 2"),
+        ({"trainer_gpus": 0}, "--trainer-gpus 0"),
+        ({"container": "run-in {role}.sif"}, "--container run-in {role}.sif"),
+    ],
+)
+def test_what_one_job_cannot_have_is_said_in_a_line(options: dict[str, Any], named: str, tmp_path: Path) -> None:
+    config = minimal_config(run={"folder": str(tmp_path / "run")}, placement=TURNS, generator={"engine": "vllm"})
+    with pytest.raises(ConfigError) as raised:
+        Slurm(**options).prepare(config)
+    assert str(raised.value) == f"{named} excludes placement, with which one job on one node has the whole run"
+    assert not (tmp_path / "run").exists()
