@@ -3,10 +3,10 @@
 # counts what was lost or trained twice. Says what it saw and when; exits with 1 at the first thing that is not so.
 #
 #   deploy/kubernetes-test.sh            all drills, in a namespace of its own that it deletes at the end
-#   deploy/kubernetes-test.sh scale kill these drills: again scale delete force kill roll wrong drain lose
+#   deploy/kubernetes-test.sh scale kill these drills: again scale delete force kill roll wrong drain taint lose
 #
 # It needs kubectl 1.27 or newer on the PATH, for a cluster whose nodes have a default StorageClass with ReadWriteMany;
-# curl, and Tidemill's own environment. Drain and lose need two nodes. Variables:
+# curl, and Tidemill's own environment. Drain, taint and lose need two nodes. Variables:
 #   TIDEMILL    the command that writes the objects         (.venv/bin/tidemill)
 #   REGISTRY    of the images, with TAG: REGISTRY/tidemill-ROLE:TAG
 #   LOAD        builds the images with $DOCKER and runs `$LOAD IMAGE...`, such as "kind load docker-image"; without it
@@ -28,7 +28,7 @@ SPACE=tidemill-drill
 ROLES="feeder reward generator control trainer"
 SCRATCH=$(mktemp -d)
 TIMES=$SCRATCH/times
-DRILLS=${*:-scale delete force kill roll wrong drain lose}
+DRILLS=${*:-scale delete force kill roll wrong drain taint lose}
 
 . deploy/drills.sh
 k() { kubectl -n "$SPACE" "$@"; }
@@ -200,21 +200,26 @@ drill_drain() {
   quietly kubectl uncordon "$node"
 }
 
+# Puts the pods of these roles on a node without Redis, whose volume could be of its node.
+move_from_redis() {
+  local node role
+  node=$(node_of redis)
+  quietly kubectl cordon "$node"
+  for role in "$@"; do
+    [ "$(node_of "$role")" != "$node" ] || quietly k delete pod "-lrole=$role" --timeout=330s
+  done
+  for role in "$@"; do wait_for 120 "$role runs on another node than Redis" running "$role"; done
+  quietly kubectl uncordon "$node"
+  began=$SECONDS
+  recovers "moved $*"
+}
+
 drill_lose() {
   [ "$(nodes)" -ge 2 ] && [ ${#LOSE[@]} -gt 0 ] || { say "one node only, or no LOSE: none is lost"; return; }
   local node
-  # A node with the trainer and without Redis, whose volume could be of that node.
-  node=$(node_of redis)
-  if [ "$(node_of trainer)" = "$node" ]; then
-    quietly kubectl cordon "$node"
-    quietly k delete pod -lrole=trainer --timeout=330s
-    wait_for 120 "the trainer runs on another node than Redis" running trainer
-    quietly kubectl uncordon "$node"
-    began=$SECONDS
-    recovers "moved the trainer"
-  fi
+  [ "$(node_of trainer)" != "$(node_of redis)" ] || move_from_redis trainer
   node=$(node_of trainer)
-  say "on $node are: $(k get pods --field-selector="spec.nodeName=$node" -o 'jsonpath={.items[*].metadata.labels.role}')"
+  say "on $node are: $(roles_on "$node")"
   began=$SECONDS
   "${LOSE[@]}" "$node" >"$SCRATCH/output.log"
   wait_for 120 "$node is lost" is_ready "$node" Unknown
@@ -222,11 +227,48 @@ drill_lose() {
   quietly kubectl taint node "$node" node.kubernetes.io/out-of-service=nodeshutdown:NoExecute
   reconnect
   recovers "lost the trainer's node"
-  "${FIND[@]}" "$node" >"$SCRATCH/output.log"
-  wait_for 120 "$node is back" is_ready "$node" True
+  find_again "$node"
   quietly kubectl taint node "$node" node.kubernetes.io/out-of-service-
   began=$SECONDS
   recovers "the node is back"
+}
+
+find_again() {
+  "${FIND[@]}" "$1" >"$SCRATCH/output.log"
+  wait_for 120 "$1 is back" is_ready "$1" True
+}
+
+roles_on() { k get pods --field-selector="spec.nodeName=$1" -o 'jsonpath={.items[*].metadata.labels.role}'; }
+nothing_on() { [ -z "$(roles_on "$1")" ]; }
+
+# What a spot node's cloud does: a taint announces its end, and half a minute later the node is gone.
+drill_taint() {
+  [ "$(nodes)" -ge 2 ] && [ ${#LOSE[@]} -gt 0 ] || { say "one node only, or no LOSE: none is announced to be lost"; return; }
+  local node pod
+  move_from_redis trainer generator
+  node=$(node_of trainer)
+  say "on $node are: $(roles_on "$node")"
+  for role in trainer generator; do
+    pod=$(k get pods "-lrole=$role" --field-selector="spec.nodeName=$node" -o 'jsonpath={.items[0].metadata.name}')
+    k logs -f "$pod" >"$SCRATCH/$role.log" 2>&1 &
+    k get pod "$pod" --watch -o 'jsonpath={.status.containerStatuses[0].state.terminated}{"\n"}' >"$SCRATCH/$role.end" 2>&1 &
+  done
+  began=$SECONDS
+  quietly kubectl taint node "$node" tidemill.test/ends=soon:NoExecute
+  wait_for 30 "$node has no pod of the run, before it is gone" nothing_on "$node"
+  note "announced: the node's pods have ended"
+  sleep "$((began + 30 - SECONDS > 0 ? began + 30 - SECONDS : 0))"
+  "${LOSE[@]}" "$node" >"$SCRATCH/output.log"
+  reconnect
+  recovers "announced, and lost after 30 s"
+  for role in trainer generator; do
+    say "$role: $(tail -1 "$SCRATCH/$role.log")"
+    say "$role: $(grep -m1 exitCode "$SCRATCH/$role.end")"
+  done
+  find_again "$node"
+  quietly kubectl taint node "$node" tidemill.test/ends-
+  began=$SECONDS
+  recovers "the announced node is back"
 }
 
 # --- all of it -------------------------------------------------------------------------------------------------------
