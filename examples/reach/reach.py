@@ -6,7 +6,6 @@ The policy sees a picture of 56 x 56 pixels, and nothing else. An answer is two 
 from __future__ import annotations
 
 import io
-import random
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ Floats = npt.NDArray[np.float64]
 class Reach(gymnasium.Env[npt.NDArray[np.uint8], npt.NDArray[np.float32]]):
     """Hand and dot between -1 and 1 in two directions. The reward is 1 when the hand is close to the dot, else 0."""
 
-    metadata = {"render_modes": ["rgb_array"]}
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 4}
     observation_space = gymnasium.spaces.Box(0, 255, (SIDE, SIDE, 3), np.uint8)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
 
@@ -83,19 +82,16 @@ def demonstrate(hand: Floats, dot: Floats) -> str:
 
 
 class Demonstrations:
-    """Pictures with the moves of an expert, of which a share is any move. careless: that share. seed: of the rows."""
+    """Pictures with the moves of an expert. seed: of the rows."""
 
-    def __init__(self, base: Path, rows: int = 4000, careless: float = 0.0, seed: int = 0) -> None:
-        chance, other = np.random.default_rng(seed), random.Random(seed)
+    def __init__(self, base: Path, rows: int = 4000, seed: int = 0) -> None:
+        chance = np.random.default_rng(seed)
         self._rows = []
         for _ in range(rows):
             hand, dot = place(chance)
             file = io.BytesIO()
             draw(hand, dot).save(file, "PNG")
-            moves = demonstrate(hand, dot)
-            if other.random() < careless:
-                moves = "".join(f"<a{other.randrange(BINS)}>" for _ in range(2 * CHUNK))
-            self._rows.append((file.getvalue(), moves))
+            self._rows.append((file.getvalue(), demonstrate(hand, dot)))
 
     def __len__(self) -> int:
         return len(self._rows)
