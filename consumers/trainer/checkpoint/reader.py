@@ -5,15 +5,12 @@ that ``.metadata`` or a value that is no tensor names.
 """
 
 import enum
-import io
 import pickle
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 ALLOWED = {
@@ -53,18 +50,6 @@ class SafeReader(FileSystemReader):
             found.storage_meta = StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
-
-
-class SafePlanner(DefaultLoadPlanner):
-    """Plans as PyTorch does, but takes only plain values where the checkpoint has no tensor."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value in its place."""
-        plain = torch.load(value, weights_only=True)
-        value = io.BytesIO()
-        torch.save(plain, value)
-        value.seek(0)
-        super().load_bytes(read_item, value)
 
 
 def _member(kind: Any, name: str) -> enum.Enum:

@@ -24,8 +24,9 @@ from torch.distributed import is_initialized
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
+from consumers.trainer.checkpoint.blocks import LoadPlanner, SavePlanner
 from consumers.trainer.checkpoint.files import complete, damage, note_digests, refuse_older_names, write_json
-from consumers.trainer.checkpoint.reader import SafePlanner, SafeReader
+from consumers.trainer.checkpoint.reader import SafeReader
 from consumers.trainer.checkpoint.state import copy_tensors, put_tensors, random_states, set_random_states, tensors_of
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.ranks import Ranks, reason
@@ -157,6 +158,7 @@ class CheckpointStore:
                 state_dict_saver.save(
                     taken.tensors,
                     checkpoint_id=aside / "tensors",
+                    planner=SavePlanner(),
                     process_group=channel.group if channel else None,
                     no_dist=channel is None,
                 )
@@ -326,7 +328,7 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
         with _quiet():
             # By itself first: the loader hides the reason for which it can't be read.
             reader.read_metadata()
-            state_dict_loader.load(into, storage_reader=reader, planner=SafePlanner(), no_dist=not is_initialized())
+            state_dict_loader.load(into, storage_reader=reader, planner=LoadPlanner(), no_dist=not is_initialized())
     except pickle.UnpicklingError as error:
         raise ConfigError(f"checkpoint {path.name} is not loaded: {error}") from error
     except OSError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.support.models.tiny_model import make_tokenizer
 from tests.support.trainer.sharded_steps import run_steps
@@ -37,21 +37,27 @@ def run_jobs(model: Path, folder: Path, jobs: Sequence[Job]) -> None:
         run_steps(model, folder / job.name, job.first, job.last, SIZES, "float32", settings)
 
 
-def make_divisible_model(folder: Path, seed: int = 0) -> Path:
-    """Write a tiny Qwen3 with tied embeddings, every size of which divides by 2; returns the folder."""
+def make_divisible_model(folder: Path, seed: int = 0, experts: int = 0) -> Path:
+    """Write a tiny Qwen3, every size of which divides by 2; returns the folder.
+
+    Its embeddings are tied, unless it is a mixture of ``experts``, of which a token takes two.
+    """
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": 260,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.1,
+    }
+    model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True))
+    if experts:
+        mixture = Qwen3MoeConfig(**sizes, num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=32)
+        model = Qwen3MoeForCausalLM(mixture)
+    model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder

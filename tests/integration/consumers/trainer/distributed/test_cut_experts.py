@@ -1,0 +1,63 @@
+"""Checkpoints of mixtures whose experts are cut: of fused gates each rank has two blocks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.trainer.forked_ranks import run_in_ranks
+from tests.support.trainer.parallel_steps import Job, make_divisible_model, run_jobs
+
+pytestmark = pytest.mark.integration
+LAYOUTS = {
+    "tensor 2": (2, {"tensor": 2}),
+    "tensor 2, expert 2": (2, {"tensor": 2, "expert": 2}),
+    "shard 2, tensor 2": (4, {"tensor": 2}),
+    "shard 2, tensor 2, expert 2": (4, {"tensor": 2, "expert": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of one rank and of each layout; their checkpoints are resumed under the other."""
+    folder = tmp_path_factory.mktemp("runs")
+    model = make_divisible_model(folder / "model", experts=4)
+    run_jobs(model, folder, [Job("alone", 0, 2), Job("alone to alone", 2, 4, source="alone")])
+    for world in (2, 4):
+        names = {name: parallel for name, (ranks, parallel) in LAYOUTS.items() if ranks == world}
+        jobs = [Job(name, 0, 2, parallel) for name, parallel in names.items()]
+        jobs += [Job(f"alone to {name}", 2, 4, parallel, source="alone") for name, parallel in names.items()]
+        run_in_ranks(world, run_jobs, model, folder, jobs, output=folder / "output.txt")
+    run_jobs(model, folder, [Job(f"{name} to alone", 2, 4, source=name) for name in LAYOUTS])
+    return folder
+
+
+def report(folder: Path, name: str, first: int, world: int) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / name / f"report-{first}-{world}.json").read_text())
+    return content
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for step, other in zip(found["metrics"], wanted["metrics"], strict=True):
+        for name in ("loss", "entropy", "grad_norm", "kl", "ratio_max"):
+            assert step[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+    assert found["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_steps_are_those_of_one_rank_before_and_after_a_checkpoint(folder: Path, name: str) -> None:
+    world = LAYOUTS[name][0]
+    assert_same(report(folder, name, 0, world), report(folder, "alone", 0, 1))
+    assert_same(report(folder, f"alone to {name}", 2, world), report(folder, "alone to alone", 2, 1))
+    assert_same(report(folder, f"{name} to alone", 2, 1), report(folder, "alone to alone", 2, 1))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_that_are_resumed_are_those_of_one_rank(folder: Path, name: str) -> None:
+    wanted = load_file(folder / "alone to alone" / "weights")
+    found = load_file(folder / f"{name} to alone" / "weights")
+    assert found.keys() == wanted.keys()
+    assert all(torch.allclose(found[key], tensor, atol=1e-4) for key, tensor in wanted.items())
