@@ -1,7 +1,7 @@
 """Sharded tensors of which a rank has several blocks, such as experts' fused gates: PyTorch would write them as one."""
 
 import io
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Size, Tensor
@@ -42,43 +42,41 @@ class LoadPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-class _Blocks(Tensor):
-    """This rank's part of a sharded tensor, which tells torch.distributed.checkpoint where each of its blocks is."""
+class _Blocks:
+    """Tells torch.distributed.checkpoint where the blocks of this rank's part of a sharded tensor are in the whole."""
 
-    places: list[tuple[ChunkStorageMetadata, tuple[slice, ...]]]
-
-    @classmethod
-    def of(cls, whole: DTensor) -> Self:
-        """Return the part of ``whole``, in the same memory."""
-        part = whole.to_local().detach().as_subclass(cls)
-        part.places = []
+    def __init__(self, whole: DTensor) -> None:
+        self._whole, self._part = whole, whole.to_local().detach()
+        self._places: list[tuple[ChunkStorageMetadata, tuple[slice, ...]]] = []
         for own, there in own_blocks(whole):
             sizes = Size([each.stop - each.start for each in there])
             if sizes.numel():
-                part.places.append((ChunkStorageMetadata(Size([each.start for each in there]), sizes), own))
-        return part
+                self._places.append((ChunkStorageMetadata(Size([each.start for each in there]), sizes), own))
 
-    def __create_write_items__(self, name: str, whole: DTensor) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self)
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._part)
         return [
             WriteItem(
                 MetadataIndex(name, chunk.offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, whole.size()),
+                tensor_data=TensorWriteData(chunk, properties, self._whole.size()),
             )
-            for chunk, _ in self.places
+            for chunk, _ in self._places
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk for chunk, _ in self.places]
+        return [chunk for chunk, _ in self._places]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        own = next(own for chunk, own in self.places if chunk.offsets == index.offset)
-        return self.as_subclass(Tensor)[own]
+        return self._part[next(own for chunk, own in self._places if chunk.offsets == index.offset)]
 
 
 def _in_blocks(value: Any) -> Any:
-    """Return a tensor that is cut in strides as one of ``_Blocks``; anything else as it is."""
+    """Return a tensor that is cut in strides as one that is written in blocks; anything else as it is."""
     if not isinstance(value, DTensor) or not any(isinstance(how, _StridedShard) for how in value.placements):
         return value
-    return DTensor(_Blocks.of(value), value._spec, requires_grad=False)
+    blocks, part = _Blocks(value), value.to_local().detach()
+    # A sharded tensor lets its part answer.
+    for name in ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"):
+        setattr(part, name, getattr(blocks, name))
+    return DTensor(part, value._spec, requires_grad=False)

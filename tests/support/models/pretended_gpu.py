@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate.state import PartialState
 from torch import Tensor
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -25,9 +26,16 @@ from torch.utils.backend_registration import (
 aten = torch.ops.aten
 
 
+class _Event:
+    """A moment of a stream, which has passed."""
+
+
 class _Stream(torch.cpu.Stream):
     def synchronize(self) -> None:
         """Return: what is computed is there."""
+
+    def record_event(self, event: object = None) -> _Event:
+        return _Event()
 
 
 class _Module(_DummyBackendModule):
@@ -37,6 +45,8 @@ class _Module(_DummyBackendModule):
 
     def is_available(self) -> bool:
         return self.pretended
+
+    Stream = _Stream
 
     def current_stream(self, device: object = None) -> _Stream:
         return _Stream()
@@ -59,6 +69,21 @@ GPU = torch.device("pretended", 0)
 
 _TAKE_BOTH = {aten.copy_, aten._to_copy, aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 """Operations for which it is enough that the first tensor is on the GPU, or that copy between devices."""
+
+
+class _Storage:
+    """The memory below a tensor on the GPU, which is ``held``, that of the CPU."""
+
+    device = GPU
+
+    def __init__(self, held: torch.UntypedStorage) -> None:
+        self.held = held
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.held, name)
+
+    def __len__(self) -> int:
+        return len(self.held)
 
 
 class _OnGpu(Tensor):
@@ -86,6 +111,14 @@ class _OnGpu(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         return _compute(func, args, kwargs or {})
+
+    def untyped_storage(self) -> Any:
+        """Return the memory below the tensor, which may be resized."""
+        return _Storage(self.held.untyped_storage())
+
+    def set_(self, source: _Storage) -> Self:  # type: ignore[override]
+        """Return an empty tensor's view of all of the memory."""
+        return type(self)(self.held.set_(source.held))
 
     def tolist(self) -> Any:
         """Return the values, which PyTorch does not do for tensors of other classes."""
@@ -180,6 +213,23 @@ def pretend_gpu(patch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     patch.setattr(PartialState, "device", GPU, raising=False)
     patch.setattr("accelerate.Accelerator.device", GPU)
     patch.setattr(_MODULE, "pretended", True)
+    empty = torch.empty
+    patch.setattr(torch, "empty", lambda *size, pin_memory=False, **kwargs: empty(*size, **kwargs))
+    patch.setattr("torch.accelerator.synchronize", lambda *_: None)
+    patch.setattr("torch.accelerator.empty_cache", lambda: None)
+    patch.setattr("torch.accelerator.get_memory_info", lambda *_: (2**40, 2**40))
+    stage = StateDictStager._offload_tensor
+    patch.setattr(
+        StateDictStager,
+        "_offload_tensor",
+        lambda self, x, *args, **kwargs: x.held.clone() if isinstance(x, _OnGpu) else stage(self, x, *args, **kwargs),
+    )
     # Threads of a device would not have the modes.
     with torch.autograd.set_multithreading_enabled(False), _Functions(), _Dispatch():
         yield GPU
+
+
+def run_on_gpu(main: Callable[..., object], *arguments: Any) -> None:
+    """``main(*arguments)`` on a pretended GPU."""
+    with pytest.MonkeyPatch.context() as patch, pretend_gpu(patch):
+        main(*arguments)

@@ -14,7 +14,6 @@ from tests.support.trainer.parallel_steps import Job, make_divisible_model, run_
 pytestmark = pytest.mark.integration
 LAYOUTS = {
     "tensor 2": (2, {"tensor": 2}),
-    "tensor 2, expert 2": (2, {"tensor": 2, "expert": 2}),
     "shard 2, tensor 2": (4, {"tensor": 2}),
     "shard 2, tensor 2, expert 2": (4, {"tensor": 2, "expert": 2}),
 }
