@@ -49,7 +49,7 @@ def test_a_rank_alone_publishes_gives_its_gpu_away_and_resumes(tmp_path: Path) -
     assert_same(report(tmp_path, jobs[2], 1), report(cpu, jobs[2], 1))
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("layouts; one rank is always tested")
 @pytest.mark.parametrize("jobs", [JOBS, EXPERTS], ids=["dense", "experts"])
 def test_the_steps_of_two_ranks_are_those_of_one_on_the_cpu(tmp_path: Path, jobs: list[Job]) -> None:
     model = make_divisible_model(tmp_path / "model", experts=4 if jobs is EXPERTS else 0)
