@@ -210,4 +210,5 @@ class HeartbeatThread:
             device_ms=self.clock.read_ms() if self.clock is not None else {},
             counted_ms=self._counted,
             uncounted=self._uncounted,
+            software=self._meter.software,
         )

@@ -7,16 +7,19 @@ import contextlib
 import os
 import threading
 import time
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import psutil
 
-from schemas.system.gpu_memory import memory_by_process
+from schemas.system.gpu_memory import describe_gpus, memory_by_process
 
 EVERY_S = 5.0
 SHARE = 100
 """A measurement that took t seconds of processor time is followed by a rest of at least SHARE times t."""
 GPU_EVERY_S = 30.0
+PACKAGES = ("torch", "transformers", "vllm", "sglang")
+"""Those whose versions change what is sampled."""
 RANKED = "TORCHELASTIC_RUN_ID"
 """Set in processes that torchrun started."""
 
@@ -59,6 +62,8 @@ class ProcessMeter:
         self._at = 0.0
         self.figures: dict[str, float] = {}
         """The newest metrics; {} before the first measurement, ``cpu`` from the second one on."""
+        self.software: dict[str, str] = {}
+        """Versions of the GPUs' driver and of packages, and the GPUs' names; {} before the first measurement."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="process-meter", daemon=True)
 
@@ -82,6 +87,7 @@ class ProcessMeter:
             figures["cpu"] = max(0.0, used / (now - self._at))
         if now >= self._gpu_due:
             self._gpu, self._gpu_due = memory_by_process(), now + GPU_EVERY_S
+            self.software = self.software or describe_gpus() | _versions()
         if self._gpu:
             figures["gpu_memory_bytes"] = float(sum(self._gpu.get(process.pid, 0) for process in measured))
         self._before, self._at, self.figures = measured, now, figures
@@ -92,3 +98,11 @@ class ProcessMeter:
             before = time.thread_time()
             self.measure(time.monotonic())
             rest = max(EVERY_S, SHARE * (time.thread_time() - before))
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

@@ -75,6 +75,7 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
     from rich.markup import escape
 
     from deploy.client import find
+    from deploy.control_plane.status.pools import differences
     from deploy.terminal.page import pool_figures
 
     ledger = s.ledger
@@ -110,6 +111,7 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
         count, speed, share, gap = (value for _, value in pool_figures(pool))
         text = f"{count} generators, {speed} tokens/s, {share} of the trained tokens, log-probability gap {gap}"
         lines.append((f"pool {pool.name}", text))
+    lines += [("unequal", text) for text in differences(s.services)]
     if s.pause.mode != "none":
         done = "done" if s.pause.done else f"waiting for {', '.join(s.pause.waiting_for)}"
         lines.insert(1, ("pause", f"{s.pause.mode} by {s.pause.by}: {done}"))

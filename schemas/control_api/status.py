@@ -34,6 +34,9 @@ class ServiceStatus(Answer):
     figures: dict[str, float] = Field(
         description="All other metrics of the heartbeat, by name; of a generator, its mismatch_gap and mismatch_kl."
     )
+    software: dict[str, str] = Field(
+        default_factory=dict, description="Versions of the GPUs' driver and of packages, and as gpu the GPUs' names."
+    )
 
 
 class PoolStatus(Answer):

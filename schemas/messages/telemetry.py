@@ -18,7 +18,7 @@ class Heartbeat(Message, kw_only=True, tag="heartbeat"):
     place: the running system and the process namespace in which ``pid`` counts; "" if unknown. pool: of a generator, ""
     in a run without pools. devices: those that the process computes on. device_ms: milliseconds of theirs by use, since
     the process began; counted_ms: those of them that the broker has counted. uncounted: it had no counts when the last
-    heartbeat came.
+    heartbeat came. software: versions of the GPUs' driver and of packages, and the GPUs' names as ``gpu``.
     """
 
     service: str
@@ -36,6 +36,7 @@ class Heartbeat(Message, kw_only=True, tag="heartbeat"):
     device_ms: dict[str, int] = {}
     counted_ms: dict[str, int] = {}
     uncounted: bool = False
+    software: dict[str, str] = {}
 
     @property
     def process(self) -> str:

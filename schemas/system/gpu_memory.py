@@ -1,4 +1,4 @@
-"""What the driver's program nvidia-smi says of this machine's GPUs: their memory, and which processes have it.
+"""What the driver's program nvidia-smi says of this machine's GPUs: their memory, which processes have it, its version.
 
 Where it is missing, fails or does not answer, nothing is known.
 """
@@ -19,12 +19,20 @@ def ask_driver(query: str) -> list[list[str]]:
 
 def free_memory() -> dict[str, int]:
     """Return the free bytes of each GPU that this process may use, by its index; {} if they are unknown."""
+    return {index: int(free) << 20 for index, (free,) in _ask_of_visible("memory.free").items() if free.isdigit()}
+
+
+def describe_gpus() -> dict[str, str]:
+    """Return the version of the ``driver``, and as ``gpu`` the names of those that this process may use; {} if none."""
+    found = _ask_of_visible("driver_version,name").values()
+    return {"driver": min(found)[0], "gpu": ", ".join(sorted({name for _, name in found}))} if found else {}
+
+
+def _ask_of_visible(fields: str) -> dict[str, list[str]]:
+    """Return the values of fields for each GPU that this process may use, by its index."""
     visible = {name.strip() for name in os.environ.get(VISIBLE, "").split(",")} - {""}
-    return {
-        index: int(free) << 20
-        for index, uuid, free in ask_driver("gpu=index,uuid,memory.free")
-        if free.isdigit() and (not visible or visible & {index, uuid})
-    }
+    lines = ask_driver(f"gpu=index,uuid,{fields}")
+    return {index: values for index, uuid, *values in lines if not visible or visible & {index, uuid}}
 
 
 def memory_by_process() -> dict[int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from deploy.control_plane.status.pools import differences
 from schemas.control_api.status import RunStatus
 from schemas.messages.telemetry import DRAINED
 
@@ -100,6 +101,8 @@ class AlertRules:
         if drained := [service.name for service in status.services if service.live and service.state == DRAINED]:
             text = f"{', '.join(drained)}: log-probabilities are not those of the policy; see the event mismatch"
             yield Alert("mismatch", "error", f"{text}, then restart or remove it")
+        if unequal := differences(status.services):
+            yield Alert("unequal_generators", "warning", "; ".join(unequal))
         if status.pause.waiting_for:
             text = f"a pause was ordered, and these have not followed: {', '.join(status.pause.waiting_for)}"
             yield Alert("pause_stuck", "warning", text)

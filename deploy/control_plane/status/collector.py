@@ -258,6 +258,7 @@ class Collector:
             load=None if in_flight is None or not most else min(1.0, in_flight / most),
             acknowledged=dict(beat.acknowledged),
             figures=figures,
+            software=beat.software,
         )
 
     def _stream(self, lag: StreamLag, now: float) -> StreamStatus:

@@ -1,6 +1,6 @@
 """The pools of a run beside each other: who generates, how fast, and how far from the trainer's log-probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from deploy.control_plane.status.series import MetricsSeries
 from schemas.control_api.status import PoolStatus, ServiceStatus
@@ -27,3 +27,22 @@ def pool_statuses(
             )
         )
     return found
+
+
+def differences(services: Sequence[ServiceStatus]) -> list[str]:
+    """Return for each pool with different drivers, packages or GPUs what live generators have, in a line."""
+    pools: dict[str, dict[str, dict[str, list[str]]]] = {}
+    for one in services:
+        for what, value in one.software.items() if one.role == "generator" and one.live else ():
+            pools.setdefault(one.pool, {}).setdefault(what, {}).setdefault(value, []).append(one.name)
+    found = []
+    for pool, kinds in pools.items():
+        differing = [f"{what} {_with_owners(values)}" for what, values in kinds.items() if len(values) > 1]
+        if differing:
+            found.append(f"generators{f' of pool {pool}' if pool else ''} differ: {'; '.join(differing)}")
+    return found
+
+
+def _with_owners(values: Mapping[str, Sequence[str]]) -> str:
+    more = {value: f" and {len(names) - 1} more" if len(names) > 1 else "" for value, names in values.items()}
+    return ", ".join(f"{value} ({names[0]}{more[value]})" for value, names in values.items())

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import fakeredis
@@ -222,3 +223,19 @@ def test_free_memory_is_that_of_the_gpus_that_a_process_may_use(monkeypatch: pyt
     for visible, known in (("", {"0": 10, "1": 20}), ("1", {"1": 20}), ("GPU-a,2", {"0": 10})):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert gpu_memory.free_memory() == {name: mib << 20 for name, mib in known.items()}
+
+
+def test_a_heartbeat_says_with_which_driver_and_packages_a_service_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = "0, GPU-a, 580.95, NVIDIA H200\n1, GPU-b, 580.95, NVIDIA H200\n2, GPU-c, 580.95, NVIDIA L40S\n"
+    monkeypatch.setattr(gpu_memory, "ask", lambda command: gpus if "driver_version" in command[1] else "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-a")
+    meter = ProcessMeter()
+    assert meter.software == {}
+    meter.measure(time.monotonic())
+    assert (meter.software["driver"], meter.software["gpu"]) == ("580.95", "NVIDIA H200")
+    assert meter.software["torch"] == version("torch")
+    monkeypatch.setattr(gpu_memory, "ask", lambda command: "")
+    meter = ProcessMeter()
+    meter.measure(time.monotonic())
+    assert not {"driver", "gpu"} & meter.software.keys()
+    assert meter.software["torch"] == version("torch")

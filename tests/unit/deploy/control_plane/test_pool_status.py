@@ -2,12 +2,14 @@
 
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from broker.flow.run_control import ControlState
 from broker.telemetry.stream_lag import StreamLag
 from deploy.cli.status import rows
+from deploy.control_plane.alerts.alerts import AlertRules
 from deploy.control_plane.status.collector import Collector, PlannedRun
 from deploy.control_plane.status.prometheus import render
 from deploy.terminal.page import History, page
@@ -120,3 +122,23 @@ def test_prometheus_has_the_share_of_time_of_those_that_share_gpus() -> None:
     for service, share in zip([one for one in found.services if one.role == "generator"], (0.2, 0.4), strict=False):
         service.figures["device_share"] = share
     assert 'tidemill_shared_gpu_time_share{role="generator"} 0.3' in render(found, True, {}, {}).decode()
+
+
+def test_generators_of_a_pool_with_different_drivers_are_reported() -> None:
+    """Until a generator has said what it runs with, nothing is known of it; between pools anything may differ."""
+    software = {
+        "generator-fast-0": {"driver": "570.10", "torch": "2.13.0"},
+        "generator-fast-1": {"driver": "580.95", "torch": "2.13.0"},
+        "generator-fast-2": {"driver": "550.01", "torch": "2.12.0"},
+        "generator-old-0": {"driver": "535.01", "torch": "2.12.0"},
+    }
+    beats = [msgspec.structs.replace(one, software=software.get(one.service, {})) for one in BEATS]
+    beats += [msgspec.structs.replace(beats[1], service=f"generator-fast-{index}") for index in (3, 4)]
+    found = status([*beats, beat("generator-fast-5", "fast")])
+    # generator-fast-2 has been silent for long.
+    text = "generators of pool fast differ: driver 570.10 (generator-fast-0), 580.95 (generator-fast-1"
+    (alert,) = (one for one in AlertRules(900.0).observe(found, 100.0) if one.alert.name == "unequal_generators")
+    assert (alert.alert.level, alert.alert.text) == ("warning", f"{text} and 2 more)")
+    assert dict(rows(found))["unequal"] == f"{text} and 2 more)"
+    same = [msgspec.structs.replace(one, software=software["generator-fast-0"]) for one in BEATS]
+    assert "unequal" not in dict(rows(status(same)))
