@@ -37,7 +37,14 @@ def build_launcher(config: TidemillConfig) -> Launcher:
 def check_places(config: TidemillConfig, launcher: str, replicas: int | None = None) -> None:
     """Raise ConfigError if this launcher can't place services as configured, or pools have ``replicas`` beside them."""
     if config.placement is not None:
-        raise ConfigError(f"placement is for `tidemill up` on one machine: remove it, {launcher} finds the GPUs")
+        if launcher != "Kubernetes":
+            raise ConfigError(
+                f"placement auto is for `tidemill up`: name the GPUs, or remove it, {launcher} finds them"
+            )
+        raise ConfigError(
+            "placement is for one machine: remove it, Kubernetes finds the GPUs; to use them in turns, run `tidemill"
+            " up` in a pod that has them all"
+        )
     for name, pool in config.pools.items():
         if pool.nodes:
             raise ConfigError(
@@ -46,6 +53,15 @@ def check_places(config: TidemillConfig, launcher: str, replicas: int | None = N
             )
     if config.pools and replicas is not None:
         raise ConfigError(f"--generators {replicas} excludes pools: set pools.NAME.generator.replicas")
+
+
+def check_whole(options: object, *names: str) -> None:
+    """Raise ConfigError if one of these options is set beside ``placement``, with which a run is on one node."""
+    for name in names:
+        if (value := getattr(options, name)) != getattr(type(options), name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value} excludes placement, with which one node has the whole run"
+            )
 
 
 def _check_arguments(make: type[Launcher], wanted: LauncherConfig) -> None:

@@ -21,16 +21,22 @@ from pathlib import Path
 from typing import Any, Self
 
 from broker.connection.connection import find_url
+from deploy.checks.preflight import check
 from deploy.launcher_options import RayOptions
-from deploy.launchers.factory import check_places
+from deploy.launchers.factory import check_places, check_whole
 from deploy.launchers.gpus import GpuPlan, check_counts, shared_utilization
+from deploy.logs import lossy
 from deploy.planning.cluster import DeviceQuota, engine_width
-from deploy.run.up import run_up
+from deploy.run.folder import forget_run, refuse_foreign, sole_user
+from deploy.run.up import EXIT_CODES, STOP_ORDER, run_up
+from deploy.services.main import command
 from deploy.supervisor.process import Process, Processes
-from deploy.supervisor.services import Exit, RunningService, Scaler
-from schemas.config import TidemillConfig, by_pool, of_pool
+from deploy.supervisor.services import Change, Exit, RunningService, Scaler, ServiceSpec
+from deploy.supervisor.supervisor import Supervisor
+from schemas.config import PlacementConfig, TidemillConfig, by_pool, of_pool, save_config
 from schemas.control_api.status import RunStatus
-from schemas.errors import ConfigError, InfraError
+from schemas.errors import ERROR_EXIT, HOPELESS, ConfigError, InfraError
+from schemas.run_folder import LOGS, NODES
 
 LOOK_S = 0.05
 GOING_ON = ("starting", "running", "finishing")
@@ -43,6 +49,8 @@ GROW_S = 30.0
 """How long tasks must have waited before one more generator is asked for."""
 SHRINK_S = 300.0
 """How long none must have waited before one is given up: machines and models take minutes to come back."""
+AGAIN = {"backoff_s": 15.0, "window_s": 3600.0}
+"""How a whole run is started again: a lost node may notice only after its driver that it has to end."""
 
 
 @dataclass
@@ -115,8 +123,8 @@ class Host:
 class RayCluster:
     """Return a starter that is attached to the cluster; ConfigError without a cluster, or if it is too small."""
 
-    def __init__(self, options: Ray, config: TidemillConfig, least: int, most: int) -> None:
-        """least, most: generators."""
+    def __init__(self, options: Ray, config: TidemillConfig, least: int, most: int, whole: bool = False) -> None:
+        """least, most: generators. whole: one actor has the whole run, as the trainer."""
         try:
             import ray
         except ImportError as error:
@@ -133,7 +141,8 @@ class RayCluster:
                 )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"no Ray cluster at {options.address!r}: {' '.join(str(error).split())}") from error
-        if find_url(config.broker.url) is None and sum(bool(node["Alive"]) for node in self._ray.nodes()) > 1:
+        several = not whole and sum(bool(node["Alive"]) for node in self._ray.nodes()) > 1
+        if several and find_url(config.broker.url) is None:
             raise ConfigError("the embedded broker serves one machine: set REDIS_URL to a server that all nodes reach")
         there = float(self._ray.cluster_resources().get("GPU", 0))
         self.gpus = options.plan(config, there, least, most)
@@ -141,7 +150,7 @@ class RayCluster:
             name: (options.plan(of_pool(config, name), there, least, most).generator, pool.ray)
             for name, pool in config.pools.items()
         }
-        self._group = self._reserve()
+        self._group = self._reserve(whole)
 
     def __enter__(self) -> Self:
         return self
@@ -198,8 +207,8 @@ class RayCluster:
             max_concurrency=8,
         )
 
-    def _reserve(self) -> Any:
-        bundles = [{"CPU": self._options.trainer_cpus, "GPU": self.gpus.trainer}, {"CPU": 1.0}]
+    def _reserve(self, whole: bool) -> Any:
+        bundles = [{"CPU": self._options.trainer_cpus, "GPU": self.gpus.trainer}, *([] if whole else [{"CPU": 1.0}])]
         wanted = [{kind: amount for kind, amount in bundle.items() if amount} for bundle in bundles]
         group = self._ray.util.placement_group(wanted, strategy="PACK")
         if not group.wait(PLACE_S):
@@ -254,6 +263,8 @@ class Ray(RayOptions):
     """The launcher ``ray``."""
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
+        if config.placement is not None and not config.placement.is_auto:
+            return self._launch_whole(config, config.placement, fresh)
         check_places(config, "Ray", self.generators if self.max_generators is None else self.max_generators)
         replicas = sum(one.generator.replicas for one in by_pool(config).values())
         least = replicas if self.generators is None else self.generators
@@ -267,6 +278,35 @@ class Ray(RayOptions):
                 print(cluster.gpus.text)
             plan = replace(cluster.gpus, replicas=config.generator.replicas) if config.pools else cluster.gpus
             return run_up(plan.apply(config), cluster, fresh)
+
+    def _launch_whole(self, config: TidemillConfig, placement: PlacementConfig, fresh: bool) -> int:
+        """Run `tidemill up` in one actor, on a node with the GPUs of ``placement``; return the exit code."""
+        check_whole(self, "generators", "max_generators", "generator_gpus", "trainer_gpus", "generator_cpus")
+        refuse_foreign(config, fresh)
+        check(config, here=False)
+        DeviceQuota.check(config)
+        # `tidemill up` restarts services itself, and stops them one kind after the other.
+        policy = config.supervisor.model_copy(update=AGAIN | {"grace_s": len(STOP_ORDER) * config.supervisor.grace_s})
+        file = config.folder / NODES / "ray.yaml"
+
+        def note(change: Change) -> None:
+            print(f"{change.service}: {change.text}", file=lossy(sys.stderr))
+
+        with RayCluster(replace(self, trainer_gpus=placement.least_gpus, generator_gpus=0), config, 1, 1, True) as ray:
+            with sole_user(config.folder):
+                # Here, since an actor that is placed again must keep what the one before has trained.
+                if fresh:
+                    forget_run(config)
+                file.parent.mkdir(exist_ok=True)
+                save_config(config, file)
+            with Supervisor(policy, config.folder / LOGS, note, ray) as supervisor:
+                supervisor.add(ServiceSpec("run", command("up", str(file)), role="trainer", finishes=True))
+                outcome = supervisor.run()
+                supervisor.stop()
+        if outcome.cause is None:
+            return EXIT_CODES[outcome.reason]
+        print(f"tidemill: {outcome.cause}", file=lossy(sys.stderr))
+        return outcome.cause.exit.code if outcome.cause.exit.code in HOPELESS else ERROR_EXIT
 
     def plan(self, config: TidemillConfig, there: float, least: int, most: int) -> GpuPlan:
         """Return the GPUs to ask a cluster for that has so many."""

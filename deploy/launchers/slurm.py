@@ -17,12 +17,12 @@ from string import Template
 
 from deploy.checks.preflight import check
 from deploy.launcher_options import SlurmOptions
-from deploy.launchers.factory import check_places
+from deploy.launchers.factory import check_places, check_whole
 from deploy.launchers.gpus import Auto, check_counts
 from deploy.planning.cluster import DeviceQuota, engine_width
 from deploy.run.folder import settle_configuration
 from schemas.config import TidemillConfig, by_pool
-from schemas.config.deploy import PlacementConfig, parse_ranges
+from schemas.config.deploy import PlacementConfig
 from schemas.errors import OK_EXIT, ConfigError
 from schemas.run_folder import CONFIG
 from schemas.run_record import check_record
@@ -73,16 +73,12 @@ class Slurm(SlurmOptions):
 
     def _write_one_job(self, config: TidemillConfig, placement: PlacementConfig) -> list[Path]:
         """Write the script of one job on one node with the whole run, in which GPUs are used in turns."""
-        for name in ("generators", "generator_gpus", "trainer_nodes", "trainer_gpus", "container"):
-            if getattr(self, name) != getattr(SlurmOptions, name):
-                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
-                raise ConfigError(f"{option} excludes placement, with which one job on one node has the whole run")
+        check_whole(self, "generators", "generator_gpus", "trainer_nodes", "trainer_gpus", "container")
         check_record(config)
         self._check(config)
         DeviceQuota.check(config)
         folder = self._make_folder(config)
-        gpus = 1 + max(parse_ranges(placement.trainer) + parse_ranges(placement.generator))
-        values = self._values(config, folder) | {"gpus": _gpus(gpus), "grace_s": str(GRACE_S)}
+        values = self._values(config, folder) | {"gpus": _gpus(placement.least_gpus), "grace_s": str(GRACE_S)}
         return [_write(folder / name, name, values) for name in (SCRIPTS[0], UP)]
 
     def _check(self, config: TidemillConfig) -> None:

@@ -89,6 +89,11 @@ class PlacementConfig(Section):
         """Return the GPUs that both ranges name."""
         return [] if self.is_auto else sorted(set(parse_ranges(self.trainer)) & set(parse_ranges(self.generator)))
 
+    @property
+    def least_gpus(self) -> int:
+        """Return how many GPUs a machine must have: the last one that is named, counted from 1."""
+        return 1 + max(parse_ranges(self.trainer) + parse_ranges(self.generator))
+
     def engines(self, width: int) -> list[list[int]]:
         """Return the GPUs of each generator whose engine takes ``width``; ValueError if some are left over."""
         numbers = parse_ranges(self.generator)

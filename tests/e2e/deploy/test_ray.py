@@ -17,12 +17,13 @@ from deploy.services.main import command
 from schemas.run_folder import read_lines, surviving_lines
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.programs import free_port
+from tests.support.runs.shared_devices import check_notes, in_turns, read_notes
 from tests.support.runs.up_runs import make_decoys
 
 pytestmark = pytest.mark.matrix("a launcher; make test runs the local one")
 pytest.importorskip("ray")
-STEPS, LONG = 12, 120
-"""Of a whole run, and of one that must not be over before a lost node is noticed."""
+STEPS, LONG, TURNS = 12, 120, 40
+"""Of a whole run, of one that must not be over before a lost node is noticed, and of one on a single node."""
 # A head with room for the trainer and the small services, and a node for the generators.
 OPTIONS = ("--generators", "2", "--trainer-cpus", "1", "--generator-cpus", "0.5")
 
@@ -160,3 +161,44 @@ def test_a_run_on_ray_outlives_the_node_of_all_generators(tmp_path: Path, cluste
     uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
     assert [line["step"] for line in kept] == list(range(LONG))
     assert max(uses.values()) == 1
+
+
+@pytest.mark.timeout(600)
+def test_a_run_whose_gpus_are_used_in_turns_is_one_actor_and_resumes_on_another_node(
+    tmp_path: Path, cluster: Any
+) -> None:
+    """Broker and all: what is on the node is lost with it, and the run's folder is not."""
+    node = cluster.add_node(num_cpus=1, num_gpus=2)
+    run, output = tmp_path / "run", tmp_path / "output.txt"
+    settings = in_turns(tmp_path, "0", "0-1", TURNS)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({**settings, "run": {"name": "turns", "folder": str(run)}}))
+    # The actor needs the GPUs of one node, of which the driver itself knows nothing.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("REDIS_URL", "CUDA"))}
+    with output.open("w") as stream:
+        argv = command("ray", str(file), "--address", cluster.address)
+        process = subprocess.Popen(argv, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+    deadline = time.monotonic() + 480
+    try:
+        while process.poll() is None:
+            assert time.monotonic() < deadline, output.read_text()[-3000:]
+            steps = {line["step"] for line in read_lines(run / "trained.jsonl") if "step" in line}
+            if 6 <= len(steps) < TURNS and node is not None:
+                cluster.remove_node(node, allow_graceful=False)
+                node = None
+                cluster.add_node(num_cpus=1, num_gpus=2)
+            time.sleep(0.2)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+    assert process.returncode == 0, output.read_text()[-3000:]
+    assert node is None
+    assert "run: killed by SIGKILL; restart 1 in 15.0 s" in output.read_text()
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
+    kept = list(surviving_lines(read_lines(run / "trained.jsonl")))
+    uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
+    assert [line["step"] for line in kept] == list(range(TURNS))
+    assert max(uses.values()) == 1
+    assert check_notes(read_notes(tmp_path / "notes"), ["generator-0"]) >= 3

@@ -100,10 +100,12 @@ class NotingEngine(ScriptedEngine):
         name = sys.argv[sys.argv.index("--name") + 1]
         self._lock = generator_lock(devices, name) if (devices := shares_gpus(name)) else None
         self._notes = Notes(folder, name)
+        self._awake = False
 
     def _note(self, what: str, **more: Any) -> None:
         held = self._lock is None or not self._lock.is_free(shared=True)
         self._notes.add(what, held=held, **more)
+        self._awake = what != "asleep" and (self._awake or what == "awake")
 
     async def start(self) -> None:
         self._note("awake")
@@ -119,7 +121,9 @@ class NotingEngine(ScriptedEngine):
 
     async def close(self) -> None:
         await super().close()
-        self._note("asleep")
+        # An engine that sleeps has given its device already.
+        if self._awake:
+            self._note("asleep")
 
     async def load(self, source: WeightSource, version: int) -> None:
         await super().load(source, version)

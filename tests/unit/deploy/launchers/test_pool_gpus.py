@@ -107,15 +107,30 @@ def test_what_a_launcher_cannot_do_with_pools_is_said_in_a_line(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("launcher", [Slurm(), Ray(), Kubernetes()])
-def test_a_placement_is_refused_by_what_places_services_on_several_machines(
-    launcher: Slurm | Kubernetes | Ray, tmp_path: Path
+UNKNOWN = "placement auto is for `tidemill up`: name the GPUs, or remove it, {} finds them"
+APART = (
+    "placement is for one machine: remove it, Kubernetes finds the GPUs; to use them in turns, run `tidemill up` in a"
+    " pod that has them all"
+)
+WHOLE = "--generators 4 excludes placement, with which one node has the whole run"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "placement", "message"),
+    [
+        (Slurm(), "auto", UNKNOWN.format("Slurm")),
+        (Ray(), "auto", UNKNOWN.format("Ray")),
+        (Kubernetes(), "auto", APART),
+        (Kubernetes(), {"trainer": "0", "generator": "0-1"}, APART),
+        (Ray(generators=4), {"trainer": "0", "generator": "0-1"}, WHOLE),
+    ],
+)
+def test_a_placement_that_a_launcher_cannot_follow_is_refused_in_a_line(
+    launcher: Slurm | Kubernetes | Ray, placement: Any, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        launcher.launch(config(run={"folder": str(tmp_path / "run")}, pools={}, placement="auto"))
-    assert str(raised.value) == (
-        f"placement is for `tidemill up` on one machine: remove it, {type(launcher).__name__} finds the GPUs"
-    )
+        launcher.launch(config(run={"folder": str(tmp_path / "run")}, pools={}, placement=placement))
+    assert str(raised.value) == message
     assert not (tmp_path / "run").exists()
 
 

@@ -151,5 +151,5 @@ def test_what_one_job_cannot_have_is_said_in_a_line(options: dict[str, Any], nam
     config = minimal_config(run={"folder": str(tmp_path / "run")}, placement=TURNS, generator={"engine": "vllm"})
     with pytest.raises(ConfigError) as raised:
         Slurm(**options).prepare(config)
-    assert str(raised.value) == f"{named} excludes placement, with which one job on one node has the whole run"
+    assert str(raised.value) == f"{named} excludes placement, with which one node has the whole run"
     assert not (tmp_path / "run").exists()
