@@ -35,10 +35,15 @@ class DatasetResult:
             return None
         return sum(count * pass_at(k, samples, correct) for (samples, correct), count in enough.items()) / total
 
-    def figures(self, passes: Iterable[int]) -> dict[str, float]:
-        """Return the known metrics by name: reward, accuracy, length, and pass@k for each k of ``passes``."""
-        metrics = {"reward": self.mean if self.scored else None, "accuracy": self.accuracy, "length": self.length}
-        metrics |= {f"pass@{k}": self.pass_at(k) for k in passes}
+    def figures(self, passes: Iterable[int], has_accuracy: bool = True) -> dict[str, float]:
+        """Return the known metrics by name: reward, length, and with has_accuracy accuracy and pass@k of ``passes``.
+
+        has_accuracy: that of the configuration. Without it no sample is right or wrong, so that their share means
+        nothing.
+        """
+        metrics = {"reward": self.mean if self.scored else None, "length": self.length}
+        if has_accuracy:
+            metrics |= {"accuracy": self.accuracy, **{f"pass@{k}": self.pass_at(k) for k in passes}}
         return {name: value for name, value in metrics.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:

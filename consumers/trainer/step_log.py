@@ -113,10 +113,7 @@ class StepLog:
         passes = {one.label: one.passes(evaluation.sampling_of(one).n) for one in evaluation.dataset}
 
         def figures(label: str, of: DatasetResult) -> dict[str, float]:
-            found = of.figures(passes.get(label, ()))
-            # Without a sample that is right or wrong, a share of right ones has no meaning.
-            kept = found if self._config.has_accuracy else ("reward", "length")
-            return {name: found[name] for name in kept if name in found}
+            return of.figures(passes.get(label, ()), self._config.has_accuracy)
 
         results = self._broker.evals.read_results()
         if not all(result.complete for result in results) and time.monotonic() >= self._next_look:

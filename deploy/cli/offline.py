@@ -221,7 +221,7 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a model on the held-out prompts without a broker, and print its accuracy."""
+    """Evaluate a model on the held-out prompts without a broker, and print its mean reward."""
     loaded = load(config, overrides)
     if loaded.eval is None:
         raise ConfigError("the configuration has no eval section: add one with held-out prompts")

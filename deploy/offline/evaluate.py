@@ -119,7 +119,8 @@ def evaluate_model(
         name = f"{path}, {one.label}" if len(held_out) > 1 else path
         print(
             f"{name}: held-out reward {result.mean:.4f} on {result.scored} samples, {result.failed} failed"
-            f" ({engine_name(config.generator.engine)}, {time.monotonic() - began:.0f} s){_rates(one, result)}"
+            f" ({engine_name(config.generator.engine)}, {time.monotonic() - began:.0f} s)"
+            f"{_rates(one, result, config.has_accuracy)}"
         )
         if against:
             print(f"{name} against {against}, by prompts: {duels[one.label]}")
@@ -131,15 +132,19 @@ def _as_json(
     config: TidemillConfig, path: str, held_out: list[HeldOut], results: list[DatasetResult], seconds: float
 ) -> dict[str, Any]:
     datasets = {
-        one.label: {"samples": result.scored, "failed": result.failed, **result.figures(one.passes)}
+        one.label: {
+            "samples": result.scored,
+            "failed": result.failed,
+            **result.figures(one.passes, config.has_accuracy),
+        }
         for one, result in zip(held_out, results, strict=True)
     }
     engine = engine_name(config.generator.engine)
     return {"model": path, "engine": engine, "seconds": round(seconds, 1), "datasets": datasets}
 
 
-def _rates(held_out: HeldOut, result: DatasetResult) -> str:
-    figures = result.figures(held_out.passes)
+def _rates(held_out: HeldOut, result: DatasetResult, has_accuracy: bool) -> str:
+    figures = result.figures(held_out.passes, has_accuracy)
     shown = [f"{name} {value:.4f}" for name, value in figures.items() if name.startswith(("accuracy", "pass@"))]
     return f": {', '.join(shown)}" if shown else ""
 

@@ -56,9 +56,18 @@ def test_the_winner_of_each_prompt_and_the_lead_are_those_of_the_models_answers(
     assert (found["model"], found["against"]) == ("model-0", "model-1")
     assert found["datasets"]["jsonl"]["samples"] == len(PROMPTS)
     assert found["datasets"]["jsonl"]["reward"] == pytest.approx(sum(rewards(one)) / len(PROMPTS))
+    assert "accuracy" not in found["datasets"]["jsonl"], "a share of characters is neither right nor wrong"
     assert found["duels"] == {"jsonl": expected.as_json()}
 
     done = run_tidemill("eval", "config.yaml", "--model", "model-1", "--against", "model-0", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     other = Duel(expected.losses, expected.ties, expected.wins)
-    assert done.stdout.splitlines()[-1] == f"model-1 against model-0, by prompts: {other}"
+    first, last = done.stdout.splitlines()
+    assert first.startswith(f"model-1: held-out reward {sum(rewards(two)) / len(PROMPTS):.4f} on 12 samples")
+    assert "accuracy" not in first
+    assert last == f"model-1 against model-0, by prompts: {other}"
+
+    done = run_tidemill("eval", "config.yaml", "reward.correct_from=0.5", "--model", "model-0", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    correct = sum(reward >= 0.5 for reward in rewards(one))
+    assert json.loads(done.stdout)["datasets"]["jsonl"]["accuracy"] == pytest.approx(correct / len(PROMPTS))

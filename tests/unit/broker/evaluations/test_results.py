@@ -39,3 +39,7 @@ def test_the_accuracy_of_several_datasets_is_over_all_their_samples() -> None:
     result = EvalResult(0, 16, 16, 0, 0.9, 1.0, datasets=datasets)
     assert result.accuracy == pytest.approx(7 / 16)
     assert EvalResult(0, 2, 0, 2, 0.0, 0.0).accuracy is None
+
+
+def test_rewards_that_are_neither_right_nor_wrong_have_no_accuracy_and_no_pass_at_k() -> None:
+    assert DatasetResult(2, 2, 0, 0.4, prompts={(2, 0): 1}).figures([1, 2], has_accuracy=False) == {"reward": 0.4}
