@@ -158,6 +158,11 @@ def _read_messages(value: Any, where: str, images: list[Any]) -> list[ChatMessag
         role, content = (item.get("role"), item.get("content")) if isinstance(item, Mapping) else (None, None)
         if isinstance(item, Mapping) and item.get("tool_calls"):
             raise DataError(f"{where}: a prompt's message cannot have tool_calls: write them into its content")
+        if isinstance(item, Mapping) and item.get("tool_call_id"):
+            # It would name none: without the calls a template has nothing to compare it with.
+            raise DataError(
+                f"{where}: a prompt's message cannot have tool_call_id: write calls into the content, and remove it"
+            )
         if isinstance(role, str) and isinstance(content, list):
             messages.append(ChatMessage(role, [_part(part, where, images) for part in content]))
             continue

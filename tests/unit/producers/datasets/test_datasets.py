@@ -109,6 +109,10 @@ def test_a_name_with_dots_is_a_field_of_a_field(tmp_path: Path):
             '{"prompt": [{"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}], "answer": "1"}',
             "a prompt's message cannot have tool_calls: write them into its content",
         ),
+        (
+            '{"prompt": [{"role": "tool", "content": "3", "tool_call_id": "a"}], "answer": "1"}',
+            "a prompt's message cannot have tool_call_id: write calls into the content, and remove it",
+        ),
         ('{"prompt": "x", "answer": 123456789012345678901234567890}', "cannot be sent"),
     ],
 )
