@@ -79,12 +79,20 @@ class HfTokenizer:
         self.hf.save_pretrained(folder)
 
     def prompt_ids(self, task: Task) -> list[int]:
-        """Return the token ids of the prompt. Text gets the tokens that the tokenizer adds (such as <bos>)."""
+        """Return the token ids of the prompt. Text gets the tokens that the tokenizer adds (such as <bos>).
+
+        A prompt whose last message is the assistant's is the beginning of the answer, and has no header after it.
+        """
         if task.token_ids is not None:
             ids = list(task.token_ids)
         elif task.messages is not None:
             messages = [{"role": m.role, "content": m.plain} for m in task.messages]
-            ids = list(self._apply_template(messages, tokenize=True, add_generation_prompt=True))
+            begun = is_begun(task.messages)
+            ids = list(
+                self._apply_template(
+                    messages, tokenize=True, add_generation_prompt=not begun, continue_final_message=begun
+                )
+            )
         else:
             ids = list(self.hf(task.text or "")["input_ids"])
         if not ids:
@@ -96,7 +104,7 @@ class HfTokenizer:
 
         The end of sequence if it closes answers with none, or takes no answer.
         """
-        turns = [{"role": m.role, "content": m.plain} for m in messages]
+        turns = [{"role": m.role, "content": m.plain} for m in messages[: -1 if is_begun(messages) else None]]
         try:
             text = self.chat_text([*turns, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
         except DataError:
@@ -177,6 +185,11 @@ class NoTokenizer(HfTokenizer):
 
     def __getattr__(self, name: str) -> Any:
         raise DataError("the policy of model.kind mlp has no tokenizer, because it acts in numbers")
+
+
+def is_begun(messages: Sequence[ChatMessage]) -> bool:
+    """Tell whether messages end with the beginning of an answer, which the completion continues."""
+    return bool(messages) and messages[-1].role == "assistant"
 
 
 def _load(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -87,6 +87,11 @@ class Tools:
 
     async def _talk(self, episode: Episode, tools: Mapping[str, Tool]) -> None:
         messages = episode.first_messages()
+        if messages[-1]["role"] == "assistant":
+            raise DataError(
+                "the last message of the prompt is the assistant's, which the workflow tools does not continue: end the"
+                " prompt with another role, or take the workflow single_turn"
+            )
         while True:
             answer, message = await episode.ask(messages, self._schemas)
             episode.count("unreadable_tool_calls", answer.failures)

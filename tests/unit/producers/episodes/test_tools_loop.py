@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from producers.episodes.tools.tools import shorten
@@ -13,7 +14,7 @@ from producers.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, find_workflow
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, InfraError
-from schemas.messages import Partial
+from schemas.messages import ChatMessage, Partial
 from schemas.messages.moments import Noted, pack_noted, unpack
 from schemas.plugins import load
 from tests.support.producers.played_episodes import (
@@ -123,6 +124,14 @@ async def results(base: Path, tokenizer: HfTokenizer, answer: str, *names: str, 
     """The messages that the policy reads after an answer."""
     sample, _ = await one(base, tokenizer, says(answer, "Well."), *names, **args)
     return [message for message in sample.data["messages"][2:] if message["role"] != "assistant"]
+
+
+async def test_a_prompt_that_begins_the_answer_is_refused(base: Path, tokenizer: HfTokenizer) -> None:
+    asked = chat_task("1+2?")
+    begun = msgspec.structs.replace(asked, messages=[*(asked.messages or ()), ChatMessage("assistant", "It is")])
+    (failed,) = await play(config(base, "add"), SpeakingEngine(tokenizer, says("3")), tokenizer, begun)
+    assert isinstance(failed, FailedSample)
+    assert "the last message of the prompt is the assistant's, which the workflow tools does" in str(failed)
 
 
 async def test_functions_are_run_until_the_policy_calls_none(base: Path, tokenizer: HfTokenizer):

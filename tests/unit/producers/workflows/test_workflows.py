@@ -60,6 +60,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+def test_a_prompt_that_ends_with_an_assistants_message_is_continued(folder: Path) -> None:
+    """As in TRL: the completion continues the message, which the chat template neither closes nor follows."""
+    tokenizer, asked = HfTokenizer(str(folder)), [ChatMessage("user", "1+2=?")]
+
+    def text(*messages: ChatMessage) -> str:
+        task = Task(task_id=0, kind="train", n=1, sampling=Sampling(), messages=list(messages))
+        return tokenizer.decode_all(tokenizer.prompt_ids(task))
+
+    begun = [*asked, ChatMessage("assistant", "The sum is")]
+    assert text(*begun) == text(*asked) + "The sum is"
+    assert text(*begun, ChatMessage("user", "Well?")).count("assistant") == 2
+    assert tokenizer.closing_id(begun) == tokenizer.closing_id(asked)
+
+
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> HfTokenizer:
     return HfTokenizer(str(folder))
