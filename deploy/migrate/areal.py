@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, reads_images
+from deploy.migrate.conversion import COMPARED, SHELL, YAML, Conversion, ForeignSystem, reads_images
 from deploy.migrate.hydra import compose, find_above, overrides, read_yaml, settings
 from deploy.migrate.rules import FILL_IN, read_rules, read_words, run_name
 from deploy.migrate.shell import command_lines
@@ -135,9 +135,17 @@ def _advantage(done: Conversion) -> None:
     done.set("trainer.advantage.normalise", True if levels == ["batch", "batch"] else None)
     if levels not in (["batch", "batch"], [None, None]):
         done.ask(f"trainer.advantage: normalized by {levels[0]} mean and {levels[1]} deviation is not built in")
-    if scale != 1 and name not in ("grpo", "lite_ppo"):
+    scaled = scale != 1 and name not in ("grpo", "lite_ppo")
+    if scaled:
         for term in done.get("reward.terms"):
             term["weight"] = scale
+    if name in COMPARED:
+        done.leave("the mean of a group takes it away", "actor.reward_bias")
+    elif bias := known.get("actor.reward_bias"):
+        done.ask(
+            f"reward.terms: AReaL adds reward_bias {bias:g} to each reward: add a term of your own that is {bias:g}"
+            + (f", with weight {scale:g}" if scaled else "")
+        )
 
 
 def _workflow(done: Conversion) -> None:

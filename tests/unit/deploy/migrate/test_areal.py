@@ -116,6 +116,24 @@ def test_norms_of_rewards(tmp_path: Path, mean: str, std: str, more: str, advant
 
 
 @pytest.mark.parametrize(
+    ("norm", "note"),
+    [
+        (
+            "reward_norm: {mean_level: group, std_level: group}",
+            "Left out: actor.reward_bias=-0.5: the mean of a group takes it away",
+        ),
+        ("", "To do: reward.terms: AReaL adds reward_bias -0.5 to each reward: add a term of your own that is -0.5"),
+    ],
+)
+def test_a_bias_of_rewards_is_left_out_only_where_it_changes_nothing(tmp_path: Path, norm: str, note: str) -> None:
+    """AReaL trains (reward + reward_bias) * reward_scaling, less the mean of a group where reward_norm has one."""
+    before = 'reward_norm: {mean_level: group, std_level: group, group_size: "${gconfig.n_samples}"}'
+    config, notes = convert(tmp_path, (before, f"reward_bias: -0.5\n  reward_scaling: 10.0\n  {norm}"))
+    assert [text for text in notes if "reward_bias" in text] == [note + (", with weight 10" if not norm else "")]
+    assert config["reward"]["terms"][0].get("weight") == (None if norm else 10.0)
+
+
+@pytest.mark.parametrize(
     ("more", "loss", "args"),
     [
         ("importance_sampling_level: sequence", "gspo", {"clip_low": 0.3, "clip_high": 0.3}),
