@@ -64,6 +64,8 @@ def convert_text(
         except (SyntaxError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read {one}: {' '.join(str(error).split())}") from error
     done = _converted(file, found, system, processes)
+    if len(done.unknown) == len(found):
+        raise ConfigError(f"{file} has no setting that {system.title} knows: there is nothing to convert")
 
     def differs(others: Mapping[str, Any]) -> bool:
         try:

@@ -244,6 +244,8 @@ def test_a_yaml_file_of_verl(tmp_path: Path) -> None:
         ("a.yaml", "num_generations: [4]\nper_device_train_batch_size: 8", "a value of another type than TRL"),
         ("a.yaml", "num_generations: 0", "holds a number that can't be used"),
         ("a.yaml", "- 1", "must hold settings, it holds list"),
+        ("a.yaml", "a: 1\nb: {c: 2}", "a.yaml has no setting that TRL knows: there is nothing to convert"),
+        ("a.yaml", "{}", "a.yaml has no setting that TRL knows: there is nothing to convert"),
     ],
 )
 def test_what_cannot_be_converted_is_told_in_a_line(tmp_path: Path, name: str, text: str, wrong: str) -> None:
