@@ -83,7 +83,7 @@ class StepLog:
     def finished(self, batch: Batch, result: StepResult) -> None:
         """End the step's time, and write its metrics and samples to the run's folder, the trackers and the broker."""
         times = self._timer.lap()
-        self.tokens_per_s = result.metrics["tokens"] / (times["total"] - times.get("paused", 0.0))
+        self.tokens_per_s = result.metrics["tokens"] / times["total"]
         figures = self._figures(batch, result) | {f"time/{name}_s": seconds for name, seconds in times.items()}
         self._append(self._metrics, figures | self._evaluated)
         self._last, self._evaluated = figures, {}

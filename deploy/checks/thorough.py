@@ -147,9 +147,8 @@ def compare_times(config: TidemillConfig, step_s: float | None) -> Finding | str
 
 def _measured_step_s(file: Path) -> float | None:
     """Return the median time of the run's last steps without waiting, or None."""
-    waited = ("time/wait_s", "time/paused_s")
     steps = (line for line in StoredLines(file) if "time/total_s" in line)
-    seconds = deque((line["time/total_s"] - sum(line.get(name, 0.0) for name in waited) for line in steps), STEPS)
+    seconds = deque((line["time/total_s"] - line.get("time/wait_s", 0.0) for line in steps), STEPS)
     return round(median(seconds), 3) if seconds else None
 
 

@@ -55,12 +55,16 @@ class StepTimer:
             self._spent[name] -= seconds
 
     def lap(self) -> dict[str, float]:
-        """Return seconds of each phase since the last lap, ``other`` for the rest, and their sum ``total``."""
+        """Return seconds of each phase since the last lap, ``other`` for the rest, and ``total``.
+
+        The total is the sum of all but ``paused``: a pause is no time of the step.
+        """
         now = self._now()
-        total, spent = now - self._began, dict(self._spent)
+        passed, spent = now - self._began, dict(self._spent)
         self._began = now
         self._spent.clear()
-        return spent | {"other": total - sum(spent.values()), "total": total}
+        total = passed - spent.get("paused", 0.0)
+        return spent | {"other": passed - sum(spent.values()), "total": total}
 
 
 @contextmanager

@@ -236,6 +236,17 @@ def test_the_time_of_a_phase_inside_another_counts_once() -> None:
     assert clock.lap() == {"optimizer": 1.5, "forward": 4.0, "critic": 3.0, "other": 0.0, "total": 8.5}
 
 
+def test_a_pause_is_no_time_of_the_step() -> None:
+    now = 0.0
+    clock = StepTimer(lambda: now)
+    with clock.phase("wait"):
+        now += 2.0
+        with clock.phase("paused"):
+            now += 600.0
+    now += 1.0
+    assert clock.lap() == {"wait": 2.0, "paused": 600.0, "other": 1.0, "total": 3.0}
+
+
 def test_the_phase_that_is_open_is_told_at_each_change() -> None:
     told: list[str] = []
     timer = StepTimer(entered=told.append)
