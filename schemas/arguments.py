@@ -2,11 +2,37 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, create_model, field_validator
+from pydantic_core import PydanticCustomError
 
 from schemas.errors import ConfigError
+
+
+class CheckedNumbers(BaseModel):
+    """A model in which true and false are no numbers; pydantic reads them as 1 and 0."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        few = [*value.values()] if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(one, bool) for one in few):
+            kind = cls.model_fields[str(info.field_name)].annotation
+            if _names(kind, (int, float)) and not _names(kind, (bool, Any)):
+                raise PydanticCustomError(
+                    "number", "Input should be a number" if few == [value] else "Input should be numbers"
+                )
+        return value
+
+
+def _names(hint: Any, kinds: tuple[Any, ...]) -> bool:
+    """Return whether a type hint is one of the kinds, or has one of them in it."""
+    return hint in kinds or any(_names(part, kinds) for part in get_args(hint))
+
+
+class _Arguments(CheckedNumbers):
+    model_config = ConfigDict(arbitrary_types_allowed=True, alias_generator=lambda field: field.removeprefix("arg_"))
 
 
 def convert_arguments(
@@ -36,8 +62,7 @@ def _model(function: Callable[..., Any], named: Mapping[str, inspect.Parameter])
         f"arg_{name}": (hints.get(name, Any), ... if parameter.default is parameter.empty else parameter.default)
         for name, parameter in named.items()
     }
-    settings = ConfigDict(arbitrary_types_allowed=True, alias_generator=lambda field: field.removeprefix("arg_"))
-    return create_model("Arguments", __config__=settings, **fields)
+    return create_model("Arguments", __base__=_Arguments, **fields)
 
 
 def _explain(where: str, args: Mapping[str, Any], error: ValidationError) -> str:

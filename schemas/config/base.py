@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
+from schemas.arguments import CheckedNumbers
 from schemas.urls import hide_password
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -27,7 +28,7 @@ TermName = Annotated[str, AfterValidator(term_label)]
 """A term of the reward, given by its name or by its label; read as its label."""
 
 
-class Section(BaseModel):
+class Section(CheckedNumbers):
     """Base of a section: unknown keys are errors; values are checked, never guessed; numbers are finite."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)

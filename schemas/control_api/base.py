@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from schemas.arguments import CheckedNumbers
+
 RunState = Literal[
     "starting", "running", "pausing", "paused", "draining", "stopping", "stopped", "finishing", "finished", "failed",
     "unreachable",
@@ -32,7 +34,7 @@ class ListAnswer(Answer):
     next: str | None = Field(None, description="`cursor` of the next page; null on the last page.")
 
 
-class RequestBody(Answer):
+class RequestBody(Answer, CheckedNumbers):
     """Base of request bodies."""
 
     # Built by FastAPI at once: pydantic warns if they are built later.

@@ -102,7 +102,7 @@ def test_settings_are_checked_changed_and_logged(api: ControlPlane) -> None:
     assert api.broker.ledger.read_state().control.settings["concurrency"] == 9
     status, problem = api.ask("PATCH", "/v1/settings", {"batch": 100_000})
     assert (status, problem["detail"]) == (409, "batch 100000 is not allowed: at most 8 in a run configured with 1")
-    for wrong in ({"batch": 0}, {"batch": "x"}, {"bach": 3}, {}, {"staleness": 10**9}):
+    for wrong in ({"batch": 0}, {"batch": "x"}, {"batch": True}, {"lr": True}, {"bach": 3}, {}, {"staleness": 10**9}):
         assert api.ask("PATCH", "/v1/settings", wrong)[0] == 422
 
 

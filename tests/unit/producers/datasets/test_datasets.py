@@ -244,6 +244,7 @@ def test_every_registered_dataset_exists():
         ("arithmetic", {"maximum": 3}, "dataset 'arithmetic': unknown argument 'maximum', did you mean 'max'?"),
         ("arithmetic", {"qqq": 3}, "unknown argument 'qqq': one of max, split, heldout_fraction, seed"),
         ("arithmetic", {"max": 0}, "dataset 'arithmetic': argument 'max': 0 is not allowed, must be greater than"),
+        ("arithmetic", {"max": True}, "dataset 'arithmetic': argument 'max': True is not allowed, must be a number"),
         ("arithmetic", {"split": "test"}, "argument 'split': 'test' is not allowed, must be 'train' or 'heldout'"),
         ("arithmetic", {"base": "."}, "unknown argument 'base'"),
         ("jsonl", {}, "dataset 'jsonl': argument 'path' is required and missing"),
