@@ -23,6 +23,8 @@ from schemas.system.files import atomic_write
 
 READING = tuple(inspect.signature(RowReader).parameters)
 """Arguments that say how rows are read; they stay when other rows are given."""
+ROW = {"prompt": "1+1=", "answer": "2"}
+"""A row for error messages."""
 
 
 def settle_objects(
@@ -44,7 +46,10 @@ def settle_objects(
         tree = dump_config(config) if isinstance(config, TidemillConfig) else dict(config)
         base = Path.cwd()
     if rewards is not None:
-        several = [rewards] if callable(rewards) or isinstance(rewards, str | Mapping) else rewards
+        several = rewards if isinstance(rewards, list | tuple) else [rewards]
+        for term in several:
+            if not (callable(term) or isinstance(term, str | Mapping)):
+                raise ConfigError(f"rewards: {term!r} is not allowed, must be functions, names or sections")
         terms = [term if isinstance(term, Mapping) else {"name": term} for term in several]
         tree["reward"] = {**(tree.get("reward") or {}), "terms": terms}
     if train is not None:
@@ -98,7 +103,13 @@ def _section(section: dict[str, Any], setting: str, folder: Path) -> dict[str, A
 
 def _data(data: Any, setting: str, folder: Path) -> tuple[str, Path, Sequence[str]]:
     """Write data into ``folder``; return the name of its dataset, its path, and its columns. ConfigError."""
-    if isinstance(data, Sequence) and data and all(isinstance(row, Mapping) for row in data):
+    if not isinstance(data, Mapping) and hasattr(data, "__len__") and not len(data):
+        raise ConfigError(f"{setting}: it has no rows, must have one or more, such as {ROW}")
+    if isinstance(data, Sequence) and not isinstance(data, bytes | bytearray):
+        wrong = next((index for index, row in enumerate(data) if not isinstance(row, Mapping)), None)
+        if wrong is not None:
+            kind = type(data[wrong]).__name__
+            raise ConfigError(f"{setting}: row {wrong} is {kind}, must be a mapping, such as {ROW}")
         try:
             text = b"".join(msgspec.json.encode(row) + b"\n" for row in data)
         except (TypeError, ValueError, OverflowError) as error:

@@ -73,7 +73,10 @@ def test_a_function_may_be_anywhere_a_name_is(tmp_path: Path) -> None:
     ("train", "problem"),
     [
         ([{"prompt": "a", "image": object()}], "train: rows must hold plain values, or be a datasets.Dataset"),
-        ([], "train: data must be a list of rows or a datasets.Dataset, is list"),
+        ([], "train: it has no rows, must have one or more, such as {'prompt': '1+1=', 'answer': '2'}"),
+        (datasets.Dataset.from_list([]), "train: it has no rows, must have one or more"),
+        ([{"prompt": "a"}, "b"], "train: row 1 is str, must be a mapping, such as {'prompt': '1+1=', 'answer': '2'}"),
+        (3, "train: data must be a list of rows or a datasets.Dataset, is int"),
         (datasets.DatasetDict(first=datasets.Dataset.from_list(ROWS)), "datasets.Dataset, one split of it: first"),
         (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), "is IterableDataset; of a stream, take a part"),
     ],
@@ -82,6 +85,12 @@ def test_data_that_cannot_be_carried_is_refused(tmp_path: Path, train: Any, prob
     with pytest.raises(ConfigError) as refused:
         settle_objects(tree(tmp_path), rewards=["exact"], train=train)
     assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", [3, [None], ["exact", 3]])
+def test_a_reward_is_a_function_a_name_or_a_section(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"rewards: (3|None) is not allowed, must be functions, names or sections"):
+        settle_objects(tree(tmp_path), rewards=wrong, train=ROWS)
 
 
 def test_a_positional_argument_of_a_partial_is_refused(tmp_path: Path) -> None:
