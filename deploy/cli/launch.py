@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,8 @@ def init(
         return
     for file in files:
         print(file)
-    print(f"next: tidemill doctor {folder / 'config.yaml'}, then tidemill up {folder / 'config.yaml'}")
+    config = shlex.quote(str(folder / "config.yaml"))
+    print(f"next: tidemill doctor {config}, then tidemill up {config}")
 
 
 @app.command(rich_help_panel=RUN)

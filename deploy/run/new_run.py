@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 from deploy.checks.names import FILE, editor_schema
@@ -72,7 +73,7 @@ def write_new_run(folder: Path, name: str | None, model: str, data: Path | None,
     file = folder / "config.yaml"
     where = "prompts.jsonl" if data is None else str(data.resolve())
     quoted = {"name": json.dumps(name), "model": json.dumps(model), "data": json.dumps(where)}
-    texts[file] = CONFIG.format(file=file, schema=FILE, held_out=held_out, steps=steps, **quoted)
+    texts[file] = CONFIG.format(file=shlex.quote(str(file)), schema=FILE, held_out=held_out, steps=steps, **quoted)
     taken = [str(path) for path in texts if path.exists()]
     if taken:
         raise ConfigError(f"{', '.join(taken)} exists already: give another folder")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -152,6 +153,14 @@ def test_init_writes_what_can_be_checked_and_replaces_nothing(tmp_path: Path) ->
     written = json.loads(run_tidemill("init", str(third), "--json").stdout)["files"]
     assert sorted(written) == sorted(str(file) for file in third.iterdir())
     assert load_config(third / "config.yaml").run.name == "third-try"
+    for folder in ("a run", "a 'quoted' run"):
+        commands = run_tidemill("init", folder, cwd=tmp_path).stdout.splitlines()[-1].removeprefix("next: ")
+        words = [shlex.split(command) for command in commands.split(", then ")]
+        assert words == [["tidemill", command, f"{folder}/config.yaml"] for command in ("doctor", "up")]
+        assert (
+            f"`tidemill config {shlex.quote(f'{folder}/config.yaml')}`"
+            in (tmp_path / folder / "config.yaml").read_text()
+        )
     wrong = run_tidemill("init", str(tmp_path / "other"), "--name", "No Name")
     assert wrong.returncode == 2
     assert not list((tmp_path / "other").iterdir())
