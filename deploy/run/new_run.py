@@ -1,5 +1,6 @@
 """The files of a new task, written by ``tidemill init``: a configuration with its schema, a reward, a few prompts."""
 
+import codecs
 import json
 import re
 import shlex
@@ -70,6 +71,14 @@ def write_new_run(folder: Path, name: str | None, model: str, data: Path | None,
             texts[folder / name_of_file] = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
     elif not data.is_file():
         raise ConfigError(f"--data {data} is no file: give JSON lines with prompt and answer")
+    else:
+        with data.open("rb") as lines:
+            first = next((line for line in lines if line.strip()), b"").removeprefix(codecs.BOM_UTF8).lstrip()
+        if not first.startswith(b"{"):
+            raise ConfigError(
+                f"--data {data} must have a JSON object in each line, with prompt and answer; the dataset hf reads CSV"
+                " and Parquet: set train to {name: hf, args: {path: FILE, prompt: COLUMN, answer: COLUMN}}"
+            )
     file = folder / "config.yaml"
     where = "prompts.jsonl" if data is None else str(data.resolve())
     quoted = {"name": json.dumps(name), "model": json.dumps(model), "data": json.dumps(where)}

@@ -161,6 +161,12 @@ def test_init_writes_what_can_be_checked_and_replaces_nothing(tmp_path: Path) ->
             f"`tidemill config {shlex.quote(f'{folder}/config.yaml')}`"
             in (tmp_path / folder / "config.yaml").read_text()
         )
+    (tmp_path / "table.csv").write_text("prompt,answer\n1+1=,2\n")
+    wrong = run_tidemill("init", "of a table", "--data", "table.csv", cwd=tmp_path)
+    assert (
+        "--data table.csv must have a JSON object in each line, with prompt and answer; the dataset hf" in wrong.stderr
+    )
+    assert (wrong.returncode, (tmp_path / "of a table").exists()) == (2, False)
     wrong = run_tidemill("init", str(tmp_path / "other"), "--name", "No Name")
     assert wrong.returncode == 2
     assert not list((tmp_path / "other").iterdir())
