@@ -69,7 +69,8 @@ def read_tree(
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from error
+        inside = f", give the file in it, such as {file / 'config.yaml'}" if file.is_dir() else ""
+        raise ConfigError(f"cannot read the configuration {file}: {error.strerror}{inside}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the configuration {file} is not UTF-8: {error.reason} at byte {error.start}") from error
     try:

@@ -182,6 +182,11 @@ def test_wrong_overrides_are_named(tmp_path: Path, overrides: list[str], message
 def test_a_file_that_is_not_there_or_not_yaml_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration"):
         load_config(tmp_path / "none.yaml", [], {})
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot read the configuration .*: Is a directory, give the file in it, such as .*config\.yaml",
+    ):
+        load_config(tmp_path, [], {})
     (tmp_path / "bad.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match="is not YAML"):
         load_config(tmp_path / "bad.yaml", [], {})
