@@ -113,7 +113,7 @@ def start(
 ) -> StartedRun:
     """Start or resume a run as a process of its own and return at once; from a notebook, a thread, an event loop.
 
-    config: a configuration, a mapping, or a YAML file, for which alone overrides such as ``trainer.steps=50`` count.
+    config: a configuration, a mapping, or a YAML file, which alone takes overrides such as ``trainer.steps=50``.
     rewards: a term of the reward, or several: functions, names, or sections such as ``{"name": f, "weight": 2}``.
     train, eval: prompts to train on and held-out ones: rows, a ``datasets.Dataset``, a name, or a section.
     fresh: delete what an earlier run left. ConfigError for a wrong configuration, and for what can't be carried.

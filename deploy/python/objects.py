@@ -42,6 +42,9 @@ def settle_objects(
     """
     if isinstance(config, Path | str):
         tree, base = read_tree(config, overrides), Path(config).resolve().parent
+    elif overrides:
+        given = ", ".join(overrides)
+        raise ConfigError(f"overrides: only a YAML file takes them: set {given} in the mapping or configuration")
     else:
         tree = dump_config(config) if isinstance(config, TidemillConfig) else dict(config)
         base = Path.cwd()

@@ -93,6 +93,11 @@ def test_a_reward_is_a_function_a_name_or_a_section(tmp_path: Path, wrong: Any) 
         settle_objects(tree(tmp_path), rewards=wrong, train=ROWS)
 
 
+def test_overrides_of_what_is_no_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"overrides: only a YAML file takes them: set trainer\.steps=3 in"):
+        settle_objects(tree(tmp_path), ["trainer.steps=3"], rewards=["exact"], train=ROWS)
+
+
 def test_a_positional_argument_of_a_partial_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward\.terms\.0: give the arguments of functools.partial by name"):
         settle_objects(tree(tmp_path), rewards=[functools.partial(brevity, "x")], train="arithmetic")
