@@ -179,7 +179,9 @@ class StartedRun:
             time.sleep(0.0 if over else POLL_S)
 
     def _call(self, lines: GrowingFile, seen: set[int]) -> None:
-        steps = [found for _, line in lines.read() if (found := parse_line(line)) is not None and "step" in found]
+        found = [parse_line(line) for _, line in lines.read()]
+        # The last step's line is written again without times, if its evaluation comes after it.
+        steps = [line for line in found if line is not None and "time/total_s" in line]
         evaluations = [one for one in self.evaluations() if one.version not in seen]
         seen |= {one.version for one in evaluations}
         for callback in self._callbacks:
