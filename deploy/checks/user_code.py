@@ -198,7 +198,9 @@ def score_example(config: TidemillConfig, first: Sequence[Example], thorough: bo
     what = "the reference answer" if answer else "an empty answer"
     if score.status != "ok":
         text = f"no reward for {what} of the first prompt: {score.reason}; samples that fail are excluded from training"
-        return Finding("first reward", "fail" if thorough else "warn", text, "fix the reward function")
+        fields = ", ".join(example.data) or "none"
+        advice = f"fix the reward function; the row gives it the fields {fields}"
+        return Finding("first reward", "fail" if thorough else "warn", text, advice)
     given = "" if reward is None else f", if the workflow's reward is {reward:g}"
     text = f"{score.reward:g} for {what} of the first prompt{given}"
     for written in (form.format(answer) for form in WRITTEN if thorough and answer and score.reward == 0):

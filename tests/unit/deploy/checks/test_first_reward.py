@@ -29,7 +29,7 @@ def test_a_reward_that_raises_is_told_by_doctor_and_before_a_run(
     monkeypatch.setattr(user_code, "QUICK_S", 60.0)
     (folder / "mine.py").write_text("def mine(prompt, completion, prompt_ids, completion_ids):\n    return 1 / 0\n")
     found = first_reward(changed(reward=MINE), thorough)
-    assert (found.level, found.advice) == (level, "fix the reward function")
+    assert (found.level, found.advice) == (level, "fix the reward function; the row gives it the fields answer")
     assert found.text.startswith(
         "no reward for the reference answer of the first prompt: mine.py:mine: ZeroDivisionErr"
     )
