@@ -87,7 +87,11 @@ class PolicyShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         file = Path(folder).expanduser() / "config.json"
         try:
             shape = msgspec.json.decode(file.read_bytes(), type=cls)
-        except (OSError, msgspec.DecodeError) as error:
+        except OSError as error:
+            raise ConfigError(
+                f"model.path {folder}: cannot read {file.absolute()}, which says the sizes of an mlp: {error.strerror}"
+            ) from error
+        except msgspec.DecodeError as error:
             raise ConfigError(f"model.path {folder}: {file.name} is not the shape of an mlp: {error}") from error
         if sac and not shape.squashed:
             raise ConfigError(

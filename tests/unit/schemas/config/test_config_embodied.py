@@ -36,6 +36,18 @@ def test_the_runs_in_simulators_are_valid(file: str) -> None:
         PolicyShape.read(EXAMPLES.parent / config.model.path)
 
 
+def test_a_policys_folder_that_is_missing_is_named_with_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        PolicyShape.read("policy")
+    assert str(refused.value) == (
+        f"model.path policy: cannot read {tmp_path}/policy/config.json, which says the sizes of an mlp: No such file or"
+        " directory"
+    )
+
+
 @pytest.mark.parametrize(
     ("section", "changes", "reason"),
     [
