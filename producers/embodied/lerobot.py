@@ -1,6 +1,7 @@
 """The dataset ``lerobot``: recorded episodes in LeRobot's format as demonstrations of a vision-language-action model.
 
-The formats 2 and 3 are read from a folder: ``meta/info.json``, the tasks beside it, and parquet files below ``data``.
+The formats 2 and 3 are read from a folder: ``meta/info.json``, the tasks beside it, parquet files below ``data``, and
+videos below ``videos``.
 A demonstration has the prompt that the environment ``actions`` shows, and the next actions as its tokens.
 """
 
@@ -15,20 +16,23 @@ from pydantic import Field
 
 from producers.datasets.base import Example
 from producers.images.prepare import load_image
+from producers.images.video_frames import VideoFrames
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, ContentPart
 
 VERSIONS = ("v2.", "v3.")
+PICTURES = ("image", "video")
+EPISODES = "meta/episodes"
 
 
 class LeRobot:
     """Frames of recorded episodes, each with the ``chunk`` actions that follow.
 
-    path: the dataset's folder, relative to ``base``. picture: the feature that is shown, whose frames are images;
-    videos are refused. bins, low, high, chunk: as of the environment ``actions``, which must have the same; low and
-    high are a number for each of an action, or one for all. Of whole numbers (a Discrete space) the token is the
-    number. prompt: text of the run's tasks. instruction: text before the picture, where ``{task}`` is what the episode
-    was recorded for. every: frames from one demonstration to the next. A frame with fewer actions left is skipped.
+    path: the dataset's folder, relative to ``base``. picture: the feature that is shown, of images or of videos. bins,
+    low, high, chunk: as of the environment ``actions``, which must have the same; low and high are a number for each of
+    an action, or one for all. Of whole numbers (a Discrete space) the token is the number. prompt: text of the run's
+    tasks. instruction: text before the picture, where ``{task}`` is what the episode was recorded for. every: frames
+    from one demonstration to the next. A frame with fewer actions left is skipped.
     """
 
     def __init__(
@@ -47,9 +51,10 @@ class LeRobot:
         self._folder, self._picture = base / Path(path).expanduser(), picture
         self._bins, self._chunk = bins, chunk
         self._texts = prompt, instruction
-        features = _read_features(self._folder, picture)
-        self._table = _read_table(self._folder, picture)
-        whole = str(features["action"]["dtype"]).startswith(("int", "uint"))
+        info = _read_info(self._folder, picture)
+        video = info["features"][picture]["dtype"] == "video"
+        self._table = _read_table(self._folder, picture, video)
+        whole = str(info["features"]["action"]["dtype"]).startswith(("int", "uint"))
         actions = self._column("action").astype(np.float64).reshape(len(self._table), -1)
         self._tokens = self._whole(actions) if whole else self._parts(actions, low, high)
         self._tasks = _read_tasks(self._folder)
@@ -60,6 +65,8 @@ class LeRobot:
             at for at in range(last + 1) if not frames[order[at]] % every and _follow(order[at : at + chunk], episodes)
         ]
         self._order = order
+        self._places = _find_videos(self._folder, info, picture, np.unique(episodes).tolist()) if video else {}
+        self._videos = VideoFrames(info["fps"], "dataset lerobot") if video else None
         if not self._starts:
             raise ConfigError(f"dataset lerobot: no episode of {self._folder} has {chunk} actions")
 
@@ -81,9 +88,16 @@ class LeRobot:
         answer = "".join(f"<a{token}>" for token in self._tokens[chosen].reshape(-1))
         return Example(
             messages=[ChatMessage("user", [*parts, ContentPart("image")])],
-            images=[load_image(row[self._picture], where, self._folder)],
+            images=[self._show(row, where)],
             data={"answer": answer},
         )
+
+    def _show(self, row: dict[str, Any], where: str) -> bytes:
+        """Return the file of a row's picture."""
+        if self._videos is None:
+            return load_image(row[self._picture], where, self._folder)
+        file, start = self._places[row["episode_index"]]
+        return self._videos.frame(file, start + row["timestamp"], where)
 
     def _column(self, name: str) -> npt.NDArray[Any]:
         return np.asarray(self._table.select_columns([name]).with_format("numpy")[:][name])
@@ -117,11 +131,11 @@ def _follow(chosen: Sequence[int], episodes: npt.NDArray[Any]) -> bool:
     return bool(episodes[chosen[0]] == episodes[chosen[-1]])
 
 
-def _read_features(folder: Path, picture: str) -> dict[str, Any]:
+def _read_info(folder: Path, picture: str) -> dict[str, Any]:
     """Read what the columns are; ConfigError unless there are actions, and pictures of this name."""
     file = folder / "meta" / "info.json"
     try:
-        info = json.loads(file.read_text(encoding="utf-8"))
+        info: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         version, features = str(info["codebase_version"]), dict(info["features"])
         kinds = {name: str(feature["dtype"]) for name, feature in features.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -130,15 +144,56 @@ def _read_features(folder: Path, picture: str) -> dict[str, Any]:
         raise ConfigError(f"dataset lerobot: {file} has codebase_version {version}, must be 2 or 3: convert it first")
     if "action" not in features:
         raise ConfigError(f"dataset lerobot: {file} has no feature 'action', it has {', '.join(features)}")
-    if kinds.get(picture) == "video":
+    if kinds.get(picture) not in PICTURES:
+        known = ", ".join(name for name, kind in kinds.items() if kind in PICTURES) or "none"
         raise ConfigError(
-            f"dataset lerobot: {picture} is a video, and only images are read: record or convert the dataset with"
-            " use_videos false"
+            f"dataset lerobot: picture {picture!r} must be a feature of images or videos, there are {known}"
         )
-    if kinds.get(picture) != "image":
-        known = ", ".join(name for name, kind in kinds.items() if kind == "image") or "none"
-        raise ConfigError(f"dataset lerobot: picture {picture!r} must be a feature of images, there are {known}")
-    return features
+    return info
+
+
+def _find_videos(
+    folder: Path, info: dict[str, Any], picture: str, episodes: Sequence[int]
+) -> dict[int, tuple[Path, float]]:
+    """Return the file of each episode's video, and the second at which the episode begins in it."""
+    where = f"dataset lerobot: {folder / 'meta' / 'info.json'} has"
+    fps, size, template = info.get("fps"), info.get("chunks_size", 1000), info.get("video_path")
+    if not isinstance(fps, int | float) or not fps > 0:
+        raise ConfigError(f"{where} fps {fps}, must be above 0")
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"{where} chunks_size {size}, must be 1 or more")
+    places = _read_places(folder, picture) if str(info["codebase_version"]).startswith("v3.") else None
+    found = {}
+    for episode in episodes:
+        if places is not None and episode not in places:
+            raise ConfigError(
+                f"dataset lerobot: {folder / EPISODES} does not say where the video of episode {episode} is"
+            )
+        chunk, number, start = (episode // size, episode, 0.0) if places is None else places[episode]
+        named = {"video_key": picture, "chunk_index": chunk, "file_index": number}
+        named |= {"episode_chunk": chunk, "episode_index": episode}
+        try:
+            if not isinstance(template, str):
+                raise ValueError("it is no text")
+            file = folder / template.format(**named)
+        except (ValueError, LookupError, AttributeError) as error:
+            raise ConfigError(f"{where} video_path {template!r}, which names no file: {error!r}") from error
+        if not file.is_file():
+            raise ConfigError(f"dataset lerobot: there is no video {file}")
+        found[episode] = file, float(start)
+    return found
+
+
+def _read_places(folder: Path, picture: str) -> dict[int, tuple[int, int, float]]:
+    """Read where each episode's video is in format 3: the numbers of the folder and the file, and its first second."""
+    names = ["episode_index", *(f"videos/{picture}/{name}" for name in ("chunk_index", "file_index", "from_timestamp"))]
+    try:
+        columns = _load_rows(sorted((folder / EPISODES).glob("*/*.parquet")), names).to_dict()
+        numbers, *others = (columns[name] for name in names)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"dataset lerobot: {folder / EPISODES} can't be read: {reason}") from error
+    return dict(zip(numbers, zip(*others, strict=True), strict=True))
 
 
 def _read_tasks(folder: Path) -> dict[int, str]:
@@ -156,11 +211,11 @@ def _read_tasks(folder: Path) -> dict[int, str]:
         raise ConfigError(f"dataset lerobot: the tasks in {folder / 'meta'} can't be read: {error!r}") from error
 
 
-def _read_table(folder: Path, picture: str) -> Any:
+def _read_table(folder: Path, picture: str, video: bool) -> Any:
     """Map the parquet files into memory; images stay files."""
-    columns = ["action", "episode_index", "frame_index", "task_index", picture]
+    columns = ["action", "episode_index", "frame_index", "task_index", "timestamp" if video else picture]
     try:
-        return _load_rows(sorted((folder / "data").glob("*/*.parquet")), columns, picture)
+        return _load_rows(sorted((folder / "data").glob("*/*.parquet")), columns, None if video else picture)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"dataset lerobot: {folder / 'data'} can't be read: {reason}") from error

@@ -22,7 +22,7 @@ MOST_BYTES = 1 << 30
 MOST_PIXELS = 178_956_970
 """Of a frame of a video, as Pillow allows an image: a file of a few bytes may claim frames of gigabytes."""
 _NO_FRAMES = f"no frames can be read ({', '.join(MOVING)}, MP4, WebM, AVI and MPEG-TS have some)"
-_NO_DECODER = "to read the frames of a video (MP4, WebM, AVI, MPEG-TS), pip install 'tidemill[video]'"
+NO_DECODER = "to read the frames of a video (MP4, WebM, AVI, MPEG-TS), pip install 'tidemill[video]'"
 _KINDS = "a path, bytes, a data: URL, or an image of the datasets library"
 
 
@@ -78,7 +78,7 @@ def _video_frames(data: bytes, count: int, where: str) -> list[bytes]:
     try:
         import av
     except ImportError as error:
-        raise DataError(f"{where}: {_NO_DECODER}") from error
+        raise DataError(f"{where}: {NO_DECODER}") from error
     try:
         # A playlist would name other files and addresses.
         with av.open(io.BytesIO(data), "r", options={"format_whitelist": VIDEOS}) as opened:

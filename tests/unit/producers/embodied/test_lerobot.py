@@ -31,16 +31,19 @@ def png(shade: int) -> bytes:
 def write(
     folder: Path, version: str = "v3.0", kind: str = "image", files: bool = False, actions: Any = None, **info: Any
 ) -> Path:
-    """A dataset as LeRobot writes it. files: pictures lie beside the parquet files, which name them."""
+    """A dataset as LeRobot writes it. files: pictures lie beside the parquet files, which name them.
+
+    kind: image or video; the rows of a dataset with videos have no pictures, and its videos aren't written here.
+    """
     actions = actions or ACTIONS
     dtype = "int64" if isinstance(actions[0][0], int) else "float32"
     features = {PICTURE: {"dtype": kind, "shape": [6, 8, 3]}, "action": {"dtype": dtype, "shape": [2]}}
     (folder / "meta").mkdir(parents=True)
     info = {"codebase_version": version, "features": features, **info}
     (folder / "meta" / "info.json").write_text(json.dumps(info))
-    tasks = ["pick up the cube", "open the drawer"]
+    tasks = ["pick up the cube", "open the drawer", "push the button"]
     if version == "v3.0":
-        pd.DataFrame({"task_index": [0, 1]}, index=tasks).to_parquet(folder / "meta" / "tasks.parquet")
+        pd.DataFrame({"task_index": [0, 1, 2]}, index=tasks).to_parquet(folder / "meta" / "tasks.parquet")
     else:
         lines = [json.dumps({"task_index": k, "task": text}) for k, text in enumerate(tasks)]
         (folder / "meta" / "tasks.jsonl").write_text("\n".join(lines))
@@ -55,12 +58,13 @@ def write(
                 (folder / name).write_bytes(picture["bytes"])
                 picture = {"bytes": None, "path": name}
             numbers = {"episode_index": episode, "frame_index": frame, "task_index": episode}
-            rows.append({PICTURE: picture, "action": action, "timestamp": frame / 10, **numbers})
+            shown = {PICTURE: picture} if kind == "image" else {}
+            rows.append({**shown, "action": action, "timestamp": frame / 10, **numbers})
     if version == "v3.0":
         # One file of all episodes, not in their order.
-        datasets.Dataset.from_list(rows[3:] + rows[:3]).cast_column(PICTURE, datasets.Image(decode=False)).to_parquet(
-            str(folder / "data" / "chunk-000" / "file-000.parquet")
-        )
+        table = datasets.Dataset.from_list(rows[3:] + rows[:3])
+        table = table.cast_column(PICTURE, datasets.Image(decode=False)) if kind == "image" else table
+        table.to_parquet(str(folder / "data" / "chunk-000" / "file-000.parquet"))
     else:
         for episode in range(len(actions)):
             own = [row for row in rows if row["episode_index"] == episode]
@@ -111,12 +115,7 @@ def test_frames_may_be_left_out_and_whole_numbers_are_tokens(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "args", "reason"),
     [
-        ({"kind": "video"}, {}, "observation.images.front is a video, and only images are read"),
-        (
-            {},
-            {"picture": "observation.images.wrist"},
-            "must be a feature of images, there are obs",
-        ),
+        ({}, {"picture": "observation.images.wrist"}, "must be a feature of images or videos, there are obs"),
         ({"version": "v1.6"}, {}, "has codebase_version v1.6, must be 2 or 3"),
         ({"features": {}}, {}, "has no feature 'action'"),
         ({"features": 3}, {}, "does not describe a dataset of LeRobot"),
