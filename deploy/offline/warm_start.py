@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,8 +77,8 @@ def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> S
     source = load(settings.model, "warm_start.model", config.base) if settings.starts_untrained else settings.model
     if not settings.starts_untrained:
         check_hub_or_folder(settings.model, "warm_start.model")
-    examples = pairs(settings.dataset, config.base)
-    heldout = pairs(settings.eval, config.base)
+    examples = Demonstrations(settings.dataset, config.base)
+    heldout = Demonstrations(settings.eval, config.base)
     with _bar(ranks.is_main) as bar:
         task = bar.add_task("warm start", total=1.0, figures="")
 
@@ -126,22 +127,31 @@ def is_current(config: TidemillConfig, settings: WarmStartConfig) -> bool:
     return (folder / "config.json").is_file() and details.get("settings") == digest
 
 
-def pairs(dataset: DatasetConfig, base: Path) -> list[Demonstration]:
-    """Return prompt, answer and images of every example; ConfigError if an example has no prompt or no answer."""
-    from consumers.offline.encoding import Demonstration
+class Demonstrations(Sequence[Any]):
+    """Prompt, answer and images of each example of a dataset, read whenever they are asked for.
 
-    examples = build_dataset(dataset, base)
-    found: list[Demonstration] = []
-    for index in range(len(examples)):
-        example = examples[index]
+    Images are files of their whole size, which nothing keeps. ConfigError if an example has no prompt or no answer.
+    """
+
+    def __init__(self, dataset: DatasetConfig, base: Path) -> None:
+        self._name, self._examples = dataset.name, build_dataset(dataset, base)
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: Any) -> Demonstration:
+        from consumers.offline.encoding import Demonstration
+
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        example = self._examples[index]
         answer = example.data.get("answer")
         prompt = example.messages if example.text is None else example.text
         if prompt is None or answer is None:
             raise ConfigError(
-                f"warm_start: example {index} of dataset {dataset.name!r} needs a prompt and data['answer']"
+                f"warm_start: example {index} of dataset {self._name!r} needs a prompt and data['answer']"
             )
-        found.append(Demonstration(prompt, str(answer), example.images))
-    return found
+        return Demonstration(prompt, str(answer), example.images)
 
 
 def _details(folder: Path) -> dict[str, Any]:
