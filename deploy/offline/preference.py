@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.logs import configure_logging
 from producers.datasets.loading import build_dataset
+from producers.datasets.rows import answer_text
 from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer
 from schemas.config import DatasetConfig, DpoConfig, RewardModelConfig, TidemillConfig
@@ -62,9 +63,9 @@ def preferences(dataset: DatasetConfig, base: Path) -> list[Preference]:
     found: list[Preference] = []
     for index in range(len(examples)):
         example = examples[index]
-        chosen, rejected = (example.data.get(name) for name in ("chosen", "rejected"))
+        chosen, rejected = (answer_text(example.data.get(name)) for name in ("chosen", "rejected"))
         prompt = example.messages if example.text is None else example.text
-        if prompt is None or not isinstance(chosen, str) or not isinstance(rejected, str):
+        if prompt is None or chosen is None or rejected is None:
             raise ConfigError(
                 f"example {index} of dataset {dataset.name!r} needs a prompt, and the texts chosen and rejected"
             )

@@ -18,6 +18,7 @@ from deploy.checks.model_files import check_hub_or_folder
 from deploy.logs import configure_logging
 from deploy.services.torchrun import is_rank
 from producers.datasets.loading import build_dataset
+from producers.datasets.rows import answer_text
 from producers.images.placeholders import ImagePlaceholders
 from schemas.config import DatasetConfig, TidemillConfig, WarmStartConfig
 from schemas.errors import ConfigError
@@ -145,13 +146,15 @@ class Demonstrations(Sequence[Any]):
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         example = self._examples[index]
-        answer = example.data.get("answer")
+        found = example.data.get("answer")
+        answer = str(found) if isinstance(found, int | float) else answer_text(found)
         prompt = example.messages if example.text is None else example.text
         if prompt is None or answer is None:
             raise ConfigError(
-                f"warm_start: example {index} of dataset {self._name!r} needs a prompt and data['answer']"
+                f"warm_start: example {index} of dataset {self._name!r} needs a prompt, and an answer that is text or a"
+                " list of one message of the assistant"
             )
-        return Demonstration(prompt, str(answer), example.images)
+        return Demonstration(prompt, answer, example.images)
 
 
 def _details(folder: Path) -> dict[str, Any]:

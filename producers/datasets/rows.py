@@ -133,6 +133,13 @@ def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
     return value
 
 
+def answer_text(value: Any) -> str | None:
+    """Return the text of an answer, which is text or a list of one message of the assistant; None for another value."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
+        value = value[0].get("content") if value[0].get("role") == "assistant" else None
+    return value if isinstance(value, str) else None
+
+
 def read_messages(value: Any, where: str) -> tuple[list[ChatMessage], list[bytes]]:
     """Read messages whose parts hold their images, and these images. DataError begins with ``where``."""
     values: list[Any] = []

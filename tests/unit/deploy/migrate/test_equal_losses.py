@@ -1,6 +1,6 @@
 """A converted configuration's loss and gradient are those of the other system's own code, on the same batch.
 
-The other's were computed by `python -m tools.foreign_losses` and are in foreign_losses.json, with where they come from.
+The other's were computed by `python -m tools.foreign` and are in foreign_losses.json, with where they come from.
 """
 
 import json

@@ -1,10 +1,13 @@
-"""Demonstrations of supervised training are read one by one, and one without an answer is named."""
+"""Demonstrations of supervised training are read one by one, and an answer that is no text is named."""
 
+import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from deploy.offline.preference import preferences
 from deploy.offline.warm_start import Demonstrations
 from schemas.config import DatasetConfig
 from schemas.errors import ConfigError
@@ -37,5 +40,36 @@ def test_images_of_all_examples_are_never_in_memory_together() -> None:
         tracemalloc.stop()
     assert answers == [(str(index), bytes([index])) for index in range(5)]
     assert peak < 3 * SIZE
-    with pytest.raises(ConfigError, match=r"^warm_start: example 5 of dataset .* needs a prompt and data\['answer'\]$"):
+    with pytest.raises(ConfigError, match=r"^warm_start: example 5 of dataset .* needs a prompt, and an answer"):
         list(shown)
+
+
+SAID = {"role": "assistant", "content": "seven"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("7", "7"),
+        (7, "7"),
+        ([SAID], "seven"),
+        ([SAID, SAID], None),
+        ([{**SAID, "role": "user"}], None),
+        (SAID, None),
+        (None, None),
+    ],
+)
+def test_an_answer_is_text_or_one_message_of_the_assistant(tmp_path: Path, answer: Any, text: str | None) -> None:
+    rows = {"prompt": [{"role": "user", "content": "3+4="}], "answer": answer, "chosen": answer, "rejected": "8"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows))
+    dataset = DatasetConfig(name="jsonl", args={"path": "rows.jsonl"})
+    if text is None:
+        with pytest.raises(ConfigError, match=r"that is text or a list of one message of the assistant$"):
+            list(Demonstrations(dataset, tmp_path))
+    else:
+        assert [one.answer for one in Demonstrations(dataset, tmp_path)] == [text]
+    if text is None or answer == 7:
+        with pytest.raises(ConfigError, match=r"the texts chosen and rejected$"):
+            preferences(dataset, tmp_path)
+    else:
+        assert [(one.chosen, one.rejected) for one in preferences(dataset, tmp_path)] == [(text, "8")]
