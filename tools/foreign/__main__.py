@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.migrate.fixed_batch import ControlBatch, FixedBatch, directions
+from tests.support.migrate.fixed_batch import FixedBatch, directions
 from tools.foreign.areal import areal
 from tools.foreign.prime_rl import prime_rl
-from tools.foreign.rlinf import rlinf, rlinf_control
+from tools.foreign.rlinf import rlinf, rlinf_control, rlinf_sac
 from tools.foreign.sources import Case
 from tools.foreign.trl import async_trl, trl
 from tools.foreign.verl import verl
@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, Callable[..., Case], tuple[Any, ...]]] = {
     ),
     "images, verl": ("verl", verl, ("examples/grpo_trainer/run_qwen2_5_vl-7b.sh",)),
     "PPO for control, RLinf": ("rlinf", rlinf_control, ("examples/embodiment/config/maniskill_ppo_mlp.yaml",)),
+    "SAC, RLinf": ("rlinf", rlinf_sac, ("examples/embodiment/config/maniskill_sac_mlp.yaml",)),
     "LoRA, verl": ("verl", verl, ("examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh",)),
 }
 """By name: the system, the function that reads it, and its arguments; the first is the file."""
@@ -55,10 +56,11 @@ CASES: dict[str, tuple[str, Callable[..., Case], tuple[Any, ...]]] = {
 
 def computed(case: Case) -> dict[str, Any]:
     """Return the loss of a case, and its gradient by the log-probabilities (and values) in some directions."""
-    batch = ControlBatch.make() if case.control else FixedBatch.make(case.n, case.turns)
+    batch = FixedBatch.make(case.n, case.turns) if case.batch is None else case.batch()
     arrays = {name: value for name, value in vars(batch).items() if isinstance(value, np.ndarray)}
     tensors = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
-    trained = [tensors[name].requires_grad_() for name in ("logprobs", "values") if name in tensors]
+    names = ("logprobs", "values", "policy_values")
+    trained = [tensors[name].requires_grad_() for name in names if name in tensors]
     loss = case.loss(batch, tensors)
     loss.backward()
     along = [
@@ -87,7 +89,7 @@ def main() -> None:
             commits[system] = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
         case = read(root, *args)
         source = {"system": system, "commit": commits[system], "file": args[0], "functions": case.functions}
-        batch = {} if case.control else {"n": case.n, "turns": case.turns}
+        batch = {"n": case.n, "turns": case.turns} if case.batch is None else {}
         found[title] = {**source, "batch": batch, "suffix": case.suffix, "text": case.text, **computed(case)}
         print(f"{title}: {found[title]['loss']:.7f}")
     OUT.write_text(json.dumps(found, indent=1) + "\n")

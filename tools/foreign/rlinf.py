@@ -1,15 +1,17 @@
-"""RLinf: YAML of Hydra, of its reasoning recipes and of PPO with small networks."""
+"""RLinf: YAML of Hydra, of its reasoning recipes, and of PPO and SAC with small networks."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import yaml
 from torch import Tensor
 
-from tests.support.migrate.fixed_batch import ControlBatch, FixedBatch
+from tests.support.migrate.fixed_batch import ControlBatch, FixedBatch, SacBatch
 from tools.foreign.sources import Case, Settings, execute, tree_of
 
 
@@ -98,7 +100,44 @@ def rlinf_control(root: Path, file: str) -> Case:
         return found
 
     functions = "rlinf/algorithms/registry.py: calculate_adv_and_returns, policy_loss"
-    return Case(1, yaml.safe_dump(tree, sort_keys=False), ".yaml", functions, loss, control=True)
+    return Case(1, yaml.safe_dump(tree, sort_keys=False), ".yaml", functions, loss, batch=ControlBatch.make)
+
+
+def rlinf_sac(root: Path, file: str) -> Case:
+    """Return a case of SAC with a small network: a YAML file of Hydra, with those that it includes."""
+    tree = _included(root / file, yaml.safe_load((root / file).read_text()))
+    names: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "SupportedModel": MagicMock()}
+    execute(root / "rlinf/models/embodiment/base_policy.py", names)
+    worker = root / "rlinf/workers/actor/fsdp_sac_policy_worker.py"
+    for made in ast.walk(ast.parse(worker.read_text())):
+        if isinstance(made, ast.FunctionDef) and made.name in ("forward_critic", "forward_actor"):
+            made.decorator_list = []
+            exec(compile(ast.Module([made], []), worker.name, "exec"), names)
+    kinds = names["ForwardType"]
+
+    def loss(batch: SacBatch, tensors: dict[str, Tensor]) -> Tensor:
+        def model(forward_type: Any, obs: str, actions: str = "", **_: Any) -> Any:
+            if forward_type == kinds.SAC:
+                return "new", tensors["logprobs" if obs == "seen" else "next_logprobs"][0], None
+            assert forward_type == kinds.SAC_Q
+            return tensors["values" if actions == "recorded" else "policy_values"].T
+
+        trainer = MagicMock(cfg=Settings(tree), torch_dtype=torch.float32, use_dsrl=False, model=model)
+        trainer.critic_subsample_size = tree["algorithm"].get("critic_subsample_size", -1)
+        trainer.entropy_temp.alpha = batch.alpha
+        trainer.target_model = lambda **_: tensors["target_values"].T
+        columns = {
+            "rewards": tensors["rewards"].T,
+            "terminations": torch.zeros(batch.rewards.size, 1, dtype=torch.bool),
+        }
+        transitions = {**columns, "curr_obs": "seen", "next_obs": "following", "actions": "recorded"}
+        found: Tensor = (
+            names["forward_critic"](trainer, transitions)[0] + names["forward_actor"](trainer, transitions)[0]
+        )
+        return found
+
+    functions = f"{worker.relative_to(root)}: EmbodiedSACFSDPPolicy.forward_critic, forward_actor"
+    return Case(1, yaml.safe_dump(tree, sort_keys=False), ".yaml", functions, loss, batch=SacBatch.make)
 
 
 def _included(file: Path, tree: dict[str, Any]) -> dict[str, Any]:

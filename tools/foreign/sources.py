@@ -65,7 +65,10 @@ def plain(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A recipe: its settings in the other system's form, and its loss by that system's code."""
+    """A recipe: its settings in the other system's form, and its loss by that system's code.
+
+    batch: makes what the loss is computed on, by default samples in groups of n.
+    """
 
     n: int
     text: str
@@ -73,7 +76,7 @@ class Case:
     functions: str
     loss: Loss
     turns: bool = False
-    control: bool = False
+    batch: Callable[[], Any] | None = None
 
 
 def tree_of(file: Path, *sections: str) -> dict[str, Any]:

@@ -97,6 +97,31 @@ class ControlBatch:
         return cls(one, two, three, four, five, rng.random((steps, envs)) < 0.15)
 
 
+@dataclass(frozen=True)
+class SacBatch:
+    """B transitions that end no episode; float32 [1, B], and [2, B] with the values of two Q networks.
+
+    logprobs: of new actions in the observed states. values: of the recorded actions. policy_values: of the new ones.
+    next_logprobs, target_values: of new actions in the states that follow, by the target networks. alpha: the weight of
+    the entropy.
+    """
+
+    logprobs: Floats
+    values: Floats
+    policy_values: Floats
+    next_logprobs: Floats
+    target_values: Floats
+    rewards: Floats
+    alpha: float = 0.3
+
+    @classmethod
+    def make(cls, seed: int = 5, size: int = 24) -> Self:
+        """Make a batch in which either network has the smaller value."""
+        rng = np.random.default_rng(seed)
+        shapes = ((1, size), (2, size), (2, size), (1, size), (2, size), (1, size))
+        return cls(*(rng.normal(0, 1, shape).astype(np.float32) for shape in shapes))
+
+
 def directions(shape: tuple[int, ...], count: int = 4) -> npt.NDArray[np.float64]:
     """Return directions [count, *shape], in which gradients are compared."""
     return np.random.default_rng(11).normal(size=(count, *shape))

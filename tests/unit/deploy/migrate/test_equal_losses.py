@@ -4,6 +4,7 @@ The other's were computed by `python -m tools.foreign` and are in foreign_losses
 """
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -19,17 +20,17 @@ from consumers.trainer.data.load_balancing import Cost
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.fragments.moments import Moments
 from consumers.trainer.model.policy import Policy, TokenScores
-from consumers.trainer.step import fragment_step
+from consumers.trainer.step import fragment_step, sac_step
 from consumers.trainer.step.build import build_learner, build_train_step
 from deploy.migrate.convert import convert_file
 from schemas.codec import Array
 from schemas.config import TidemillConfig, parse_config
 from schemas.messages import Fragment, Span, Trajectory
-from tests.support.migrate.fixed_batch import ControlBatch, FixedBatch, directions
+from tests.support.migrate.fixed_batch import ControlBatch, FixedBatch, SacBatch, directions
 from tests.support.trainer.trajectories import make_trajectory
 
 FOREIGN = json.loads(Path(__file__).with_name("foreign_losses.json").read_text())
-CONTROL = FOREIGN.pop("PPO for control, RLinf")
+CONTROL, SAC = (FOREIGN.pop(title) for title in ("PPO for control, RLinf", "SAC, RLinf"))
 
 
 class TablePolicy(nn.Module):
@@ -151,6 +152,79 @@ def ours_for_control(config: TidemillConfig, batch: ControlBatch, monkeypatch: p
     result = step.run(step.planner.plan([Group(0, [(sampled, 0.0)])]).batch(0), 0)
     along = [directions((steps, envs)) * one.gradient.double().numpy() for one in (actor, critic)]
     return result.metrics["loss"] + result.metrics["critic_loss"], [n for one in along for n in one.sum((1, 2))]
+
+
+class TableActor(nn.Module):
+    """A policy that has the log-probabilities of its new actions as weights, and the Q values of these as actions."""
+
+    moments = Moments(0)
+    device = torch.device("cpu")
+
+    def __init__(self, batch: SacBatch) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.from_numpy(np.concatenate([batch.logprobs, batch.policy_values])))
+        self.following, self.gradient = torch.from_numpy(batch.next_logprobs[0]), torch.zeros(())
+        self.table.register_hook(lambda gradient: setattr(self, "gradient", gradient))
+
+    def sample(self, observations: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """See Actor; without a gradient, actions in the states that follow."""
+        if not torch.is_grad_enabled():
+            return torch.zeros_like(noise), self.following
+        return self.table[1:].T, self.table[0]
+
+
+class TableCritic(nn.Module):
+    """Q networks that have the values of the recorded actions as weights."""
+
+    moments = returns = Moments(0)
+
+    def __init__(self, batch: SacBatch) -> None:
+        super().__init__()
+        self.table, self.targets = nn.Parameter(torch.from_numpy(batch.values)), torch.from_numpy(batch.target_values)
+        self.gradient, self.followed = torch.zeros(()), list[float]()
+        self.table.register_hook(lambda gradient: setattr(self, "gradient", gradient))
+
+    def of_both_steps(self, now: Any, following: Any) -> tuple[Tensor, Tensor]:
+        """See TwinCritic."""
+        return self.table, self.targets
+
+    def forward(self, observations: Tensor, actions: Tensor) -> Tensor:
+        """See TwinCritic: the values of new actions."""
+        return actions.T
+
+    def follow(self, tau: float) -> None:
+        """See TwinCritic."""
+        self.followed.append(tau)
+
+
+def test_converted_sac_has_the_others_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, batch = tmp_path / "recipe.yaml", SacBatch.make()
+    file.write_text(SAC["text"])
+    _, done = convert_file(file)
+    shape = re.search(r"config.json is (\{.*\})", " ".join(done.to_do))
+    assert shape is not None
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text(shape[1])
+    config = parse_config(done.config | {"model": done.config["model"] | {"path": str(tmp_path / "policy")}})
+    found = config.trainer.sac
+    assert found is not None
+    # 32 updates of a step of 32 environments and 2 steps each.
+    assert (found.batch, found.target_entropy, found.policy_every, found.updates_per_transition) == (1024, -4, 1, 0.5)
+    actor, critic = TableActor(batch), TableCritic(batch)
+    monkeypatch.setattr(sac_step, "Actor", lambda _: actor)
+    monkeypatch.setattr(sac_step, "TwinCritic", lambda *_: critic)
+    step = build_learner(config, Ranks())
+    assert isinstance(step, sac_step.SacStep)
+    step.temperature[0].log_alpha.data.fill_(math.log(batch.alpha))
+    rows = batch.rewards.size
+    data = {"observations": torch.zeros(rows, 1), "actions": torch.zeros(rows, 2), "terminated": torch.zeros(rows)}
+    data |= {"next_observations": torch.zeros(rows, 1), "rewards": torch.from_numpy(batch.rewards[0])}
+    numbers = step.update_once(data, torch.Generator(), 1e-3)
+    assert numbers["critic_loss"] + numbers["loss"] == pytest.approx(SAC["loss"], abs=1e-6)
+    parts = [one.double().numpy() for one in (actor.gradient[:1], critic.gradient, actor.gradient[1:])]
+    along = [(directions(one.shape) * one).sum((1, 2)) for one in parts]
+    assert np.concatenate(along).tolist() == pytest.approx(SAC["gradient"], abs=1e-6)
+    assert critic.followed == [0.01]
 
 
 def test_converted_ppo_for_control_has_the_others_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
