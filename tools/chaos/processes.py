@@ -32,7 +32,8 @@ DEVICE_ROLES = ("trainer", "generator")
 @dataclass
 class ServiceExit:
     """One end of a service process. asked: what the suite had done to it, '' for nothing. excerpt: file of its last
-    words. crashed: they have a traceback, which a service never shows for an error that it foresaw."""
+    words. crashed: they have a traceback, which a service never shows for an error that it foresaw. silent: its log is
+    empty, since it had not begun."""
 
     at: float
     name: str
@@ -42,6 +43,7 @@ class ServiceExit:
     error: str
     excerpt: str = ""
     crashed: bool = False
+    silent: bool = False
 
     @property
     def expected(self) -> bool:
@@ -51,7 +53,8 @@ class ServiceExit:
             return self.code == FENCED_EXIT
         if self.asked == "intruder":
             return self.code == CONFIG_EXIT
-        return self.asked == "term" and self.code == OK_EXIT
+        # Python ends by SIGTERM until a service has begun.
+        return self.asked == "term" and (self.code == OK_EXIT or (self.silent and self.code == -signal.SIGTERM))
 
 
 @dataclass
@@ -199,6 +202,7 @@ class Fleet:
     def _ended(self, member: FleetMember) -> None:
         code = member.process.poll()
         exit_ = ServiceExit(time.monotonic(), member.name, member.pid, code.code if code else 0, member.asked, "")
+        exit_.silent = not member.log.exists() or member.log.stat().st_size == member.offset
         if not exit_.expected:
             excerpt = self._excerpt(member)
             exit_.excerpt = str(excerpt)

@@ -13,7 +13,7 @@ from tools.chaos.judging.oracle import Judgement, Loss, Rules, cursor, gather, j
 from tools.chaos.judging.recovery import Hit
 from tools.chaos.judging.surviving_steps import surviving_steps, trained_log
 from tools.chaos.judging.watch import peaks
-from tools.chaos.processes import last_words
+from tools.chaos.processes import ServiceExit, last_words
 
 RULES = Rules(cursor=2, samples=2, staleness=1)
 SAMPLES = [(task, sample) for task in range(2) for sample in range(2)]
@@ -315,6 +315,21 @@ def test_recovery_of_the_server_is_until_the_first_publication_it_acknowledges()
         publications(at=3.0, name="generator-0.2"),
     ]
     assert recovery.server_recoveries(hits, logs) == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "silent", "expected"),
+    [
+        ("term", 0, False, True),
+        ("term", -15, True, True),
+        ("term", -15, False, False),
+        ("", -15, True, False),
+        ("kill", -9, False, True),
+        ("kill", 1, False, False),
+    ],
+)
+def test_a_process_may_end_by_sigterm_before_it_has_begun(asked: str, code: int, silent: bool, expected: bool) -> None:
+    assert ServiceExit(0.0, "generator-guest1", 7, code, asked, "", silent=silent).expected == expected
 
 
 def test_last_words_of_a_crash_are_those_of_the_innermost_error() -> None:
