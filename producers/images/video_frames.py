@@ -57,7 +57,9 @@ class VideoFrames:
     def _close(self) -> None:
         if self._opened is not None:
             self._opened.close()
+        # What decodes a closed file crashes the process.
         self._file = self._opened = self._last = None
+        self._frames = iter(())
 
     def _find(self, seconds: float) -> Any:
         """Return the frame whose time is next to this one, None if there is none."""

@@ -14,6 +14,7 @@ from PIL import Image as Pillow
 
 from producers.datasets.base import Example
 from producers.embodied.lerobot import LeRobot
+from producers.images.video_frames import VideoFrames
 from schemas.errors import ConfigError, DataError
 from tests.unit.producers.embodied.test_lerobot import PICTURE, write
 
@@ -236,3 +237,16 @@ def test_without_its_extra_a_video_is_refused_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(ConfigError, match=r"^dataset lerobot: .* pip install 'tidemill\[video\]'$"):
         read(folder)
+
+
+def test_a_file_of_sound_alone_is_named_also_after_a_video(tmp_path: Path) -> None:
+    video, sound = encode(tmp_path / "video.mp4", 0, "mpeg4", {}), tmp_path / "sound.mp4"
+    with av.open(str(sound), "w") as written:
+        stream = written.add_stream("aac", rate=8000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.rate = 8000
+        written.mux([*stream.encode(frame), *stream.encode(None)])
+    frames = VideoFrames(RATE, "here")
+    assert frames.frame(video, 0.5, "here").startswith(b"\x89PNG")
+    with pytest.raises(DataError, match=r"^here: the video .*sound.mp4 has no frame at 0.6 s$"):
+        frames.frame(sound, 0.6, "here")
