@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,6 +139,10 @@ class Demonstrations(Sequence[Any]):
 
     def __len__(self) -> int:
         return len(self._examples)
+
+    def __iter__(self) -> Iterator[Demonstration]:
+        # Sequence's own takes an IndexError of the dataset for the end.
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: Any) -> Demonstration:
         from consumers.offline.encoding import Demonstration

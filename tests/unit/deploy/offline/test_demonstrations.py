@@ -32,6 +32,7 @@ class Pictures:
 def test_images_of_all_examples_are_never_in_memory_together() -> None:
     shown = Demonstrations(DatasetConfig(name=f"{__name__}:Pictures"), Path())
     assert len(shown) == COUNT
+    assert shown[0].answer == "0", "what that imports is not measured"
     tracemalloc.start()
     try:
         answers = [(example.answer, example.images[0][:1]) for example in (shown[index] for index in range(5))]
@@ -42,6 +43,18 @@ def test_images_of_all_examples_are_never_in_memory_together() -> None:
     assert peak < 3 * SIZE
     with pytest.raises(ConfigError, match=r"^warm_start: example 5 of dataset .* needs a prompt, and an answer"):
         list(shown)
+
+
+class Broken(Pictures):
+    """Examples of which the third cannot be read."""
+
+    def __getitem__(self, index: int) -> Example:
+        return Example(text="look", data={"answer": ["a#b", "c#d", "e"][index % 3].split("#")[1]})
+
+
+def test_an_index_error_of_a_dataset_is_not_its_end() -> None:
+    with pytest.raises(IndexError):
+        list(Demonstrations(DatasetConfig(name=f"{__name__}:Broken"), Path()))
 
 
 SAID = {"role": "assistant", "content": "seven"}
