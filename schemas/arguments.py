@@ -1,8 +1,9 @@
 """Arguments that the configuration gives to plug-ins, checked against the type hints of the plug-in."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_args, get_type_hints
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, create_model, field_validator
 from pydantic_core import PydanticCustomError
@@ -16,19 +17,48 @@ class CheckedNumbers(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        few = [*value.values()] if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(one, bool) for one in few):
-            kind = cls.model_fields[str(info.field_name)].annotation
-            if _names(kind, (int, float)) and not _names(kind, (bool, Any)):
-                raise PydanticCustomError(
-                    "number", "Input should be a number" if few == [value] else "Input should be numbers"
-                )
+        if _is_boolean_for_number(cls.model_fields[str(info.field_name)].annotation, value):
+            raise PydanticCustomError(
+                "number", "Input should be a number" if isinstance(value, bool) else "Input should be numbers"
+            )
         return value
 
 
-def _names(hint: Any, kinds: tuple[Any, ...]) -> bool:
-    """Return whether a type hint is one of the kinds, or has one of them in it."""
-    return hint in kinds or any(_names(part, kinds) for part in get_args(hint))
+def _is_boolean_for_number(hint: Any, value: Any) -> bool:
+    """Return whether a value is true or false, or has it inside, where its type hint allows numbers alone."""
+    members = [member for member in _members(hint) if member is not NoneType]
+    if isinstance(value, bool):
+        takes = any(member in (bool, Any, object) or _names_boolean(member) for member in members)
+        return not takes and any(member in (int, float) for member in members)
+    kinds = [_item_type(member, value) for member in members if member not in (int, float, str)]
+    # One that is not told apart here may allow them.
+    if not kinds or None in kinds:
+        return False
+    items = value.values() if isinstance(value, Mapping) else value
+    return any(all(_is_boolean_for_number(kind, item) for kind in kinds) for item in items)
+
+
+def _members(hint: Any) -> list[Any]:
+    """Return the types of a union, or the one type."""
+    if get_origin(hint) is Annotated:
+        return _members(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return [member for part in get_args(hint) for member in _members(part)]
+    return [hint]
+
+
+def _names_boolean(member: Any) -> bool:
+    return get_origin(member) is Literal and any(isinstance(one, bool) for one in get_args(member))
+
+
+def _item_type(member: Any, value: Any) -> Any:
+    """Return the type of the items of a type of mappings or lists, as the value is one; None if it has no such type."""
+    origin, arguments = get_origin(member), get_args(member)
+    if isinstance(value, Mapping):
+        return arguments[1] if origin in (dict, Mapping) else None
+    if isinstance(value, list | tuple) and origin in (list, tuple, Sequence) and len({*arguments} - {...}) == 1:
+        return arguments[0]
+    return None
 
 
 class _Arguments(CheckedNumbers):
