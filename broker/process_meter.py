@@ -5,6 +5,7 @@ A thread measures them from time to time, so that a heartbeat never waits for it
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +19,7 @@ EVERY_S = 5.0
 SHARE = 100
 """A measurement that took t seconds of processor time is followed by a rest of at least SHARE times t."""
 GPU_EVERY_S = 30.0
-PACKAGES = ("torch", "transformers", "vllm", "sglang")
+PACKAGES = frozenset(("torch", "transformers", "vllm", "sglang"))
 """Those whose versions change what is sampled."""
 RANKED = "TORCHELASTIC_RUN_ID"
 """Set in processes that torchrun started."""
@@ -57,13 +58,14 @@ class ProcessMeter:
         self._pid = os.getppid() if RANKED in os.environ else os.getpid()
         self._alone = alone
         self._gpu: dict[int, int] = {}
+        self._gpus: dict[str, str] = {}
         self._gpu_due = 0.0
         self._before: dict[psutil.Process, ProcessUse] = {}
         self._at = 0.0
         self.figures: dict[str, float] = {}
         """The newest metrics; {} before the first measurement, ``cpu`` from the second one on."""
         self.software: dict[str, str] = {}
-        """Versions of the GPUs' driver and of packages, and the GPUs' names; {} before the first measurement."""
+        """Versions of the GPUs' driver and of imported packages, and the GPUs' names; {} at first."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="process-meter", daemon=True)
 
@@ -87,7 +89,8 @@ class ProcessMeter:
             figures["cpu"] = max(0.0, used / (now - self._at))
         if now >= self._gpu_due:
             self._gpu, self._gpu_due = memory_by_process(), now + GPU_EVERY_S
-            self.software = self.software or describe_gpus() | _versions()
+            self._gpus = self._gpus or describe_gpus()
+            self.software = self._gpus | _versions()
         if self._gpu:
             figures["gpu_memory_bytes"] = float(sum(self._gpu.get(process.pid, 0) for process in measured))
         self._before, self._at, self.figures = measured, now, figures
@@ -101,8 +104,9 @@ class ProcessMeter:
 
 
 def _versions() -> dict[str, str]:
+    """Return the versions of packages that this process has imported."""
     found = {}
-    for package in PACKAGES:
+    for package in sys.modules.keys() & PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

@@ -30,9 +30,10 @@ def describe_gpus() -> dict[str, str]:
 
 def _ask_of_visible(fields: str) -> dict[str, list[str]]:
     """Return the values of fields for each GPU that this process may use, by its index."""
-    visible = {name.strip() for name in os.environ.get(VISIBLE, "").split(",")} - {""}
+    named = os.environ.get(VISIBLE)
+    visible = None if named is None else {name.strip() for name in named.split(",")}
     lines = ask_driver(f"gpu=index,uuid,{fields}")
-    return {index: values for index, uuid, *values in lines if not visible or visible & {index, uuid}}
+    return {index: values for index, uuid, *values in lines if visible is None or visible & {index, uuid}}
 
 
 def memory_by_process() -> dict[int, int]:

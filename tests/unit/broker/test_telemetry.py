@@ -9,6 +9,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import fakeredis
 import msgspec
@@ -220,7 +221,7 @@ def test_gpu_memory_is_summed_by_process(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_free_memory_is_that_of_the_gpus_that_a_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_memory, "ask", lambda command: "0, GPU-a, 10\n1, GPU-b, 20\n2, GPU-c, [N/A]\n")
-    for visible, known in (("", {"0": 10, "1": 20}), ("1", {"1": 20}), ("GPU-a,2", {"0": 10})):
+    for visible, known in (("", {}), ("0,1,2", {"0": 10, "1": 20}), ("1", {"1": 20}), ("GPU-a,2", {"0": 10})):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert gpu_memory.free_memory() == {name: mib << 20 for name, mib in known.items()}
 
@@ -229,11 +230,15 @@ def test_a_heartbeat_says_with_which_driver_and_packages_a_service_runs(monkeypa
     gpus = "0, GPU-a, 580.95, NVIDIA H200\n1, GPU-b, 580.95, NVIDIA H200\n2, GPU-c, 580.95, NVIDIA L40S\n"
     monkeypatch.setattr(gpu_memory, "ask", lambda command: gpus if "driver_version" in command[1] else "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-a")
+    # Only what a process has imported changes what it samples.
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
     meter = ProcessMeter()
     assert meter.software == {}
     meter.measure(time.monotonic())
     assert (meter.software["driver"], meter.software["gpu"]) == ("580.95", "NVIDIA H200")
     assert meter.software["torch"] == version("torch")
+    assert "transformers" not in meter.software
     monkeypatch.setattr(gpu_memory, "ask", lambda command: "")
     meter = ProcessMeter()
     meter.measure(time.monotonic())
