@@ -27,7 +27,7 @@ from deploy.launchers.factory import check_places, check_whole
 from deploy.launchers.gpus import GpuPlan, check_counts, shared_utilization
 from deploy.logs import lossy
 from deploy.planning.cluster import DeviceQuota, engine_width
-from deploy.run.folder import forget_run, refuse_foreign, sole_user
+from deploy.run.folder import forget_run, is_finished, refuse_finished, refuse_foreign, sole_user
 from deploy.run.up import EXIT_CODES, STOP_ORDER, run_up
 from deploy.services.main import command
 from deploy.supervisor.process import Process, Processes
@@ -35,7 +35,7 @@ from deploy.supervisor.services import Change, Exit, RunningService, Scaler, Ser
 from deploy.supervisor.supervisor import Supervisor
 from schemas.config import PlacementConfig, TidemillConfig, by_pool, of_pool, save_config
 from schemas.control_api.status import RunStatus
-from schemas.errors import ERROR_EXIT, HOPELESS, ConfigError, InfraError
+from schemas.errors import ERROR_EXIT, HOPELESS, OK_EXIT, ConfigError, InfraError
 from schemas.run_folder import LOGS, NODES
 
 LOOK_S = 0.05
@@ -282,7 +282,14 @@ class Ray(RayOptions):
     def _launch_whole(self, config: TidemillConfig, placement: PlacementConfig, fresh: bool) -> int:
         """Run `tidemill up` in one actor, on a node with the GPUs of ``placement``; return the exit code."""
         check_whole(self, "generators", "max_generators", "generator_gpus", "trainer_gpus", "generator_cpus")
+        for name, pool in config.pools.items():
+            if pool.ray:
+                raise ConfigError(
+                    f"pools.{name}.ray {pool.ray} excludes placement, with which one node has the whole run"
+                )
         refuse_foreign(config, fresh)
+        if not fresh:
+            refuse_finished(config)
         check(config, here=False)
         DeviceQuota.check(config)
         # `tidemill up` restarts services itself, and stops them one kind after the other.
@@ -303,6 +310,9 @@ class Ray(RayOptions):
                 supervisor.add(ServiceSpec("run", command("up", str(file)), role="trainer", finishes=True))
                 outcome = supervisor.run()
                 supervisor.stop()
+        if is_finished(config.folder, config.trainer.steps):
+            # Its node may have been lost before Ray had the exit code.
+            return OK_EXIT
         if outcome.cause is None:
             return EXIT_CODES[outcome.reason]
         print(f"tidemill: {outcome.cause}", file=lossy(sys.stderr))

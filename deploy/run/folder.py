@@ -23,7 +23,7 @@ from broker.heartbeat import refuse_copy
 from deploy.control_plane.files.run_folder import flatten, mask
 from deploy.control_plane.status.run_state import LIVE_S
 from schemas.config import TidemillConfig, load_config, save_config
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, InfraError
 from schemas.run_folder import CONFIG, LOCK, PYTHON, SUMMARY, is_run_folder, is_run_name, read_object
 from schemas.run_record import check_record, claim_folder, read_record
 from schemas.urls import hide_password
@@ -42,7 +42,7 @@ def sole_user(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             lock.seek(0)
             holder = lock.read().strip() or "since just now"
-            raise ConfigError(
+            raise InfraError(
                 f"another `tidemill up` uses the folder {folder} ({holder}): stop it, or give this run another run.name"
             ) from None
         lock.truncate(0)
@@ -55,6 +55,15 @@ def is_finished(folder: Path, steps: int) -> bool:
     """Return whether the run has ended with all these optimizer steps behind it."""
     summary = read_object(folder / SUMMARY)
     return bool(summary.get("exit_reason") == "finished" and summary.get("steps", 0) >= steps)
+
+
+def refuse_finished(config: TidemillConfig) -> None:
+    """Raise ConfigError if all steps of the run are behind it."""
+    if is_finished(config.folder, config.trainer.steps):
+        raise ConfigError(
+            f"run {config.run.name!r} in {config.folder} is finished: increase trainer.steps, add --fresh to delete it"
+            " and start over, or choose another run.name"
+        )
 
 
 def refuse_foreign(config: TidemillConfig, fresh: bool) -> None:

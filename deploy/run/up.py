@@ -25,7 +25,7 @@ from deploy.logs import configure_logging, lossy
 from deploy.offline.warm_start import is_current
 from deploy.planning.cluster import DeviceQuota
 from deploy.run.ending import Ending, finish, note_failed_start
-from deploy.run.folder import claim_name, forget_run, is_finished, refuse_foreign, settle_configuration, sole_user
+from deploy.run.folder import claim_name, forget_run, refuse_finished, refuse_foreign, settle_configuration, sole_user
 from deploy.run.observer import RunObserver
 from deploy.services.main import command
 from deploy.services.spot_notice import watch_spot_notices
@@ -41,7 +41,6 @@ from schemas.errors import (
     INTERRUPTED_EXIT,
     OK_EXIT,
     RUN_FAILED_EXIT,
-    ConfigError,
     InfraError,
     RefusedError,
 )
@@ -69,11 +68,8 @@ def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False, cards:
         stack.enter_context(sole_user(folder))
         if fresh:
             forget_run(config)
-        elif is_finished(folder, config.trainer.steps):
-            raise ConfigError(
-                f"run {config.run.name!r} in {folder} is finished: increase trainer.steps, add --fresh to delete it"
-                " and start over, or choose another run.name"
-            )
+        else:
+            refuse_finished(config)
         claim_name(config)
         (folder / LOGS).mkdir(exist_ok=True)
         # The live view has the terminal, so this process logs to a file, as the services do.

@@ -247,7 +247,7 @@ def test_files_of_a_run_are_deleted_where_they_are_its_own(
         assert broker.owner.read() is not None
     purge = ("purge", mine.connection.keys.run, "--url", mine.connection.url, "--files")
     with sole_user(folder):
-        assert "another `tidemill up` uses the folder" in refused(run_tidemill(*purge, "--yes"))
+        assert "another `tidemill up` uses the folder" in refused(run_tidemill(*purge, "--yes"), 1)
     assert "nothing was deleted" in run_tidemill(*purge, answer="n\n").stdout
     assert checkpoint.is_dir()
     done = run_tidemill(*purge, "--yes", "--json")

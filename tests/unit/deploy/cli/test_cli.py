@@ -169,7 +169,7 @@ def test_two_runs_cannot_share_a_folder(config: str, tmp_path: Path) -> None:
     with (folder / "up.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = run_tidemill("up", config, cwd=tmp_path)
-    assert done.returncode == 2
+    assert done.returncode == 1, "it may be tried again"
     assert "another `tidemill up` uses the folder" in done.stderr
 
 

@@ -134,6 +134,16 @@ def test_a_placement_that_a_launcher_cannot_follow_is_refused_in_a_line(
     assert not (tmp_path / "run").exists()
 
 
+def test_ray_places_one_whole_run_without_pools_of_its_own_and_no_finished_one(tmp_path: Path) -> None:
+    shared = {"run": {"folder": str(tmp_path / "run")}, "placement": {"trainer": "0", "generator": "0-1"}}
+    with pytest.raises(ConfigError, match=r"^pools.own.ray {'A': 1.0} excludes placement, with which one node has"):
+        Ray().launch(config(**shared, pools={"own": {"ray": {"A": 1}}}))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text('{"exit_reason": "finished", "steps": 1000000000}')
+    with pytest.raises(ConfigError, match=r"is finished: increase trainer.steps, add --fresh"):
+        Ray().launch(config(**shared, pools={}))
+
+
 def test_variables_are_those_of_the_machine_and_unknown_ones_are_empty() -> None:
     values = {"A": "/x:$PATHS:${HOME}/y", "B": "$MISSING", "C": "5$"}
     assert expand(values, {"PATHS": "/p", "HOME": "/h"}) == {"A": "/x:/p:/h/y", "B": "", "C": "5$"}

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.run.folder import forget_run, is_finished, keep_aside, refuse_foreign, settle_configuration, sole_user
 from schemas.config import TidemillConfig
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, InfraError
 from schemas.run_folder import FILES
 from schemas.run_record import claim_folder
 from tests.support.configurations import minimal_config
@@ -69,7 +69,7 @@ def test_a_folder_in_use_is_refused_with_who_uses_it(tmp_path: Path) -> None:
     in_use = (
         rf"another `tidemill up` uses the folder {tmp_path} \(process {os.getpid()} on .* since 20.*\): stop it, or"
     )
-    with sole_user(tmp_path), pytest.raises(ConfigError, match=in_use), sole_user(tmp_path):
+    with sole_user(tmp_path), pytest.raises(InfraError, match=in_use), sole_user(tmp_path):
         pass
     with sole_user(tmp_path):
         assert (tmp_path / "up.lock").read_text().count("process") == 1
