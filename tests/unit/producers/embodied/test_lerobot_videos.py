@@ -1,6 +1,7 @@
 """Videos of LeRobot's formats 2 and 3: each demonstration has the frame of its episode and time."""
 
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,15 @@ def picture(episode: int, frame: int) -> npt.NDArray[np.uint8]:
 def encode(file: Path, episode: int, codec: str, options: dict[str, str]) -> Path:
     """Write an episode's video."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    # As root, SVT-AV1 makes the thread that calls it a real-time one, which would starve other tests.
+    policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
     with av.open(str(file), "w") as written:
         stream = written.add_stream(codec, rate=RATE, options=options)
         stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
         for frame in range(FRAMES[episode]):
             written.mux(stream.encode(av.VideoFrame.from_ndarray(picture(episode, frame), format="rgb24")))
         written.mux(stream.encode(None))
+    os.sched_setscheduler(0, policy, priority)
     return file
 
 
