@@ -11,15 +11,12 @@ from tests.support.trainer.forked_ranks import run_in_ranks
 from tests.support.trainer.parallel_steps import Job, make_divisible_model, run_jobs
 
 pytestmark = pytest.mark.integration
-RATE = {"lr": 1e-3}
+ACTIVATIONS = {"activation_checkpointing": "selective", "activation_offload": True}
 JOBS = [
-    Job("sharded", 0, 2),
-    Job("tensor", 0, 2, {"tensor": 2}),
-    Job("context", 0, 2, {"context": 2}),
+    Job("sharded", 0, 2, trainer={"optimizer": {"lr": 1e-3, "offload": True}}),
+    Job("context", 0, 2, {"context": 2}, trainer=ACTIVATIONS),
     Job("replicate", 0, 2, {"replicate": 2}),
-    Job("offloaded", 0, 2, trainer={"optimizer": {**RATE, "offload": True}}),
-    Job("activations", 0, 2, trainer={"activation_checkpointing": "selective", "activation_offload": True}),
-    Job("turns", 0, 2, {"tensor": 2}, trainer={"away": True}),
+    Job("tensor", 0, 2, {"tensor": 2}, trainer={"away": True}),
     Job("resumed", 2, 3, {"tensor": 2}, source="replicate"),
 ]
 EXPERTS = [Job("experts", 0, 2, {"tensor": 2, "expert": 2}), Job("experts cut", 0, 2, {"tensor": 2})]
