@@ -62,7 +62,7 @@ class VideoFrames:
         self._frames = iter(())
 
     def _find(self, seconds: float) -> Any:
-        """Return the frame whose time is next to this one, None if there is none."""
+        """Return the frame of this time, or None if the video has no frame close to it."""
         if self._last is not None and -self._tolerance < seconds - self._last.time < READ_ON_S:
             return self._read_to(seconds)
         try:

@@ -116,6 +116,7 @@ class _OnGpu(Tensor):
         """Return the memory below the tensor, which may be resized."""
         return _Storage(self.held.untyped_storage())
 
+    # PyTorch's own takes memory of a kind that this device has not.
     def set_(self, source: _Storage) -> Self:  # type: ignore[override]
         """Return an empty tensor's view of all of the memory."""
         return type(self)(self.held.set_(source.held))

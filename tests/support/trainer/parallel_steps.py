@@ -1,5 +1,6 @@
 """What tests run on several ranks: steps under one layout after another, each from a checkpoint of another."""
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -35,6 +37,20 @@ def run_jobs(model: Path, folder: Path, jobs: Sequence[Job]) -> None:
             shutil.copytree(folder / job.source, folder / job.name)
         settings = {"parallel": job.parallel, **job.trainer}
         run_steps(model, folder / job.name, job.first, job.last, SIZES, "float32", settings)
+
+
+def report(folder: Path, name: str, first: int, world: int) -> dict[str, Any]:
+    """What rank 0 of ``world`` reported of a job that began at step ``first``."""
+    content: dict[str, Any] = json.loads((folder / name / f"report-{first}-{world}.json").read_text())
+    return content
+
+
+def assert_same_steps(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Compare the metrics of each step, and log-probabilities after the last, of two reports."""
+    for step, other in zip(found["metrics"], wanted["metrics"], strict=True):
+        for name in ("loss", "entropy", "grad_norm", "kl", "ratio_max"):
+            assert step[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+    assert found["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
 
 
 def make_divisible_model(folder: Path, seed: int = 0, experts: int = 0) -> Path:

@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_prompt_that_ends_with_an_assistants_message_is_continued(folder: Path) -> None:
-    """As in TRL: the completion continues the message, which the chat template neither closes nor follows."""
+    """The completion continues the message, which the chat template neither closes nor follows."""
     tokenizer, asked = HfTokenizer(str(folder)), [ChatMessage("user", "1+2=?")]
 
     def text(*messages: ChatMessage) -> str:

@@ -1,15 +1,13 @@
 """Checkpoints of mixtures whose experts are cut: of fused gates each rank has two blocks."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.support.trainer.forked_ranks import run_in_ranks
-from tests.support.trainer.parallel_steps import Job, make_divisible_model, run_jobs
+from tests.support.trainer.parallel_steps import Job, assert_same_steps, make_divisible_model, report, run_jobs
 
 pytestmark = pytest.mark.integration
 LAYOUTS = {"shard 2, tensor 2": {"tensor": 2}, "shard 2, tensor 2, expert 2": {"tensor": 2, "expert": 2}}
@@ -28,23 +26,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def report(folder: Path, name: str, first: int, world: int) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / name / f"report-{first}-{world}.json").read_text())
-    return content
-
-
-def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for step, other in zip(found["metrics"], wanted["metrics"], strict=True):
-        for name in ("loss", "entropy", "grad_norm", "kl", "ratio_max"):
-            assert step[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
-    assert found["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_steps_are_those_of_one_rank_before_and_after_a_checkpoint(folder: Path, name: str) -> None:
-    assert_same(report(folder, name, 0, 4), report(folder, "alone", 0, 1))
-    assert_same(report(folder, f"alone to {name}", 2, 4), report(folder, "alone to alone", 2, 1))
-    assert_same(report(folder, f"{name} to alone", 2, 1), report(folder, "alone to alone", 2, 1))
+    assert_same_steps(report(folder, name, 0, 4), report(folder, "alone", 0, 1))
+    assert_same_steps(report(folder, f"alone to {name}", 2, 4), report(folder, "alone to alone", 2, 1))
+    assert_same_steps(report(folder, f"{name} to alone", 2, 1), report(folder, "alone to alone", 2, 1))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

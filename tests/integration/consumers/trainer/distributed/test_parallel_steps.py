@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.trainer.forked_ranks import run_in_ranks
 from tests.support.trainer.parallel_layouts import CASES, run_layouts
-from tests.support.trainer.parallel_steps import Job, make_divisible_model, run_jobs
+from tests.support.trainer.parallel_steps import Job, make_divisible_model, report, run_jobs
 from tests.support.trainer.sharded_algorithms import ALGORITHMS, run_algorithms
 
 LAYOUTS = {
@@ -65,11 +65,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job = Job(f"{name} in parts to alone", 2, 4, source=f"{name} in parts", trainer=settings)
         run_jobs(model, folder, [job])
     return folder
-
-
-def report(folder: Path, name: str, first: int, world: int) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / name / f"report-{first}-{world}.json").read_text())
-    return content
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -1,14 +1,12 @@
 """Ranks of a trainer on pretended GPUs: no operation has tensors of both devices, and steps are those of the CPU."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.models.pretended_gpu import run_on_gpu
 from tests.support.trainer.forked_ranks import run_in_ranks
-from tests.support.trainer.parallel_steps import Job, make_divisible_model, run_jobs
+from tests.support.trainer.parallel_steps import Job, assert_same_steps, make_divisible_model, report, run_jobs
 
 pytestmark = pytest.mark.integration
 ACTIVATIONS = {"activation_checkpointing": "selective", "activation_offload": True}
@@ -22,18 +20,6 @@ JOBS = [
 EXPERTS = [Job("experts", 0, 2, {"tensor": 2, "expert": 2}), Job("experts cut", 0, 2, {"tensor": 2})]
 
 
-def report(folder: Path, job: Job, world: int) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / job.name / f"report-{job.first}-{world}.json").read_text())
-    return content
-
-
-def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for step, other in zip(found["metrics"], wanted["metrics"], strict=True):
-        for name in ("loss", "entropy", "grad_norm", "kl", "ratio_max"):
-            assert step[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
-    assert found["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-3)
-
-
 def test_a_rank_alone_publishes_gives_its_gpu_away_and_resumes(tmp_path: Path) -> None:
     model = make_divisible_model(tmp_path / "model")
     jobs = [Job("alone", 0, 2), Job("turns", 0, 2, trainer={"away": True}), Job("resumed", 2, 3, source="alone")]
@@ -41,9 +27,9 @@ def test_a_rank_alone_publishes_gives_its_gpu_away_and_resumes(tmp_path: Path) -
     cpu = tmp_path / "cpu"
     cpu.mkdir()
     run_jobs(model, cpu, [jobs[0], jobs[2]])
-    assert_same(report(tmp_path, jobs[0], 1), report(cpu, jobs[0], 1))
-    assert_same(report(tmp_path, jobs[1], 1), report(cpu, jobs[0], 1))
-    assert_same(report(tmp_path, jobs[2], 1), report(cpu, jobs[2], 1))
+    assert_same_steps(report(tmp_path, jobs[0].name, jobs[0].first, 1), report(cpu, jobs[0].name, jobs[0].first, 1))
+    assert_same_steps(report(tmp_path, jobs[1].name, jobs[1].first, 1), report(cpu, jobs[0].name, jobs[0].first, 1))
+    assert_same_steps(report(tmp_path, jobs[2].name, jobs[2].first, 1), report(cpu, jobs[2].name, jobs[2].first, 1))
 
 
 @pytest.mark.matrix("layouts; one rank is always tested")
@@ -57,4 +43,4 @@ def test_the_steps_of_two_ranks_are_those_of_one_on_the_cpu(tmp_path: Path, jobs
     run_jobs(model, cpu, alone)
     for job in jobs:
         wanted = alone[1] if job.source else alone[0]
-        assert_same(report(tmp_path, job, 2), report(cpu, wanted, 1))
+        assert_same_steps(report(tmp_path, job.name, job.first, 2), report(cpu, wanted.name, wanted.first, 1))
