@@ -26,7 +26,7 @@ from schemas.config import TidemillConfig, save_config
 from schemas.config.loading import is_setting
 from schemas.control_api.orders import Accepted
 from schemas.control_api.run_folders import GroupDetail, RunEvaluation, RunHead
-from schemas.errors import CONFIG_EXIT, ConfigError, InfraError
+from schemas.errors import CONFIG_EXIT, ERROR_EXIT, ConfigError, InfraError
 from schemas.run_folder import CONFIG, METRICS, PYTHON, StoredLines, parse_line, surviving_lines
 
 OUTPUT = "output.log"
@@ -92,9 +92,14 @@ class StartedRun:
         """The exit code of ``tidemill up``: 0 when all steps are done; None while it runs."""
         return self._process.poll()
 
+    @property
+    def _begun(self) -> bool:
+        """Whether the folder is in use by this run, not by one before it."""
+        return time_of(self.folder / CONFIG) >= self._began
+
     def status(self) -> RunHead:
         """Return where the run stands. state: starting, that of its control plane, or how the run has ended."""
-        began = time_of(self.folder / CONFIG) >= self._began
+        began = self._begun
         head = RunFolder(self.folder if began else self._file.parent, self.name).head()
         if head is None:
             raise InfraError(f"run {self.name!r}: its folder {self.folder} is gone")
@@ -139,7 +144,8 @@ class StartedRun:
     def wait(self, timeout_s: float | None = None) -> RunHead:
         """Wait until it has ended; return where it stands then: finished, stopped or failed, and why.
 
-        ConfigError if it could not start, TimeoutError after ``timeout_s``; an error of a callback is raised as it is.
+        ConfigError or InfraError if it could not start, TimeoutError after ``timeout_s``. An error of a callback is
+        raised as it is.
         """
         try:
             code = self._process.wait(timeout_s)
@@ -148,10 +154,11 @@ class StartedRun:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        if code == CONFIG_EXIT:
+        if code == CONFIG_EXIT or (code == ERROR_EXIT and not self._begun):
             self._output.seek(0)
             said = self._output.read().decode(errors="replace").strip()
-            raise ConfigError(said.rpartition("\n")[2].removeprefix("tidemill: "))
+            kind = ConfigError if code == CONFIG_EXIT else InfraError
+            raise kind(said.rpartition("\n")[2].removeprefix("tidemill: "))
         return self.status()
 
     def _order(self, verb: str, wait_s: float, **body: Any) -> Accepted:
@@ -171,7 +178,7 @@ class StartedRun:
         while self._callbacks and not over:
             over = self.exit_code is not None
             try:
-                if time_of(self.folder / CONFIG) >= self._began:
+                if self._begun:
                     self._call(lines, seen)
             except Exception as error:  # noqa: BLE001 - whatever a user's callback raises, ``wait`` raises
                 self._error = error
