@@ -97,7 +97,8 @@ class Leadership:
         """
         context, progress = self._context, self._context.progress
         takeover = context.session.take_over(self._request(saved))
-        context.retry("leader_term", lambda: self._begin(takeover.leader_term))
+        self.leader_term = takeover.leader_term
+        context.retry("leader_term", lambda: self.reserve_version(progress.version))
         context.rank_group.checkpoint_store.sweep(self.number)
         progress.broker_lifetime, progress.started = takeover.broker_lifetime, takeover.started
         if takeover.refused_settings:
@@ -130,9 +131,17 @@ class Leadership:
     def reserve_version(self, version: int) -> None:
         """Record on disk, before a version is visible, that it may be published. DiskError if the disk is full.
 
-        FencedError, and nothing is written, if another trainer has used the folder since this one took over.
+        FencedError, and nothing is written, if another trainer has used the folder since this one took over. The record
+        outlives a loss of power, as generators' weights may.
         """
-        self._write(version)
+        try:
+            with _alone(self._file):
+                self._check()
+                self.published = max(self.published, version)
+                content = json.dumps(asdict(LeaderRecord(self.leader_term, self.published)))
+                atomic_write(self._file, content, durable=True)
+        except OSError as error:
+            raise DiskError(f"cannot write {self._file}: {error}") from error
 
     def read(self) -> LeaderRecord | None:
         """Read the file; None if it is missing or damaged."""
@@ -159,26 +168,11 @@ class Leadership:
             version_if_lost=progress.version if self.published <= progress.version else self.published + 1,
         )
 
-    def _begin(self, leader_term: str) -> None:
-        self.leader_term = leader_term
-        self._write(self._context.progress.version)
-
     def _check(self) -> None:
         """Raise FencedError if another trainer has used the folder since this one took over."""
         found = self.read()
         if found is not None and found.leader_term != self.leader_term and found.number >= self.number:
             raise FencedError(f"trainer {self.leader_term} was replaced by {found.leader_term} and stops")
-
-    def _write(self, version: int) -> None:
-        """Write the file durably: it must outlive a loss of power, as generators' weights may."""
-        try:
-            with _alone(self._file):
-                self._check()
-                self.published = max(self.published, version)
-                content = json.dumps(asdict(LeaderRecord(self.leader_term, self.published)))
-                atomic_write(self._file, content, durable=True)
-        except OSError as error:
-            raise DiskError(f"cannot write {self._file}: {error}") from error
 
 
 @contextmanager
