@@ -14,7 +14,7 @@ from deploy.control_plane.files.resources import read_alerts
 from deploy.control_plane.files.tar import tar_members, tar_size, tar_stream
 from deploy.control_plane.routes.context import Context
 from deploy.control_plane.routes.paging import page_of
-from deploy.control_plane.web.paging import Page, cut
+from deploy.control_plane.web.paging import MOST, Page, cut
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api.run_folders import (
     Alerts,
@@ -31,17 +31,13 @@ from schemas.control_api.run_folders import (
     RunSettings,
     RunSummary,
 )
-from schemas.errors import InfraError
 
-MOST = 2**53
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 
 def archive_of(request: Request) -> Archive:
     """Return the runs that this server shows."""
-    archive = request.app.state.archive
-    if not isinstance(archive, Archive):
-        raise InfraError("the server is starting")
+    archive: Archive = request.app.state.archive
     return archive
 
 

@@ -12,7 +12,7 @@ from deploy.control_plane.routes.context import InContext
 from deploy.control_plane.routes.conversation import spoken_messages
 from deploy.control_plane.routes.decoding import Decode, pieces, plain
 from deploy.control_plane.routes.paging import page_of
-from deploy.control_plane.web.paging import Page, wrong
+from deploy.control_plane.web.paging import MOST, Page, wrong
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api.base import Finish
 from schemas.control_api.trajectories import (
@@ -29,7 +29,6 @@ from schemas.messages.moments import trace_lines
 EXAMINED = 2000
 """Most trajectories that a page of a search reads."""
 HEAD_CHARACTERS = 200
-MAX_TASK = 2**53
 
 router = APIRouter(prefix="/v1/trajectories", tags=["reading"])
 
@@ -38,8 +37,8 @@ router = APIRouter(prefix="/v1/trajectories", tags=["reading"])
 class Search:
     """Filter of a search for trajectories; None matches all. version: one that sampled any of its tokens."""
 
-    task_id: Annotated[int | None, Query(ge=0, le=MAX_TASK)] = None
-    version: Annotated[int | None, Query(ge=0, le=MAX_TASK, description="One that sampled any of its tokens.")] = None
+    task_id: Annotated[int | None, Query(ge=0, le=MOST)] = None
+    version: Annotated[int | None, Query(ge=0, le=MOST, description="One that sampled any of its tokens.")] = None
     finish: Finish | None = None
     state: Literal["generated", "scored", "trained"] | None = None
     kind: Literal["train", "eval"] | None = None
@@ -82,7 +81,7 @@ def trajectories(
 @router.get("/{task_id}/{sample}")
 def trajectory(
     context: InContext,
-    task_id: Annotated[int, Path(ge=0, le=MAX_TASK)],
+    task_id: Annotated[int, Path(ge=0, le=MOST)],
     sample: Annotated[int, Path(ge=0, le=1_000_000)],
 ) -> TrajectoryDetail:
     """Return a trajectory in full: text, and for each token its log-probability, weight version and mask."""
