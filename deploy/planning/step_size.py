@@ -74,11 +74,6 @@ class StepSize:
     step_waits: list[str]
     main_memory: int = 0
 
-    @property
-    def total(self) -> int:
-        """Return the bytes at the peak."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
-
 
 def find_depths(empty: PreTrainedModel) -> tuple[int, int, int] | None:
     """Return two small numbers of layers from which the sizes of a model follow, and its own; None if it has few.
