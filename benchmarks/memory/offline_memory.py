@@ -133,7 +133,7 @@ def _reward_model(config: Qwen2Config) -> tuple[nn.Module, Loss, bool]:
     def loss(items: Sequence[list[DemonstrationIds]]) -> Tensor:
         tokens, _ = pad([row.prompt + row.answer for item in items for row in item], 0)
         scores = scorer(input_ids=tokens, use_cache=False).logits[:, 0].view(-1, 2)
-        return bradley_terry_loss(scores[:, 0], scores[:, 1]).sum()
+        return bradley_terry_loss(scores[:, 0] - scores[:, 1]).sum()
 
     return scorer, loss, False
 

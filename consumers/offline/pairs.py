@@ -77,6 +77,6 @@ def ipo_loss(margin: Tensor, beta: float) -> Tensor:
     return (margin - 1 / (2 * beta)).square()
 
 
-def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+def bradley_terry_loss(margin: Tensor) -> Tensor:
     """-log sigmoid(score of the chosen answer - score of the rejected one), [P] (Bradley and Terry 1952)."""
-    return -F.logsigmoid(chosen - rejected)
+    return -F.logsigmoid(margin)

@@ -95,7 +95,7 @@ def train_on_pairs(
             losses = partial(dpo_loss if settings.loss == "sigmoid" else ipo_loss, beta=settings.beta)
         else:
             trained, margins, packed = _prepare_scorer(model, limits, ranks, tokenizer)
-            losses = _rank_loss
+            losses = bradley_terry_loss
         own, other = ([encode(tokenizer, pair, model.max_length, places) for pair in part] for part in (pairs, heldout))
         cut = MicroBatches(ranks, _packed_tokens if packed else _padded_tokens, limits, packed)
         training = _PairwiseTraining(other, settings, cut, ranks, margins, losses, progress)
@@ -211,10 +211,6 @@ def _pair_logprobs(policy: Policy, batch: Sequence[PairIds]) -> tuple[Tensor, Te
     """Sum the log-probabilities of the chosen and of the rejected answers over their tokens: float32 [P] each."""
     sums = answer_logprobs(policy, [row for pair in batch for row in pair]).view(-1, 2)
     return sums[:, 0], sums[:, 1]
-
-
-def _rank_loss(margin: Tensor) -> Tensor:
-    return bradley_terry_loss(margin, torch.zeros_like(margin))
 
 
 def _packed_tokens(pair: PairIds) -> int:
