@@ -98,7 +98,8 @@ class Supervisor:
         self._factories: dict[str, Callable[[int], ServiceSpec]] = {}
         self._orphans = OrphanReaper()
         self._started = 0
-        self._interrupts = 0
+        self.interrupts = 0
+        """Number of SIGINT, SIGTERM and SIGHUP that have arrived."""
         self._stopping = False
         self._asked_to_end = False
         self._kept: frozenset[str] = frozenset()
@@ -120,11 +121,6 @@ class Supervisor:
     def end(self) -> None:
         """Let ``run`` return as if it had been interrupted."""
         self._asked_to_end = True
-
-    @property
-    def interrupts(self) -> int:
-        """Number of SIGINT, SIGTERM and SIGHUP that have arrived."""
-        return self._interrupts
 
     @property
     def services(self) -> list[ServiceView]:
@@ -189,7 +185,7 @@ class Supervisor:
             outcome = self.poll()
             if outcome is not None:
                 return outcome
-            if self._interrupts or self._asked_to_end:
+            if self.interrupts or self._asked_to_end:
                 return RunOutcome("stopped")
             on_tick()
             self._pause()
@@ -226,7 +222,7 @@ class Supervisor:
         # Only the kept services may be restarted while the others stop.
         self._stopping, self._kept = True, frozenset(keep)
         # The first interrupt asked for this stop. A second one that has come since must count.
-        already = min(self._interrupts, 1)
+        already = min(self.interrupts, 1)
         mine = [s for s in self._services.values() if s.spec.name not in self._kept]
         if at_once:
             for service in mine:
@@ -236,7 +232,7 @@ class Supervisor:
             for service in stage:
                 self._ask(service)
             while any(s.process for s in stage):
-                if self._interrupts > already:
+                if self.interrupts > already:
                     for service in self._services.values():
                         self._kill(service)
                 self.poll()
@@ -346,8 +342,8 @@ class Supervisor:
 
         def count(signum: int, frame: FrameType | None) -> None:
             # Of a terminal that is closed, the kernel and the shell report the hang-up, which is one request to stop.
-            if signum != signal.SIGHUP or not self._interrupts:
-                self._interrupts += 1
+            if signum != signal.SIGHUP or not self.interrupts:
+                self.interrupts += 1
 
         read, write = os.pipe()
         os.set_blocking(read, False)
