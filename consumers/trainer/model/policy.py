@@ -178,12 +178,7 @@ class Policy(ParallelModule):
         temperatures: Sequence[float] = (1.0,),
         routed_experts: Tensor | None = None,
     ) -> TokenLayout:
-        """Find where the tokens of a micro-batch are computed; tensors as in ``forward``, on the host.
-
-        DataError for routed_experts of another model.
-        """
-        if self.router_replay is not None and routed_experts is not None:
-            self.router_replay.check(routed_experts)
+        """Find where the tokens of a micro-batch are computed; tensors as in ``forward``, on the host."""
         if self.exact and lengths is None:
             lengths = torch.full_like(tokens[:, 0], tokens.shape[1] - 1)
         # Images and noted choices of routers belong to tokens of one row.

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from consumers.trainer.distributed.layout import number_of_experts
-from schemas.errors import ConfigError, DataError
+from schemas.errors import ConfigError
 from schemas.messages import RoutedExperts
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -100,16 +100,6 @@ class RouterReplay:
             expert = int(ordered[token, layer, place])
             return f"routed_experts names expert {expert} twice for a token in layer {self._routed[layer]}"
         return None
-
-    def check(self, chosen: Tensor) -> None:
-        """Raise DataError for choices of another model, int16 [R, T, L, k], on the host."""
-        if chosen.shape[2:] != (self.layers, self.k):
-            raise DataError(
-                f"routed_experts of {chosen.shape[2]} layers and {chosen.shape[3]} experts, the trainer's model has"
-                f" {self.layers} and {self.k}"
-            )
-        if chosen.numel() and (largest := int(chosen.max())) >= self.experts:
-            raise DataError(f"routed_experts names expert {largest}, the model has {self.experts}")
 
     def set(self, chosen: Tensor | None) -> None:
         """Give the choices of the tokens of the next pass, [N, L, k], -1 where the router is to choose by itself.
